@@ -31,7 +31,7 @@ from accounting.devices.counts import certified_confusion
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.devices.registry import open_device
-from training.protections.argmax_labels import ArgmaxReadout, confusion
+from training.protections.argmax_labels import ArgmaxReadout, Cell, confusion
 from training.protections.counted_labels import CountsReadout
 from training.protections.label_frames import LabelFrames
 
@@ -179,7 +179,7 @@ def attack_argmax(frames: LabelFrames, epsilon: float, readings: int, more_light
         found = np.zeros((k, k), dtype=np.int64)
         np.add.at(found, (labels.numpy(), shown.answers(labels, source)), 1)
         measured.append(found)
-    computed = confusion(frames, readout.groups, readout.light)[0]
+    computed = confusion(frames, readout.groups, Cell(least=readout.light, most=readout.light))[0]
     p = readout.keep
     response = (1 - p) / (k - 1) + (p - (1 - p) / (k - 1)) * np.eye(k)
     inside = []

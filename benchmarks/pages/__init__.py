@@ -18,6 +18,7 @@ from benchmarks.attacks import guarantees, one_run, self_test
 from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
 from benchmarks.devices import (
     camera_account,
+    chain,
     count_attack,
     effects,
     faults,
@@ -277,13 +278,20 @@ def pages() -> dict[Path, str]:
     serving = ROOT / "docs" / "serving.md"
     with_faults = with_block(devices.read_text(), "faults", faults.docs_table())
     with_served_faults = with_block(serving.read_text(), "served_faults", served_faults.docs_table())
-    with_account = with_block(camera.read_text(), "account", camera_account.docs_table())
-    with_attack = with_block(with_account, "count_attack", count_attack.docs_table())
+    camera_text = camera.read_text()
+    for name, table in (
+        ("account", camera_account.docs_table()),
+        ("count_attack", count_attack.docs_table()),
+        ("chain", chain.docs_table()),
+        ("chain_kept", chain.kept_table()),
+        ("effects", effects.docs_table()),
+    ):
+        camera_text = with_block(camera_text, name, table)
     return {
         readme: with_block(readme.read_text(), "measured", measured),
         choosing: with_block(choosing.read_text(), "protections", protections),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
-        camera: with_block(with_attack, "effects", effects.docs_table()),
+        camera: camera_text,
         serving: with_block(with_served_faults, "served", served.docs_table()),
         opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),
         BENCHMARKS / "README.md": index_page(),

@@ -106,7 +106,7 @@ _PARTS_OF_BETA = 12
 """Two limits each of the gain, the anchor, its zero, the mean dark charge and a pixel's deviation from it; one each of
 the light's noise and of the spread over pixels."""
 _MOST_PIXELS = 1_000_000
-"""Outputs of a window of which every one's dark charge lies within its limits."""
+"""Outputs of a window, and groups of them, of which every one's dark charge lies within its limits."""
 _BRIGHTEST = (
     8.0  # standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)
 )
@@ -119,7 +119,8 @@ class CountCertificate:
     Attributes:
         law: the certified limits; None if a test speaks against them.
         tests: of what the limits rest on.
-        light_noise: relative standard deviation of the light from frame to frame, its upper limit at the share of beta.
+        light_noise: relative standard deviation of the light from frame to frame; its limits are the certified ones, at
+            the share of beta, which are wider than those of other constants.
         remarks: the assumed law, and why none is certified.
     """
 
@@ -195,7 +196,7 @@ def _conclude(
     return CountCertificate(
         law=law,
         tests=tests,
-        light_noise=Estimate(value=light.estimate, low=0.0, high=limit),
+        light_noise=Estimate(value=light.estimate, low=light.lower(share), high=limit),
         remarks=tuple(remarks),
     )
 
@@ -204,8 +205,8 @@ _HOLOGRAMS = (
     "readings are holograms (camera.reference_beam), and no frame that is tested holds the reference's light",
 )
 _UNEVEN = (
-    "the dark charge's limits hold at each of up to 1,000,000 outputs, if dark currents differ by a normal or "
-    "log-normal law over pixels; more frames or outputs narrow them"
+    "the dark charge's limits hold at each of up to 1,000,000 outputs and groups of outputs, if dark currents differ "
+    "by a normal law over pixels; more frames narrow them"
 )
 
 
@@ -274,6 +275,9 @@ def _law(
     limits: dict[str, Any] = {
         "dark_e_low": max(0.0, (dark.low - dark_more - uneven) * seconds - ambient_e),
         "dark_e_high": max(0.0, (dark.high + dark_more + uneven) * seconds),
+        "dark_mean_e_low": max(0.0, (dark.low - dark_more) * seconds - ambient_e),
+        "dark_mean_e_high": max(0.0, (dark.high + dark_more) * seconds),
+        "dark_deviation_e": uneven * seconds,
         "light_ratio_low": max(0.0, float(lowest)),
     }
     if power is None:

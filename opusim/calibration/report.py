@@ -134,6 +134,9 @@ _WORDS = {
     "std": "smallest standard deviation of a reading, lower limit",
     "dark_e_low": "dark charge of a frame, lower limit",
     "dark_e_high": "dark charge of a frame, upper limit",
+    "dark_mean_e_low": "its mean over all outputs, lower limit",
+    "dark_mean_e_high": "its mean over all outputs, upper limit",
+    "dark_deviation_e": "an output's deviation from that mean, limit; of a group's mean, over the root of its outputs",
     "light_ratio_low": "light over the described, lower limit",
     "light_ratio_high": "light over the described, upper limit",
     "power_law": "law of the light's power in a frame, assumed",
@@ -159,7 +162,7 @@ _WORDS = {
 def print_calibration(found: Calibration) -> None:
     """Print constants, tests and the certified law as tables."""
     rows = [
-        (key, f"{v.value:.5g}", f"{v.low:.5g} to {v.high:.5g}", unit_of(key))
+        (key, f"{v.value:.5g}", f"{v.low:.5g} to {v.high:.5g}", _unit(key))
         for key, v in found.certificate.estimates.items()
     ]
     if rows:
@@ -186,7 +189,8 @@ def print_calibration(found: Calibration) -> None:
     if law is None:
         print("certified noise: none, a test speaks against the described law")
         return
-    numbers = ", ".join(f"{key} {_number(value)}" for key, value in law.model_dump().items() if key != "law")
+    numbered = law.model_dump(exclude_none=True)
+    numbers = ", ".join(f"{key} {_number(value)}" for key, value in numbered.items() if key != "law")
     print(
         f"certified noise: {law.law.replace('_', ' ')}, {numbers}; wrong with probability {found.certificate.beta:g}"
     )
@@ -231,6 +235,11 @@ def write_report(calibration: Calibration, path: Path) -> None:
     path.write_text(page, encoding="utf-8")
 
 
+def _unit(key: str) -> str:
+    """Return a constant's unit, and whether its limits are those of the certified law, at a share of its beta."""
+    return unit_of(key) + (", limits as certified" if key == "light_noise" else "")
+
+
 def _number(value: float | str) -> str:
     """Return a number of a law, or the name of one, such as that of a light's power."""
     return value.replace("_", "-") if isinstance(value, str) else f"{value:.6g}"
@@ -240,7 +249,7 @@ def _law(certificate: Certificate) -> str:
     """Return what is certified."""
     if certificate.noise is None:
         return "<h2>Certified noise</h2><p class='against'>None: a test speaks against the described law.</p>"
-    numbers = certificate.noise.model_dump()
+    numbers = certificate.noise.model_dump(exclude_none=True)
     rows = "".join(
         f"<tr><td>{escape(_WORDS[key])}</td><td>{_number(value)}</td><td>{escape(unit_of(key))}</td><td><code>{key}</code></td></tr>"
         for key, value in numbers.items()
@@ -259,7 +268,7 @@ def _estimates(calibration: Calibration) -> str:
         return ""
     rows = "".join(
         f"<tr><td>{escape(_WORDS.get(key, key))}</td><td>{v.value:.5g}</td><td>{v.low:.5g} to {v.high:.5g}</td>"
-        f"<td>{escape(unit_of(key))}</td><td><code>{escape(key)}</code></td></tr>"
+        f"<td>{escape(_unit(key))}</td><td><code>{escape(key)}</code></td></tr>"
         for key, v in certificate.estimates.items()
     )
     error = (

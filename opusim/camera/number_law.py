@@ -4,6 +4,14 @@ DN = clip(round(b + K f(min(N, well)) + K r z), 0, top) with N ~ Poisson(rate), 
 pixel's offset (`opusim.camera.stages.Sensor`) and the read-out f(n) = n (1 - q min(n / saturation, 1)). Given N, the
 code d has the mass Phi((d + 1/2 - c) / s) - Phi((d - 1/2 - c) / s), c = b + K f(min(N, well)), s = K r; masses of
 codes beyond an end of the converter lie on the end.
+
+**Sums of a group.** On the lattice frequencies t in [-pi, pi] the characteristic function of one number is the sum over
+integers k of sinc(u / 2) exp(-s^2 u^2 / 2 + i b u + rate (e^{i K u} - 1)) with u = t + 2 pi k (Poisson summation). The
+product of the terms k = 0 over the n pixels of a group depends on the sum of their rates only; if K is a whole number,
+each rate enters by the factor exp(rate (e^{i K t} - 1)), so that all of it does. Otherwise the terms k != 0 are at most
+beta(t) = 2 sum over k >= 1 of exp(-s^2 (2 pi k - |t|)^2 / 2) together, so that the total rate tells the mass of the
+group's sum at each place up to the largest n beta (exp(-s^2 t^2 / 2) + beta)^(n - 1) (`spread_error`), if no number
+lies at an end of the converter or of the well.
 """
 
 from __future__ import annotations
@@ -24,6 +32,8 @@ _FAR = 8.5
 _NO_MASS = 1e-22
 """Masses at the ends of a sum's law that are dropped: at most 1e-17 over all its places."""
 _MORE_ELECTRONS = 30
+_FREQUENCIES = 20_001
+"""Frequencies at which characteristic functions are bounded."""
 _LEAST_LOG = -745.0
 """Logarithm of the smallest double, for codes without mass."""
 
@@ -130,6 +140,42 @@ def number_law(
         codes = _code_masses(base[pixel] + centres, std, first, last)
         masses[:, pixel] = counts @ codes
     return NumberLaw(first=first, masses=masses)
+
+
+def spread_error(sensor: Sensor, offset_e: np.ndarray, most: float, nonlinearity: float = 0.0) -> float:
+    """Bound how much the law of a group's sum depends on how its total rate is spread over its pixels.
+
+    Args:
+        sensor: The stages behind the light, with shot noise and a converter.
+        offset_e: Fixed offset of each pixel of the group, electrons, shape (n,).
+        most: Largest expected electrons of a pixel.
+        nonlinearity: q of the read-out.
+
+    Returns:
+        The distance in total variation between any two spreads of one total; infinite if the read-out bends, or a
+        number may lie at an end of the converter or of the full well.
+    """
+    gain, std, n = sensor.gain_dn_per_e, sensor.gain_dn_per_e * sensor.read_noise_e, np.size(offset_e)
+    base = sensor.black_level_dn + gain * np.asarray(offset_e, dtype=float)
+    highest = _electrons(most, 1)
+    ends = float(base.min()) - _FAR * std, float(base.max()) + gain * highest + _FAR * std
+    if (
+        nonlinearity
+        or sensor.adc_bits is None
+        or ends[0] < 1
+        or ends[1] > sensor.top_dn - 1
+        or highest >= (math.inf if sensor.full_well_e is None else sensor.full_well_e)
+    ):
+        return math.inf
+    beyond = 4e-17 * n  # masses that lie farther than `_FAR` at the ends
+    if float(gain).is_integer() or n == 1:
+        return beyond
+    t = np.linspace(0.0, math.pi, _FREQUENCIES)
+    others = 2.01 * sum(np.exp(-np.square(std * (2 * math.pi * k - t)) / 2) for k in range(1, 10))
+    height = n * others * (np.exp(-np.square(std * t) / 2) + others) ** (n - 1)
+    between = math.exp(std**2 * (n + 1) * math.pi**2 / (2 * _FREQUENCIES - 2))  # frequencies off the grid
+    places = n * (ends[1] - ends[0] + 1)
+    return float(beyond + places * np.max(height) * between)
 
 
 def _electrons(rate: float, side: int) -> int:

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.camera.exposure import (
-    MOST_SATURATED,
-    CountLaw,
-    Exposure,
-    Recovery,
-    saturated_shares,
+from opusim.camera.described_law import (
+    count_boxes,
+    require_fixed_rates,
+    require_lawful_readings,
+    require_unsaturated,
+    under_power,
 )
+from opusim.camera.exposure import CountLaw, Exposure, Recovery, saturated_shares
 from opusim.camera.from_description import (
     camera_sections,
     exposure_of,
@@ -32,7 +33,7 @@ from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import BinaryFrames, ternary_batch
 from opusim.devices.usage import DeviceWork
-from opusim.errors import ConfigError, NoiseUnknown
+from opusim.errors import ConfigError
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
 from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
 from opusim.randomness.streams import noise_stream
@@ -132,25 +133,9 @@ class CameraDevice(NoisyDevice):
             NoiseUnknown: the medium drifts, so no box holds the rates, frames are dropped or repeated, or the bench
                 vibrates.
         """
-        self._require_fixed_rates()
-        exposure, recovery = self.exposure, self.ideal_recovery()
-        low = np.broadcast_to(exposure.floor_e, (recovery.weights.size, self.n_outputs))
-        high = exposure.dark_e + exposure.light_of(np.square(self._largest_fields()))
-        scale = recovery.decode()[0]
-        weight = exposure.sensor.gain_dn_per_e * scale * recovery.weights[:, None]
-        slope = exposure.least_slope if isinstance(exposure, ImperfectExposure) else 1.0
-        frames = float(np.sum(np.square(recovery.weights)))
-        least, most = (frames * np.square(scale) * rest for rest in self._rest_of_a_frame())
-        if slope < 1:  # variances of a read-out of slopes in [slope, 1] lie between these
-            most = most + (1 - slope**2) * np.sum(np.square(weight) * high, axis=0)
-        boxes = PhotonCountNoise(
-            rate_low=low,
-            rate_high=high,
-            weight=slope * weight,
-            added_variance=least,
-            added_variance_high=most,
-        )
-        return boxes if self._laser is None else self._fluctuating(boxes)
+        require_fixed_rates(self.name, self._settings)
+        boxes = count_boxes(self.exposure, self.ideal_recovery(), self._largest_fields())
+        return boxes if self._laser is None else under_power(boxes, self._laser.law.power)
 
     def _largest_fields(self) -> np.ndarray:
         """Upper limits of the fields of a reading's frames, shape (frames, pixels)."""
@@ -158,64 +143,6 @@ class CameraDevice(NoisyDevice):
         if self._beam is None:
             return np.concatenate([largest, largest])
         return np.broadcast_to(largest[0] + self._beam.amplitude, (2 * self._beam.steps, largest.shape[1]))
-
-    def _fluctuating(self, boxes: PhotonCountNoise) -> FluctuatingCountNoise:
-        """Return the law whose counts at mean power have these boxes."""
-        if self._laser is None:
-            raise TypeError("the laser's power is constant")
-        power = self._laser.law.power
-        return FluctuatingCountNoise(
-            rate_low=boxes.rate_low,
-            rate_high=boxes.rate_high,
-            power_law=power.law,
-            power_rms=power.rms,
-            weight=boxes.weight,
-            added_variance=boxes.added_variance,
-            added_variance_high=boxes.added_variance_high,
-        )
-
-    def _require_fixed_rates(self) -> None:
-        """Refuse to state a law for a whole run of a medium that moves, or of frames that may be lost.
-
-        Raises:
-            NoiseUnknown: the medium drifts, or frames are dropped or repeated.
-        """
-        self._require_lawful_readings()
-        if self._settings.drift is not None:
-            raise NoiseUnknown(
-                f"device {self.name!r}: its medium drifts, so no box holds its rates for a whole run; switch "
-                "camera.drift off to state a law"
-            )
-
-    def _require_lawful_readings(self) -> None:
-        """Refuse to state moments or a law of readings that may lack a frame, or whose frames vibrate.
-
-        Raises:
-            NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
-        """
-        transfer, vibration = self._settings.transfer, self._settings.vibration
-        if vibration is not None and (vibration.pointing_rms_pixels or vibration.phase_rms_rad):
-            raise NoiseUnknown(
-                f"device {self.name!r}: camera.vibration moves the light of all outputs together from frame to frame, "
-                "and its noise has no law here; still the bench, or set pointing_rms_pixels and phase_rms_rad to 0"
-            )
-        if transfer is not None and (transfer.dropped or transfer.repeated):
-            raise NoiseUnknown(
-                f"device {self.name!r}: camera.transfer drops or repeats frames, so a reading may hold another's frame "
-                "and has no law; mend the transfer, or set dropped and repeated to 0"
-            )
-
-    def _rest_of_a_frame(self) -> tuple[np.ndarray, np.ndarray]:
-        """Least and largest variance of a number beyond K^2 rate, DN squared, for every frame; see `rounding_limit`.
-
-        Where dark frames reach the converter's lower end, their exact variance is the least.
-        """
-        exposure, sensor = self.exposure, self.exposure.sensor
-        middle, limit = sensor.variance_dn2(0.0), sensor.rounding_limit_dn2(exposure.floor_e)
-        exact = sensor.moments(exposure.floor_e, exposure.offset_e)[1]
-        counts = sensor.gain_dn_per_e**2 * exposure.floor_e * float(sensor.shot_noise)
-        least = np.minimum(middle - limit, exact - counts)
-        return np.maximum(least, 0.0), middle + limit
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
         """Return the B that readings are noisy readings of: float32, shape (n_outputs, n_inputs).
@@ -250,7 +177,7 @@ class CameraDevice(NoisyDevice):
         Raises:
             NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
         """
-        self._require_lawful_readings()
+        require_lawful_readings(self.name, self._settings)
         weights = self.recovery.weights
         variance = self.recovery.variance(self._frame_moments(x)[1])
         covariance = self.exposure.power_covariance(weights.size)
@@ -269,7 +196,7 @@ class CameraDevice(NoisyDevice):
         Raises:
             NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
         """
-        self._require_lawful_readings()
+        require_lawful_readings(self.name, self._settings)
         scale, offset = self.recovery.decode()
         shown = ternary_batch(x, self.n_inputs, self._torch_device)
         shift = self.recovery.shift(shown.sum(1, dtype=torch.float64).cpu().numpy())
@@ -318,7 +245,7 @@ class CameraDevice(NoisyDevice):
             DeviceUnavailable: the device is closed.
         """
         self._require_open()
-        self._require_fixed_rates()
+        require_fixed_rates(self.name, self._settings)
         exposure, settings = self.exposure, self._settings
         if self._laser is not None and not at_mean_power:
             raise ConfigError(
@@ -502,29 +429,12 @@ class CameraDevice(NoisyDevice):
     # The interface of NoisyDevice
 
     def _open(self) -> None:
-        self._refuse_saturation()
-        self._measure_anchor()
-
-    def _refuse_saturation(self) -> None:
-        """Refuse a configuration whose frames are full at too many outputs."""
-        allowed = self._settings.anchor.most_saturated or MOST_SATURATED
         anchor = self._speckle.anchor
         if anchor.shape[1] != self.n_outputs:  # with the neighbours that cross-talk needs
             anchor = anchor[:, np.searchsorted(self._speckle.pixels, self.pixels)]
         shares = saturated_shares(self.exposure, anchor, None if self._beam is None else self._beam.fields())
-        worst = max(shares, key=lambda f: shares[f])
-        if shares[worst] <= allowed:
-            return
-        frame = "the anchor" if worst == 1 else f"a frame with {worst:.0%} of the mirrors on"
-        sensor, light = self.exposure.sensor, self.exposure.light
-        raise ConfigError(
-            self.name,
-            "camera.sensor",
-            f"{100 * shares[worst]:.1f} % of the outputs are full in {frame}, at most {100 * allowed:g} % may be: a "
-            f"pixel ends at {sensor.saturation_e:.4g} electrons, the anchor has {light.anchor_e:.4g} on average; lower "
-            "sensor.gain_dn_per_e, light.exposure_us or light.anchor_flux_per_s, or raise sensor.adc_bits "
-            "(anchor.most_saturated lets more pass, but entries of B are then not N(0, 1))",
-        )
+        require_unsaturated(self.name, self._settings, self.exposure, shares)
+        self._measure_anchor()
 
     def _saturated_share(self, vectors: torch.Tensor) -> float:
         """See `NoisyDevice`; every frame of the projections is shown, and the anchor."""

@@ -54,29 +54,63 @@ class GaussianLaw(StrictSection):
     std: float = Field(gt=0)
 
 
-class PhotonCountLaw(StrictSection):
+class _CountLaw(StrictSection):
+    """Limits of the dark charge and of the light that counts at the pixels have."""
+
+    dark_e_low: float = Field(ge=0)
+    dark_e_high: float = Field(ge=0)
+    dark_mean_e_low: float | None = Field(default=None, ge=0)
+    dark_mean_e_high: float | None = Field(default=None, ge=0)
+    dark_deviation_e: float | None = Field(default=None, ge=0)
+    light_ratio_low: float = Field(ge=0)
+    light_ratio_high: float = Field(gt=0)
+
+    def dark_of_groups(self, pixels: int) -> tuple[float, float, float]:
+        """Return limits of the dark charge that all outputs share, and of how far the mean of a group may lie from it.
+
+        With dark charges D + e_j, e_j independent N(0, s^2) over outputs, the mean of e over n outputs that were chosen
+        without regard to e is N(0, s^2 / n), so it lies within `dark_deviation_e` / sqrt(n) if `dark_deviation_e` is
+        the same quantile of N(0, s^2). A certificate without these numbers leaves each output its own limits.
+
+        Args:
+            pixels: n, outputs of a group.
+
+        Returns:
+            Lower and upper limit of D, and of the mean deviation of a group, electrons.
+        """
+        low, high, deviation = self.dark_mean_e_low, self.dark_mean_e_high, self.dark_deviation_e
+        if low is None or high is None or deviation is None:
+            middle = (self.dark_e_low + self.dark_e_high) / 2
+            return middle, middle, self.dark_e_high - middle
+        return low, high, deviation / pixels**0.5
+
+
+class PhotonCountLaw(_CountLaw):
     """Poisson counts at the pixels.
 
     Attributes:
         dark_e_low: lower limit of the dark charge of a frame at every output, electrons, bias light included.
         dark_e_high: upper limit of it.
+        dark_mean_e_low: lower limit of the mean over all outputs that a sensor has, D.
+        dark_mean_e_high: upper limit of it.
+        dark_deviation_e: limit of one output's deviation from D, at the same probability as that of a group's mean
+            times the square root of its outputs (`dark_of_groups`).
         light_ratio_low: lower limit of the light over the description's.
         light_ratio_high: upper limit of any frame's light over the description's; more light is less private.
     """
 
     law: Literal["photon_count"] = "photon_count"
-    dark_e_low: float = Field(ge=0)
-    dark_e_high: float = Field(ge=0)
-    light_ratio_low: float = Field(ge=0)
-    light_ratio_high: float = Field(gt=0)
 
 
-class FluctuatingCountLaw(StrictSection):
+class FluctuatingCountLaw(_CountLaw):
     """Poisson counts at the pixels under light whose power in a frame has a named law; see `PhotonCountLaw`.
 
     Attributes:
         dark_e_low: as for `PhotonCountLaw`.
         dark_e_high: as for `PhotonCountLaw`.
+        dark_mean_e_low: as for `PhotonCountLaw`.
+        dark_mean_e_high: as for `PhotonCountLaw`.
+        dark_deviation_e: as for `PhotonCountLaw`.
         light_ratio_low: lower limit of the mean light over the description's.
         light_ratio_high: upper limit of the mean light over the description's.
         power_law: the assumed law of a frame's power (`opusim.noise.LightPower`).
@@ -85,10 +119,6 @@ class FluctuatingCountLaw(StrictSection):
     """
 
     law: Literal["fluctuating_photon_count"] = "fluctuating_photon_count"
-    dark_e_low: float = Field(ge=0)
-    dark_e_high: float = Field(ge=0)
-    light_ratio_low: float = Field(ge=0)
-    light_ratio_high: float = Field(gt=0)
     power_law: Literal["log_normal", "gaussian"]
     power_rms_low: float = Field(ge=0)
     power_rms_high: float = Field(ge=0, le=1)

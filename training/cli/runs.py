@@ -620,10 +620,7 @@ def account_device(
         require_writable(figure, "--figure", FIGURES)
     checks.choice(("reading", "counts", "argmax"), kept=kept)
     targets, description = target_epsilon or [8.0, 3.0, 1.0], load_description(name)
-    if description.camera is not None and certificate is not None:
-        raise ValueError(
-            f"--certificate: {name!r} counts photons, and its table takes the description's numbers; leave it out"
-        )
+    held = None if certificate is None else load_certificate(certificate)
     if description.camera is not None:
         from opusim.progress import Progress
         from training.device_privacy.camera import evaluations, label_counts, print_account
@@ -636,6 +633,7 @@ def account_device(
                 delta=delta,
                 kept=kept,  # type: ignore[arg-type]  # checked above
                 on_evaluation=progress.advance,
+                certificate=held,
             )
             progress.start(evaluations(len(targets), figure=figure is not None))
             print_account(counts, targets, figure)
@@ -652,7 +650,7 @@ def account_device(
         n_outputs=outputs,
         targets=targets,
         delta=delta,
-        certificate=None if certificate is None else load_certificate(certificate),
+        certificate=held,
     )
     print_rows(level_rows(levels))
 

@@ -6,7 +6,9 @@ simulated device knows their rates, so the divergence of the Poisson laws is exa
 an attacker who sees the frames; sigma, the noise of the recovered projection, is what learning sees. Dark charge and
 bias light add counts that do not depend on the label; less laser light or a shorter exposure leaves fewer that do.
 Ambient light is in sigma and in no epsilon: it may be gone tomorrow. Light that fluctuates is accounted for as in
-training, up to a power that a frame exceeds with a small probability; sigma is then that at constant power.
+training, up to a power that a frame exceeds with a small probability; sigma is then that at constant power. Under a
+certificate its limits take the place of the description's numbers, and the laser's light is all that may be changed: a
+certificate holds at one exposure, temperature and bias light. What is kept of labels is then what training would keep.
 Source: docs/privacy.md, section 9; opusim.camera.exposure for the rates.
 """
 
@@ -33,11 +35,23 @@ from opusim import checks
 from opusim.camera.exposure import CountLaw, OperatingPoint
 from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
+from opusim.devices.certificate import Certificate, FluctuatingCountLaw, PhotonCountLaw
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
-from training.protections.argmax_labels import FIRST_CELL, NO_LIGHT, confusion_at, epsilon_up_to, label_groups
-from training.protections.counted_labels import equidistant_pixels
-from training.protections.label_frames import POWER_SHARE
+from opusim.noise import FluctuatingCountNoise, LightPower
+from training.protections.argmax_labels import (
+    NO_LIGHT,
+    ArgmaxReadout,
+    Cell,
+    confusion,
+    confusion_at,
+    label_groups,
+    largest_epsilon,
+    own_light,
+    shared_range,
+)
+from training.protections.counted_labels import CountsReadout, equidistant_pixels
+from training.protections.label_frames import POWER_SHARE, LabelFrames
 
 LIGHTS = (1.0, 0.1, 0.01, 0.001)
 """Multiples of the described laser light in tables and figures."""
@@ -69,6 +83,9 @@ class LabelCounts:
         kept: What is kept of each label. reading: the frames of a projection at all outputs. counts: one frame of it,
             at the pixels that `label-readout` keeps. argmax: the brightest group of pixels of that frame.
         on_evaluation: Called before each evaluation of epsilon, which takes 10 to 50 ms; the argmax takes up to 1 s.
+        frames: How training sees the labels, if one frame of each is kept.
+        power: Law of the laser's power in a frame, of the largest spread that a certificate allows; None if constant.
+        certificate: Whose limits count in place of the description's numbers, or None.
     """
 
     name: str
@@ -76,12 +93,26 @@ class LabelCounts:
     delta: float
     kept: Kept = "reading"
     on_evaluation: Callable[[], None] = lambda: None
+    frames: LabelFrames | None = None
+    power: LightPower | None = None
+    certificate: Certificate | None = None
 
     @cached_property
     def temperatures_c(self) -> tuple[float, float] | None:
         """Lowest and highest temperature of the sensor, or None if it has no dark current."""
         dark = self.law.dark
         return None if dark is None else (dark.temperature_min_c, dark.temperature_max_c)
+
+    @property
+    def limits(self) -> PhotonCountLaw | FluctuatingCountLaw | None:
+        """The certificate's limits, or None without one."""
+        law = None if self.certificate is None else self.certificate.noise
+        return law if isinstance(law, PhotonCountLaw | FluctuatingCountLaw) else None
+
+    @property
+    def _beta(self) -> float:
+        """Probability that the certificate is wrong, 0 without one."""
+        return 0.0 if self.certificate is None else self.certificate.beta
 
     def guarantee(self, point: OperatingPoint) -> Guarantee:
         """Return the guarantee of one reading of every label."""
@@ -91,13 +122,18 @@ class LabelCounts:
                 step_epsilon=max(self._argmax_epsilon(point, all_powers=True), _LEAST_EPSILON),
                 n_classes=self.law.light_e.shape[1],
                 power_error=self._power_error,
+                beta=self._beta,
+                certificate="" if self.certificate is None else self.certificate.digest,
             )
-            return guarantees([answer], delta=self.delta if self._power_error else 0.0)[0]
-        return known_counts_guarantee(self._credited(point), delta=self.delta, power_error=self._power_error)
+            spent = self._power_error or self._beta
+            return guarantees([answer], delta=self.delta if spent else 0.0)[0]
+        return known_counts_guarantee(
+            self._credited(point), delta=self.delta, beta=self._beta, power_error=self._power_error
+        )
 
     def _credited(self, point: OperatingPoint) -> np.ndarray:
         """Expected counts of each label that a guarantee rests on, shape (labels, pixels of all frames)."""
-        rates, dark = (self.law.credited_rates(p) for p in (point, replace(point, light=NO_LIGHT)))
+        rates, dark = (self._limiting_rates(p) for p in (point, replace(point, light=NO_LIGHT)))
         frames = (
             1 if self.kept == "counts" else len(rates) // 2
         )  # the negative part, of the second half, is empty
@@ -109,27 +145,59 @@ class LabelCounts:
             dark_low=dark[:frames, 0, some].ravel() if self._power_error else 0.0,
         )
 
-    def _argmax_epsilon(self, point: OperatingPoint, *, all_powers: bool) -> float:
-        """Pure epsilon of an answer, of light that fluctuates in its brightest frames or in all that count."""
+    def _limiting_rates(self, point: OperatingPoint) -> np.ndarray:
+        """Return the largest light and least dark charge that the description or the certificate allows, electrons."""
+        limits = self.limits
+        if limits is None:
+            return self.law.credited_rates(point)
+        return np.asarray(limits.light_ratio_high * point.light * self.law.light_e + limits.dark_e_low)
 
-        def limits(least: float, most: float) -> tuple[np.ndarray, np.ndarray]:
-            rates = [self.law.rates(replace(point, light=max(light, NO_LIGHT)))[0] for light in (least, most)]
-            return confusion_at(self.law, self._pixels, *(rates if least < most else rates[:1] * 2))
+    def _argmax_epsilon(self, point: OperatingPoint, *, all_powers: bool) -> float:
+        """Pure epsilon of an answer, in the brightest frames or in all that may come."""
+        frames, groups = self._seen, self._pixels
+
+        def limits(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
+            if frames.certified is not None:
+                return confusion(frames, groups, cell)
+            lights = {max(light, NO_LIGHT) for light in (cell.least, cell.most)}
+            rates = [self.law.rates(replace(point, light=light))[0] for light in sorted(lights)]
+            return confusion_at(self.law, groups, rates[0], rates[-1])
 
         most = self._brightest(1) * point.light
-        if self._power_error and not all_powers:
-            return argmax_epsilon(*limits((1 - FIRST_CELL) * most, most), symmetrised=True)
-        return epsilon_up_to(limits, most, fluctuates=self._power_error > 0)
+        whole = shared_range(frames, groups.shape[1], most, least=0.0 if self._power_error else most)
+        if not all_powers:
+            return argmax_epsilon(*limits(whole.worst), symmetrised=True)
+        return largest_epsilon(limits, whole, own_light(frames.light, groups))
+
+    @property
+    def _seen(self) -> LabelFrames:
+        if self.frames is None:
+            raise ValueError("frames: are needed for what is kept of one frame; use label_counts")
+        return self.frames
 
     @property
     def _power_error(self) -> float:
         """Share of delta that light that fluctuates takes, as in training."""
-        fluctuates = self.law.power is not None and self.law.power.rms > 0
-        return POWER_SHARE * self.delta if fluctuates else 0.0
+        fluctuates = self.power is not None and self.power.rms > 0
+        return POWER_SHARE * max(self.delta - self._beta, 0.0) if fluctuates else 0.0
+
+    @property
+    def _left(self) -> float:
+        """What the certificate and the light leave of delta."""
+        return self.delta - self._power_error - self._beta
 
     def _brightest(self, frames: int) -> float:
         """Relative power that none of some frames exceeds, but for that probability."""
-        return 1.0 if self.law.power is None else self.law.power.limit(self._power_error / frames)
+        return 1.0 if self.power is None else self.power.limit(self._power_error / frames)
+
+    def readout(self, target: float) -> ArgmaxReadout | CountsReadout:
+        """Return what training would keep of one frame of each label at an epsilon.
+
+        Raises:
+            ConfigError: No light reaches it.
+        """
+        kind = ArgmaxReadout if self.kept == "argmax" else CountsReadout
+        return kind.within(self._seen, epsilon=target, delta=self.delta)
 
     @cached_property
     def _pixels(self) -> np.ndarray:
@@ -163,14 +231,14 @@ class LabelCounts:
         self.on_evaluation()
         if self.kept == "argmax":
             return self._argmax_epsilon(point, all_powers=False)
-        rates, left = self._credited(point), self.delta - self._power_error
-        return max(known_counts_guarantee(rates[list(pair)], delta=left).epsilon for pair in pairs)
+        rates = self._credited(point)
+        return max(known_counts_guarantee(rates[list(pair)], delta=self._left).epsilon for pair in pairs)
 
     def _worst_pair(self, point: OperatingPoint) -> list[tuple[int, int]]:
         """The labels that are told apart best; none of the argmax, which has no pairs."""
         if self.kept == "argmax":
             return []
-        return [numerics.worst_patterns(self._credited(point), self.delta - self._power_error)]
+        return [numerics.worst_patterns(self._credited(point), self._left)]
 
     def temperature_for(self, target: float, light: float) -> float | None:
         """Return the lowest temperature with epsilon at most the target, or None if there is none."""
@@ -236,6 +304,7 @@ def label_counts(
     delta: float,
     kept: Kept = "reading",
     on_evaluation: Callable[[], None] = lambda: None,
+    certificate: Certificate | None = None,
 ) -> LabelCounts:
     """Return the law of a camera's readings of all labels.
 
@@ -246,24 +315,32 @@ def label_counts(
         delta: Delta at which epsilon is stated, in (0, 1).
         kept: See LabelCounts.
         on_evaluation: See LabelCounts.
+        certificate: The device's certificate, or None.
 
     Raises:
-        ConfigError: The device has no camera, or no shot noise.
+        ConfigError: The device has no camera, or no shot noise, the certificate is not its own, or training would
+            refuse to keep that of its labels.
     """
     with open_described(description, n_inputs=n_classes, n_outputs=n_outputs) as device:
         if not isinstance(device, CameraDevice):
             raise ConfigError(
                 description.name, "kind", f"{description.kind!r} counts no photons; use 'camera'"
             )
-        if device.is_holographic and kept != "reading":
-            raise ConfigError(
-                description.name,
-                "camera.reference_beam",
-                f"reads holograms, and {kept!r} is kept of a frame without a reference; remove the section",
-            )
-        law = device.count_law(torch.eye(n_classes), at_mean_power=True)
+        if certificate is not None:
+            device.attach_certificate(certificate)
+        frames = None if kept == "reading" else LabelFrames.of(device, n_classes)
+        law = device.count_law(torch.eye(n_classes), at_mean_power=True) if frames is None else frames.law
+        credited = law if certificate is None else device.noise
+        power = credited.power if isinstance(credited, CountLaw | FluctuatingCountNoise) else None
         return LabelCounts(
-            name=description.name, law=law, delta=delta, kept=kept, on_evaluation=on_evaluation
+            name=description.name,
+            law=law,
+            delta=delta,
+            kept=kept,
+            on_evaluation=on_evaluation,
+            frames=frames,
+            power=power,
+            certificate=certificate,
         )
 
 
@@ -282,7 +359,7 @@ def print_account(counts: LabelCounts, targets: Sequence[float], figure: Path | 
     """
     for target in targets:
         checks.positive(target_epsilon=target)
-    if counts.kept != "argmax":
+    if counts.kept != "argmax" and counts.certificate is None:
         print_rows(temperature_rows(counts))
     print_rows(target_rows(counts, targets))
     print_rows(guarantee_rows([counts.guarantee(OperatingPoint())]), without=["notes"])
@@ -316,6 +393,8 @@ def target_rows(counts: LabelCounts, targets: Sequence[float]) -> list[dict[str,
 
 
 def _ways_to(counts: LabelCounts, target: float) -> list[dict[str, str]]:
+    if counts.certificate is not None:
+        return [_by_certified_light(counts, target)]
     return [
         *(_by_temperature(counts, target, light) for light in _useful_lights(counts, target)),
         _by_share(counts, target, "light", "laser light"),
@@ -339,6 +418,20 @@ def _by_share(
         "exposure": f"{found * law.exposure_us:.3g} µs instead of {law.exposure_us:g}",
     }
     return _row(counts, target, way, texts[knob], _with_share(knob, found))
+
+
+def _by_certified_light(counts: LabelCounts, target: float) -> dict[str, str]:
+    """Return the light, which is all that a certificate lets vary; of one frame that which training would take."""
+    if counts.kept == "reading":
+        return _by_share(counts, target, "light", "laser light")
+    try:
+        found = counts.readout(target)
+    except ConfigError as error:
+        return _row(counts, target, "laser light", f"none: {error.reason}")
+    epsilon = guarantees([found.mechanism], delta=counts.delta)[0].epsilon
+    row = _row(counts, target, "laser light", f"{found.light:.3g} of the described light")
+    sigma = counts.law.std(OperatingPoint(light=found.light))
+    return row | {"sigma": f"{sigma:.4g}", "epsilon": number(epsilon)}
 
 
 def _by_bias(counts: LabelCounts, target: float) -> dict[str, str]:

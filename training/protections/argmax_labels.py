@@ -2,15 +2,18 @@
 
 Each label has a group of pixels that it lights most. Under a secret permutation of each record's labels only the group
 with the largest sum is kept, and the frames are discarded in the function that takes them. Light that fluctuates is
-accounted for at every power up to one that a frame exceeds with a small probability, which is taken off delta.
+accounted for at every power up to one that a frame exceeds with a small probability, which is taken off delta. A
+certificate leaves open how much light and dark charge all outputs share, and how far groups differ from that: the first
+is covered in cells, so that only the second can favour one group over another.
 Source: docs/privacy.md, section 9 (the argmax of counts, light that varies in common).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,7 +25,7 @@ from accounting.devices.counts import LabelArgmax, argmax_epsilon, confusion_mat
 from accounting.labels.observations import UniformSource
 from opusim import checks
 from opusim.camera.exposure import CountLaw
-from opusim.camera.number_law import number_law
+from opusim.camera.number_law import number_law, spread_error
 from opusim.errors import ConfigError
 from training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
 from training.protections.noisy_labels import Pay
@@ -35,8 +38,10 @@ _MOST_PER_GROUP = 32
 _PIXELS_COMPARED = 2048
 """Pixels among which those of the groups are chosen."""
 _TOLERANCE = 1e-4
-FIRST_CELL = 0.002
-"""Relative width of the first of the cells that cover the powers of light that fluctuates."""
+_CELL_TOLERANCE, _MOST_CELLS = 0.005, 400
+"""How far the epsilon of cells may exceed that of a point, relatively, and how many cells are bounded."""
+_MOST_SPREAD_ERROR = 1e-7
+"""Largest distance between the laws of a group's sum at one total rate, from which on each output counts by itself."""
 
 Matrices = tuple[np.ndarray, np.ndarray]
 """Lower and upper limits of a confusion matrix, each of shape (labels, groups)."""
@@ -159,7 +164,8 @@ class _Search:
         groups: The groups.
         epsilon: Above 0.
         brightest: w_max, the relative power that is allowed for.
-        fluctuates: Whether the light fluctuates; then its brightest frames, the worst ones, are searched first.
+        fluctuates: Whether the light fluctuates. Its brightest frames and, under a certificate, the least dark charge
+            are searched first.
     """
 
     def __init__(
@@ -167,7 +173,8 @@ class _Search:
     ) -> None:
         self.groups = groups
         self._frames, self._epsilon, self._brightest = frames, epsilon, brightest
-        self._width = FIRST_CELL if fluctuates else 0.0
+        self._fluctuates = fluctuates
+        self._electrons = own_light(frames.light, groups)
         self.light = self._found()
 
     @property
@@ -184,18 +191,22 @@ class _Search:
         """Return the light at which no power that is allowed for gives more than epsilon, and the largest epsilon."""
         log_light, less = math.log(self.light or LEAST_LIGHT), _TOLERANCE
         while (worst := self._worst(math.exp(log_light))) > self._epsilon:
-            log_light, less = log_light - less, 2 * less
+            log_light, less = log_light - max(less, math.log(worst / self._epsilon)), 2 * less
         return math.exp(log_light), worst
 
     def _worst(self, light: float) -> float:
-        return epsilon_up_to(self._limits, light * self._brightest, fluctuates=self._width > 0)
+        return largest_epsilon(self._limits, self._shared(light), self._electrons)
 
-    def _limits(self, least: float, most: float) -> Matrices:
-        return confusion(self._frames, self.groups, most, least=least)
+    def _shared(self, light: float) -> Cell:
+        least = 0.0 if self._fluctuates else light
+        return shared_range(self._frames, self.groups.shape[1], light * self._brightest, least=least)
+
+    def _limits(self, cell: Cell) -> Matrices:
+        return confusion(self._frames, self.groups, cell)
 
     def _excess(self, log_light: float) -> float:
-        most = math.exp(log_light) * self._brightest
-        return argmax_epsilon(*self._limits((1 - self._width) * most, most), symmetrised=True) - self._epsilon
+        worst = self._shared(math.exp(log_light)).worst
+        return argmax_epsilon(*self._limits(worst), symmetrised=True) - self._epsilon
 
     def _found(self) -> float | None:
         high, low = 0.0, 0.0
@@ -204,6 +215,16 @@ class _Search:
             if low < math.log(LEAST_LIGHT):
                 return None
         return math.exp(low if low == high else float(brentq(self._excess, low, high, xtol=_TOLERANCE)))
+
+
+def own_light(light: np.ndarray, groups: np.ndarray) -> float:
+    """Return the mean electrons of light of an output of each group under its own label.
+
+    Args:
+        light: Expected electrons of light, shape (labels, outputs).
+        groups: Pixels of each label, shape (labels, pixels of a group).
+    """
+    return float(np.mean([row[group].mean() for row, group in zip(light, groups, strict=True)]))
 
 
 def _choices(frames: LabelFrames) -> list[np.ndarray]:
@@ -242,50 +263,117 @@ def label_groups(light: np.ndarray, *, most: int = _MOST_PER_GROUP) -> np.ndarra
     return np.sort(columns[np.argsort(rows)].reshape(labels, size), axis=1)
 
 
-def confusion(
-    frames: LabelFrames, groups: np.ndarray, light: float, *, least: float | None = None
-) -> Matrices:
-    """Return limits of the confusion matrix of the argmax over all dark and light that a certificate allows.
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A range of what all outputs of a frame share.
+
+    Attributes:
+        least: Least light, a multiple of the described one, at least 0.
+        most: Largest light.
+        dark_low: Least dark charge of every output that a certificate leaves open, electrons; 0 without one.
+        dark_high: Largest dark charge.
+    """
+
+    least: float
+    most: float
+    dark_low: float = 0.0
+    dark_high: float = 0.0
+
+    @property
+    def worst(self) -> Cell:
+        """The brightest frames at the least dark charge, where an answer usually tells most."""
+        return replace(self, least=self.most, dark_high=self.dark_low)
+
+    def halves(self, electrons: float) -> tuple[Cell, Cell]:
+        """Return the halves along the range that changes more, if a light of 1 has so many electrons at an output."""
+        if (self.most - self.least) * electrons > self.dark_high - self.dark_low:
+            light = (self.least + self.most) / 2
+            return replace(self, most=light), replace(self, least=light)
+        dark = (self.dark_low + self.dark_high) / 2
+        return replace(self, dark_low=dark), replace(self, dark_high=dark)
+
+
+def shared_range(frames: LabelFrames, size: int, light: float, *, least: float | None = None) -> Cell:
+    """Return what all outputs of a frame may share.
+
+    Args:
+        frames: The camera.
+        size: Outputs of a group.
+        light: Largest multiple of the described light in a frame, but for what a certificate leaves open.
+        least: Least such multiple; None for `light` itself.
+    """
+    certified, dimmed = frames.certified, light if least is None else least
+    if certified is None:
+        return Cell(least=dimmed, most=light)
+    dark_low, dark_high, _ = certified.dark_of_groups(size)
+    return Cell(
+        least=certified.light_ratio_low * dimmed,
+        most=certified.light_ratio_high * light,
+        dark_low=dark_low,
+        dark_high=dark_high,
+    )
+
+
+def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
+    r"""Return limits of the confusion matrix of the argmax over all light and dark charge of a cell.
+
+    Under a certificate output j of group g has dark charge D + e_j, with D shared and independent normal e_j. Let the
+    group have n outputs. The law of its sum of numbers depends on sum e_j only, within `spread_error`, and
+    \|sum e_j\| <= n u with u = `dark_deviation_e` / sqrt(n); limits of each e_j would give n `dark_deviation_e`.
+    Entry (a, y) of the matrix rises with the rates of group y and falls with those of others, so its limits have the
+    group at D + u and all others at D - u or the other way round. If the read-out bends or clips, u is the limit of one
+    output.
 
     Args:
         frames: The camera.
         groups: Pixels of each label, shape (labels, pixels of a group).
-        light: Multiple of the described light, the power of the frame included.
-        least: Least such multiple, at least 0; None for `light` itself.
+        cell: Ranges of the light and of D; without a certificate dark charge is the described.
     """
-    rates, certified = frames.rates(light), frames.certified
-    dimmed = light if least is None else max(least, NO_LIGHT)
-    fewest = rates if dimmed == light else frames.rates(dimmed)
+    certified, law = frames.certified, frames.law
     if certified is None:
-        return confusion_at(frames.law, groups, fewest, rates)
-    lowest = certified.dark_e_low + certified.light_ratio_low * dimmed * frames.light
-    highest = certified.dark_e_high + certified.light_ratio_high * light * frames.light
-    return confusion_at(frames.law, groups, np.minimum(lowest, fewest), np.maximum(highest, rates))
+        lowest, highest = (frames.rates(max(light, NO_LIGHT)) for light in (cell.least, cell.most))
+        return confusion_at(law, groups, lowest, highest if cell.least < cell.most else lowest)
+    deviation, single = (certified.dark_of_groups(size)[2] for size in (groups.shape[1], 1))
+    brightest = cell.most * frames.light + cell.dark_high
+    most = float(np.max(brightest)) + single
+    errors = [spread_error(law.sensor, law.offset_e[group], most, law.nonlinearity) for group in groups]
+    if max(errors) > _MOST_SPREAD_ERROR:
+        deviation, errors = single, [0.0]
+    lowest = np.maximum(cell.least * frames.light + cell.dark_low - deviation, 0.0)
+    lower, upper = confusion_at(law, groups, lowest, brightest + deviation)
+    off = math.fsum(errors)
+    return np.clip(lower - off, 0.0, 1.0), np.clip(upper + off, 0.0, 1.0)
 
 
-def epsilon_up_to(limits: Callable[[float, float], Matrices], most: float, *, fluctuates: bool) -> float:
-    """Return the largest epsilon of the symmetrised argmax over all powers of the light up to a largest one.
+def largest_epsilon(limits: Callable[[Cell], Matrices], whole: Cell, electrons: float) -> float:
+    """Return a bound of the epsilon of the symmetrised argmax over all points of a cell.
 
-    No argument says that the answer tells more the brighter the frame is, so the powers from 0 on are covered by cells,
-    in each of which the limits of the confusion matrix hold for every power. Cells widen while epsilon falls.
+    No argument says where an answer tells most, so the cell with the largest bound is halved until its bound is within
+    0.5 % of the epsilon at a point, or until `_MOST_CELLS` are bounded; the largest bound holds in either case.
 
     Args:
-        limits: Takes the least and the largest light of a cell, multiples of the described one; returns the limits of
-            the confusion matrix in it.
-        most: Largest multiple of the described light.
-        fluctuates: Whether the light takes all powers below, too; constant light has the largest one only.
+        limits: Takes a cell to limits of the confusion matrix, which hold at each of its points.
+        whole: The cell.
+        electrons: Light of an output at a light of 1, by which ranges of light and dark charge are compared.
     """
-    high, width = most, FIRST_CELL * most if fluctuates else 0.0
-    narrowest, worst = width, 0.0
-    while True:
-        low = max(high - width, 0.0)
-        found = argmax_epsilon(*limits(low, high), symmetrised=True)
-        if found > worst and width > narrowest:
-            width = max(width / 2, narrowest)
-            continue
-        high, width, worst = low, 2 * width, max(worst, found)
-        if not fluctuates or high <= 0:
-            return worst
+
+    def bound(cell: Cell) -> float:
+        return argmax_epsilon(*limits(cell), symmetrised=True)
+
+    turn, reached, tried = 1, 0.0, set[Cell]()
+    cells = [(-bound(whole), 0, whole)]
+    while turn < _MOST_CELLS and whole != whole.worst:
+        largest, _, cell = cells[0]
+        if cell.worst not in tried:
+            tried.add(cell.worst)
+            reached = max(reached, bound(cell.worst))
+        if -largest <= (1 + _CELL_TOLERANCE) * reached + 1e-9:
+            break
+        heapq.heappop(cells)
+        for half in cell.halves(electrons):
+            heapq.heappush(cells, (-bound(half), turn, half))
+            turn += 1
+    return -cells[0][0]
 
 
 def kept_share(frames: LabelFrames, groups: np.ndarray, light: float) -> float:

@@ -32,6 +32,7 @@ from accounting.labels.observations import (
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
+from opusim.devices.camera import CameraDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
@@ -265,7 +266,9 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
         ConfigError: See `creditable_law`, or its matrix is not known.
     """
     if isinstance(device.noise, (PhotonCountNoise, FluctuatingCountNoise)):
-        reason = f"'device' takes a Gaussian law, and device {device.name!r} counts photons; use 'counts' or 'argmax'"
+        holograms = isinstance(device, CameraDevice) and device.is_holographic
+        way = "'digital'" if holograms else "'counts' or 'argmax'"
+        reason = f"'device' takes a Gaussian law, and device {device.name!r} counts photons; use {way}"
         raise ConfigError("configuration", "protection.noise", reason)
     law = creditable_law(device, credit=credit)
     if "matrix" not in device.capabilities:

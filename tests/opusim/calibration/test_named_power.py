@@ -102,6 +102,11 @@ def test_light_of_a_named_law_is_certified_about_the_truth(power_law: str, rms: 
     law = found.certificate.noise
     assert covers(law, device, rms), failed(found)
     assert isinstance(law, FluctuatingCountLaw)
+    printed = found.certificate.estimates["light_noise"]
+    assert (printed.low, printed.high) == (law.power_rms_low, law.power_rms_high)
+    shared = law.dark_of_groups(16)
+    assert shared[0] < device.exposure.dark_current_e < shared[1]
+    assert 0 < 4 * shared[2] < law.dark_e_high - law.dark_mean_e_high + 1e-9
     assert law.power_rms_high < 1.4 * rms
     assert law.light_ratio_high < 1.15
     assert any("assumed law: given the light's power" in remark for remark in found.certificate.remarks)

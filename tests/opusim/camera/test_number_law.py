@@ -10,7 +10,7 @@ import torch
 from scipy.stats import norm
 
 from opusim.camera.exposure import Exposure
-from opusim.camera.number_law import number_law
+from opusim.camera.number_law import number_law, spread_error
 from opusim.camera.stages import Light, Sensor
 from opusim.randomness.streams import SeededStream
 
@@ -94,3 +94,36 @@ def test_numbers_without_masses_are_refused() -> None:
     for sensor in (replace(SENSOR, adc_bits=None), replace(SENSOR, shot_noise=False)):
         with pytest.raises(ValueError, match="needs shot noise and a converter"):
             number_law(RATES, OFFSETS, sensor)
+
+
+def distance(sensor: Sensor, offsets: np.ndarray) -> float:
+    """Total variation between the laws of a group's sum with its rate spread evenly, and over half of its pixels."""
+    even, uneven = np.full((1, offsets.size), 4.0), np.where(np.arange(offsets.size) % 2, 7.5, 0.5)[None]
+    law = number_law(np.concatenate([even, uneven]), offsets, sensor)
+    first, second = law.sums([np.arange(offsets.size)])[:, 0]
+    return float(np.abs(first - second).sum() / 2)
+
+
+@pytest.mark.parametrize("gain", [1.0, 2.0, 0.7, 1.3])
+@pytest.mark.parametrize("read_noise_e", [1.6, 2.5])
+def test_the_sum_of_a_group_depends_on_its_total_rate(gain: float, read_noise_e: float) -> None:
+    sensor = replace(SENSOR, gain_dn_per_e=gain, read_noise_e=read_noise_e, black_level_dn=100.0)
+    offsets = np.array([0.0, -0.7, 1.3, 0.2, 0.9, -1.1])
+    assert distance(sensor, offsets) <= spread_error(sensor, offsets, 7.5) + 1e-12
+
+
+def test_coarse_rounding_and_ends_let_the_spread_over_pixels_show() -> None:
+    offsets = np.array([0.0, -0.7, 1.3, 0.2, 0.9, -1.1])
+    coarse = replace(SENSOR, gain_dn_per_e=0.3, read_noise_e=0.3, black_level_dn=100.0)
+    fine = replace(coarse, read_noise_e=4.0)
+    shown = distance(coarse, offsets)
+    assert (
+        spread_error(fine, offsets, 7.5) < shown <= spread_error(coarse, offsets, 7.5)
+    )  # planted: coarse steps
+    for ended in (
+        replace(SENSOR, black_level_dn=0.0),
+        replace(SENSOR, full_well_e=20.0),
+        replace(SENSOR, adc_bits=6),
+    ):
+        assert spread_error(ended, offsets, 7.5) == np.inf
+    assert spread_error(replace(SENSOR, black_level_dn=100.0), offsets, 7.5, nonlinearity=0.1) == np.inf

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.compiled, pytest.mark.slow]
 PAGE = Path(__file__).parents[3] / "docs" / "camera.md"
 QUICK = {
     "device record": ["--outputs", "400", "--steps", "5"],
-    "device calibrate": ["--readings", "60"],
+    "device calibrate": ["--readings", "60", "--frames", "64"],
     "device check": ["--readings", "60"],
     "account device": ["--outputs", "40", "--target-epsilon", "3"],
     "train pdfa": ["--epochs", "1", "--set", "model.hidden=[40]"],

@@ -1,19 +1,24 @@
 """Temperature to sigma to epsilon and back, for label readings of a camera."""
 
+import datetime
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from accounting.composition import guarantees
+from accounting.errors import NoGuarantee
 from accounting.guarantee import Status, Unit
 from accounting.labels.budget import label_distance
 from accounting.labels.mechanisms import LabelReadout
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
+from opusim.devices.base import NoisyDevice
+from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of, load_certificate
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from training.cli.app import app
@@ -196,7 +201,7 @@ def test_holograms_leak_no_more_than_their_exact_counts_say(seed: int) -> None:
     assert delta > DELTA + 5 * error
     for kept in ("counts", "argmax"):
         with pytest.raises(
-            ConfigError, match="reads holograms, and .* is kept of a frame without a reference"
+            ConfigError, match="reads holograms, and counts are kept of frames without a reference beam"
         ):
             label_counts(description, n_classes=3, n_outputs=64, delta=DELTA, kept=kept)
     with (
@@ -234,3 +239,101 @@ def test_the_argmax_under_ambient_light_is_refused() -> None:
     found = label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept="argmax")
     with pytest.raises(ConfigError, match="ambient_flux_per_s: .* may be gone tomorrow"):
         found.epsilon(OperatingPoint())
+
+
+def certificate_of(device: NoisyDevice, folder: Path) -> Path:
+    """Write a certificate of limits that hold, with shared and single dark charge apart."""
+    file = folder / "certificate.toml"
+    Certificate(
+        device=device.name,
+        description_digest=digest_of(device.description),
+        date=datetime.date.today().isoformat(),
+        n_inputs=device.n_inputs,
+        n_outputs=device.n_outputs,
+        frames=1000,
+        confidence=0.95,
+        beta=1e-3,
+        noise=PhotonCountLaw(
+            dark_e_low=5.7,
+            dark_e_high=6.3,
+            dark_mean_e_low=5.95,
+            dark_mean_e_high=6.05,
+            dark_deviation_e=0.25,
+            light_ratio_low=0.98,
+            light_ratio_high=1.1,
+        ),
+    ).write(file)
+    return file
+
+
+@pytest.mark.parametrize("kept", ["counts", "argmax", "reading"])
+def test_a_certificate_takes_the_light_of_training_and_its_beta(kept: str, tmp_path: Path) -> None:
+    target, description = 2.0, load_description("camera_low_light")
+    with open_device("camera_low_light", n_inputs=3, n_outputs=18) as device:
+        certificate = load_certificate(certificate_of(device, tmp_path))
+        device.attach_certificate(certificate)
+        readout = {"counts": CountsReadout, "argmax": ArgmaxReadout}.get(kept)
+        trained = readout and readout.within(LabelFrames.of(device, 3), epsilon=target, delta=DELTA)
+    options: dict[str, Any] = {"n_classes": 3, "n_outputs": 18, "delta": DELTA, "kept": kept}
+    held = label_counts(description, certificate=certificate, **options)
+    free = label_counts(description, **options)
+    (row,) = target_rows(held, [target])
+    assert row["by"] == "laser light"
+    assert 0.97 * target <= float(row["epsilon"]) <= target
+    if trained:
+        assert float(row["setting"].split()[0]) == pytest.approx(trained.light, rel=6e-3)
+    point = OperatingPoint(light=float(row["setting"].split()[0]))
+    assert free.epsilon(point) < 0.97 * held.epsilon(point)  # planted: the description's own numbers
+    stated = held.guarantee(point)
+    assert stated.delta == DELTA
+    strict = replace(held, delta=1e-3)  # beta takes all of it
+    assert not math.isfinite(_or_refused(strict, point))
+
+
+def _or_refused(counts: LabelCounts, point: OperatingPoint) -> float:
+    try:
+        return counts.guarantee(point).epsilon
+    except NoGuarantee:
+        return math.inf
+
+
+def test_the_command_takes_a_certificate_and_refuses_that_of_another_device(tmp_path: Path) -> None:
+    with open_device("camera_low_light", n_inputs=2, n_outputs=8) as device:
+        file = certificate_of(device, tmp_path)
+    call = ["--outputs", "8", "--classes", "2", "--target-epsilon", "2", "--delta", "0.01"]
+    call += ["--certificate", str(file)]
+    found = CliRunner().invoke(app, ["account", "device", "camera_low_light", *call], env={"COLUMNS": "200"})
+    assert found.exit_code == 0, found.output
+    assert "of the described light" in found.output
+    assert "temperature" not in found.output  # a certificate holds at one temperature
+    refused = CliRunner().invoke(app, ["account", "device", "camera_fluctuating", *call])
+    assert "is that of 'camera_low_light'; calibrate this device" in str(refused.exception)
+
+
+@pytest.mark.parametrize("kept", ["counts", "argmax"])
+@pytest.mark.parametrize(
+    ("camera", "message"),
+    [
+        (
+            {
+                "light": {
+                    "power": {
+                        "law": "log_normal",
+                        "rms": 0.01,
+                        "drift_rms": 0.01,
+                        "drift_s": 3600.0,
+                        "seconds_per_step": 1.0,
+                    }
+                }
+            },
+            "drift_rms: drifts from training step to training step",
+        ),
+        ({"transfer": {"dropped": 0.01}}, "use a camera without drift and lost frames"),
+    ],
+)
+def test_what_training_refuses_to_keep_is_not_accounted(
+    kept: str, camera: dict[str, Any], message: str
+) -> None:
+    description = load_description("camera_low_light", {"camera": camera})
+    with pytest.raises(ConfigError, match=message):
+        label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept=kept)  # type: ignore[arg-type]

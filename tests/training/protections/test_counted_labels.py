@@ -6,6 +6,7 @@ import datetime
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,14 @@ from opusim.randomness.streams import SeededStream
 from training.protections import argmax_labels
 from training.protections.argmax_labels import (
     ArgmaxReadout,
+    Cell,
     confusion,
     confusion_at,
     label_groups,
+    largest_epsilon,
+    own_light,
     read_argmax,
+    shared_range,
 )
 from training.protections.counted_labels import CountsReadout, equidistant_pixels, read_counts
 from training.protections.label_frames import LabelFrames
@@ -243,9 +248,10 @@ def test_a_certificate_with_wide_limits_of_dark_charge_takes_smaller_groups(answ
     with certified(dark_e_low=4.0, dark_e_high=8.0) as wide:
         found = ArgmaxReadout.within(wide, epsilon=EPSILON)
         assert found.groups.shape[1] < answers.groups.shape[1]
-        largest = confusion(wide, answers.groups, 1e-6)
+        largest = confusion(wide, answers.groups, shared_range(wide, answers.groups.shape[1], 1e-6))
         assert argmax_epsilon(*largest, symmetrised=True) > EPSILON  # groups of all pixels would be refused
-        assert argmax_epsilon(*confusion(wide, found.groups, found.light), symmetrised=True) <= EPSILON
+        chosen = confusion(wide, found.groups, shared_range(wide, found.groups.shape[1], found.light).worst)
+        assert argmax_epsilon(*chosen, symmetrised=True) <= EPSILON
         message = r"0.01 is below what any light gives within the limits of device.certificate, \d"
         with pytest.raises(ConfigError, match=message):
             ArgmaxReadout.within(wide, epsilon=0.01)
@@ -254,7 +260,8 @@ def test_a_certificate_with_wide_limits_of_dark_charge_takes_smaller_groups(answ
 def test_certified_answers_allow_for_all_dark_light_of_the_certificate(answers: ArgmaxReadout) -> None:
     groups, light = answers.groups, answers.light
     with certified(dark_e_high=7.0) as frames:
-        lower, upper = confusion(frames, groups, light)
+        whole = shared_range(frames, groups.shape[1], light)
+        lower, upper = confusion(frames, groups, whole)
         for group in range(K):
             dark = np.full(48, 5.7)
             dark[groups[group]] = 7.0  # the dark light that this group gains by
@@ -262,7 +269,61 @@ def test_certified_answers_allow_for_all_dark_light_of_the_certificate(answers: 
             found = confusion_at(frames.law, groups, rates, rates)[0]
             assert np.all((lower <= found + 1e-12) & (found <= upper + 1e-12))
     with certified() as narrow:  # planted: limits that the dark light exceeds
-        assert np.any(found > confusion(narrow, groups, light)[1])
+        whole = shared_range(narrow, groups.shape[1], light)
+        assert np.any(found > confusion(narrow, groups, whole)[1])
+
+
+SPREAD = {"dark_mean_e_low": 5.95, "dark_mean_e_high": 6.05, "dark_deviation_e": 0.25}
+"""Of a device whose dark charges differ by at most 0.05 electrons, at 5 standard deviations."""
+
+
+def test_groups_of_uneven_dark_charge_stay_within_the_limits(answers: ArgmaxReadout, seed: int) -> None:
+    """The sum over a group matters: however uneven its pixels are, a limit of its mean is enough."""
+    groups, light, random = answers.groups, answers.light, np.random.default_rng(seed)
+    with certified(**SPREAD) as frames:
+        narrow = largest_epsilon(
+            partial(confusion, frames, groups), shared_range(frames, groups.shape[1], light), 1.0
+        )
+
+        def uneven(spread: float, favoured: float) -> float:
+            deviations = random.normal(scale=spread, size=48)
+            deviations[groups] -= deviations[groups].mean(axis=1, keepdims=True)
+            shift = favoured * 0.25 / math.sqrt(groups.shape[1])
+            deviations[groups] += shift * random.choice((-1, 1), size=(K, 1))
+            rates = 6.0 + deviations + light * frames.light
+            matrix = confusion_at(frames.law, groups, rates, rates)
+            return argmax_epsilon(*matrix, symmetrised=True)
+
+        assert max(uneven(0.5, 1.0) for _ in range(5)) <= narrow
+        twice = light * frames.light  # planted: groups whose means differ by more than the limit
+        gained = []
+        for label in range(K):
+            dark = np.full(48, 5.0)
+            dark[groups[label]] = 7.0
+            gained.append(confusion_at(frames.law, groups, dark + twice, dark + twice)[0][label, label])
+        outside = confusion(frames, groups, shared_range(frames, groups.shape[1], light))[1]
+        assert np.all(gained > np.diag(outside))
+    with certified() as boxes:
+        wide = largest_epsilon(
+            partial(confusion, boxes, groups), shared_range(boxes, groups.shape[1], light), 1.0
+        )
+    assert narrow < wide
+
+
+def test_what_outputs_share_is_covered_in_cells(answers: ArgmaxReadout) -> None:
+    """One box of all light and dark charge would let groups differ by what they share."""
+    groups, light = answers.groups, answers.light
+    with certified(**SPREAD) as frames:
+        limits, whole = partial(confusion, frames, groups), shared_range(frames, groups.shape[1], light)
+        found = largest_epsilon(limits, whole, own_light(frames.light, groups))
+        at_once = argmax_epsilon(*limits(whole), symmetrised=True)
+        points = [
+            argmax_epsilon(*limits(Cell(least=w, most=w, dark_low=d, dark_high=d)), symmetrised=True)
+            for w in np.linspace(whole.least, whole.most, 4)
+            for d in np.linspace(whole.dark_low, whole.dark_high, 4)
+        ]
+    assert max(points) <= found < 0.9 * at_once
+    assert found <= 1.006 * max(points)
 
 
 def test_dead_pixels_tell_nothing_under_a_certificate_either() -> None:
@@ -288,7 +349,7 @@ def test_answers_of_a_faulty_instrument_have_the_stated_law(seed: int) -> None:
         groups, own = label_groups(frames.light), np.repeat(np.arange(K), n)
         taken = frames.taken(torch.from_numpy(own), light).astype(np.float64)
         sums = taken[:, groups].sum(axis=2) + np.random.default_rng(seed).random((len(own), K))
-        law = confusion(frames, groups, light)[0]
+        law = confusion(frames, groups, Cell(least=light, most=light))[0]
         straight = number_law(frames.rates(light), frames.law.offset_e, frames.law.sensor)
     found = np.zeros((K, K))
     np.add.at(found, (own, sums.argmax(axis=1)), 1 / n)

@@ -24,7 +24,13 @@ from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_
 from opusim.errors import ConfigError
 from opusim.noise import LightPower
 from training.device_privacy.camera import OperatingPoint, label_counts
-from training.protections.argmax_labels import ArgmaxReadout, confusion, epsilon_up_to
+from training.protections.argmax_labels import (
+    ArgmaxReadout,
+    Cell,
+    confusion,
+    largest_epsilon,
+    shared_range,
+)
 from training.protections.counted_labels import CountsReadout
 from training.protections.label_frames import POWER_SHARE, LabelFrames
 
@@ -95,7 +101,8 @@ def test_an_answer_tells_no_more_at_any_power_that_is_allowed_for(answers: Argma
     brightest = frames.brightest(answers.mechanism.power_error)
 
     def epsilon(power: float) -> float:
-        found = confusion(frames, answers.groups, answers.light * power)
+        light = answers.light * power
+        found = confusion(frames, answers.groups, Cell(least=light, most=light))
         return argmax_epsilon(*found, symmetrised=True)
 
     powers = brightest * np.linspace(0.01, 1, 23)
@@ -106,7 +113,8 @@ def test_an_answer_tells_no_more_at_any_power_that_is_allowed_for(answers: Argma
 def test_powers_below_the_brightest_are_searched_too() -> None:
     """A matrix whose epsilon is largest at half the power: epsilon at the brightest is no bound."""
 
-    def limits(least: float, most: float) -> tuple[np.ndarray, np.ndarray]:
+    def limits(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
+        least, most = cell.least, cell.most
         ends = [0.5 + 0.4 * math.exp(-200 * (light - 0.5) ** 2) for light in (least, most)]
         top = 0.9 if least <= 0.5 <= most else max(ends)
         diagonal = np.eye(2)
@@ -117,8 +125,9 @@ def test_powers_below_the_brightest_are_searched_too() -> None:
         )
 
     at_most = math.log(0.9 / 0.1)
-    assert epsilon_up_to(limits, 1.0, fluctuates=True) == pytest.approx(at_most, rel=1e-6)
-    assert epsilon_up_to(limits, 1.0, fluctuates=False) < 0.01
+    found = largest_epsilon(limits, Cell(least=0.0, most=1.0), 1.0)
+    assert at_most <= found * (1 + 1e-9) <= 1.006 * at_most
+    assert largest_epsilon(limits, Cell(least=1.0, most=1.0), 1.0) < 0.01  # planted: the brightest only
 
 
 def test_training_gets_the_posterior_over_the_powers(counts: CountsReadout, seed: int) -> None:
@@ -178,7 +187,10 @@ def test_a_certificate_of_fluctuating_light_adds_its_spread_and_its_beta(
         kept = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
         channel = ArgmaxReadout.within(limits, epsilon=EPSILON, delta=DELTA)
     assert kept.light < counts.light / 1.1
-    assert channel.keep < answers.keep
+    brightest = limits.brightest(channel.mechanism.power_error)
+    whole = shared_range(limits, answers.groups.shape[1], answers.light * brightest, least=0.0)
+    at_described = argmax_epsilon(*confusion(limits, answers.groups, whole.worst), symmetrised=True)
+    assert at_described > 1.1 * EPSILON  # planted: the light without a certificate
     for mechanism in (kept.mechanism, channel.mechanism):
         assert (mechanism.beta, mechanism.certificate) == (1e-3, certificate.digest)
         assert mechanism.power_error == pytest.approx(POWER_SHARE * (DELTA - 1e-3))

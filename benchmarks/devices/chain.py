@@ -1,0 +1,194 @@
+"""What does the documented way from a camera's frames to a private network reach, command by command?
+
+Runs the commands of docs/camera.md, "From frames to a private network", on FashionMNIST: record, calibrate, check,
+account, train at epsilon 8, 3 and 1, statement and audit, for a camera of steady light and for one whose laser
+fluctuates, with kept counts and with their argmax. Every command runs as printed, but for the device, what is kept, and
+the thread that training takes. Folders are kept under runs/chain; a second call resumes: it repeats no command that
+ended, and starts one that was stopped again. `kept` then computes what the certificate costs the argmax.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import opusim
+from benchmarks.markdown import markdown
+from benchmarks.results_file import load_results, save_results
+from opusim.devices.certificate import PhotonCountLaw, load_certificate
+from training.protections.argmax_labels import ArgmaxReadout
+from training.protections.label_frames import LabelFrames
+
+NAME, FOLDER = "device_chain", Path("runs/chain")
+PAGE = Path(__file__).parents[2] / "docs" / "camera.md"
+DEVICES, KEPT = ("camera_low_light", "camera_fluctuating"), ("counts", "argmax")
+_MAIN = "import sys; sys.argv[0] = 'opusim'; from training.cli import main; main()"
+_SHARED = ("device",)
+"""Commands about the device only, which serve both ways of keeping."""
+COLUMN_NAMES = (
+    "device",
+    "kept",
+    "epsilon",
+    "test [%]",
+    "stated epsilon",
+    "delta",
+    "of it beta",
+    "certificate",
+)
+
+
+def documented(device: str, kept: str) -> list[list[str]]:
+    """Return the page's commands, without `opusim`, for a device and what is kept."""
+    section = PAGE.read_text().split("### From frames to a private network")[1]
+    (block,) = re.findall(r"```console\n(.*?)```", section.split("\n**What")[0], re.DOTALL)
+    found = []
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.replace("camera_low_light", device).replace("=counts", f"={kept}"))[1:]
+        found.append([kept if word == "counts" else word for word in words])
+    return found
+
+
+def run_command(words: list[str], folder: Path) -> dict[str, Any]:
+    """Run one command in a folder, unless it ended there before; return what it wrote."""
+    done = folder / "done" / (re.sub(r"[^\w.=-]+", "_", " ".join(words))[:150] + ".txt")
+    if not done.exists():
+        if "--out" in words:
+            shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
+        more = ["--set", "threads=1"] if words[0] == "train" else []
+        called = [sys.executable, "-c", _MAIN, *words, *more]
+        ended = subprocess.run(called, cwd=folder, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            raise RuntimeError(f"opusim {shlex.join(words)} ended with {ended.returncode}:\n{ended.stderr}")
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.write_text(ended.stdout)
+    return {"command": f"opusim {shlex.join(words)}", "output": done.read_text()}
+
+
+def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
+    """Return what a finished run under the certificate reached, and on what its statement rests."""
+    run = opusim.load_run(folder)
+    (guarantee,), summary = run.guarantees, run.summary or {}
+    certificate = load_certificate(folder.parent / "bench" / f"{device}.certificate.toml")
+    return {
+        "device": device,
+        "kept": kept,
+        "epsilon": float(folder.name.removeprefix("private-")),
+        "test": 100 * summary["test_accuracy"],
+        "stated_epsilon": guarantee.epsilon,
+        "delta": guarantee.delta,
+        "beta": certificate.beta,
+        "certificate": certificate.digest,
+        "status": guarantee.status.value,
+        "mechanism": guarantee.mechanism,
+    }
+
+
+def measure(devices: str = "", kept: str = "", only: str = "") -> None:
+    """Run what is missing of the sequences, in the page's order; `only` names the commands that are run now."""
+    results = load_results(NAME)
+    runs: list[dict[str, Any]] = results.get("runs", [])
+    audits: dict[str, str] = results.get("audits", {})
+    for device in devices.split() or DEVICES:
+        for way in kept.split() or KEPT:
+            folder = FOLDER / device
+            folder.mkdir(parents=True, exist_ok=True)
+            for words in documented(device, way):
+                if only and words[0] not in only.split():
+                    continue
+                own = words[0] in _SHARED
+                place = folder if own else folder / way
+                place.mkdir(exist_ok=True)
+                bench = place / "bench"
+                if not own and not bench.exists():
+                    bench.symlink_to((folder / "bench").resolve())
+                found = run_command(words, place)
+                print(found["command"], flush=True)
+                if words[0] == "train":
+                    _replace(runs, run_facts(place / words[words.index("--out") + 1], device, way))
+                if words[0] == "audit":
+                    audits[f"{device}, {way}"] = found["output"].strip().splitlines()[-1]
+                save_results(NAME, {"argmax": results.get("argmax", {}), "runs": runs, "audits": audits})
+
+
+def measure_kept(device: str = DEVICES[0]) -> None:
+    """Compute the share of labels that the argmax keeps: as described, and under the sequence's certificate.
+
+    `boxes` is what a certificate without the limits of groups gives: each output has its own limits.
+    """
+    certificate = load_certificate(FOLDER / device / "bench" / f"{device}.certificate.toml")
+    law = certificate.noise
+    if not isinstance(law, PhotonCountLaw):
+        raise TypeError(f"device {device!r}: its certificate states no steady counts")
+    none = dict.fromkeys(("dark_mean_e_low", "dark_mean_e_high", "dark_deviation_e"))
+    boxes = certificate.model_copy(update={"noise": law.model_copy(update=none)})
+    found: dict[str, dict[str, float]] = {}
+    for name, held in (("described", None), ("boxes", boxes), ("groups", certificate)):
+        with opusim.open_device(device, n_inputs=10, n_outputs=128) as opened:
+            if held is not None:
+                opened.attach_certificate(held)
+            frames = LabelFrames.of(opened, 10)
+            found[name] = {
+                f"{epsilon:g}": ArgmaxReadout.within(frames, epsilon=epsilon, delta=1e-5).keep
+                for epsilon in (8.0, 3.0, 1.0)
+            }
+        print(name, found[name], flush=True)
+    results = {key: value for key, value in load_results(NAME).items() if key in ("runs", "audits")}
+    save_results(NAME, {**results, "argmax": {"certificate": certificate.digest, "kept": found}})
+
+
+def _replace(runs: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    """Put a run in the place of the earlier one of its device, way and epsilon, in the order of the table."""
+
+    def key(run: dict[str, Any]) -> tuple[int, int, float]:
+        return DEVICES.index(run["device"]), KEPT.index(run["kept"]), -run["epsilon"]
+
+    runs[:] = sorted([*(run for run in runs if key(run) != key(found)), found], key=key)
+
+
+def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a line for each run."""
+    return [
+        (
+            f"`{run['device']}`",
+            run["kept"],
+            f"{run['epsilon']:g}",
+            f"{run['test']:.2f}",
+            f"{run['stated_epsilon']:.4g}",
+            f"{run['delta']:g}",
+            f"{run['beta']:g}",
+            f"`{run['certificate'][:8]}…`",
+        )
+        for run in runs
+    ]
+
+
+def docs_table() -> str:
+    """Return the table of docs/camera.md: what each run reached; empty without results."""
+    runs = load_results(NAME).get("runs", [])
+    return markdown(COLUMN_NAMES, table_rows(runs)) if runs else ""
+
+
+def kept_table() -> str:
+    """Return the table of docs/camera.md on the labels that a certificate leaves; empty without results."""
+    kept = load_results(NAME).get("argmax", {}).get("kept", {})
+    rows = [
+        (epsilon, *(f"{100 * kept[name][epsilon]:.1f} %" for name in ("described", "boxes", "groups")))
+        for epsilon in kept.get("described", {})
+    ]
+    header = ("epsilon", "without a certificate", "a limit for each output", "limits for groups")
+    return markdown(header, rows) if rows else ""
+
+
+app = typer.Typer(add_completion=False, help=(__doc__ or "").splitlines()[0])
+app.command("measure")(measure)
+app.command("kept")(measure_kept)
+
+if __name__ == "__main__":
+    app()

@@ -320,7 +320,9 @@ def patch_size(convolution: nn.Conv2d) -> int:
     return convolution.in_channels * height * width
 
 
-def noise_aware(model: nn.Module, noise: float | str | Path, *, seed: int = 0) -> nn.Module:
+def noise_aware(
+    model: nn.Module, noise: float | str | Path, *, after_s: float = 0.0, seed: int = 0
+) -> nn.Module:
     """Inject noise into the weights of a network in training mode, so that it learns to bear that of a device.
 
     Each forward pass in training mode adds fresh Gaussian noise to every weight of each nn.Linear and nn.Conv2d; in
@@ -329,14 +331,15 @@ def noise_aware(model: nn.Module, noise: float | str | Path, *, seed: int = 0) -
     Args:
         model: the network, changed in place.
         noise: standard deviation relative to the largest weight of each output's row, at least 0; or a device, by name
-            or path, whose `programming_std` gives it for each weight.
+            or path, whose `weight_std` gives it for each weight.
+        after_s: seconds since programming that the network is to bear, at least 0; only for a device.
         seed: seed of the noise, in [0, 2^64).
 
     Returns:
         The model itself. `convert` takes it as it is.
 
     Raises:
-        ValueError: the noise is below 0, or the network has no such layer.
+        ValueError: a number is below 0, after_s goes with a number, or the network has no such layer.
         ConfigError: the device has no programming noise to tell.
     """
     layers = [
@@ -346,22 +349,25 @@ def noise_aware(model: nn.Module, noise: float | str | Path, *, seed: int = 0) -
         raise ValueError(
             f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d; give a network with one"
         )
+    checks.non_negative(after_s=after_s)
     if not isinstance(noise, (str, Path)):
         checks.non_negative(noise=noise)
+        if after_s:
+            raise ValueError(f"after_s = {after_s:g}: a number does not change with time; name a device")
     for name, module in layers:
         stream = SeededStream(seed, f"weight noise of layer {name}")
         law: float | ProgrammableDevice
         law = _programmable(noise, module.weight.flatten(1)) if isinstance(noise, (str, Path)) else noise
-        parametrize.register_parametrization(module, "weight", _WeightNoise(law, stream))
+        parametrize.register_parametrization(module, "weight", _WeightNoise(law, stream, after_s))
     return model
 
 
 class _WeightNoise(nn.Module):
     """Add noise to a weight in training mode."""
 
-    def __init__(self, law: float | ProgrammableDevice, stream: SeededStream) -> None:
+    def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
         super().__init__()
-        self._law, self._stream = law, stream
+        self._law, self._stream, self._after_s = law, stream, after_s
 
     def forward(self, weight: Tensor) -> Tensor:
         if not self.training:
@@ -370,7 +376,9 @@ class _WeightNoise(nn.Module):
             rows = weight.flatten(1)
             scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST_SCALE)
             std = scale * (
-                self._law if isinstance(self._law, float | int) else self._law.programming_std(rows / scale)
+                self._law
+                if isinstance(self._law, float | int)
+                else self._law.weight_std(rows / scale, self._after_s)
             )
             noise = self._stream.normal(rows.shape, device=weight.device).mul_(std).reshape(weight.shape)
         return weight + noise

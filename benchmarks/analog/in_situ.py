@@ -1,11 +1,12 @@
 """How well does a network learn on analog devices, forward and feedback, and what does programming cost?
 
-FashionMNIST, 784-128-10 with tanh, Adam 0.001, batch 128, 3 epochs, one thread, one seed. "In place": both layers run
-on a device from the first step on; their weights live in a digital accumulator, and a layer is programmed again once a
-weight has moved by the programming step, relative to the largest of its row. The backward pass is straight-through, or
-photonic DFA with a random matrix on a second device of the same kind. "Digital": the forward pass is exact, and only
-the feedback comes from a device. Required: `reram` in place by photonic DFA at least 85 %; digital photonic DFA with a
-crossbar within 1 point of the Gaussian device. Accuracies in place are those on the device after training.
+FashionMNIST, 784-128-10 with tanh, Adam 0.002 falling to 0 by a cosine, batch 128, 5 epochs, one thread, one seed. "In
+place": both layers run on a device from the first step on; their weights live in a digital accumulator, and a layer is
+programmed again once a weight has moved by the programming step, relative to the largest of its row. The backward pass
+is straight-through, or photonic DFA with a random matrix on a second device of the same kind. "Digital": the forward
+pass is exact, and only the feedback comes from a device. Required: `reram` in place by photonic DFA at least 85 %;
+digital photonic DFA with a crossbar within 1 point of the Gaussian device. Accuracies in place are those on the device
+after training.
 
 Results are written after each run; a second call measures what is missing.
 """
@@ -31,9 +32,9 @@ from training.data.catalogue import build_dataset
 from training.feedback.points import FeedbackAlignment
 
 MODULE, NAME = "benchmarks.analog.in_situ", "analog_in_situ"
-EPOCHS, RATE, BATCH = 3, 1e-3, 128
+EPOCHS, RATE, BATCH = 5, 2e-3, 128
 REQUIRED, WITHIN = 85.0, 1.0
-STEP = 0.05
+STEP = 0.02
 """Of a row's largest weight; smaller ones program more often."""
 
 
@@ -53,12 +54,12 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(forward="reram", backward="pdfa", feedback="reram"),
-    Setting(forward="digital", backward="pdfa", feedback="gaussian"),
     Setting(forward="digital", backward="pdfa", feedback="reram"),
+    Setting(forward="reram", backward="straight-through", feedback="none"),
+    Setting(forward="digital", backward="pdfa", feedback="gaussian"),
+    Setting(forward="reram", backward="pdfa", feedback="reram"),
     Setting(forward="pcm", backward="pdfa", feedback="pcm"),
     Setting(forward="digital", backward="pdfa", feedback="pcm"),
-    Setting(forward="reram", backward="straight-through", feedback="none"),
     Setting(forward="pcm", backward="straight-through", feedback="none"),
     Setting(forward="digital", backward="straight-through", feedback="none"),
 )
@@ -86,12 +87,15 @@ def run(setting: Setting, data: Dataset, epochs: int, seed: int) -> dict[str, An
             )
             learner.device = feedback
         optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+        steps = epochs * len(torch.arange(len(x)).split(BATCH))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         learner.train()
         for _ in range(epochs):
             for rows in torch.randperm(len(x)).split(BATCH):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(learner(x[rows]), y[rows]).backward()
                 optimizer.step()
+                schedule.step()
         used = None if analog is None else analog.usage
         learner.eval()
         found = accuracy(learner, data)

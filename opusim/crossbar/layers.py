@@ -22,17 +22,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from opusim import checks
-from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
-from opusim.randomness.streams import SeededStream
 
 _REFERENCE_VECTORS = 64
-_LEAST_SCALE = 1e-30
+LEAST_SCALE = 1e-30
+"""Smallest scale of a row or of an input."""
 
 
 class DeviceLinear(nn.Module):
@@ -83,7 +82,7 @@ class DeviceLinear(nn.Module):
         """Write the present weights to the device; drift starts again."""
         with torch.no_grad():
             weight = self.weight.detach()
-            self._row_scale = weight.abs().amax(dim=1).clamp_min(_LEAST_SCALE)
+            self._row_scale = weight.abs().amax(dim=1).clamp_min(LEAST_SCALE)
             self._wanted = weight / self._row_scale[:, None]
             self._programmable.program(self._wanted)
         self._measure_gain()
@@ -114,7 +113,7 @@ class DeviceLinear(nn.Module):
     def read(self, x: Tensor) -> Tensor:
         """Return the device's product with the rows of x, without gradient, float32, shape (..., out_features)."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
-        largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST_SCALE)
+        largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
         product = self._multiplies.multiply((rows / largest).clamp_(-1, 1))
         product = product.mul_(largest).mul_(self._row_scale.to(product.device) * self._gain)
         return product.reshape(*x.shape[:-1], -1)
@@ -318,79 +317,6 @@ def patch_size(convolution: nn.Conv2d) -> int:
     """Return the numbers of an unfolded patch: in_channels * kernel height * width."""
     height, width = convolution.kernel_size
     return convolution.in_channels * height * width
-
-
-def noise_aware(
-    model: nn.Module, noise: float | str | Path, *, after_s: float = 0.0, seed: int = 0
-) -> nn.Module:
-    """Inject noise into the weights of a network in training mode, so that it learns to bear that of a device.
-
-    Each forward pass in training mode adds fresh Gaussian noise to every weight of each nn.Linear and nn.Conv2d; in
-    evaluation mode the weights are as they are. Gradients are those at the noisy weights and reach the weights.
-
-    Args:
-        model: the network, changed in place.
-        noise: standard deviation relative to the largest weight of each output's row, at least 0; or a device, by name
-            or path, whose `weight_std` gives it for each weight.
-        after_s: seconds since programming that the network is to bear, at least 0; only for a device.
-        seed: seed of the noise, in [0, 2^64).
-
-    Returns:
-        The model itself. `convert` takes it as it is.
-
-    Raises:
-        ValueError: a number is below 0, after_s goes with a number, or the network has no such layer.
-        ConfigError: the device has no programming noise to tell.
-    """
-    layers = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))
-    ]
-    if not layers:
-        raise ValueError(
-            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d; give a network with one"
-        )
-    checks.non_negative(after_s=after_s)
-    if not isinstance(noise, (str, Path)):
-        checks.non_negative(noise=noise)
-        if after_s:
-            raise ValueError(f"after_s = {after_s:g}: a number does not change with time; name a device")
-    for name, module in layers:
-        stream = SeededStream(seed, f"weight noise of layer {name}")
-        law: float | ProgrammableDevice
-        law = _programmable(noise, module.weight.flatten(1)) if isinstance(noise, (str, Path)) else noise
-        parametrize.register_parametrization(module, "weight", _WeightNoise(law, stream, after_s))
-    return model
-
-
-class _WeightNoise(nn.Module):
-    """Add noise to a weight in training mode."""
-
-    def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
-        super().__init__()
-        self._law, self._stream, self._after_s = law, stream, after_s
-
-    def forward(self, weight: Tensor) -> Tensor:
-        if not self.training:
-            return weight
-        with torch.no_grad():
-            rows = weight.flatten(1)
-            scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST_SCALE)
-            std = scale * (
-                self._law
-                if isinstance(self._law, float | int)
-                else self._law.weight_std(rows / scale, self._after_s)
-            )
-            noise = self._stream.normal(rows.shape, device=weight.device).mul_(std).reshape(weight.shape)
-        return weight + noise
-
-
-def _programmable(device: str | Path, matrix: Tensor) -> ProgrammableDevice:
-    opened = open_device(device, n_inputs=matrix.shape[1], n_outputs=matrix.shape[0])
-    if isinstance(opened, ProgrammableDevice):
-        return opened
-    raise ConfigError(
-        str(device), "kind", f"{opened.kind!r} tells no programming noise; give a number instead"
-    )
 
 
 def _without_parametrizations(model: nn.Module) -> None:

@@ -54,12 +54,12 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(forward="digital", backward="pdfa", feedback="reram"),
-    Setting(forward="reram", backward="straight-through", feedback="none"),
-    Setting(forward="digital", backward="pdfa", feedback="gaussian"),
     Setting(forward="reram", backward="pdfa", feedback="reram"),
+    Setting(forward="digital", backward="pdfa", feedback="gaussian"),
+    Setting(forward="digital", backward="pdfa", feedback="reram"),
     Setting(forward="pcm", backward="pdfa", feedback="pcm"),
     Setting(forward="digital", backward="pdfa", feedback="pcm"),
+    Setting(forward="reram", backward="straight-through", feedback="none"),
     Setting(forward="pcm", backward="straight-through", feedback="none"),
     Setting(forward="digital", backward="straight-through", feedback="none"),
 )

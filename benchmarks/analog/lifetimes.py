@@ -1,7 +1,7 @@
 """What does a network lose on an analog device in a second to a year, and what does training with noise give back?
 
 FashionMNIST, on one thread: 784-256-10 with ReLU, and two convolutions (8 channels 5 x 5, 16 channels 3 x 3, strides 2)
-with a linear layer. Each is trained clean with Adam 0.002 for 3 epochs, batch 128, then for 5 more at 0.001 falling to
+with a linear layer. Each is trained clean with Adam 0.002 for 3 epochs, batch 128, then for 3 more at 0.001 falling to
 0 by a cosine: clean again, or with the noise of weights and outputs that each device states for one day after
 programming, and weights limited to 2.5 standard deviations of their row (`opusim.noise_aware`). The networks are put on
 chips and evaluated on the 10,000 test images; drift is compensated by one factor for each layer. Required: training
@@ -32,7 +32,7 @@ NETWORKS = ("cnn", "mlp")
 DEVICES = ("pcm", "hermes", "reram")
 TIMES_S = {"1 s": 1.0, "1 h": 3600.0, "1 d": 86_400.0, "1 y": 31_557_600.0}
 TRAININGS = ("clean", "device noise")
-EPOCHS = (3, 5)
+EPOCHS = (3, 3)
 CHIPS = 2
 CLIP = 2.5
 """Limit of weights in training with noise, standard deviations of their row."""

@@ -81,6 +81,11 @@ class CrossbarDevice(ProgrammableDevice):
             n_outputs=self.n_outputs,
         )
 
+    @property
+    def saturated(self) -> torch.Tensor | None:
+        """See `ProgrammableDevice.saturated`."""
+        return None if self._product is None else self._product.saturated
+
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """Return the variance of readings of x in [-1, 1], squared units of the reading, float64.
 

@@ -4,6 +4,9 @@ A layer y = W x + b keeps its parameters in digital memory. Row i of W is progra
 input is shown divided by r = max_j |x_j|, and the reading is multiplied by s_i r; biases are added digitally. The
 backward pass is straight-through: gradients are those of the digital W, at the inputs that were given.
 
+An input whose product meets the bound of a converter is shown again at half its size, up to six times, and its reading
+is multiplied by as much: the bound management of aihwkit (Gokmen, Rasch and Haensch, IEDM 2019).
+
 Drift lowers all conductances by about the same factor. Each layer therefore reads a few fixed vectors v after
 programming and after each wait, and multiplies its outputs by the g that makes g <y, W v> equal <W v, W v>, y the
 readings. This is the global drift compensation of Joshi et al., Nature Communications 2020, by least squares; sums of
@@ -30,6 +33,7 @@ from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
 
 _REFERENCE_VECTORS = 64
+_MOST_HALVINGS = 6
 LEAST_SCALE = 1e-30
 """Smallest scale of a row or of an input."""
 
@@ -114,9 +118,24 @@ class DeviceLinear(nn.Module):
         """Return the device's product with the rows of x, without gradient, float32, shape (..., out_features)."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
         largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
-        product = self._multiplies.multiply((rows / largest).clamp_(-1, 1))
+        product = self._within_bound((rows / largest).clamp_(-1, 1))
         product = product.mul_(largest).mul_(self._row_scale.to(product.device) * self._gain)
         return product.reshape(*x.shape[:-1], -1)
+
+    def _within_bound(self, rows: Tensor) -> Tensor:
+        """Return the product; rows that meet a converter's bound are shown again at half, a quarter, ... of their size.
+
+        Such repeats are counted as frames. A device that does not tell which rows those are reads each row once.
+        """
+        product = self._multiplies.multiply(rows)
+        repeated = torch.arange(len(rows), device=rows.device)
+        for halvings in range(1, _MOST_HALVINGS + 1):
+            met = getattr(self.device, "saturated", None)
+            if met is None or not bool(met.any()):
+                break
+            repeated = repeated[met.to(repeated.device)]
+            product[repeated] = self._multiplies.multiply(rows[repeated] / 2**halvings) * 2**halvings
+        return product
 
     def extra_repr(self) -> str:
         """Return size and device."""
@@ -132,7 +151,7 @@ class DeviceLinear(nn.Module):
         self._gain = 1.0
         if self._compensate:
             expected = self._reference @ self._wanted.T
-            found = float((self._multiplies.multiply(self._reference) * expected).sum())
+            found = float((self._within_bound(self._reference) * expected).sum())
             self._gain = float(expected.square().sum()) / found if found > 0 else 1.0
 
 

@@ -266,3 +266,21 @@ def test_what_cannot_run_on_a_device_is_refused() -> None:
 
 def test_public_names_lead_here() -> None:
     assert (opusim.convert, opusim.DeviceModel) == (convert, DeviceModel)
+
+
+def test_inputs_that_meet_the_bound_of_the_converter_are_read_again_at_half_their_size() -> None:
+    """A product of 300 ones is 300 and the converter shows 10; six halvings reach 640."""
+    layer = nn.Linear(300, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+    noiseless = {**EXACT, "converter": {"adc_bits": 12, "adc_bound": 10.0}}
+    with convert(layer, "pcm", crossbar=noiseless, compensate_drift=False) as analog:
+        x = torch.stack([torch.ones(300), torch.cat([torch.ones(4), torch.zeros(296)])])
+        before = analog.usage.frames
+        y = analog(x)
+        assert analog.usage.frames - before == 2 + 5  # 300 / 2^5 is below 10; the other row is read once
+        assert torch.allclose(y[:, 0], torch.tensor([150.0, 2.0]), rtol=1e-2)
+        (device,) = (each.device for each in analog.layers)
+        clipped = device.require("multiply").multiply(x)
+        assert torch.allclose(clipped[:, 0], torch.tensor([10.0, 4.0]), rtol=1e-2)
+        assert device.saturated.tolist() == [True, False]

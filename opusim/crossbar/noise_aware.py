@@ -151,7 +151,7 @@ class _OutputNoise:
     @staticmethod
     def _limited(module: nn.Module) -> Tensor:
         """Return the weights without noise: those before the last parametrization."""
-        chain: Any = module.parametrizations["weight"]  # type: ignore[union-attr,index]
+        chain: Any = module.parametrizations["weight"]  # type: ignore[index]
         weight: Tensor = chain.original
         for parametrization in list(chain)[:-1]:
             weight = parametrization(weight)

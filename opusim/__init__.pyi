@@ -44,7 +44,7 @@ from opusim.crossbar.layers import DeviceConv2d as DeviceConv2d
 from opusim.crossbar.layers import DeviceLinear as DeviceLinear
 from opusim.crossbar.layers import DeviceModel as DeviceModel
 from opusim.crossbar.layers import convert as convert
-from opusim.crossbar.layers import noise_aware as noise_aware
+from opusim.crossbar.noise_aware import noise_aware as noise_aware
 from opusim.crossbar.programmable import ProgrammableDevice as ProgrammableDevice
 from opusim.description.loading import load_description as load_description
 from opusim.description.schema import DeviceDescription as DeviceDescription

@@ -11,9 +11,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,30 @@ def parse_toml(text: str) -> dict[str, Any]:
     if _is_deep(value):
         raise tomllib.TOMLDecodeError(_TOO_DEEP)
     return value
+
+
+def to_toml(content: Mapping[str, Any], prefix: str = "") -> str:
+    """Return plain values as TOML: keys first, then tables; JSON strings and numbers are TOML's."""
+    lines = [
+        f"{_toml_key(key)} = {json.dumps(value)}" for key, value in content.items() if not _is_table(value)
+    ]
+    for key, value in content.items():
+        name = f"{prefix}{_toml_key(key)}"
+        if isinstance(value, Mapping):
+            lines.append(f"\n[{name}]\n{to_toml(value, f'{name}.')}".rstrip())
+        elif _is_table(value):
+            lines += [f"\n[[{name}]]\n{to_toml(item)}".rstrip() for item in value]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    )
 
 
 _TOO_DEEP = f"more than {DEPTH_LIMIT} tables and lists within each other"

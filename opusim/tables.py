@@ -148,6 +148,23 @@ _UNITS = {
     "highest": "of the mean",
 }
 """Unit of a key by its whole last word or its suffix; the longest match counts."""
+_CROSSBAR_UNITS = {
+    "g_max_us": "µS",
+    "programming_us": "µS",
+    "polynomials_us": "µS",
+    "dac_bits": "bits",
+    "adc_bits": "bits",
+    "adc_bound": "units of w x",
+    "output_std": "units of w x",
+    "weight_std": "of a weight of 1",
+    "current_std": "of a weight of 1",
+    "times_s": "s",
+    "t0_s": "s",
+    "t_read_s": "s",
+    "programming_us_per_row": "µs",
+    "programming_nj_per_device": "nJ",
+}
+"""Units of the section ``crossbar``, whose conductances are in microsiemens, by the last word."""
 
 
 def unit_of(key: str) -> str:
@@ -157,6 +174,8 @@ def unit_of(key: str) -> str:
     'µs'
     """
     last = key.rsplit(".", 1)[-1]
+    if key.startswith("crossbar."):
+        return _CROSSBAR_UNITS.get(last, "")
     matches = [suffix for suffix in _UNITS if last == suffix or last.endswith(f"_{suffix}")]
     return _UNITS[max(matches, key=len)] if matches else ""
 

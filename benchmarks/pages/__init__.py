@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.analog import lifetimes, product
+from benchmarks.analog import aihwkit_side_by_side, in_situ, lifetimes, pictures, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
 from benchmarks.attacks import guarantees, one_run, self_test
@@ -143,7 +143,16 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             for part in (sigma_tables, memory, drift, sst2_head, sst2_lora, membership, mnist)
         ),
     ),
-    "analog": ("Analog devices", (lifetimes.page_section, product.page_section)),
+    "analog": (
+        "Analog devices",
+        (
+            lifetimes.page_section,
+            in_situ.page_section,
+            pictures.page_section,
+            aihwkit_side_by_side.page_section,
+            product.page_section,
+        ),
+    ),
     "devices": (
         "Devices",
         (

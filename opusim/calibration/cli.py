@@ -1,4 +1,4 @@
-"""The commands that take frames: ``opusim device record``, ``calibrate``, ``check`` and ``temperature``."""
+"""The commands that take frames: ``opusim device record``, ``calibrate``, ``check``, ``temperature`` and ``fit``."""
 
 from __future__ import annotations
 
@@ -172,12 +172,78 @@ def temperature_command(
         typer.echo(f"figure: {figure}")
 
 
+def fit_command(
+    readings: Annotated[
+        Path,
+        typer.Argument(
+            help="A table with the columns conductance_us, programmed_us, time_s or input, weight, time_s, reading."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The description to write, a .toml file.")],
+    figure: Annotated[
+        Path | None, typer.Option("--figure", help="Draw fit and residuals into this PNG file.")
+    ] = None,
+    like: Annotated[
+        str, typer.Option(help="The crossbar whose converters, frames and product noise are taken.")
+    ] = "pcm",
+    g_max_us: Annotated[
+        float | None,
+        typer.Option("--g-max-us", help="Conductance of a weight of 1; the largest target.", min=1e-9),
+    ] = None,
+    confidence: Annotated[float, typer.Option(help="Confidence of each constant's limits.")] = 0.95,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the description even if the published forms do not fit.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
+) -> None:
+    """Fit programming noise and drift of a memory device to 20 or more measurements; write its description.
+
+    Exits with 3, and writes no description, if data of the published forms would deviate as much in fewer than 1 of
+    100 cases.
+    """
+    from opusim.calibration.conductance_fit import LEAST_P_VALUE, fit
+    from opusim.calibration.conductance_readings import (
+        fit_figure,
+        fit_rows,
+        fitted_description,
+        read_measurements,
+    )
+    from opusim.files import to_toml
+
+    require_writable(out, "--out", (".toml",))
+    if figure is not None:
+        require_writable(figure, "--figure", FIGURES)
+    data, largest = read_measurements(readings, g_max_us)
+    found = fit(data, confidence=confidence, seed=seed)
+    limits = f"{100 * confidence:g} % limits"
+    print_table(
+        f"{found.lines} lines of {readings.name}", ("constant", "value", limits), fit_rows(found, largest)
+    )
+    typer.echo(
+        f"law of time: {found.law.shape.time}; deviations as large in {100 * found.p_value:.2g} % of such data"
+    )
+    if figure is not None:
+        fit_figure(found, data).savefig(figure, dpi=110)
+        typer.echo(f"figure: {figure}")
+    if found.p_value < LEAST_P_VALUE and not force:
+        typer.echo(
+            "the published forms do not describe these measurements, so no description is written; look at the "
+            "residuals (--figure), or write it anyway with --force",
+            err=True,
+        )
+        raise typer.Exit(3)
+    description = fitted_description(found, data, readings, name=out.stem, like=like, g_max_us=largest)
+    out.write_text(to_toml(description.dump()), encoding="utf-8")
+    typer.echo(f"description: {out}; opusim device show {out}")
+
+
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to ``opusim device``."""
     app.command("record")(record_command)
     app.command("calibrate")(calibrate_command)
     app.command("check")(check_command)
     app.command("temperature")(temperature_command)
+    app.command("fit")(fit_command)
 
 
 def _word(agrees: bool) -> str:

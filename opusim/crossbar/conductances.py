@@ -107,14 +107,26 @@ def spread(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> torch
     return before.lerp_(after, share).div_(settings.g_max_us)
 
 
-def first_variance(g: torch.Tensor, settings: CrossbarSettings) -> torch.Tensor:
-    """Return the variance of a conductance just after programming, before it is limited to at least 0."""
-    variance = spread(g, 0.0, settings).square_()
-    if settings.drift is None or settings.low_frequency is None:
+def weight_variance(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> torch.Tensor:
+    """Return the variance of a conductance about its target, divided by the mean loss of drift; not limited to g >= 0.
+
+    With L = ln((t0 + t) / t0), tau the spread of nu and a the accumulated 1/f noise:
+    sigma_p(g, t)^2 + g^2 (tau(g)^2 L^2 + q(g)^2 a^2), to the first order of nu's spread.
+
+    Args:
+        g: targets in [0, 1].
+        seconds: since programming, at least 0.
+        settings: laws and constants.
+    """
+    variance = spread(g, seconds, settings).square_()
+    if settings.drift is None:
         return variance
+    t0 = settings.drift.t0_s
+    relative = piecewise(g, settings.drift.std).mul_(math.log((t0 + seconds) / t0)).square_()
     law = settings.low_frequency
-    relative = low_frequency(g, law).mul_(accumulated(settings.drift.t0_s, law.t_read_s))
-    return variance.addcmul_(relative, relative.clone().mul_(g).mul_(g))
+    if law is not None:
+        relative += low_frequency(g, law).mul_(accumulated(t0 + seconds, law.t_read_s)).square_()
+    return variance.addcmul_(relative, g.square())
 
 
 def piecewise(g: torch.Tensor, law: PiecewiseSettings) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opusim.crossbar.conductances import Pairs, first_variance
+from opusim.crossbar.conductances import Pairs, weight_variance
 from opusim.crossbar.converter import Converter
 from opusim.crossbar.products import TiledProduct
 from opusim.crossbar.programmable import ProgrammableDevice
@@ -81,6 +81,11 @@ class CrossbarDevice(ProgrammableDevice):
             n_outputs=self.n_outputs,
         )
 
+    @property
+    def saturated(self) -> torch.Tensor | None:
+        """See `ProgrammableDevice.saturated`."""
+        return None if self._product is None else self._product.saturated
+
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """Return the variance of readings of x in [-1, 1], squared units of the reading, float64.
 
@@ -94,7 +99,12 @@ class CrossbarDevice(ProgrammableDevice):
 
         That conductances are not negative lowers it for weights near 0.
         """
-        plus, minus = (first_variance(side.clamp(min=0), self._settings) for side in (matrix, -matrix))
+        return self.weight_std(matrix, 0.0)
+
+    def weight_std(self, matrix: torch.Tensor, seconds: float) -> torch.Tensor:
+        """Return the spread at a time, to which drift's spread adds; see `conductances.weight_variance`."""
+        sides = (matrix.clamp(min=0), (-matrix).clamp(min=0))
+        plus, minus = (weight_variance(side, seconds, self._settings) for side in sides)
         return plus.add_(minus).sqrt_()
 
     def programming_cost(self) -> tuple[float, float]:

@@ -4,6 +4,9 @@ A layer y = W x + b keeps its parameters in digital memory. Row i of W is progra
 input is shown divided by r = max_j |x_j|, and the reading is multiplied by s_i r; biases are added digitally. The
 backward pass is straight-through: gradients are those of the digital W, at the inputs that were given.
 
+An input whose product meets the bound of a converter is shown again at half its size, up to six times, and its reading
+is multiplied by as much: the bound management of aihwkit (Gokmen, Rasch and Haensch, IEDM 2019).
+
 Drift lowers all conductances by about the same factor. Each layer therefore reads a few fixed vectors v after
 programming and after each wait, and multiplies its outputs by the g that makes g <y, W v> equal <W v, W v>, y the
 readings. This is the global drift compensation of Joshi et al., Nature Communications 2020, by least squares; sums of
@@ -22,17 +25,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from opusim import checks
-from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
-from opusim.randomness.streams import SeededStream
 
 _REFERENCE_VECTORS = 64
-_LEAST_SCALE = 1e-30
+_MOST_HALVINGS = 6
+LEAST_SCALE = 1e-30
+"""Smallest scale of a row or of an input."""
 
 
 class DeviceLinear(nn.Module):
@@ -83,7 +86,7 @@ class DeviceLinear(nn.Module):
         """Write the present weights to the device; drift starts again."""
         with torch.no_grad():
             weight = self.weight.detach()
-            self._row_scale = weight.abs().amax(dim=1).clamp_min(_LEAST_SCALE)
+            self._row_scale = weight.abs().amax(dim=1).clamp_min(LEAST_SCALE)
             self._wanted = weight / self._row_scale[:, None]
             self._programmable.program(self._wanted)
         self._measure_gain()
@@ -114,10 +117,25 @@ class DeviceLinear(nn.Module):
     def read(self, x: Tensor) -> Tensor:
         """Return the device's product with the rows of x, without gradient, float32, shape (..., out_features)."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
-        largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST_SCALE)
-        product = self._multiplies.multiply((rows / largest).clamp_(-1, 1))
+        largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
+        product = self._within_bound((rows / largest).clamp_(-1, 1))
         product = product.mul_(largest).mul_(self._row_scale.to(product.device) * self._gain)
         return product.reshape(*x.shape[:-1], -1)
+
+    def _within_bound(self, rows: Tensor) -> Tensor:
+        """Return the product; rows that meet a converter's bound are shown again at half, a quarter, ... of their size.
+
+        Such repeats are counted as frames. A device that does not tell which rows those are reads each row once.
+        """
+        product = self._multiplies.multiply(rows)
+        repeated = torch.arange(len(rows), device=rows.device)
+        for halvings in range(1, _MOST_HALVINGS + 1):
+            met = getattr(self.device, "saturated", None)
+            if met is None or not bool(met.any()):
+                break
+            repeated = repeated[met.to(repeated.device)]
+            product[repeated] = self._multiplies.multiply(rows[repeated] / 2**halvings) * 2**halvings
+        return product
 
     def extra_repr(self) -> str:
         """Return size and device."""
@@ -133,7 +151,7 @@ class DeviceLinear(nn.Module):
         self._gain = 1.0
         if self._compensate:
             expected = self._reference @ self._wanted.T
-            found = float((self._multiplies.multiply(self._reference) * expected).sum())
+            found = float((self._within_bound(self._reference) * expected).sum())
             self._gain = float(expected.square().sum()) / found if found > 0 else 1.0
 
 
@@ -318,71 +336,6 @@ def patch_size(convolution: nn.Conv2d) -> int:
     """Return the numbers of an unfolded patch: in_channels * kernel height * width."""
     height, width = convolution.kernel_size
     return convolution.in_channels * height * width
-
-
-def noise_aware(model: nn.Module, noise: float | str | Path, *, seed: int = 0) -> nn.Module:
-    """Inject noise into the weights of a network in training mode, so that it learns to bear that of a device.
-
-    Each forward pass in training mode adds fresh Gaussian noise to every weight of each nn.Linear and nn.Conv2d; in
-    evaluation mode the weights are as they are. Gradients are those at the noisy weights and reach the weights.
-
-    Args:
-        model: the network, changed in place.
-        noise: standard deviation relative to the largest weight of each output's row, at least 0; or a device, by name
-            or path, whose `programming_std` gives it for each weight.
-        seed: seed of the noise, in [0, 2^64).
-
-    Returns:
-        The model itself. `convert` takes it as it is.
-
-    Raises:
-        ValueError: the noise is below 0, or the network has no such layer.
-        ConfigError: the device has no programming noise to tell.
-    """
-    layers = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))
-    ]
-    if not layers:
-        raise ValueError(
-            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d; give a network with one"
-        )
-    if not isinstance(noise, (str, Path)):
-        checks.non_negative(noise=noise)
-    for name, module in layers:
-        stream = SeededStream(seed, f"weight noise of layer {name}")
-        law: float | ProgrammableDevice
-        law = _programmable(noise, module.weight.flatten(1)) if isinstance(noise, (str, Path)) else noise
-        parametrize.register_parametrization(module, "weight", _WeightNoise(law, stream))
-    return model
-
-
-class _WeightNoise(nn.Module):
-    """Add noise to a weight in training mode."""
-
-    def __init__(self, law: float | ProgrammableDevice, stream: SeededStream) -> None:
-        super().__init__()
-        self._law, self._stream = law, stream
-
-    def forward(self, weight: Tensor) -> Tensor:
-        if not self.training:
-            return weight
-        with torch.no_grad():
-            rows = weight.flatten(1)
-            scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST_SCALE)
-            std = scale * (
-                self._law if isinstance(self._law, float | int) else self._law.programming_std(rows / scale)
-            )
-            noise = self._stream.normal(rows.shape, device=weight.device).mul_(std).reshape(weight.shape)
-        return weight + noise
-
-
-def _programmable(device: str | Path, matrix: Tensor) -> ProgrammableDevice:
-    opened = open_device(device, n_inputs=matrix.shape[1], n_outputs=matrix.shape[0])
-    if isinstance(opened, ProgrammableDevice):
-        return opened
-    raise ConfigError(
-        str(device), "kind", f"{opened.kind!r} tells no programming noise; give a number instead"
-    )
 
 
 def _without_parametrizations(model: nn.Module) -> None:

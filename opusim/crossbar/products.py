@@ -40,10 +40,14 @@ class TiledProduct:
         weights: w, float32, shape (outputs, inputs).
         converter: bits, bounds and inputs of a tile.
         settings: the noise of a product.
+
+    Attributes:
+        saturated: which rows of the last `read` met the bound of an ADC, shape (batch,); None before.
     """
 
     def __init__(self, weights: torch.Tensor, converter: Converter, settings: ProductSettings) -> None:
         self._weights, self._converter, self._settings = weights, converter, settings
+        self.saturated: torch.Tensor | None = None
         needed = settings.current_std or settings.ir_drop
         self._magnitudes = weights.abs() if needed else weights
 
@@ -57,9 +61,15 @@ class TiledProduct:
     ) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
         """Return the sum of the tiles' codes, in units of w x, for checked float32 inputs in [-1, 1]."""
         total = torch.zeros((len(x), len(self._weights)), dtype=torch.float32, device=x.device)
+        bound = self._converter.output_bound
+        self.saturated = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         for mean, constant, current in self._tiles(self._converter.shown(x)):
             normal = stream.normal(mean.shape, device=x.device)
+            before = total.clone()
             self._add_codes(total, mean, constant, current, normal)
+            if bound is not None and total.numel():
+                most = torch.linalg.vector_norm(before.sub_(total), ord=torch.inf, dim=1)
+                self.saturated |= most > bound - self._converter.output_step / 2
         return total
 
     def variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)

@@ -76,6 +76,18 @@ class ProgrammableDevice(NoisyDevice):
         """Return the standard deviation of what `program` realises about the matrix, of its shape; 0 if it is exact."""
         return torch.zeros_like(matrix)
 
+    @property
+    def saturated(self) -> torch.Tensor | None:
+        """Which rows of the last `multiply` met the bound of a converter, shape (batch,); None if that is not told."""
+        return None
+
+    def weight_std(self, matrix: torch.Tensor, seconds: float) -> torch.Tensor:
+        """Return the same at so many seconds since programming, relative to what drift leaves of all weights alike.
+
+        That of `programming_std` at every time, unless a device knows better.
+        """
+        return self.programming_std(matrix)
+
     def programming_cost(self) -> tuple[float, float]:
         """Return seconds and joules that a programming of the whole window takes; 0 by default."""
         return 0.0, 0.0

@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem
 from opusim.errors import ConfigError
-from opusim.files import parse_toml, read_text
+from opusim.files import parse_toml, read_text, to_toml
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise
 
 
@@ -308,7 +308,7 @@ class Certificate(StrictSection):
 
     def write(self, path: Path) -> None:
         """Write a TOML file."""
-        path.write_text(_toml(self.dump()), encoding="utf-8")
+        path.write_text(to_toml(self.dump()), encoding="utf-8")
 
 
 def _certified_counts(
@@ -370,18 +370,3 @@ def digest_of(description: DeviceDescription) -> str:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _toml(content: dict[str, Any], prefix: str = "") -> str:
-    """Return plain values as TOML: keys first, then tables; JSON strings and numbers are TOML's."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in content.items() if not _is_table(value)]
-    for key, value in content.items():
-        if isinstance(value, dict):
-            lines.append(f"\n[{prefix}{key}]\n{_toml(value, f'{prefix}{key}.')}".rstrip())
-        elif _is_table(value):
-            lines += [f"\n[[{prefix}{key}]]\n{_toml(item)}".rstrip() for item in value]
-    return "\n".join(lines) + "\n"
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))

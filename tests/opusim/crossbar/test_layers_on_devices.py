@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import opusim
-from opusim.crossbar.layers import DeviceConv2d, DeviceLinear, DeviceModel, convert, noise_aware
+from opusim.crossbar.layers import DeviceConv2d, DeviceLinear, DeviceModel, convert
+from opusim.crossbar.noise_aware import noise_aware
+from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
 from opusim.errors import CapabilityMissing, ConfigError
+from opusim.files import to_toml
 
 SURE = 5.0
 EXACT = {
@@ -160,7 +165,84 @@ def test_injected_noise_has_the_stated_spread_in_training_only(kind: str) -> Non
     assert not torch.equal(layer.train().weight, clean)  # the model that was converted is left as it is
 
 
+@pytest.mark.parametrize("name", ["pcm", "reram"])
+def test_injected_weight_noise_of_a_time_is_that_of_chips_at_that_time(name: str) -> None:
+    """Spread of drifted weights, divided by their mean loss, where no conductance reaches 0: within 5 %."""
+    seconds, w = 86_400.0, 0.6
+    with open_device(name, n_inputs=300, n_outputs=300) as device:
+        matrix = torch.full((300, 300), w)
+        stated = device.weight_std(matrix, seconds)[0, 0]
+        first = device.programming_std(matrix)[0, 0]
+        device.require("program").program(matrix)
+        realised = device.require("wait").wait(seconds)
+    found = float(realised.std() / realised.mean()) * w
+    half = (
+        float(device.weight_std(torch.zeros(1, 1), seconds)) / 2**0.5
+    )  # the other device, which is limited to 0
+    single = math.sqrt(float(stated) ** 2 - half**2)
+    assert single * 0.95 < found < float(stated) * 1.05
+    assert float(stated) > 1.2 * float(first)
+
+
+def test_injected_output_noise_is_that_of_a_device_for_small_inputs() -> None:
+    """Linear layers and convolutions in training mode; a device without noise of weights leaves that of outputs."""
+    torch.manual_seed(1)
+    description = {"programming_us": None, "drift": None, "low_frequency": None}
+    step, output = 10 / 127, 0.04
+    for layer, x in (
+        (nn.Linear(600, 50), torch.randn(400, 600)),
+        (nn.Conv2d(2, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)), torch.randn(40, 2, 8, 8)),
+    ):
+        clean = layer(x).detach()
+        weights = layer.weight.detach().flatten(1)
+        path = described(description)
+        noise_aware(layer, path, seed=2)
+        assert torch.equal(layer.eval()(x), clean)
+        found = (layer.train()(x).detach() - clean).double()
+        tiles, largest = 1, x.abs().amax(1, keepdim=True)
+        scale = weights.abs().amax(1)
+        if isinstance(layer, nn.Linear):
+            tiles = 2
+        else:
+            patches = nn.functional.unfold(x, (3, 2), (1, 2), (1, 0), (2, 1)).abs().amax(1)
+            largest, scale = patches.reshape(len(x), 1, *clean.shape[2:]), scale[:, None, None]
+        std = scale * largest * math.sqrt(tiles * (output**2 + step**2 / 12))
+        ratio = (found / std).square()
+        error = math.sqrt(2 / ratio.numel())
+        assert abs(float(ratio.mean()) - 1) <= SURE * error
+        assert abs(1.2 * float(ratio.mean()) - 1) > SURE * error
+
+
+def test_limited_weights_stay_limited_on_the_device_and_keep_their_gradient() -> None:
+    torch.manual_seed(1)
+    layer = nn.Linear(300, 4)
+    with torch.no_grad():
+        layer.weight[0, 0] = 1.0
+    noise_aware(layer, 0.05, clip=2.0)
+    std = layer.parametrizations["weight"].original.detach().std(dim=1, correction=0)
+    assert torch.allclose(layer.eval().weight.detach().abs().amax(1)[:1], 2 * std[:1])
+    layer(torch.ones(1, 300)).sum().backward()
+    gradient = layer.parametrizations["weight"].original.grad
+    assert torch.equal(gradient, torch.ones(4, 300))
+    noise = (layer.train().weight - layer.eval().weight).detach()
+    assert abs(float(noise[0].std() / (0.05 * 2 * std[0])) - 1) < SURE / math.sqrt(2 * 300)
+    with convert(layer, "pcm", crossbar=EXACT) as analog:
+        assert torch.equal(analog.layers[0].weight, layer.eval().weight)
+    with pytest.raises(ValueError, match=r"clip = 0"):
+        noise_aware(nn.Linear(2, 2), 0.1, clip=0.0)
+
+
+def described(crossbar: dict[str, None]) -> Path:
+    """Return a file that describes `pcm` with changes."""
+    path = Path(tempfile.mkdtemp()) / "changed.toml"
+    description = load_description("pcm", {"crossbar": crossbar}).dump()
+    path.write_text(to_toml(description))
+    return path
+
+
 def test_what_cannot_run_on_a_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"after_s = 3: a number does not change with time"):
+        noise_aware(nn.Linear(2, 2), 0.1, after_s=3.0)
     with pytest.raises(ValueError, match=r"model = ReLU: has no nn.Linear and no nn.Conv2d"):
         convert(nn.ReLU(), "pcm")
     with pytest.raises(ValueError, match=r"model = ReLU: has no nn.Linear"):
@@ -184,3 +266,21 @@ def test_what_cannot_run_on_a_device_is_refused() -> None:
 
 def test_public_names_lead_here() -> None:
     assert (opusim.convert, opusim.DeviceModel) == (convert, DeviceModel)
+
+
+def test_inputs_that_meet_the_bound_of_the_converter_are_read_again_at_half_their_size() -> None:
+    """A product of 300 ones is 300 and the converter shows 10; six halvings reach 640."""
+    layer = nn.Linear(300, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+    noiseless = {**EXACT, "converter": {"adc_bits": 12, "adc_bound": 10.0}}
+    with convert(layer, "pcm", crossbar=noiseless, compensate_drift=False) as analog:
+        x = torch.stack([torch.ones(300), torch.cat([torch.ones(4), torch.zeros(296)])])
+        before = analog.usage.frames
+        y = analog(x)
+        assert analog.usage.frames - before == 2 + 5  # 300 / 2^5 is below 10; the other row is read once
+        assert torch.allclose(y[:, 0], torch.tensor([150.0, 2.0]), rtol=1e-2)
+        (device,) = (each.device for each in analog.layers)
+        clipped = device.require("multiply").multiply(x)
+        assert torch.allclose(clipped[:, 0], torch.tensor([10.0, 4.0]), rtol=1e-2)
+        assert device.saturated.tolist() == [True, False]

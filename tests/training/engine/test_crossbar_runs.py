@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
+from torch import nn
 
+import opusim
 import training
 from opusim.errors import CapabilityMissing, ConfigError
-from tests.support.command import opusim
+from tests.support.command import opusim as run_command
 from training.runs.run import evaluate_run, load_run
 
 CONFIG: dict[str, Any] = {"epochs": 20, "threads": 1, "data": {"name": "digits"}, "model": {"hidden": [32]}}
@@ -60,8 +63,40 @@ def test_a_model_is_evaluated_on_a_device_over_time(run: Path) -> None:
 
 
 def test_the_command_evaluates_on_a_device(run: Path) -> None:
-    result = opusim("evaluate", str(run), "--device", "reram", "--after", "1h", "--json", cwd=run.parent)
+    result = run_command("evaluate", str(run), "--device", "reram", "--after", "1h", "--json", cwd=run.parent)
     assert '"accuracy"' in result.stdout
-    refused = opusim("evaluate", str(run), "--device", "reram", "--after", "soon", cwd=run.parent)
+    refused = run_command("evaluate", str(run), "--device", "reram", "--after", "soon", cwd=run.parent)
     assert refused.returncode == 2
     assert "'soon' is no duration" in refused.stderr
+
+
+def learnt_in_place(gain: float) -> tuple[float, int]:
+    """Train a network whose layers and feedback are on resistive memory; return test accuracy and programmings."""
+    x, y = (torch.as_tensor(values) for values in load_digits(return_X_y=True))
+    x = x.float() / 16
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
+    with opusim.convert(model, "reram", seed=1, programming_step=0.03) as analog:
+        learner = opusim.FeedbackAlignment(analog, points=["model.1"], gain=gain)
+        shape = learner.shape(x[:2])
+        with opusim.open_device("reram", seed=2, **shape._asdict()) as feedback:
+            learner.device = feedback
+            optimizer = torch.optim.Adam(analog.parameters(), lr=3e-3)
+            learner.train()
+            for rows in torch.randperm(1500).repeat(8).split(50):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(learner(x[rows]), y[rows]).backward()
+                optimizer.step()
+        learner.eval()
+        with torch.no_grad():
+            found = float((learner(x[1500:]).argmax(1) == y[1500:]).float().mean())
+        return found, analog.usage.programmings
+
+
+def test_a_network_learns_with_forward_pass_and_feedback_on_devices() -> None:
+    accuracy, programmings = learnt_in_place(gain=1.0)
+    control, _ = learnt_in_place(gain=0.0)  # only the last layer learns
+    error = (2 * 0.1 * 0.9 / 297) ** 0.5
+    assert accuracy > control + 2 * error
+    assert accuracy > 0.8
+    assert 10 < programmings < 2 * 240

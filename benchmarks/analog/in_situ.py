@@ -1,0 +1,184 @@
+"""How well does a network learn on analog devices, forward and feedback, and what does programming cost?
+
+FashionMNIST, 784-128-10 with tanh, Adam 0.002 falling to 0 by a cosine, batch 128, 5 epochs, one thread, one seed. "In
+place": both layers run on a device from the first step on; their weights live in a digital accumulator, and a layer is
+programmed again once a weight has moved by the programming step, relative to the largest of its row. The backward pass
+is straight-through, or photonic DFA with a random matrix on a second device of the same kind. "Digital": the forward
+pass is exact, and only the feedback comes from a device. Required: `reram` in place by photonic DFA at least 85 %;
+digital photonic DFA with a crossbar within 1 point of the Gaussian device. Accuracies in place are those on the device
+after training.
+
+Results are written after each run; a second call measures what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.analog.lifetimes import accuracy, images
+from benchmarks.markdown import command, markdown, section, verdict
+from benchmarks.results_file import load_results, save_results
+from opusim import convert, open_device
+from opusim.tables import duration, energy, print_table
+from training.config.data import DataConfig
+from training.data import Dataset
+from training.data.catalogue import build_dataset
+from training.feedback.points import FeedbackAlignment
+
+MODULE, NAME = "benchmarks.analog.in_situ", "analog_in_situ"
+EPOCHS, RATE, BATCH = 5, 2e-3, 128
+REQUIRED, WITHIN = 85.0, 1.0
+STEP = 0.02
+"""Of a row's largest weight; smaller ones program more often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A run.
+
+    Attributes:
+        forward: device of both layers, or "digital".
+        backward: "straight-through" or "pdfa".
+        feedback: device of the random matrix, or "none".
+    """
+
+    forward: str
+    backward: str
+    feedback: str
+
+
+SETTINGS = (
+    Setting(forward="reram", backward="pdfa", feedback="reram"),
+    Setting(forward="digital", backward="pdfa", feedback="gaussian"),
+    Setting(forward="digital", backward="pdfa", feedback="reram"),
+    Setting(forward="pcm", backward="pdfa", feedback="pcm"),
+    Setting(forward="digital", backward="pdfa", feedback="pcm"),
+    Setting(forward="reram", backward="straight-through", feedback="none"),
+    Setting(forward="pcm", backward="straight-through", feedback="none"),
+    Setting(forward="digital", backward="straight-through", feedback="none"),
+)
+
+
+def run(setting: Setting, data: Dataset, epochs: int, seed: int) -> dict[str, Any]:
+    """Train and return the accuracy, and what the devices did."""
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.Tanh(), nn.Linear(128, 10))
+    x, y = images(data.train, data)
+    with ExitStack() as stack:
+        analog = None
+        if setting.forward != "digital":
+            analog = convert(model, setting.forward, seed=seed, programming_step=STEP)
+            model = stack.enter_context(analog)
+        learner, feedback = model, None
+        if setting.backward == "pdfa":
+            point = "2" if analog is None else "model.2"
+            learner = FeedbackAlignment(model, points=[point])
+            shape = learner.shape(x[:2])
+            feedback = stack.enter_context(
+                open_device(
+                    setting.feedback, n_inputs=shape.n_inputs, n_outputs=shape.n_outputs, seed=seed + 1
+                )
+            )
+            learner.device = feedback
+        optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+        steps = epochs * len(torch.arange(len(x)).split(BATCH))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        learner.train()
+        for _ in range(epochs):
+            for rows in torch.randperm(len(x)).split(BATCH):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(learner(x[rows]), y[rows]).backward()
+                optimizer.step()
+                schedule.step()
+        used = None if analog is None else analog.usage
+        learner.eval()
+        found = accuracy(learner, data)
+    return {
+        "accuracy": round(found, 2),
+        "layers": None if used is None else used.to_json(),
+        "feedback_usage": None if feedback is None else feedback.usage.to_json(),
+    }
+
+
+def measure(epochs: int, *, save: bool) -> list[dict[str, Any]]:
+    """Return a row for each setting; those of an earlier call are kept."""
+    torch.set_num_threads(1)
+    settings = {"epochs": epochs, "programming_step": STEP}
+    earlier = load_results(NAME) if save else {}
+    rows = list(earlier.get("rows", [])) if earlier.get("settings") == settings else []
+    known = [{key: row[key] for key in asdict(SETTINGS[0])} for row in rows]
+    data = build_dataset(DataConfig(name="fashion-mnist"))
+    for setting in SETTINGS:
+        if asdict(setting) in known:
+            continue
+        rows.append({**asdict(setting), **run(setting, data, epochs, seed=1)})
+        print(rows[-1], flush=True)
+        if save:
+            save_results(NAME, {"settings": settings, "rows": rows})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a line for each run."""
+    lines = []
+    for row in rows:
+        layers = row["layers"]
+        work = ("–", "–", "–")
+        if layers:
+            work = (f"{layers['programmings']:,}", duration(layers["seconds"]), energy(layers["joules"]))
+        lines.append((row["forward"], row["backward"], row["feedback"], f"{row['accuracy']:.2f}", *work))
+    return lines
+
+
+HEADER = ("layers", "backward", "feedback", "accuracy [%]", "programmings", "device time", "device energy")
+
+
+def page_section() -> str:
+    """Return the section of the results page, empty without results."""
+    found = load_results(NAME)
+    if not found:
+        return ""
+    rows = found["rows"]
+    by = {(row["forward"], row["backward"], row["feedback"]): row["accuracy"] for row in rows}
+    remarks = []
+    in_place = by.get(("reram", "pdfa", "reram"))
+    if in_place is not None:
+        remarks.append(
+            f"`reram` in place by photonic DFA, required {REQUIRED:g} %: {in_place:.2f} % "
+            f"({verdict(in_place >= REQUIRED)})"
+        )
+    reference = by.get(("digital", "pdfa", "gaussian"))
+    for device in ("reram", "pcm"):
+        value = by.get(("digital", "pdfa", device))
+        if value is not None and reference is not None:
+            difference = value - reference
+            remarks.append(
+                f"feedback by `{device}` against the Gaussian device, required within {WITHIN:g} point: "
+                f"{difference:+.2f} points ({verdict(abs(difference) <= WITHIN)})"
+            )
+    settings = found["settings"]
+    text = (
+        f"FashionMNIST, 784-128-10, {settings['epochs']} epochs, one seed ({found['date']}, {command(MODULE)}). A "
+        f"layer is programmed again once a weight has moved by {100 * settings['programming_step']:g} % of its row's "
+        f"largest. Time and energy of programming are orders of magnitude. {'; '.join(remarks)}."
+    )
+    return section("Training in place", text, markdown(HEADER, table(rows)))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--no-save", action="store_true", help="leave the results file as it is")
+    given = parser.parse_args()
+    print_table("Training in place", HEADER, table(measure(given.epochs, save=not given.no_save)))
+
+
+if __name__ == "__main__":
+    main()

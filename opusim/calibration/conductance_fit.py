@@ -1,0 +1,401 @@
+"""Programming noise, drift and relaxation of memory devices, fitted to measurements by the published forms.
+
+g = G / g_max is a relative conductance, t the time since programming, t_1 the earliest time of the measurements. For a
+target g and independent standard normal z_1, z_2 of each programmed device:
+
+- programming: g_p = max(g + s(g) z_1, 0), s a polynomial of degree 0 to 3;
+- and one of three laws of time: none; drift, g_p (t / t_1)^-nu with nu = slope ln g + offset + tau z_2; or relaxation,
+  where s is linear in ln t between a polynomial at t_1 and one at the latest time.
+
+A conductance is a reading of one device, with the likelihood of a normal number that is limited to at least 0. The
+reading of a product x w is x (g+ - g-) + s_0 z_3, where a pair of devices holds w; it is given its mean and variance
+under the same laws, as if it were normal.
+
+Degree and law of time are chosen by Akaike's information criterion, corrected for few lines, with at most one constant
+for eight lines. Limits come from a parametric bootstrap that draws whole devices, so that several readings of one
+device count as such: an estimate e with the bootstrap quantiles q_low, q_high has the limits 2 e - q_high and
+2 e - q_low. They hold for the chosen form. The same bootstrap says how often data that obey the fitted law deviate from
+it as much as the measurements do, by residuals in groups of conductance and time.
+
+Sources of the forms: Nandakumar et al., ICECS 2019; Le Gallo et al., Nature Electronics 2023; Wan et al., Nature 2022.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import log_ndtr, ndtr
+
+from opusim import checks
+from opusim.errors import ConfigError
+
+TimeLaw = Literal["none", "drift", "relaxation"]
+LEAST_LINES = 20
+LEAST_P_VALUE = 0.01
+"""Measurements whose `p_value` is smaller contradict the fitted form."""
+_LINES_PER_CONSTANT = 8
+_LEAST_SPREAD, _LEAST_G = 1e-6, 1e-3
+_GAIN_TOLERANCE = 0.25
+_RIDGE = 1e-3
+_LARGEST_LOG, _LARGEST_LOSS = 10.0, 50.0
+"""Limits of exponents in the search, far beyond what measurements give."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measurements:
+    """Lines of a file; all arrays have shape (lines,).
+
+    Attributes:
+        target: wanted conductance over the largest one, in [0, 1]; of products the wanted weight, in [-1, 1].
+        value: conductance that was found over the largest one, at least 0; of products the reading.
+        time_s: seconds since programming, above 0.
+        factor: input of a product, in [-1, 1], or None for conductances.
+        device: number of the programmed device of each line.
+    """
+
+    target: np.ndarray
+    value: np.ndarray
+    time_s: np.ndarray
+    factor: np.ndarray | None
+    device: np.ndarray
+
+    def __post_init__(self) -> None:
+        lines = len(self.target)
+        if lines < LEAST_LINES:
+            raise ValueError(f"{lines} lines: a fit takes at least {LEAST_LINES}; measure more")
+        checks.positive(time_s=self.time_s, remedy="count from the end of programming")
+        low = 0.0 if self.factor is None else -1.0
+        checks.in_range(low, 1.0, target=self.target, remedy="divide by the largest")
+        checks.finite(value=self.value)
+        if self.factor is None:
+            checks.non_negative(value=self.value, remedy="a conductance is not negative")
+        else:
+            checks.in_range(-1, 1, factor=self.factor, remedy="divide by the largest")
+
+    @property
+    def elapsed(self) -> np.ndarray:
+        """ln(t / t_1)."""
+        return np.asarray(np.log(self.time_s / self.time_s.min()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Which form is fitted.
+
+    Attributes:
+        degree: of the polynomial of programming.
+        time: the law of time.
+        slope: whether nu depends on g.
+    """
+
+    degree: int
+    time: TimeLaw
+    slope: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FittedLaw:
+    """Constants of a form, relative to g_max; units of w x for `output_std`.
+
+    Attributes:
+        shape: the form.
+        programming: coefficients of s(g), lowest power first.
+        relaxed: those at the latest time, or None without relaxation.
+        nu_slope: of nu in ln g.
+        nu_offset: nu at g = 1.
+        nu_std: tau.
+        output_std: s_0, 0 for conductances.
+    """
+
+    shape: Shape
+    programming: tuple[float, ...]
+    relaxed: tuple[float, ...] | None = None
+    nu_slope: float = 0.0
+    nu_offset: float = 0.0
+    nu_std: float = 0.0
+    output_std: float = 0.0
+
+    def numbers(self) -> dict[str, float]:
+        """Return every constant that was fitted under a name."""
+        found = {f"programming[{k}]": c for k, c in enumerate(self.programming)}
+        found |= {f"relaxed[{k}]": c for k, c in enumerate(self.relaxed or ())}
+        if self.shape.time == "drift":
+            found |= {"nu_offset": self.nu_offset, "nu_std": self.nu_std}
+            found |= {"nu_slope": self.nu_slope} if self.shape.slope else {}
+        return found | ({"output_std": self.output_std} if self.output_std else {})
+
+    def spread(self, g: np.ndarray, late: np.ndarray | float = 0.0) -> np.ndarray:
+        """Return s(g), `late` = ln(t / t_1) over its largest value; at least 1e-6."""
+        early = np.polynomial.polynomial.polyval(g, self.programming)
+        if self.relaxed is not None:
+            early = early + late * (np.polynomial.polynomial.polyval(g, self.relaxed) - early)
+        return np.maximum(early, _LEAST_SPREAD)
+
+    def nu(self, g: np.ndarray) -> np.ndarray:
+        """Return the mean of nu at targets."""
+        return self.nu_offset + self.nu_slope * np.log(np.maximum(g, _LEAST_G))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConductanceFit:
+    """What `fit` found.
+
+    Attributes:
+        law: the constants.
+        limits: for each of `law.numbers()` a lower and an upper limit.
+        confidence: of each limit pair.
+        p_value: how often data of the fitted law deviate as much; small values speak against the form.
+        residuals: of each line, in standard deviations.
+        lines: number of lines.
+    """
+
+    law: FittedLaw
+    limits: dict[str, tuple[float, float]]
+    confidence: float
+    p_value: float
+    residuals: np.ndarray
+    lines: int
+
+
+def fit(
+    data: Measurements,
+    *,
+    shape: Shape | None = None,
+    confidence: float = 0.95,
+    replicates: int = 200,
+    seed: int = 0,
+) -> ConductanceFit:
+    """Fit the published forms by maximum likelihood, with limits.
+
+    Args:
+        data: the measurements.
+        shape: the form, or None to choose it.
+        confidence: of each constant's limits, in (0, 1).
+        replicates: of the bootstrap, at least 20.
+        seed: of the bootstrap.
+
+    Raises:
+        ConfigError: the measurements are in other units than their targets.
+    """
+    checks.in_unit_interval(confidence=confidence)
+    checks.integer(minimum=20, replicates=replicates)
+    _check_units(data)
+    shapes = _shapes(data) if shape is None else [shape]
+    law = min((_fitted(data, each) for each in shapes), key=lambda found: _criterion(found, data))
+    generator = np.random.default_rng(seed)
+    names = list(law.numbers())
+    drawn, deviations = [], []
+    for _ in range(replicates):
+        again = replace(data, value=_drawn(law, data, generator))
+        refitted = _fitted(again, law.shape, start=law)
+        drawn.append([refitted.numbers().get(name, 0.0) for name in names])
+        deviations.append(_deviation(_residuals(refitted, again), data))
+    tails = 100 * np.array([0.5 - confidence / 2, 0.5 + confidence / 2])
+    low, high = np.percentile(np.array(drawn), tails, axis=0)
+    estimates = law.numbers()
+    limits = {
+        name: (2 * estimates[name] - float(high[k]), 2 * estimates[name] - float(low[k]))
+        for k, name in enumerate(names)
+    }
+    residuals = _residuals(law, data)
+    found = _deviation(residuals, data)
+    p_value = (1 + sum(each >= found for each in deviations)) / (1 + replicates)
+    return ConductanceFit(
+        law=law,
+        limits=limits,
+        confidence=confidence,
+        p_value=p_value,
+        residuals=residuals,
+        lines=len(data.target),
+    )
+
+
+def _check_units(data: Measurements) -> None:
+    """Refuse values whose size has nothing to do with their targets'; drift lowers later ones."""
+    expected = data.target * (1.0 if data.factor is None else data.factor)
+    early = data.time_s <= np.quantile(data.time_s, 0.25)
+    size = float((expected[early] ** 2).sum())
+    if not size:
+        raise ConfigError("readings", "targets", "are all 0 at the earliest times; measure larger ones")
+    gain = float((expected[early] * data.value[early]).sum()) / size
+    if abs(gain - 1) > _GAIN_TOLERANCE:
+        wanted = "the targets" if data.factor is None else "input * weight"
+        raise ConfigError(
+            "readings",
+            "values",
+            f"are {gain:.3g} times {wanted} at the earliest times; bring them to the same unit (divide them by a gain)",
+        )
+
+
+def _shapes(data: Measurements) -> list[Shape]:
+    """Return the forms with at most one constant for eight lines."""
+    highest = min(3, len(np.unique(abs(data.target))) - 1)
+    laws: list[tuple[TimeLaw, bool]] = [("none", False)]
+    if data.elapsed.max() > 0:
+        laws += [("drift", False), ("drift", True), ("relaxation", False)]
+    found = [
+        Shape(degree=degree, time=time, slope=slope)
+        for degree, (time, slope) in itertools.product(range(highest + 1), laws)
+    ]
+    most = max(3, len(data.target) // _LINES_PER_CONSTANT)
+    return [shape for shape in found if len(_first_guess(data, shape)) <= most]
+
+
+def _criterion(law: FittedLaw, data: Measurements) -> float:
+    """Return Akaike's information criterion with its correction for few lines."""
+    lines, constants = len(data.target), len(law.numbers())
+    return 2 * _loss(law, data) + 2 * constants * lines / max(1, lines - constants - 1)
+
+
+def _fitted(data: Measurements, shape: Shape, start: FittedLaw | None = None) -> FittedLaw:
+    """Return the law of a form with the largest likelihood."""
+    first = _first_guess(data, shape) if start is None else _parameters(start)
+
+    def loss(parameters: np.ndarray) -> float:
+        law = _law(parameters, shape, data)
+        return _loss(law, data) + _RIDGE * float(((parameters - first) ** 2).sum())
+
+    return _law(minimize(loss, first, method="L-BFGS-B", options={"maxiter": 200}).x, shape, data)
+
+
+def _first_guess(data: Measurements, shape: Shape) -> np.ndarray:
+    inputs = np.ones_like(data.target) if data.factor is None else data.factor
+    deviation = float(np.sqrt(np.mean((data.value - inputs * data.target)[data.elapsed == 0] ** 2)))
+    law = FittedLaw(
+        shape=shape,
+        programming=(max(deviation, 1e-4),) + (0.0,) * shape.degree,
+        relaxed=None if shape.time != "relaxation" else (max(deviation, 1e-4),) + (0.0,) * shape.degree,
+        nu_offset=0.02,
+        nu_std=0.02,
+        output_std=0.0 if data.factor is None else max(0.5 * deviation, 1e-4),
+    )
+    return _parameters(law)
+
+
+def _knots(degree: int) -> np.ndarray:
+    return np.linspace(0.0, 1.0, degree + 1) if degree else np.zeros(1)
+
+
+def _parameters(law: FittedLaw) -> np.ndarray:
+    """Return the logarithms of what is positive, spreads by their values at equidistant conductances."""
+    knots = _knots(law.shape.degree)
+    found = [*np.log(law.spread(knots))]
+    if law.shape.time == "relaxation":
+        found += [*np.log(law.spread(knots, 1.0))]
+    if law.shape.time == "drift":
+        found += [10 * law.nu_offset, math.log(max(law.nu_std, _LEAST_SPREAD))]
+        found += [10 * law.nu_slope] if law.shape.slope else []
+    return np.array(found + ([math.log(law.output_std)] if law.output_std else []))
+
+
+def _law(parameters: np.ndarray, shape: Shape, data: Measurements) -> FittedLaw:
+    """Return the law of `_parameters`."""
+    rest, knots = list(parameters), _knots(shape.degree)
+
+    def polynomial() -> tuple[float, ...]:
+        values = np.exp(np.clip([rest.pop(0) for _ in knots], -_LARGEST_LOG, _LARGEST_LOG))
+        powers = np.vander(knots, increasing=True)
+        return tuple(map(float, np.linalg.solve(powers, values)))
+
+    programming = polynomial()
+    relaxed = polynomial() if shape.time == "relaxation" else None
+    drifts = shape.time == "drift"
+    offset = rest.pop(0) / 10 if drifts else 0.0
+    std = math.exp(min(rest.pop(0), _LARGEST_LOG)) if drifts else 0.0
+    slope = rest.pop(0) / 10 if drifts and shape.slope else 0.0
+    return FittedLaw(
+        shape=shape,
+        programming=programming,
+        relaxed=relaxed,
+        nu_slope=float(slope),
+        nu_offset=float(offset),
+        nu_std=std,
+        output_std=0.0 if data.factor is None else math.exp(min(rest.pop(0), _LARGEST_LOG)),
+    )
+
+
+def expected_moments(law: FittedLaw, data: Measurements) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation of every line; of conductances before they are limited to at least 0."""
+    elapsed = data.elapsed
+    late = elapsed / max(float(elapsed.max()), 1e-30)
+    if data.factor is None:
+        mean, variance = data.target, law.spread(data.target, late) ** 2
+    else:
+        plus, minus = (np.maximum(side, 0.0) for side in (data.target, -data.target))
+        sides = [_limited(g, law.spread(g, late)) for g in (plus, minus)]
+        mean, variance = sides[0][0] - sides[1][0], sides[0][1] + sides[1][1]
+    if law.shape.time == "drift":
+        loss = np.exp(-np.clip(law.nu(abs(data.target)) * elapsed, -_LARGEST_LOSS, _LARGEST_LOSS))
+        mean, variance = mean * loss, loss**2 * (variance + (mean * law.nu_std * elapsed) ** 2)
+    if data.factor is not None:
+        mean, variance = data.factor * mean, data.factor**2 * variance + law.output_std**2
+    return mean, np.sqrt(variance)
+
+
+def _limited(g: np.ndarray, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and variance of max(g + spread z, 0)."""
+    ratio = g / spread
+    density, share = np.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi), ndtr(ratio)
+    mean = g * share + spread * density
+    return mean, np.maximum((g**2 + spread**2) * share + g * spread * density - mean**2, 0.0)
+
+
+def _loss(law: FittedLaw, data: Measurements) -> float:
+    """Return minus the logarithm of the likelihood, and a wall where a polynomial is below 0."""
+    mean, std = expected_moments(law, data)
+    z = (data.value - mean) / std
+    terms = z**2 / 2 + np.log(std) + 0.5 * math.log(2 * math.pi)
+    if data.factor is None:
+        terms = np.where(data.value > 0, terms, -log_ndtr(-mean / std))
+    grid = np.linspace(0.0, 1.0, 21)
+    below = sum(
+        float(np.minimum(np.polynomial.polynomial.polyval(grid, each), 0.0).sum())
+        for each in (law.programming, law.relaxed)
+        if each is not None
+    )
+    return float(terms.sum()) - 1e4 * below
+
+
+def _residuals(law: FittedLaw, data: Measurements) -> np.ndarray:
+    mean, std = expected_moments(law, data)
+    return np.asarray((data.value - mean) / std)
+
+
+def _deviation(residuals: np.ndarray, data: Measurements) -> float:
+    """Return the largest mean or mean square of residuals in groups of conductance and time, in standard errors."""
+    size, elapsed = abs(data.target), data.elapsed
+    high = size > np.median(size)
+    times = np.digitize(elapsed, np.unique(np.quantile(elapsed, [1 / 3, 2 / 3])), right=True)
+    groups = [np.ones(len(size), bool), high, ~high, *(times == k for k in np.unique(times))]
+    groups += [side & (times == k) for side in (high, ~high) for k in np.unique(times)]
+    found = 0.0
+    for group in groups:
+        count = int(group.sum())
+        if count >= 3:
+            part = residuals[group]
+            found = max(found, abs(part.sum()) / count**0.5, abs((part**2 - 1).sum()) / (2 * count) ** 0.5)
+    return float(found)
+
+
+def _drawn(law: FittedLaw, data: Measurements, generator: np.random.Generator) -> np.ndarray:
+    """Return values that obey the law; lines of one device share its draws."""
+    devices = int(data.device.max()) + 1
+    elapsed = data.elapsed
+    late = elapsed / max(float(elapsed.max()), 1e-30)
+
+    def side(g: np.ndarray) -> np.ndarray:
+        first, second = (generator.standard_normal(devices)[data.device] for _ in range(2))
+        held = np.maximum(g + law.spread(g, late) * first, 0.0)
+        if law.shape.time == "drift":
+            held = held * np.exp(-(law.nu(g) + law.nu_std * second) * elapsed)
+        return held
+
+    if data.factor is None:
+        return side(data.target)
+    weights = side(np.maximum(data.target, 0.0)) - side(np.maximum(-data.target, 0.0))
+    return np.asarray(data.factor * weights + law.output_std * generator.standard_normal(len(weights)))

@@ -1,0 +1,182 @@
+"""Train a digital network so that it bears a device: noise on weights and outputs in training mode only.
+
+Each forward pass in training mode computes y = (W + E) x + b + e. For a number q, E_ij ~ N(0, (q s_i)^2) with
+s_i = max_j |W_ij|, and e = 0. For a device, E_ij has the spread that the device states for the weight at a time
+(`ProgrammableDevice.weight_std`), and e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversions
+of an output, v the least variance of a conversion's noise, and step that of the converter. What grows with the input
+in the noise of products is left out.
+
+Noise grows with the largest weight of a row. Limited to c standard deviations of their row, in training and in
+evaluation, weights are larger relative to it (Joshi et al., Nature Communications 2020, take 2 to 2.5). The gradient
+passes the limit as if it were not there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+from opusim import checks
+from opusim.crossbar.layers import LEAST_SCALE
+from opusim.crossbar.programmable import ProgrammableDevice
+from opusim.devices.registry import open_device
+from opusim.errors import ConfigError
+from opusim.noise import ConverterLatticeNoise, SignalGaussianNoise
+from opusim.randomness.streams import SeededStream
+
+
+def noise_aware(
+    model: nn.Module,
+    noise: float | str | Path,
+    *,
+    after_s: float = 0.0,
+    clip: float | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Inject noise into a network in training mode, so that it learns to bear that of a device.
+
+    Each forward pass in training mode draws fresh Gaussian noise for each nn.Linear and nn.Conv2d; in evaluation mode
+    the network is as it is. Gradients are those at the noisy weights and reach the weights.
+
+    Args:
+        model: the network, changed in place.
+        noise: standard deviation of weights relative to the largest weight of each output's row, at least 0; or a
+            device, by name or path, whose noise of weights and outputs is taken.
+        after_s: seconds since programming that the network is to bear, at least 0; only for a device.
+        clip: limit of weights, standard deviations of their row, above 0; None sets no limit.
+        seed: seed of the noise, in [0, 2^64).
+
+    Returns:
+        The model itself. `convert` takes it as it is, with limited weights.
+
+    Raises:
+        ValueError: a number is below 0, after_s goes with a number, or the network has no such layer.
+        ConfigError: the device has no programming noise to tell.
+    """
+    layers = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))
+    ]
+    if not layers:
+        raise ValueError(
+            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d; give a network with one"
+        )
+    checks.non_negative(after_s=after_s)
+    if clip is not None:
+        checks.positive(clip=clip)
+    named = isinstance(noise, (str, Path))
+    if not named:
+        checks.non_negative(noise=noise)
+        if after_s:
+            raise ValueError(f"after_s = {after_s:g}: a number does not change with time; name a device")
+    for name, module in layers:
+        stream = SeededStream(seed, f"weight noise of layer {name}")
+        law: float | ProgrammableDevice = noise  # type: ignore[assignment]
+        if named:
+            law = _programmable(noise, module.weight.flatten(1))  # type: ignore[arg-type]
+            outputs = SeededStream(seed, f"output noise of layer {name}")
+            module.register_forward_hook(_OutputNoise(_least_std(law), outputs))
+        if clip is not None:
+            parametrize.register_parametrization(module, "weight", _Limited(clip))
+        parametrize.register_parametrization(module, "weight", _WeightNoise(law, stream, after_s))
+    return model
+
+
+class _Limited(nn.Module):
+    """Limit weights to some standard deviations of their row; the gradient is that of the identity."""
+
+    def __init__(self, clip: float) -> None:
+        super().__init__()
+        self._clip = clip
+
+    def forward(self, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            most = self._clip * weight.flatten(1).std(dim=1, correction=0)
+            most = most.reshape(-1, *(1,) * (weight.dim() - 1))
+            change = weight.clamp(-most, most) - weight
+        return weight + change
+
+
+class _WeightNoise(nn.Module):
+    """Add noise to a weight in training mode."""
+
+    def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
+        super().__init__()
+        self._law, self._stream, self._after_s = law, stream, after_s
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if not self.training:
+            return weight
+        with torch.no_grad():
+            rows = weight.flatten(1)
+            scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
+            std = scale * (
+                self._law
+                if isinstance(self._law, float | int)
+                else self._law.weight_std(rows / scale, self._after_s)
+            )
+            noise = self._stream.normal(rows.shape, device=weight.device).mul_(std).reshape(weight.shape)
+        return weight + noise
+
+
+class _OutputNoise:
+    """Add noise to the outputs of a layer in training mode: a forward hook.
+
+    Args:
+        std: of an output, in units of a product with weights and inputs in [-1, 1].
+        stream: of the noise.
+    """
+
+    def __init__(self, std: float, stream: SeededStream) -> None:
+        self._std, self._stream = std, stream
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        if not module.training:
+            return output
+        with torch.no_grad():
+            rows = self._limited(module).flatten(1).abs().amax(dim=1)
+            if isinstance(module, nn.Conv2d):
+                largest = _largest_of_patches(module, inputs[0]).reshape(len(output), 1, *output.shape[2:])
+                rows = rows[:, None, None]
+            else:
+                largest = inputs[0].abs().amax(dim=-1, keepdim=True)
+            noise = self._stream.normal(output.shape, device=output.device)
+            noise = noise.mul_(self._std).mul_(rows).mul_(largest)
+        return output + noise.to(output.dtype)
+
+    @staticmethod
+    def _limited(module: nn.Module) -> Tensor:
+        """Return the weights without noise: those before the last parametrization."""
+        chain: Any = module.parametrizations["weight"]  # type: ignore[index]
+        weight: Tensor = chain.original
+        for parametrization in list(chain)[:-1]:
+            weight = parametrization(weight)
+        return weight.detach()
+
+
+def _largest_of_patches(convolution: nn.Conv2d, x: Tensor) -> Tensor:
+    """Return the largest magnitude of each patch that the convolution sees, shape (batch, patches)."""
+    widths: Any = (convolution.kernel_size, convolution.dilation, convolution.padding, convolution.stride)
+    return functional.unfold(x.abs().amax(dim=1, keepdim=True), *widths).amax(dim=1)
+
+
+def _least_std(device: ProgrammableDevice) -> float:
+    """Return the standard deviation of a reading of small inputs, rounding included, in units of w x."""
+    with device:
+        law, scale = device.described_noise, device.reading_scale
+    if isinstance(law, ConverterLatticeNoise):
+        return float((law.conversions * (law.std_low**2 + law.step**2 / 12)) ** 0.5 / scale)
+    return float(law.std_low / scale) if isinstance(law, SignalGaussianNoise) else 0.0
+
+
+def _programmable(device: str | Path, matrix: Tensor) -> ProgrammableDevice:
+    opened = open_device(device, n_inputs=matrix.shape[1], n_outputs=matrix.shape[0])
+    if isinstance(opened, ProgrammableDevice):
+        return opened
+    raise ConfigError(
+        str(device), "kind", f"{opened.kind!r} tells no programming noise; give a number instead"
+    )

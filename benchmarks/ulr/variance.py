@@ -3,8 +3,8 @@
 ResNet-5 on CIFAR-10 (`benchmarks.ulr.resnet`), at its first weights and after one epoch of backpropagation. The figure
 is the relative variance of one record's estimate, E |estimate - g_i|^2 / |g_i|^2 with both sums over records first and
 g_i the record's gradient by autograd, for each module with parameters. A mean over B records divides the part that is
-the estimator's by B. Measured for each reduction of variance, direction and covariance, for noise on the parameters,
-for several sigma and for several numbers of copies.
+the estimator's by B. Measured for each reduction of variance, direction and covariance, for several sigma and for
+several numbers of copies.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.results_file import save_results
+from benchmarks.markdown import command, markdown, section
+from benchmarks.results_file import load_results, save_results
 from benchmarks.ulr.resnet import BATCH, LR, resnet5
 from opusim.randomness.streams import noise_stream
 from training.data import Dataset, load_dataset
 from training.data.samplers import ShuffledEpochsSampler
 from training.networks.functions import LOSS_VALUES
-from training.ulr.estimator import Estimator, parameter_estimates
+from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence, Outputs
 
 MODULE, NAME = "benchmarks.ulr.variance", "ulr_variance"
 RECORDS, REPEATS, SEED = 64, 8, 0
 LAYERS = ("conv 3-8", "conv 8-16", "conv 16-32", "residual 32-32", "linear 2048-10")
-PARAMETER_LAYERS = 2
-"""Noise on the parameters is measured for this many first layers; the others have more parameters than outputs."""
 ESTIMATES: dict[str, dict[str, Any]] = {
     "none": {"reduction": "none"},
     "clean-loss": {"reduction": "clean-loss"},
@@ -70,6 +69,7 @@ class Measured:
         self.exact = [self._by_autograd(layer) for layer in range(network.depth)]
 
     def losses(self, output: Tensor, rows: slice) -> Tensor:
+        """Map outputs to losses of the records."""
         labels = self.y[rows]
         copies = len(output) // len(labels)
         return LOSS_VALUES["cross-entropy"](output, labels.repeat(copies)).view(copies, len(labels))
@@ -99,27 +99,26 @@ class Measured:
                 totals[layer] += self.squares(layer, delta - exact) / REPEATS
         return [total / self.squares(layer, self.exact[layer]) for layer, total in enumerate(totals)]
 
-    def on_parameters(self, layer: int, sigma: float, copies: int) -> float:
-        """Return the relative variance of the estimate with noise on the parameters, in antithetic pairs."""
-        noise, total = noise_stream("experiment", SEED, "output-noise"), 0.0
-        h, exact = self.outputs.inputs[layer], self._record_gradients(layer)
-        for rows, records in parameter_estimates(
-            self.network, layer, h, self.losses, noise, sigma, copies, baseline=self.clean
-        ):
-            total += float((rows - exact[records]).square().sum())
-        return total / float(exact.square().sum())
 
-    def _record_gradients(self, layer: int) -> Tensor:
-        rows = []
-        for record in range(len(self.y)):
-            part = slice(record, record + 1)
-            self.network.set_gradient(layer, self.exact[layer][part], self.outputs.inputs[layer][part], 1.0)
-            rows.append(
-                torch.cat(
-                    [p.grad.flatten() for p in self.network.layer_parameters(layer) if p.grad is not None]
-                )
-            )
-        return torch.stack(rows)
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    found = load_results(NAME)
+    rows = [
+        (
+            str(row["epochs"]),
+            row["estimate"],
+            *(f"{value:.3g}" for value in row["relative"]),
+            f"{row['s']:.1f}",
+        )
+        for row in found.get("rows", [])
+    ]
+    text = (
+        f"Relative variance of a record's estimate by layer, {found.get('records')} records of CIFAR-10, before training "
+        f"and after an epoch of backpropagation; K = 2 and sigma = 0.3 unless named; s are core seconds of all repeats "
+        f"({found.get('date')}, {command(MODULE)})."
+    )
+    title = "Where the estimate's variance comes from (ResNet-5)"
+    return section(title, text, markdown(("epochs", "estimate", *LAYERS, "s"), rows)) if rows else ""
 
 
 def main(records: int = RECORDS) -> None:

@@ -1,13 +1,12 @@
 """Which accountant is tightest: the convex paper's Figures 1, 6 and 8, from formulas only?
 
-Figure 1: epsilon by epochs of the last iterate by the paper's Theorem 2.8 (claimed: its constants do not cover its runs,
-docs/convex.md), for three products eta lambda, and of Poisson DP-SGD; 60,000 records, batches of 1,000, sigma = 15.
-Figure 6: epsilon by steps of batches sampled without replacement, sigma = 5, batch over records 0.01: the Renyi bound
-of Wang et al. (2019, theorem 9) and the dominating pair of Zhu et al. (2022, proposition 30), composed numerically.
-A step has sensitivity 1 there, under replacing a record.
-Figure 8: delta by epsilon of one epoch of 1,000 shuffled batches (and of 60, as the paper trains), sigma = 5, sensitivity
-2: the numerical bound of Feldman et al. (2021, theorem 3.8) against the Gaussian mechanism without amplification.
-Draws docs/convex_accountants.png.
+Figure 1: epsilon by epochs of the last iterate by the paper's Theorem 2.8 (claimed: its constants do not cover its
+runs, docs/convex.md), for three products eta lambda, and of Poisson DP-SGD; 60,000 records, batches of 1,000, sigma =
+15. Figure 6: epsilon by steps of batches sampled without replacement, sigma = 5, batch over records 0.01: the Renyi
+bound of Wang et al. (2019, theorem 9) and the dominating pair of Zhu et al. (2022, proposition 30), composed
+numerically. A step has sensitivity 1 there, under replacing a record. Figure 8: delta by epsilon of one epoch of 1,000
+shuffled batches (and of 60, as the paper trains), sigma = 5, sensitivity 2: the numerical bound of Feldman et al.
+(2021, theorem 3.8) against the Gaussian mechanism without amplification. Draws docs/convex_accountants.png.
 """
 
 from __future__ import annotations

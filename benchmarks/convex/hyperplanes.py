@@ -1,9 +1,10 @@
 """How many hyperplanes does MNIST take (Figures 4 and 5 of the convex paper)?
 
 Accuracy by epochs of the convex model with P = 16 to 512 hyperplanes and of a ReLU network of width 200, batches of
-1,000: without noise (Figure 4) and by Poisson DP-SGD at sigma = 5 and 15 (Figure 5; sigma is the multiplier here). Learning
-rates are those that `benchmarks.convex.accuracy search` chose, not the paper's grid. Accuracy is that on 6,000 training
-records that are held out, after each epoch, and on the test records at the end; one seed. A second call resumes.
+1,000: without noise (Figure 4) and by Poisson DP-SGD at sigma = 5 and 15 (Figure 5; sigma is the multiplier here).
+Learning rates are those that `benchmarks.convex.accuracy search` chose, not the paper's grid. Accuracy is that on 6,000
+training records that are held out, after each epoch, and on the test records at the end; one seed. A second call
+resumes.
 """
 
 from __future__ import annotations

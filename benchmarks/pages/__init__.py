@@ -62,7 +62,7 @@ from benchmarks.speed import (
     sweep,
     transformer_step,
 )
-from benchmarks.ulr import epoch, figure2, resnet, variance
+from benchmarks.ulr import bound, epoch, figure2, resnet, variance
 from benchmarks.ulr import table1 as ulr_table1
 from benchmarks.zeroth_order import (
     ablations,
@@ -154,6 +154,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
         (
             ulr_table1.page_section,
             ulr_table1.proven_section,
+            bound.page_section,
             resnet.page_section,
             variance.page_section,
             figure2.page_section,

@@ -113,8 +113,8 @@ def page_section() -> str:
         for row in found.get("rows", [])
     ]
     text = (
-        f"Relative variance of a record's estimate by layer, {found.get('records')} records of CIFAR-10, before training "
-        f"and after an epoch of backpropagation; K = 2 and sigma = 0.3 unless named; s are core seconds of all repeats "
+        f"Relative variance of a record's estimate by layer, {found.get('records')} records of CIFAR-10, before "
+        f"training and after an epoch of backpropagation; K = 2 and sigma = 0.3 unless named; s are core seconds "
         f"({found.get('date')}, {command(MODULE)})."
     )
     title = "Where the estimate's variance comes from (ResNet-5)"

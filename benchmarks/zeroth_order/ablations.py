@@ -1,10 +1,10 @@
 """What do records, clip, batch and steps change (Tables 7, 8, 9, 11, 15, 19, 20 and Figure 6 of the DP-ZO paper)?
 
 The paper fine-tunes OPT-13B on SQuAD and RoBERTa on QNLI; here a head on frozen embeddings learns SST-2 sentences
-(`sst2_head.py`), at the paper's steps, batches, clips and noise. `records`: 250 to 6,920 (all) training sentences, Gaussian
-noise at epsilon 1 and without noise, Laplace noise at pure epsilon 4, and DP-SGD at epsilon 1. `clip`: C from 0.01 to
-1 at sigma = 15.9. `batch` and `steps`: epsilon 1. Rate and clip are those that `sst2_head` chose at 1,000 sentences and
-epsilon 1; they are not chosen again. Every training is saved as it ends; a second call resumes.
+(`sst2_head.py`), at the paper's steps, batches, clips and noise. `records`: 250 to 6,920 (all) training sentences,
+Gaussian noise at epsilon 1 and without noise, Laplace noise at pure epsilon 4, and DP-SGD at epsilon 1. `clip`: C from
+0.01 to 1 at sigma = 15.9. `batch` and `steps`: epsilon 1. Rate and clip are those that `sst2_head` chose at 1,000
+sentences and epsilon 1; they are not chosen again. Every training is saved as it ends; a second call resumes.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ COLUMN_NAMES = ("data", "epsilon", "trained by", "test [%]", "required", "paper 
 NAME, FOLDER = "convex", Path("runs/convex")
 SEARCH_SEED = 100
 DELTA = 1e-5
+RECORDS = {"cifar-10": 50_000}
 PAPER = {("mnist", 1.33): 92.7, ("mnist", 4.76): 94.4}
 BARS = {("mnist", 1.33): 92.5, ("mnist", 4.76): 94.3}
 
@@ -48,7 +49,9 @@ def configuration(row: str, data: str, epsilon: float, point: Point, seed: int) 
     config = merged(config, {"data": {"name": data, "validation_fraction": held_out}})
     for key, value in point.items():
         config = merged(config, parse_setting(f"{key}={value}"))
-    return merged(config, {"protection": _strength(config, epsilon, round(60_000 * (1 - held_out)))})
+    return merged(
+        config, {"protection": _strength(config, epsilon, round(RECORDS.get(data, 60_000) * (1 - held_out)))}
+    )
 
 
 def _strength(config: dict[str, Any], epsilon: float, n: int) -> dict[str, Any]:

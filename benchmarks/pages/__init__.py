@@ -15,7 +15,17 @@ from benchmarks.analog import aihwkit_side_by_side, in_situ, lifetimes, pictures
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
 from benchmarks.attacks import guarantees, one_run, self_test
-from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
+from benchmarks.convex import (
+    accountants,
+    accuracy,
+    curves,
+    device,
+    hyperplanes,
+    noise,
+    opacus_baseline,
+    step,
+    tuned,
+)
 from benchmarks.devices import (
     camera_account,
     chain,
@@ -30,6 +40,7 @@ from benchmarks.devices import (
 )
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
+from benchmarks.pages.papers import papers_page
 from benchmarks.pages.sweeps import SWEEPS, sweep_section
 from benchmarks.pdfa import counts, demo, private, readings
 from benchmarks.pdfa import table1 as pdfa_table1
@@ -54,9 +65,18 @@ from benchmarks.speed import (
     sweep,
     transformer_step,
 )
-from benchmarks.ulr import epoch, resnet
+from benchmarks.ulr import bound, epoch, figure2, resnet, variance
 from benchmarks.ulr import table1 as ulr_table1
-from benchmarks.zeroth_order import drift, membership, memory, mnist, sigma_tables, sst2_head, sst2_lora
+from benchmarks.zeroth_order import (
+    ablations,
+    drift,
+    membership,
+    memory,
+    mnist,
+    sigma_tables,
+    sst2_head,
+    sst2_lora,
+)
 
 BENCHMARKS = Path(__file__).parents[1]
 ROOT = BENCHMARKS.parent
@@ -71,6 +91,8 @@ def convex_section() -> str:
         device.page_text(),
         opacus_baseline.page_text(),
         noise.page_table(),
+        hyperplanes.page_table(),
+        accountants.page_table(),
     )
 
 
@@ -133,14 +155,21 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
     ),
     "ulr": (
         "Likelihood ratio training",
-        (ulr_table1.page_section, ulr_table1.proven_section, resnet.page_section),
+        (
+            ulr_table1.page_section,
+            ulr_table1.proven_section,
+            bound.page_section,
+            resnet.page_section,
+            variance.page_section,
+            figure2.page_section,
+        ),
     ),
     "convex": ("Convex training", (convex_section,)),
     "zeroth_order": (
         "Zeroth-order training",
         tuple(
             part.page_section
-            for part in (sigma_tables, memory, drift, sst2_head, sst2_lora, membership, mnist)
+            for part in (sigma_tables, memory, drift, sst2_head, sst2_lora, membership, mnist, ablations)
         ),
     ),
     "analog": (
@@ -303,6 +332,7 @@ def pages() -> dict[Path, str]:
         camera: camera_text,
         serving: with_block(with_served_faults, "served", served.docs_table()),
         opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),
+        ROOT / "docs" / "papers.md": papers_page(),
         BENCHMARKS / "README.md": index_page(),
         **{BENCHMARKS / folder / "README.md": folder_page(folder) for folder in SECTIONS},
     }

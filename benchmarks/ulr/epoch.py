@@ -10,7 +10,7 @@ twice that.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -39,11 +39,11 @@ REPEATS, STEPS = 15, 10
 WIDTHS = (784, 128, 64, 32, 10)
 
 
-def paper_model(seed: int = 0) -> nn.Sequential:
-    """784-128-64-32-10, GELU between the layers."""
+def paper_model(seed: int = 0, hidden: Sequence[int] = WIDTHS[1:-1]) -> nn.Sequential:
+    """784-128-64-32-10, or other hidden layers, GELU between the layers."""
     torch.manual_seed(seed)
     modules: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(WIDTHS):
+    for fan_in, fan_out in pairwise((WIDTHS[0], *hidden, WIDTHS[-1])):
         modules += [nn.Linear(fan_in, fan_out), nn.GELU()]
     return nn.Sequential(*modules[:-1])
 

@@ -103,7 +103,7 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
     """The trainer, and the configuration of its learning rate."""
     stream = SeededStream(seed, "central-noise")
     if method == BASELINE:
-        return _dp_sgd(noise, setting[0], stream)
+        return dp_sgd(noise, setting[0], stream, batch=METHODS[BASELINE]["batch"])
     factor, clip = setting
     spread = noise * (math.sqrt(2) if "laplace" in method else 1.0) * clip
     rate = zo_rate(factor, spread, batch=METHODS[method]["batch"], steps=METHODS[method]["steps"])
@@ -119,12 +119,12 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
     return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer
 
 
-def _dp_sgd(noise: float, rate: float, stream: SeededStream) -> tuple[Trainer, Any]:
+def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tuple[Trainer, Any]:
+    """Return DP-SGD of the head, and the configuration of its learning rate."""
     shape = LayerShape(n_outputs=2, activation="identity", bias=True)
     model = build_sequential(384, [shape], generator=torch.Generator().manual_seed(0), gain=0.0)
     network = FullyConnected(model)
     config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": rate, "momentum": 0.0}})
-    batch = METHODS[BASELINE]["batch"]
     protection = RecordGradients(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
     optimizer = make_optimizer(network.parameters, config.optimizer)
     trainer = FeedbackTrainer(network, optimizer, config.trainer_as(FeedbackConfig), protection=protection)

@@ -162,6 +162,8 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
             copies=options.copies,
             reduction=options.variance_reduction,
             rows_per_pass=options.rows_per_pass,
+            directions=options.directions,
+            matched=options.shape == "matched",
         )
         return PlainUpdate(
             self.network,

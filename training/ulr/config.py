@@ -11,6 +11,7 @@ from opusim.description.section import BadKey
 from training.config.sections import Effect, ProtectionSection, TrainerSection
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
+Directions = Literal["independent", "orthogonal"]
 
 
 class UlrConfig(TrainerSection):
@@ -48,6 +49,14 @@ class UlrConfig(TrainerSection):
     reduction: Reduction | None = None
     """Reduction of variance: antithetic pairs (proven form's default), the loss without noise as a baseline
     (clean-loss), the mean of a record's other copies as a baseline (leave-one-out), none (published form's)."""
+    directions: Directions = "independent"
+    """Directions of a record's copies: independent, or orthogonal in groups of up to as many copies as the module has
+    outputs. Orthogonal copies of fixed length vary less, and draw one number for each output rather than one for each
+    copy. The guarantee of the proven form is the same."""
+    shape: Literal["isotropic", "matched"] = "isotropic"
+    """Covariance of the noise of a record: isotropic, or matched to its Jacobian if the module's parameters act at many
+    positions (convolutions, linear modules on sequences), which lowers the variance. Other modules keep isotropic
+    noise. The guarantee of the proven form is the same."""
     noise: Literal["digital", "device"] = "digital"
     """Where the noise on the outputs comes from: a digital generator, or the device, whose law must be Gaussian and
     whose readings are scaled to sigma."""
@@ -83,6 +92,11 @@ class UlrConfig(TrainerSection):
         if self.form == "published" and self.variance_reduction != "none":
             raise ValueError(
                 f"reduction = {self.reduction!r} changes the noise that form = 'published' counts on; leave it out"
+            )
+        if self.form == "published" and (self.directions, self.shape) != ("independent", "isotropic"):
+            raise ValueError(
+                "directions and shape belong to form = 'proven'; the published form counts on independent isotropic "
+                "noise; leave them out"
             )
         if self.form == "published" and self.clip != "joint":
             raise ValueError(

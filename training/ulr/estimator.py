@@ -11,6 +11,8 @@ have the same law:
 - antithetic pairs: z_k (L(z_k) - L(-z_k)) / 2;
 - the loss without noise as baseline: z_k (L_k - L_0);
 - the mean of the record's other copies as baseline (leave one out): z_k (L_k - mean of L_j over j != k).
+
+`training.ulr.directions` has further laws of z, in which a score takes the place of the factor z_k.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import by_record
-from training.ulr.config import Reduction
+from training.ulr.config import Directions, Reduction
+from training.ulr.directions import Draws, coordinates_of
 from training.ulr.network import ModuleSequence, Outputs
 
 Losses = Callable[[Tensor, slice], Tensor]
@@ -41,11 +44,15 @@ class Estimator:
         reduction: Reduction of variance.
         rows_per_pass: Largest number of noisy rows in one pass through the model; None for as many copies of all
             records as there are modules. It changes memory and rounding only.
+        directions: Directions of a record's copies.
+        matched: Whether the noise's covariance is matched to each record's Jacobian.
     """
 
     copies: int
     reduction: Reduction
     rows_per_pass: int | None = None
+    directions: Directions = "independent"
+    matched: bool = False
 
     def signals(
         self,
@@ -67,14 +74,24 @@ class Estimator:
             sigmas: Standard deviation of the noise of each layer.
         """
         sums = [_Sum(value, self.reduction, clean) for value in outputs.values]
+        draws: dict[int, Draws] = {}
         for probes in self._passes(network.depth, len(clean)):
-            drawn = [
-                _draw(noise, probe, outputs.values[probe.layer], sigmas[probe.layer]) for probe in probes
-            ]
-            found = self._losses(network, outputs.values, probes, drawn, losses)
-            for probe, z, loss in zip(probes, drawn, found, strict=True):
-                sums[probe.layer].add(z, loss)
+            drawn = []
+            for layer, copies in probes:
+                if layer not in draws:  # one layer at a time: a finished layer's noise is let go
+                    draws = {layer: self._draws(network, layer, outputs, noise, sigmas[layer])}
+                drawn.append(draws[layer].next(copies))
+            found = self._losses(network, outputs.values, probes, [z for z, _ in drawn], losses)
+            for probe, (_, score), loss in zip(probes, drawn, found, strict=True):
+                sums[probe.layer].add(score, loss)
         return [total.estimate(self.copies, sigma) for total, sigma in zip(sums, sigmas, strict=True)]
+
+    def _draws(
+        self, network: ModuleSequence, layer: int, outputs: Outputs, noise: NoiseStream, sigma: float
+    ) -> Draws:
+        value, h = outputs.values[layer], outputs.inputs[layer]
+        coordinates = coordinates_of(network.jacobians[layer], value, h, matched=self.matched)
+        return Draws(coordinates, noise, sigma, self.copies, self.directions, value)
 
     @property
     def _signs(self) -> int:
@@ -122,14 +139,6 @@ class Probe(NamedTuple):
 
     layer: int
     copies: int
-
-
-def _draw(noise: NoiseStream, probe: Probe, value: Tensor, sigma: float) -> Tensor:
-    """Draw the noise z of each copy, one reading each, shape (copies, batch, ...)."""
-    drawn = value.new_zeros(probe.copies, *value.shape)
-    for copy in drawn:
-        noise.add_to(copy, sigma)
-    return drawn
 
 
 def noisy_losses(
@@ -195,7 +204,7 @@ class _Sum:
         self._loss: Tensor | float = 0.0
 
     def add(self, z: Tensor, loss: Tensor) -> None:
-        """Add copies: z (copies, batch, ...), which is overwritten, and their losses (copies, signs, batch)."""
+        """Add copies: scores z (copies, batch, ...), overwritten, and their losses (copies, signs, batch)."""
         weight = (loss[:, 0] - loss[:, 1]) / 2 if self._reduction == "antithetic" else loss[:, 0]
         if self._reduction == "clean-loss":
             weight = weight - self._clean

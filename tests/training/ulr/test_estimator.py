@@ -22,9 +22,8 @@ REDUCTIONS: tuple[Reduction, ...] = ("antithetic", "clean-loss", "leave-one-out"
 def losses_of(y: Tensor) -> object:
     def losses(output: Tensor, rows: slice) -> Tensor:
         labels = y[rows]
-        return cross_entropy(output, labels.repeat(len(output) // len(labels))).per_record.view(
-            -1, len(labels)
-        )
+        copies = len(output) // max(len(labels), 1)
+        return cross_entropy(output, labels.repeat(copies)).per_record.view(copies, len(labels))
 
     return losses
 

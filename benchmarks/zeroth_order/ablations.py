@@ -1,0 +1,189 @@
+"""What do records, clip, batch and steps change (Tables 7, 8, 9, 11, 15, 19, 20 and Figure 6 of the DP-ZO paper)?
+
+The paper fine-tunes OPT-13B on SQuAD and RoBERTa on QNLI; here a head on frozen embeddings learns SST-2 sentences
+(`sst2_head.py`), at the paper's steps, batches, clips and noise. `records`: 250 to 6,920 (all) training sentences,
+Gaussian noise at epsilon 1 and without noise, Laplace noise at pure epsilon 4, and DP-SGD at epsilon 1. `clip`: C from
+0.01 to 1 at sigma = 15.9. `batch` and `steps`: epsilon 1. Rate and clip are those that `sst2_head` chose at 1,000
+sentences and epsilon 1; they are not chosen again. Every training is saved as it ends; a second call resumes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
+from benchmarks.markdown import command, markdown, section
+from benchmarks.results_file import load_results, save_results
+from benchmarks.zeroth_order.sentences import embeddings
+from benchmarks.zeroth_order.sst2_head import PHI, Head, accuracy, dp_sgd, shown, zo_rate
+from opusim.randomness.streams import SeededStream, derive_seed
+from training.config import load_config
+from training.data.samplers import make_sampler
+from training.engine.trainer import Trainer
+from training.networks.base import ModuleNetwork
+from training.networks.functions import LOSS_VALUES
+from training.networks.optimizers import set_learning_rate
+from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
+
+MODULE, NAME = "benchmarks.zeroth_order.ablations", "zo_ablations"
+SEEDS, FACTOR, CLIP, RATE, POINTS = (0, 1, 2), 1.0, 0.01, 0.3, 20
+DELTA, EPSILON, PURE_EPSILON, SIGMA = 1e-5, 1.0, 4.0, 15.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training: its study, the law of its noise, its sizes.
+
+    Attributes:
+        law: "gaussian", "laplace" (pure epsilon), "none" or "dp-sgd".
+        noise: The noise in units of the clip; None for the least that reaches epsilon.
+    """
+
+    study: str
+    law: str = "gaussian"
+    records: int = 1000
+    batch: int = 16
+    steps: int = 10_000
+    clip: float = CLIP
+    noise: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the results."""
+        return f"{self.study}, {self.law}, n {self.records}, C {self.clip:g}, batch {self.batch}, {self.steps} steps"
+
+    def multiplier(self) -> float:
+        """Return the noise in units of the clip."""
+        if self.noise is not None:
+            return self.noise
+        common: dict[str, Any] = {
+            "sampling_probability": self.batch / self.records,
+            "divisor": self.batch,
+            "steps": self.steps,
+            "clip_norm": 1.0,
+        }
+        if self.law == "laplace":
+            found = calibrate_noise(ZoLaplace(scale=10.0, **common), target_epsilon=PURE_EPSILON, delta=0.0)
+        elif self.law == "dp-sgd":
+            found = calibrate_noise(
+                RecordCentral(noise_multiplier=1.0, **common), target_epsilon=EPSILON, delta=DELTA
+            )
+        else:
+            found = calibrate_noise(
+                ZoGaussian(noise_multiplier=10.0, **common), target_epsilon=EPSILON, delta=DELTA
+            )
+        return float(found[0].noise)
+
+
+CELLS = (
+    *(Cell(study="clip", clip=clip, noise=SIGMA) for clip in (1.0, 0.1, 0.05, 0.01)),
+    *(Cell(study="records", records=n) for n in (250, 500, 1000, 5000, 6920)),
+    *(Cell(study="records", law="none", records=n) for n in (250, 500, 1000, 5000, 6920)),
+    *(Cell(study="records", law="laplace", records=n, batch=20, steps=2000) for n in (1000, 5000)),
+    *(
+        Cell(study="records", law="dp-sgd", records=n, batch=64, steps=200)
+        for n in (250, 500, 1000, 5000, 6920)
+    ),
+    *(Cell(study="batch", batch=batch) for batch in (16, 32, 64, 128)),
+    *(Cell(study="steps", steps=steps) for steps in (10_000, 20_000, 40_000, 80_000)),
+)
+
+
+def make(cell: Cell, noise: float, seed: int) -> tuple[Trainer, Any]:
+    """Return the trainer, and the configuration of its learning rate."""
+    stream = SeededStream(seed, "central-noise")
+    if cell.law == "dp-sgd":
+        return dp_sgd(noise, RATE, stream, batch=cell.batch)
+    spread = noise * (math.sqrt(2) if cell.law == "laplace" else 1.0) * cell.clip
+    rate = zo_rate(FACTOR, spread, batch=cell.batch, steps=cell.steps)
+    config = load_config(
+        {"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": rate, "schedule": "linear"}}
+    )
+    law = LaplaceScalars if cell.law == "laplace" else GaussianScalars
+    scale = 0.0 if cell.law == "none" else noise * cell.clip
+    release = ScalarRelease(clip=cell.clip, divisor=cell.batch, scale=scale, noise=law(stream))
+    network, root = ModuleNetwork(Head(384), 384), derive_seed(seed, "directions")
+    return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer
+
+
+def trained(cell: Cell, seed: int, data: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """One training: accuracy on dev and test, the training loss at some steps, seconds."""
+    trainer, optimizer = make(cell, cell.multiplier(), seed)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(data["train"][1])))[: cell.records]
+    x, y = (part[order] for part in data["train"])
+    sampler = make_sampler("poisson", cell.records, cell.batch, derive_seed(seed, "batches"))
+    started, losses = time.process_time(), []
+    for step in range(cell.steps):
+        index = sampler.indices(step)
+        set_learning_rate(trainer.optimizer, optimizer, step / cell.steps)
+        trainer.step(x[index], y[index], step=step, observe=False, records=index)
+        if (step + 1) % (cell.steps // POINTS) == 0:
+            with torch.no_grad():
+                losses.append(round(float(LOSS_VALUES["cross-entropy"](trainer.model(x), y).mean()), 4))
+    figures = {"accuracy": 100 * accuracy(trainer.model, *data["dev+test"]), "losses": losses}
+    return {**figures, "seconds": round(time.process_time() - started, 1)}
+
+
+def main(study: str = "") -> None:
+    """Do what is not done yet, of one study or of all, and save after each training."""
+    torch.set_num_threads(1)
+    data = {"train": embeddings("train"), "dev+test": embeddings("dev", "test")}
+    for cell in (each for each in CELLS if study in ("", each.study)):
+        for seed in SEEDS:
+            cells = load_results(NAME).get("cells", {})
+            if str(seed) not in cells.get(cell.key, {}):
+                run = trained(cell, seed, data)
+                print(f"{cell.key}, seed {seed}: {run['accuracy']:.1f} %", flush=True)
+                save_results(
+                    NAME, {"cells": {**cells, cell.key: {**cells.get(cell.key, {}), str(seed): run}}}
+                )
+
+
+def accuracies(study: str) -> list[tuple[Cell, list[float]]]:
+    """Return the cells of a study that were trained, with their accuracies in per cent."""
+    found = load_results(NAME).get("cells", {})
+    return [
+        (cell, [run["accuracy"] for run in found[cell.key].values()])
+        for cell in CELLS
+        if cell.study == study and cell.key in found
+    ]
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    rows = [
+        (
+            study,
+            cell.law,
+            str(cell.records),
+            f"{cell.clip:g}",
+            str(cell.batch),
+            str(cell.steps),
+            shown(values),
+            str(len(values)),
+            f"{statistics.fmean(run['losses'][-1] for run in load_results(NAME)['cells'][cell.key].values()):.3f}",
+        )
+        for study in ("records", "clip", "batch", "steps")
+        for cell, values in accuracies(study)
+    ]
+    text = (
+        "SST-2, a head on frozen embeddings; Gaussian noise and DP-SGD at epsilon 1 (study `clip`: sigma = 15.9), "
+        f"Laplace noise at pure epsilon 4; mean of seeds and standard error ({load_results(NAME).get('date')}, "
+        f"{command(MODULE)}; `--study` names one; it resumes). The loss is that of the training sentences at the end."
+    )
+    header = ("study", "noise", "records", "clip", "batch", "steps", "accuracy [%]", "seeds", "loss")
+    title = "Records, clip, batch and steps"
+    return section(title, text, markdown(header, rows)) if rows else ""
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,200 @@
+"""Draw the noise of the estimates: its directions and its covariance.
+
+An estimate weighs scores s_k with losses at v + z_k. Any law of z with mean zero, together with its score, serves if
+
+    E s z^T g = sigma^2 g for every gradient g that the module's Jacobian J does not annihilate.
+
+Directions. `independent` draws z_k ~ N(0, sigma^2 I). `orthogonal` draws groups of up to D copies (D coordinates) that
+are orthogonal for each record: the columns q_k of one Haar-distributed orthogonal matrix for a layer's group, and for
+each record a cyclic shift of their coordinates and independent signs, times sigma sqrt(D). Each z_k is uniform on the
+sphere of that radius, so the mean is the gradient of the loss smoothed over the ball (Flaxman, Kalai, McMahan 2005,
+lemma 1). If the loss is linear, K < D antithetic copies leave a relative variance of D / K - 1 in place of
+(D + 1) / K, and K = D leave none. Given the others, a copy still has mean zero, so every reduction of variance holds.
+
+Covariance. `isotropic` is sigma^2 I. `matched` serves modules whose parameters act at several positions: for
+v_p = W u_p, with the rows u_p = U = Q S V^T of a record, z = sigma Q f^(1/2) e for each channel, and s = sigma Q
+f^(-1/2) e. The trace of J^T Sigma^-1 J, times that of Sigma, is smallest at Sigma = (J J^T)^(1/2) (Cauchy-Schwarz), so
+f = S, with a floor and scaled to mean 1. Directions that J annihilates get no noise. Sigma of a record depends on that
+record only, so a clipped contribution stays a function of its own record.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opusim.randomness.streams import NoiseStream
+from training.networks.clipping import finite_rows
+from training.networks.layers import Jacobian, LinearJacobian
+from training.ulr.config import Directions
+
+_FLOOR = 1e-2
+"""Least singular value that the matched covariance counts with, as a part of the record's largest."""
+_NEGLIGIBLE = 1e-5
+"""Singular values below this part of the largest one count as zero if the patches are fewer than the positions."""
+
+
+class Coordinates(Protocol):
+    """Maps coordinates of a layer's noise to its output."""
+
+    shape: tuple[int, ...]
+    """Shape of the coordinates, (batch, ...)."""
+
+    def noise(self, drawn: Tensor) -> Tensor:
+        """Return z, shape (copies, batch, ...), for coordinates of shape (copies, *shape)."""
+
+    def score(self, drawn: Tensor, z: Tensor) -> Tensor:
+        """Return s of these coordinates, of z's shape; it may be z itself."""
+
+
+class Isotropic:
+    """The coordinates are the outputs themselves.
+
+    Args:
+        value: The layer's output, shape (batch, ...).
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self.shape = tuple(value.shape)
+
+    def noise(self, drawn: Tensor) -> Tensor:
+        """See Coordinates."""
+        return drawn
+
+    def score(self, drawn: Tensor, z: Tensor) -> Tensor:
+        """See Coordinates."""
+        return z
+
+
+class Matched:
+    """Coordinates along the left singular vectors of each record's patches, for each channel.
+
+    Args:
+        value: The layer's output, shape (batch, channels, ...), or (batch, ..., channels) if `channels_last`.
+        rows: u_ip, shape (batch, positions, inputs).
+        channels_last: Where the channels stand.
+    """
+
+    def __init__(self, value: Tensor, rows: Tensor, *, channels_last: bool) -> None:
+        finite = torch.isfinite(rows).flatten(1).all(dim=1)
+        to_noise, to_score = _square_roots(finite_rows(rows, finite).double())
+        self._to_noise, self._to_score = to_noise.mT.float(), to_score.mT.float()  # (batch, rank, positions)
+        self._channels_last, self._value_shape = channels_last, tuple(value.shape)
+        channels = value.shape[-1] if channels_last else value.shape[1]
+        self.shape: tuple[int, ...] = (len(value), channels, self._to_noise.shape[1])
+
+    def noise(self, drawn: Tensor) -> Tensor:
+        """See Coordinates."""
+        return self._placed(drawn @ self._to_noise)
+
+    def score(self, drawn: Tensor, z: Tensor) -> Tensor:
+        """See Coordinates."""
+        return self._placed(drawn @ self._to_score)
+
+    def _placed(self, flat: Tensor) -> Tensor:
+        """Return (copies, batch, channels, positions) in the layout of the output."""
+        if self._channels_last:
+            flat = flat.transpose(2, 3)
+        return flat.reshape(len(flat), *self._value_shape)
+
+
+def _square_roots(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q f^(1/2) and Q f^(-1/2), shapes (batch, positions, rank), from the smaller Gram matrix."""
+    positions, inputs = rows.shape[1:]
+    if positions <= inputs:
+        values, basis = torch.linalg.eigh(rows @ rows.mT)
+        scale = _scale(values.clamp_min(0.0).sqrt(), positions)
+        return basis * scale[:, None], basis / scale[:, None]
+    values, right = torch.linalg.eigh(rows.mT @ rows)
+    s = values.clamp_min(0.0).sqrt()
+    kept = s > _NEGLIGIBLE * s.amax(dim=1, keepdim=True)
+    inverse = torch.where(kept, 1 / torch.where(kept, s, 1.0), 0.0)
+    basis, scale = (rows @ right) * inverse[:, None], _scale(s, positions)
+    return basis * scale[:, None], basis / scale[:, None]
+
+
+def _scale(s: Tensor, positions: int) -> Tensor:
+    """Return f^(1/2) of singular values, shape (batch, rank): floored, and the variance of an output has mean 1."""
+    f = s.clamp_min(_FLOOR * s.amax(dim=1, keepdim=True))
+    f = torch.where(f.sum(dim=1, keepdim=True) > 0, f, 1.0)
+    return (f * (positions / f.sum(dim=1, keepdim=True))).sqrt()
+
+
+def coordinates_of(jacobian: Jacobian, value: Tensor, h: Tensor, *, matched: bool) -> Coordinates:
+    """Return the coordinates of a layer's noise.
+
+    Modules whose parameters act at one position, or that have no closed form, have isotropic noise.
+
+    Args:
+        jacobian: The layer's.
+        value: Its output, shape (batch, ...).
+        h: Its input, shape (batch, ...).
+        matched: Whether the covariance is matched to the Jacobian.
+    """
+    rows = jacobian.factor_rows(h) if matched and value.ndim > 2 and value.numel() else None
+    if rows is None:
+        return Isotropic(value)
+    return Matched(value, rows, channels_last=isinstance(jacobian, LinearJacobian))
+
+
+class Draws:
+    """The copies of one layer's noise, in order, however many are asked for at a time.
+
+    Args:
+        coordinates: Maps coordinates to outputs.
+        noise: Source of N(0, 1) numbers.
+        sigma: Standard deviation of the noise.
+        copies: K, the copies that will be drawn in all.
+        directions: Law of the coordinates.
+        like: Tensor whose place and type the noise takes.
+    """
+
+    def __init__(
+        self,
+        coordinates: Coordinates,
+        noise: NoiseStream,
+        sigma: float,
+        copies: int,
+        directions: Directions,
+        like: Tensor,
+    ) -> None:
+        self._coordinates, self._noise, self._sigma = coordinates, noise, sigma
+        self._left, self._orthogonal, self._like = copies, directions == "orthogonal", like
+        self._group: list[Tensor] = []
+        self._signs, self._places = like.new_zeros(0), like.new_zeros(0, dtype=torch.long)
+
+    def next(self, copies: int) -> tuple[Tensor, Tensor]:
+        """Return z and the scores of the next copies, shapes (copies, batch, ...)."""
+        drawn = self._like.new_zeros(copies, *self._coordinates.shape)
+        for copy in drawn:
+            self._fill(copy)
+        z = self._coordinates.noise(drawn)
+        return z, self._coordinates.score(drawn, z)
+
+    def _fill(self, copy: Tensor) -> None:
+        if not self._orthogonal:
+            self._noise.add_to(copy, self._sigma)
+            return
+        if not self._group:
+            self._begin_group()
+        torch.mul(self._signs, self._group.pop()[self._places], out=copy.flatten(1))
+
+    def _begin_group(self) -> None:
+        """Draw the next group's directions, which all records share, and the signs and the shift of each record."""
+        records, size = self._coordinates.shape[0], math.prod(self._coordinates.shape[1:])
+        group, place = min(self._left, size), self._like.device
+        self._left -= group
+        columns = haar_columns(self._noise.normal((size, group)))
+        self._group = list((self._sigma * size**0.5 * columns).float().to(place).T)
+        self._signs = torch.where(self._noise.normal((records, size), device=place) < 0, -1.0, 1.0)
+        shifts = (torch.special.ndtr(self._noise.normal((records, 1), device=place)) * size).long()
+        self._places = (torch.arange(size, device=place) + shifts) % size
+
+
+def haar_columns(normals: Tensor) -> Tensor:
+    """Return columns of a Haar-distributed orthogonal matrix, float64, from N(0, 1) of shape (size, columns)."""
+    q, r = torch.linalg.qr(normals.double())
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)

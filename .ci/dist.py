@@ -1,7 +1,7 @@
-"""Are wheel and sdist the same bytes each time? Build both from the tracked files, with nothing of this machine in them.
+"""Are wheel and sdist the same bytes each time? Build both from tracked files, with nothing of this machine.
 
-    python .ci/dist.py [FOLDER]            # builds into FOLDER, dist by default, and prints names and SHA-256
-    python .ci/dist.py --check             # builds twice and compares
+python .ci/dist.py [FOLDER]            # builds into FOLDER, dist by default, and prints names and SHA-256
+python .ci/dist.py --check             # builds twice and compares
 
 The time in the archives is SOURCE_DATE_EPOCH, else that of the last commit. Owners, modes and the order of files are
 fixed. Same versions of setuptools, wheel and zlib are needed for same bytes.

@@ -91,10 +91,12 @@ def run_page(page: Path, folder: Path, program: str, *, quick: bool = True) -> I
         AssertionError: A command failed.
     """
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "NO_COLOR": "1"}
-    for block in code_blocks(page):
-        if block.reason is None and block.file and not block.is_doctest:
+    blocks = [block for block in code_blocks(page) if block.reason is None and not block.is_doctest]
+    for block in blocks:
+        if block.file:
             (folder / block.file).write_text(block.text)
-        for line in [] if block.reason else block.commands:
+    for block in blocks:
+        for line in block.commands:
             command = shortened(line) if quick else line
             call = re.sub(r"^opusim\b", program, command)
             done = subprocess.run(

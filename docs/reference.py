@@ -38,10 +38,13 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def attributes(cls: type) -> dict[str, str]:
-    """Return what the docstring of a class says of each attribute, in one line each."""
-    _, _, listed = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
-    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8,}.+)*)", listed, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+    """Return what the docstrings of a class and of its bases say of each attribute, in one line each."""
+    found = {}
+    for each in reversed(cls.__mro__):
+        _, _, listed = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")
+        entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8,}.+)*)", listed, re.MULTILINE)
+        found |= {name: " ".join(text.split()) for name, text in entries}
+    return found
 
 
 def kind_of(field: FieldInfo) -> str:

@@ -34,7 +34,7 @@ HOLDS: dict[str, Any] = {
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_scripts_are_short_and_say_how_to_run_them(script: Path) -> None:
     text = script.read_text()
-    assert len(text.splitlines()) <= 60
+    assert len(text.splitlines()) <= 70
     assert re.search(rf"^python examples/{script.parent.name}/{script.name} ", text, re.MULTILINE)
     assert script.stem in HOLDS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pkgutil
 import re
 import types
 import typing
@@ -38,12 +39,24 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def attributes(cls: type) -> dict[str, str]:
-    """Return what the docstrings of a class and of its bases say of each attribute, in one line each."""
+    """Return what the docstrings of a class, of its bases and of the laws that they name say of each attribute."""
     found = {}
-    for each in reversed(cls.__mro__):
+    for each in (*_named_classes(cls), *reversed(cls.__mro__)):
         _, _, listed = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")
         entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8,}.+)*)", listed, re.MULTILINE)
         found |= {name: " ".join(text.split()) for name, text in entries}
+    return found
+
+
+def _named_classes(cls: type) -> list[type]:
+    """Return the classes of opusim that the docstrings of a section name, such as `opusim.camera.stages.Light`."""
+    found: list[type] = []
+    for word in re.findall(r"`([\w.]+)`", " ".join(each.__doc__ or "" for each in reversed(cls.__mro__))):
+        try:
+            named = pkgutil.resolve_name(word if "." in word else f"{found[-1].__module__}.{word}")
+        except (AttributeError, ImportError, IndexError, ValueError):
+            continue
+        found += [named] if isinstance(named, type) and named.__module__.startswith("opusim") else []
     return found
 
 

@@ -80,9 +80,9 @@ mutants: $(RELEASE)  ## One in SHARE mutants of the accounting's core, hours; fa
 	rm -rf build/mutants && mkdir -p build/mutants && git ls-files -z | xargs -0 cp --parents -t build/mutants
 	test -f build/mutants.sqlite || (cd build/mutants && $(CURDIR)/$(BIN)/cosmic-ray init .ci/mutants.toml ../mutants.sqlite \
 	  && $(CURDIR)/$(BIN)/cr-filter-operators ../mutants.sqlite .ci/mutants.toml \
-	  && $(CURDIR)/$(BIN)/python .ci/sample_mutants.py ../mutants.sqlite --share $(SHARE))
+	  && $(CURDIR)/$(BIN)/python .ci/mutants.py sample ../mutants.sqlite --share $(SHARE))
 	cd build/mutants && PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=. OMP_NUM_THREADS=1 cosmic-ray exec .ci/mutants.toml ../mutants.sqlite
-	$(BIN)/cr-rate --estimate --fail-over 15 build/mutants.sqlite
+	$(BIN)/python .ci/mutants.py rate build/mutants.sqlite --least 85
 
 hashes: $(RELEASE)  ## The hashes of what requirements.txt pins, and the licences.
 	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --no-emit-index-url --no-emit-find-links --no-annotate --strip-extras -o requirements-hashes.txt requirements.txt

@@ -52,7 +52,7 @@ def test_an_unexplained_block_is_found(tmp_path: Path) -> None:
 def test_commands_are_shortened() -> None:
     assert shortened("opusim train pdfa --data digits") == "opusim train pdfa --data digits --epochs 1"
     assert shortened("opusim train pdfa --epochs 3") == "opusim train pdfa --epochs 3"
-    assert shortened("opusim audit RUN --trials 100") == "opusim audit RUN --trials 20"
+    assert shortened("opusim audit RUN --trials 100") == "opusim audit RUN --trials 40"
     assert shortened("opusim evaluate RUN") == "opusim evaluate RUN"
 
 

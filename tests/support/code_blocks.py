@@ -16,7 +16,7 @@ _BLOCK = re.compile(
 )
 CODE = ("python", "console", "toml")
 _QUICK_TRAINING = "--epochs 1"
-_QUICK_AUDIT = {"--trials": "20", "--canaries": "60", "--steps": "20"}
+_QUICK_AUDIT = {"--trials": "40", "--canaries": "60", "--steps": "20"}
 """Options that shorten a command: of a training always, of an audit those that the line gives."""
 
 

@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
+SHARE ?= 8
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal  # a thread for each worker
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 DOCS := $(VENV)/.docs-installed
+RELEASE := $(VENV)/.release-installed
+LOWEST := $(VENV)-lowest
 
-.PHONY: demo test examples docs lint format bench bench-report audit nightly clean
+.PHONY: demo test examples docs lint format bench bench-report audit nightly dist wheel-check security coverage mutants hashes lowest clean
 
 demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digits; open runs/demo/report.html.
 	$(BIN)/python -m benchmarks.pdfa.demo
@@ -18,7 +21,7 @@ test: $(DEV)  ## The tests of CI; tests that take minutes are left to `make nigh
 
 examples: $(DEV)  ## One script for each framework, also private ones; some seconds each.
 	set -e; for script in examples/any_module/*.py examples/private/*.py; do echo $$script; OMP_NUM_THREADS=1 $(BIN)/python $$script; done
-	set -e; mkdir -p build/gallery; for script in examples/optical/*.py; do echo $$script; OMP_NUM_THREADS=1 $(BIN)/python $$script build/gallery/$$(basename $$script .py).png; done
+	set -e; mkdir -p build/gallery; for script in examples/gallery/*.py examples/optical/*.py; do echo $$script; OMP_NUM_THREADS=1 $(BIN)/python $$script build/gallery/$$(basename $$script .py).png; done
 
 docs: $(DOCS)  ## The documentation, into docs/_build; a warning is an error.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
@@ -60,8 +63,41 @@ nightly: $(DEV)  ## All tests, with fresh seeds in those that print theirs, and 
 	OPUSIM_FRESH_SEEDS=1 $(PYTEST) -m "slow or not slow"
 	NUMBA_DISABLE_JIT=1 $(PYTEST) tests/opusim
 
+dist: $(RELEASE)  ## Wheel and sdist, built twice and compared byte by byte, and what they need (CycloneDX).
+	$(BIN)/python .ci/dist.py --check dist
+	$(BIN)/cyclonedx-py requirements --output-reproducible -o dist/sbom.json requirements.txt
+
+wheel-check: $(RELEASE)  ## The wheel in an empty environment, and every command of getting-started there; some minutes.
+	$(BIN)/python .ci/wheel_check.py
+
+security: $(RELEASE)  ## Suspicious code, and known vulnerabilities of what is pinned (asks the network).
+	$(BIN)/bandit --quiet -ll --recursive --configfile pyproject.toml opusim training accounting hw_configs
+	$(BIN)/pip-audit --no-deps --disable-pip -r requirements.txt
+
+coverage: $(RELEASE)  ## Lines that the tests of accounting and opusim reach, kernels uncompiled; below the floor it fails.
+	OMP_NUM_THREADS=1 NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -q -m "not compiled and not slow" tests/accounting tests/opusim
+	$(BIN)/coverage report
+
+mutants: $(RELEASE)  ## One in SHARE mutants of the accounting's core, hours; fails if over 15 % survive; build/mutants.sqlite resumes.
+	rm -rf build/mutants && mkdir -p build/mutants && git ls-files -z | xargs -0 cp --parents -t build/mutants
+	test -f build/mutants.sqlite || (cd build/mutants && $(CURDIR)/$(BIN)/cosmic-ray init .ci/mutants.toml ../mutants.sqlite \
+	  && $(CURDIR)/$(BIN)/cr-filter-operators ../mutants.sqlite .ci/mutants.toml \
+	  && $(CURDIR)/$(BIN)/python .ci/mutants.py sample ../mutants.sqlite --share $(SHARE))
+	cd build/mutants && PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=. OMP_NUM_THREADS=1 cosmic-ray exec .ci/mutants.toml ../mutants.sqlite
+	$(BIN)/python .ci/mutants.py rate build/mutants.sqlite --least 85
+
+hashes: $(RELEASE)  ## The hashes of what requirements.txt pins, and the licences.
+	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --no-emit-index-url --no-emit-find-links --no-annotate --strip-extras -o requirements-hashes.txt requirements.txt
+	$(BIN)/python .ci/third_party.py
+
+lowest:  ## The tests on the lowest versions that setup.cfg admits.
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet -r requirements-lowest.txt pytest hypothesis "setuptools>=77.0.3"
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q tests/accounting tests/opusim
+
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name '*.nb[ci]' -delete  # numba's cache does not see changes in imported kernels
 
 $(VENV)/bin/python:
@@ -76,6 +112,10 @@ $(RUN): requirements.txt setup.cfg pyproject.toml | $(VENV)/bin/python
 $(DEV): requirements-dev.txt $(RUN)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps lightonml==1.4.3
+	touch $@
+
+$(RELEASE): requirements-release.txt $(DEV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-release.txt
 	touch $@
 
 $(DOCS): requirements-docs.txt $(DEV)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+import reference  # noqa: E402 - stands next to this file, which the line above puts on the path
 
 project = "opusim"
 author = copyright = "The opusim authors"
@@ -17,11 +21,22 @@ release = re.search(r"^version = (.+)$", (ROOT / "setup.cfg").read_text(), re.MU
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
+templates_path: list[str] = []
+autosummary_generate = False  # the tables of api.md link to the entries of that page
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3/", "inventories/python.txt"),
+    "torch": ("https://docs.pytorch.org/docs/stable/", "inventories/torch.txt"),
+    "numpy": ("https://numpy.org/doc/stable/", "inventories/numpy.txt"),
+    "sklearn": ("https://scikit-learn.org/stable/", "inventories/sklearn.txt"),
+}
+intersphinx_disabled_reftypes = ["std:doc"]
 nitpicky = False  # docstrings name types in plain words
 
 html_theme = "furo"
@@ -30,7 +45,7 @@ html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_show_sphinx = False
 
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.strikethrough"]
 
@@ -66,9 +81,14 @@ def _plain_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lin
 _GENERATED = DOCS / "generated"
 _SHOWN = {
     file: _GENERATED / f"{'-'.join(file.relative_to(ROOT).parent.parts) or file.stem.lower()}.md"
-    for file in (ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("benchmarks/**/README.md")))
+    for file in (
+        *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")),
+        *sorted(ROOT.glob("benchmarks/**/README.md")),
+    )
 }
 """Files of the repository that the site shows as pages."""
+_LINKED = _SHOWN | {ROOT / file: _GENERATED / f"{name}.md" for name, (_, file) in reference.PAGES.items()}
+"""These, and the sources whose links lead to the reference that is written from them."""
 
 
 def _linked(text: str, file: Path, page: Path) -> str:
@@ -78,10 +98,10 @@ def _linked(text: str, file: Path, page: Path) -> str:
         words, name, anchor = match.groups()
         target = (file.parent / name).resolve()
         if target.is_dir() or (
-            target.suffix == ".md" and DOCS not in target.parents and target not in _SHOWN
+            target.suffix == ".md" and DOCS not in target.parents and target not in _LINKED
         ):
             return words
-        return f"[{words}]({os.path.relpath(_SHOWN.get(target, target), page.parent)}{anchor or ''})"
+        return f"[{words}]({os.path.relpath(_LINKED.get(target, target), page.parent)}{anchor or ''})"
 
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]+)?\)", link, text)
 
@@ -89,6 +109,7 @@ def _linked(text: str, file: Path, page: Path) -> str:
 def _show_files(app: Any) -> None:
     """Write the pages that show files of the repository; those of the benchmarks' folders below their index."""
     _GENERATED.mkdir(exist_ok=True)
+    reference.write_reference(_GENERATED)
     for file, page in _SHOWN.items():
         page.write_text(_linked(file.read_text(), file, page))
     folders = [page.stem for page in _SHOWN.values() if page.stem.startswith("benchmarks-")]
@@ -96,9 +117,22 @@ def _show_files(app: Any) -> None:
         index.write("\n".join(("", "```{toctree}", ":hidden:", "", *folders, "```", "")))
 
 
+def _with_tables(text: str) -> str:
+    """Put a table of names and first lines in front of the entries of each section of the API page."""
+
+    def tables(match: re.Match[str]) -> str:
+        names = re.findall(r"^\.\. auto\w+:: ([\w.]+)", match[0], re.MULTILINE)
+        listed = "".join(f"   {name}\n" for name in names)
+        return f"```{{eval-rst}}\n.. autosummary::\n\n{listed}```\n\n{match[0]}"
+
+    return re.sub(r"^```\{eval-rst\}\n.*?^```$", tables, text, flags=re.MULTILINE | re.DOTALL)
+
+
 def _repository_links(app: Any, page: str, source: list[str]) -> None:
-    """Point links to files that the site shows at their pages."""
+    """Point links to files that the site shows at their pages, and open the sections of the API page by a table."""
     file = DOCS / f"{page}.md"
+    if page == "api":
+        source[0] = _with_tables(source[0])
     if _GENERATED not in file.parents:
         source[0] = _linked(source[0], file, file)
 

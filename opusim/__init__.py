@@ -12,10 +12,17 @@ when it is first used, so that ``import opusim.noise`` and ``opusim --help`` loa
 from __future__ import annotations
 
 import ast
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "opusim runs on Linux and macOS: its locks and file modes are those of POSIX; on Windows take its Subsystem "
+        "for Linux (WSL)"
+    )
 
 _STUB = Path(__file__).with_suffix(".pyi")
 

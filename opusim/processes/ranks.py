@@ -372,7 +372,7 @@ def _default_timeout_s() -> float:
 def _portable(error: BaseException | None, rank: int) -> BaseException:
     """Return an error that another process can be sent."""
     try:
-        found: BaseException = pickle.loads(pickle.dumps(error))
+        found: BaseException = pickle.loads(pickle.dumps(error))  # nosec B301  # its own bytes
     except Exception:
         return ProcessLost(f"process {rank} failed: {type(error).__name__}: {error}")
     return found

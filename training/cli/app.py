@@ -143,6 +143,7 @@ def main() -> None:
     if debug:
         sys.argv.remove("--debug")
     try:
+        _serve_completion()
         _take_wait()
         _require_one_process()
         app()
@@ -152,6 +153,14 @@ def main() -> None:
         message = " ".join(str(error).split())
         typer.echo(f"opusim: {message}", err=True)
         raise SystemExit(_exit_code(error)) from error
+
+
+def _serve_completion() -> None:
+    """Let the command answer a shell that asks it for completions (`_OPUSIM_COMPLETE`)."""
+    if "_OPUSIM_COMPLETE" in os.environ:
+        from typer.completion import completion_init
+
+        completion_init()
 
 
 def _take_wait() -> None:

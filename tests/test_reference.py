@@ -1,0 +1,77 @@
+"""The reference pages say something of every key, option and public name, and link to names that exist."""
+
+import importlib.util
+import pkgutil
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+
+import accounting
+import opusim
+import training
+from opusim.description.schema import DeviceDescription
+from training.cli.app import app
+
+DOCS = Path(__file__).parents[1] / "docs"
+INVENTORIES = sorted((DOCS / "inventories").glob("*.txt"))
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reference = loaded("reference")
+
+
+def silent(page: str) -> list[str]:
+    """Rows of a page's tables that lack a meaning."""
+    rows = re.findall(r"^\| (`.+) \| *([^|]*(?:\\\|[^|]*)*) \|$", page, re.MULTILINE)
+    return [row for row, meaning in rows if not meaning.strip()]
+
+
+@pytest.mark.parametrize("page", list(reference.PAGES))
+def test_every_row_has_a_meaning(page: str) -> None:
+    text = reference.PAGES[page][0]()
+    assert silent(text) == []
+    assert text.count("\n| `") > 60
+    assert silent(text + "| `key` | text | – |  |\n") == ["`key` | text | –"]
+
+
+def test_every_key_of_a_device_is_listed() -> None:
+    page = reference.device_description_page()
+    for name, section in reference.description_sections(DeviceDescription):
+        part = page.split(f"## `[{name}]`" if name else "## The file")[1].split("\n## ")[0]
+        keys = {field.alias or key for key, field in section.model_fields.items()}
+        assert set(re.findall(r"^\| `(\w+)`", part, re.MULTILINE)) == keys
+
+
+def test_every_command_is_listed() -> None:
+    found = {words for words, _ in reference.commands(typer.main.get_command(app))}
+    assert found == set(re.findall(r"^## (opusim .+)$", reference.commands_page(), re.MULTILINE))
+    assert {"opusim train pdfa", "opusim device calibrate", "opusim doctor"} <= found
+
+
+def test_public_names_of_all_layers_are_documented_with_a_summary() -> None:
+    names = set(opusim.__all__)
+    assert (set(accounting.__all__) | set(training.__all__)) <= names
+    assert [name for name in names if not (getattr(opusim, name).__doc__ or "").strip()] == []
+
+
+@pytest.mark.parametrize("file", INVENTORIES, ids=lambda file: file.stem)
+def test_links_to_other_projects_name_what_exists(file: Path) -> None:
+    head, *lines = file.read_text().splitlines()
+    assert head == "# Sphinx inventory version 1"
+    entries = [line.split() for line in lines if not line.startswith("#")]
+    for name, kind, page in entries:
+        module = name if "." in name else f"builtins.{name}"
+        assert pkgutil.resolve_name(module) is not None
+        assert kind in ("class", "exception")
+        assert page.endswith(".html")

@@ -41,7 +41,11 @@ from training.runs.storage import write_json
 
 DEFAULT_CANARIES = 1000
 CONFIDENCE = 0.95
-"""Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni)."""
+"""Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni).
+
+n counts the bounds that are reported, no others: seven under a Gaussian law, since the counts of the consecutive
+updates are read by one bound (`Sight.readings`).
+"""
 _WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
 """Deltas at which a claim must be at most that of the Gaussian mechanism; see `known_law`."""
 _WRITERS = (
@@ -173,7 +177,7 @@ def play_one_run(
     claimed = claimed_epsilon(guarantees, game.relation)
     law = known_law(ledger, game.relation, delta)
     all_scores = game.observer.scores(mechanism)
-    bounds = len(all_scores) * sum(method.is_bound for method in law.methods)
+    bounds = sum(method.is_bound for sight in all_scores for method in sight.readings(law))
     readings = [
         Reading(
             adversary=sight.name,
@@ -187,6 +191,7 @@ def play_one_run(
                     claimed=claimed,
                     confidence=1 - (1 - CONFIDENCE) / bounds,
                     law=law,
+                    readings=sight.readings(law),
                 ),
             ),
         )

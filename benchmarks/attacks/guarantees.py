@@ -31,6 +31,7 @@ from opusim.tables import print_table
 from training.attacks.games.base import TwoWorlds, crafted, played
 from training.attacks.games.last_iterate import LEAN, LastIterateGame
 from training.attacks.games.look import LookGame
+from training.attacks.games.released_model import ReleasedModelGame
 from training.attacks.games.steps import AmplifiedGame, BudgetGame
 from training.config import load_config
 from training.engine.plan import RunPlan
@@ -126,6 +127,12 @@ def amplified() -> AmplifiedGame:
     )
 
 
+def released_model() -> ReleasedModelGame:
+    """Return the game of one noisy linear model; every record has the weight 1, so that no leverage is lowered."""
+    protection = {"kind": "label-release", "rounds": 0}
+    return ReleasedModelGame(plan_of(protection, classes=3, trainer={"kind": "ridge"}, sampler={}))
+
+
 def convex(batches: int = 5, epochs: int = 4, lean: float = LEAN, **changes: Any) -> LastIterateGame:
     """Return the game of the last iterate on its linear instance."""
     config = {
@@ -156,6 +163,7 @@ ROWS: dict[str, Row] = {
     "label, argmax of counts": Row(
         game=lambda: look("argmax", device=camera()), trials=100_000, required=0.85
     ),
+    "label, one linear model": Row(game=released_model, trials=600_000, required=0.85, gaussian=True),
     "label, budget": Row(game=budget, trials=600_000, required=0.45),
     "label, amplified": Row(game=amplified, trials=2_000_000, required=0.6),
     "convex, last iterate": Row(game=convex, trials=200_000, required=0.6, gaussian=True),

@@ -134,7 +134,10 @@ def slow_but(fast: Sequence[str], names: Sequence[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["response", "device", "argmax", "released model"], [name for name in GAMES if name != "budget, long"])
+    "name",
+    slow_but(
+        ["response", "device", "argmax", "released model"], [name for name in GAMES if name != "budget, long"]
+    ),
 )
 def test_a_game_comes_near_the_proven_epsilon_and_never_above_it(name: str) -> None:
     make, trials, least = GAMES[name]

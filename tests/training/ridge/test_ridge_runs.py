@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import training
-from accounting.errors import BudgetExceeded, LedgerCorrupt, NoGuarantee
+from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.labels.linear_model import noise_of
 from accounting.ledger.ledger import read_ledger
 from opusim.errors import ConfigError

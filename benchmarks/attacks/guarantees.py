@@ -25,6 +25,8 @@ import torch
 
 from accounting.audit import audit
 from accounting.guarantee import Guarantee, Status
+from benchmarks.attacks.scalars import ScalarsGame
+from benchmarks.attacks.selection import selection
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import commit, load_results, save_results
 from opusim.tables import print_table
@@ -133,6 +135,21 @@ def released_model() -> ReleasedModelGame:
     return ReleasedModelGame(plan_of(protection, classes=3, trainer={"kind": "ridge"}, sampler={}))
 
 
+def scalars(law: str) -> ScalarsGame:
+    """Return the game of four zeroth-order steps of two directions each, q = 1/2."""
+    return ScalarsGame(
+        plan_of(
+            {"kind": "record"},
+            classes=2,
+            trainer={"kind": "zo", "law": law, "directions": 2},
+            optimizer={"lr": 0.01, "momentum": 0.0},
+            model={"hidden": [4]},
+            sampler={"scheme": "poisson", "batch_size": 50},
+            epochs=2,
+        )
+    )
+
+
 def convex(batches: int = 5, epochs: int = 4, lean: float = LEAN, **changes: Any) -> LastIterateGame:
     """Return the game of the last iterate on its linear instance."""
     config = {
@@ -166,6 +183,11 @@ ROWS: dict[str, Row] = {
     "label, one linear model": Row(game=released_model, trials=600_000, required=0.85, gaussian=True),
     "label, budget": Row(game=budget, trials=600_000, required=0.45),
     "label, amplified": Row(game=amplified, trials=2_000_000, required=0.6),
+    "zeroth order, Gaussian scalars": Row(game=lambda: scalars("gaussian"), trials=60_000, required=0.4),
+    "zeroth order, Laplace scalars": Row(game=lambda: scalars("laplace"), trials=60_000, required=0.4),
+    "private selection, 3 trials expected": Row(
+        game=lambda: selection(3.0, EPSILON, DELTA), trials=200_000, required=0.3
+    ),
     "convex, last iterate": Row(game=convex, trials=200_000, required=0.6, gaussian=True),
     "convex, last iterate, strongly convex": Row(
         game=strongly_convex, trials=200_000, required=0.6, gaussian=True

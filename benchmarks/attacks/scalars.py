@@ -67,6 +67,7 @@ class ScalarsGame(TwoWorlds):
         divisor = self._step.divisor
         self._plan = plan.unchecked(sampler=options, optimizer={"lr": _RATE}, protection={"divisor": divisor})
         self._steps = steps
+        self.is_gaussian = isinstance(self._step, ZoGaussian) and self._step.sampling_probability == 1
 
     @property
     def mechanism(self) -> ZoGaussian | ZoLaplace:

@@ -594,8 +594,9 @@ def account_run(
         as_json=False,
         seed_stored="experiment" in statement.warnings,
     )
-    if "unfinished" in statement.warnings:
-        typer.echo(WARNINGS["unfinished"])
+    for code in ("unfinished", "unaudited"):
+        if code in statement.warnings:
+            typer.echo(WARNINGS[code])
 
 
 def _stated(path: Path, delta: float | None) -> Statement:

@@ -14,6 +14,7 @@ import torch
 
 import training
 from accounting.labels.budget import PerRecordBudget
+from accounting.mechanisms import mechanism_classes
 from benchmarks.attacks import guarantees as benchmark
 from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import all_replaced, replaced
@@ -38,6 +39,9 @@ GAMES: dict[str, tuple[Callable[[], TwoWorlds], int, float]] = {
     "amplified": (benchmark.amplified, 12_800, 0.2),
     "last iterate": (lambda: benchmark.convex(2, 4), 10_240, 0.5),
     "released model": (benchmark.released_model, 20_480, 0.7),
+    "scalars, Gaussian": (lambda: benchmark.scalars("gaussian", 100), 4096, 0.4),
+    "scalars, Laplace": (lambda: benchmark.scalars("laplace", 50), 4096, 0.2),
+    "selection": (lambda: benchmark.selection(3.0, 4.0, DELTA), 20_000, 0.2),
     "loud end": (lambda: benchmark.convex(2, 4, trainer={"final_noise": 3.0}), 10_240, 0.5),
 }
 """A game, its trials, and the share of the proven epsilon that so few reach; the benchmark has more."""
@@ -228,6 +232,16 @@ def test_the_last_weights_follow_the_linear_recursion(make: Callable[[], LastIte
     ).std()
     assert found == pytest.approx(game.exact_mus().max(), abs=5 * np.sqrt(2 / 8192))
     assert game.exact_share <= 1
+
+
+def test_every_audited_kind_has_a_game_or_its_reason() -> None:
+    """What a statement calls audited has a line in the table; what it calls not audited has its reason there."""
+    classes = mechanism_classes()
+    games = {row.game().mechanism.kind for row in benchmark.ROWS.values()}
+    of_trainings = {"record_central", "record_replaced"}
+    for kind in benchmark.packaged_kinds():
+        assert classes[kind].audited == (kind in games | of_trainings), kind
+        assert kind in games | of_trainings | set(benchmark.REASONS), kind
 
 
 def test_a_game_repeats_by_its_seed() -> None:

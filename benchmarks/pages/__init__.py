@@ -261,6 +261,7 @@ def pages() -> dict[Path, str]:
     readme, devices = ROOT / "README.md", ROOT / "docs" / "devices.md"
     choosing = ROOT / "docs" / "choosing-a-trainer.md"
     measured = markdown(("what", "figure", "measure it again"), headline_rows())
+    with_measured = with_block(readme.read_text(), "measured", measured)
     protections = markdown(
         ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), protection_rows()
     )
@@ -271,7 +272,7 @@ def pages() -> dict[Path, str]:
     with_account = with_block(camera.read_text(), "account", camera_account.docs_table())
     with_attack = with_block(with_account, "count_attack", count_attack.docs_table())
     return {
-        readme: with_block(readme.read_text(), "measured", measured),
+        readme: with_block(with_measured, "audited", guarantees.readme_table()),
         choosing: with_block(choosing.read_text(), "protections", protections),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
         camera: with_block(with_attack, "effects", effects.docs_table()),

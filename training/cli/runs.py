@@ -417,7 +417,7 @@ def _print_audit(found: RunAudit) -> None:
     from opusim.tables import wrapped
     from training.attacks.findings import finding_rows, paragraphs
 
-    print_rows(finding_rows(found))
+    print_rows(finding_rows(found), without=("members", "others", "missed + false"))  # the pages have them
     for text in paragraphs(found):
         typer.echo("\n" + wrapped(text))
 

@@ -151,7 +151,7 @@ def short_rows(audit: OneRunAudit) -> list[dict[str, str]]:
             rows.append(
                 {
                     "adversary": "" if number_of_bound else reading.adversary,
-                    "read as": bound.method.value,
+                    "read as": bound.method.value.replace("guesses, ", "").replace("scores, ", ""),
                     "epsilon": f"{'>= ' if bound.method.is_bound else ''}{found}",
                     "ceiling": f"{bound.ceiling:.2f}",
                     "finding": _says(result, bound.method).partition(",")[0].partition(":")[0],

@@ -15,6 +15,7 @@ from benchmarks.analog import lifetimes, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
 from benchmarks.attacks import final_model, guarantees, one_run, self_test
+from benchmarks.attacks import speed as audit_speed
 from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
 from benchmarks.devices import (
     camera_account,
@@ -151,7 +152,13 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
     ),
     "attacks": (
         "Audits",
-        (guarantees.page_section, final_model.page_section, self_test.page_section, one_run.page_section),
+        (
+            guarantees.page_section,
+            final_model.page_section,
+            self_test.page_section,
+            one_run.page_section,
+            audit_speed.page_section,
+        ),
     ),
     "curves": ("Sweeps", tuple(partial(sweep_section, name) for name in SWEEPS)),
     "speed": ("Speed", (speed_section, convolution_rows.page_section, examples.page_section)),

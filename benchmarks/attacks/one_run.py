@@ -47,8 +47,8 @@ COLUMN_NAMES = (
     "normal estimate",
 )
 NOT_PLANTED = {
-    "shared seed between ranks": "needs several processes, and canaries are planted in one; "
-    "tests/training/private_loop plants it in two",
+    "shared seed between ranks": "needs several processes, and canaries are planted in one. In a private loop only "
+    "the first process draws noise; tests/training/private_loop/test_shared_loops.py plants noise of both processes",
     "mislabelled canaries": "a canary with a crafted gradient is at least as strong as any mislabelled record, whose "
     "clipped gradient is one of those that it may have",
     "statistics of the data in the standardisation": "is refused before a run starts (public constants only), and a "

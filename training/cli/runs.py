@@ -242,7 +242,7 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
-    of_runs = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
+    of_runs: dict[str, object] = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
     of_runs |= {"--one-run": one_run or None, "--canaries": canaries}
     of_final_models = {"--final-model": final_model or None, "--jobs": jobs, "--cluster": cluster}
     of_runs |= of_final_models

@@ -411,13 +411,18 @@ def _show_one_run(run: Path, found: OneRunAudit, out: Path | None, as_json: bool
     typer.echo(f"\nkept in {(out or run) / kept} and shown in {report_file}")
 
 
+_WIDE_PAGE = 110
+"""Columns from which the table of an audit has all its columns; the pages always have them."""
+
+
 def _print_audit(found: RunAudit) -> None:
     """Print the findings and what they mean."""
     from accounting.tables import print_rows
-    from opusim.tables import wrapped
+    from opusim.tables import output_width, wrapped
     from training.attacks.findings import finding_rows, paragraphs
 
-    print_rows(finding_rows(found), without=("members", "others", "missed + false"))  # the pages have them
+    narrow = output_width() < _WIDE_PAGE
+    print_rows(finding_rows(found), without=("members", "others", "missed + false") if narrow else ())
     for text in paragraphs(found):
         typer.echo("\n" + wrapped(text))
 

@@ -169,7 +169,7 @@ def page_section() -> str:
         f"Trainings of {results['steps']} full batches on {RECORDS:,} records of MNIST, 784-32-10, at a proven epsilon "
         f"of {results['epsilon']:g} and delta {results['delta']:g} ({results['date']}, {command(MODULE, 'measure')}; "
         f"planned: {TRAININGS} trainings a row). A fair coin for each training puts one crafted record in or leaves "
-        f"it out. The attacker {DRAWN.sees} and knows {DRAWN.knows}; in rows with worst-case initial weights it "
+        f"it out. The attacker sees {DRAWN.sees} and knows {DRAWN.knows}; in rows with worst-case initial weights it "
         "chose them. The estimate is that under normal scores with the ends of its interval; the three bounds hold "
         "together with 95 % confidence, and their ceilings are what ideal scores would give. *Nothing to find* is the "
         f"largest bound from coins that no training followed. arXiv 2412.01756 reports {ANCHOR:g} of 10 for crafted "

@@ -97,6 +97,7 @@ class Mechanism(ABC):
         noise_is_inverse: Whether the noise is 1 over that parameter, as for a mechanism that states its mu.
         priced: Whether `opusim account` has a command for it.
         taken_upfront: Whether all that it releases is read before the first step, so that steps are post-processing.
+        audited: Whether an audit of opusim attacks the code that releases it (benchmarks/attacks/README.md).
         formerly: Earlier names of this kind; a ledger or a command that uses one is told the new name.
         absent_means: Parameters that ledgers of earlier versions lack, each with the value that its absence means.
     """
@@ -109,6 +110,7 @@ class Mechanism(ABC):
     noise_is_inverse: ClassVar[bool] = False
     priced: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = False
+    audited: ClassVar[bool] = False
     formerly: ClassVar[tuple[str, ...]] = ()
     absent_means: ClassVar[Mapping[str, Any]] = {}
 

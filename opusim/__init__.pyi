@@ -90,6 +90,7 @@ from training import RunConfig as RunConfig
 from training import RunFolderError as RunFolderError
 from training import RunInterrupted as RunInterrupted
 from training import TrainingDiverged as TrainingDiverged
+from training import audit_final_model as audit_final_model
 from training import audit_mechanism as audit_mechanism
 from training import audit_one_training as audit_one_training
 from training import audit_run as audit_run

@@ -1,5 +1,6 @@
 from .attacks.mechanism.audit import audit_mechanism as audit_mechanism
 from .attacks.one_run.audit import audit_one_training as audit_one_training
+from .attacks.one_run.final_model import audit_final_model as audit_final_model
 from .attacks.run_audit import audit_run as audit_run
 from .config import RunConfig as RunConfig
 from .config import load_config as load_config

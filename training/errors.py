@@ -22,4 +22,4 @@ class FolderBusy(RunFolderError):
 
 
 class SweepStopped(OpusimError):
-    """A sweep stopped; finished runs are kept, and the same command resumes it."""
+    """A sweep or an audit of many trainings stopped; finished runs are kept, and the same command resumes it."""

@@ -111,6 +111,25 @@ def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int 
     return Draw(trials=trials, seed=seed)
 
 
+def best_of(scores: Mapping[int, float]) -> int:
+    """Return the number of the trial with the highest score."""
+    return max(scores, key=lambda number: scores[number])
+
+
+def noisy_score(accuracy: float, n_records: int, mu: float, *, mode: str, seed: int) -> float:
+    """Return an accuracy plus N(0, (1 / (n mu))^2), which is mu-GDP in the held-out records.
+
+    Args:
+        accuracy: On the held-out records.
+        n_records: n, at least 1.
+        mu: Above 0.
+        mode: Of the run; release mode draws from the system.
+        seed: Of the trial.
+    """
+    std = 1 / (n_records * mu)
+    return accuracy + std * float(noise_stream(mode, seed, "score-noise").normal((1,))[0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The result of a search.
@@ -313,9 +332,8 @@ class Search:
         run = self._trained(state, number, folder)
         held_out = load_data(run.config, None).validation
         accuracy = evaluate_split(run.model, held_out, run.config.loss)["accuracy"]
-        std = 1 / (len(held_out) * self._selection.mu)
-        stream = noise_stream(run.config.mode, _seed(state.draw, number), "score-noise")
-        return accuracy + std * float(stream.normal((1,))[0])
+        seed = _seed(state.draw, number)
+        return noisy_score(accuracy, len(held_out), self._selection.mu, mode=run.config.mode, seed=seed)
 
     def _trained(self, state: SearchState, number: int, folder: RunFolder) -> Run:
         if folder.finished:
@@ -331,7 +349,7 @@ class Search:
         if not state.scores:
             write_json(result_file, {"schema_version": 1, "score": None, "settings": []})
             return None, None, ()
-        winner = max(state.scores, key=lambda number: state.scores[number])
+        winner = best_of(state.scores)
         if not best.exists():
             self._copy_best(winner, best)
         score, settings = state.scores[winner], state.draw.trials[winner]

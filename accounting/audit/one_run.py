@@ -96,6 +96,13 @@ class OneRunPlan:
     law: Annotated[Law, Doc("Gaussian if a theorem says so; otherwise only the first bound is made.")] = (
         Law.ANY
     )
+    readings: Annotated[
+        tuple[Method, ...] | None,
+        Doc(
+            "How the scores are read, of the law's methods; None takes all. Bounds share an error, so each one that "
+            "is left out lends its share to the others; it must be left out before any score is known."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         checks.integer(minimum=FEWEST_CANARIES, canaries=self.canaries)
@@ -105,11 +112,14 @@ class OneRunPlan:
             checks.positive(claimed=self.claimed)
         if self.law is Law.GAUSSIAN and self.delta == 0:
             raise NoGuarantee("law = 'gaussian': no Gaussian mechanism has delta = 0; give a delta above 0")
+        if self.readings is not None:
+            for method in self.readings:
+                checks.choice(self.law.methods, readings=method)
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """The ways in which the scores may be read."""
-        return self.law.methods
+        """The ways in which the scores are read."""
+        return self.law.methods if self.readings is None else self.readings
 
     def guesses(self, method: Method) -> int:
         """Return the number of guesses of a method, fixed by m and the claim; 0 for one that does not guess.

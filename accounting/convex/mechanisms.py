@@ -92,6 +92,7 @@ class ConvexLastIterate(CertifiedMechanism):
     device_noise: Annotated[bool, Doc("Whether the noise is a device's, of Gaussian law.")] = False
 
     kind: ClassVar[str] = "convex"
+    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "noise_multiplier"
 
     def __post_init__(self) -> None:

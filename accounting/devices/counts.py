@@ -256,6 +256,7 @@ class LabelCounts(_LabelFrame):
     brightest: Annotated[Positive, Doc("Most light, as a multiple of that of `light`.")] = 1.0
 
     kind: ClassVar[str] = "label_counts"
+    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "brightest"
     priced: ClassVar[bool] = False
 
@@ -349,6 +350,7 @@ class LabelArgmax(_LabelFrame):
     ] = True
 
     kind: ClassVar[str] = "label_argmax"
+    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "step_epsilon"
 
     @property

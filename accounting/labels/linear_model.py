@@ -59,6 +59,7 @@ class LabelRelease(CertifiedMechanism):
     device_noise: DeviceNoise = False
 
     kind: ClassVar[str] = "label_release"
+    audited: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "mu"

@@ -161,6 +161,7 @@ class LabelAmplified(CertifiedMechanism):
     device_noise: DeviceNoise = False
 
     kind: ClassVar[str] = "label_amplified"
+    audited: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "noise_multiplier"
 
@@ -232,6 +233,7 @@ class LabelBudget(CertifiedMechanism):
     ] = False
 
     kind: ClassVar[str] = "label_budget"
+    audited: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "budget_mu"
     noise_is_inverse: ClassVar[bool] = True
@@ -276,6 +278,7 @@ class LabelReadout(CertifiedMechanism):
     ] = False
 
     kind: ClassVar[str] = "label_readout"
+    audited: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = True
     formerly: ClassVar[tuple[str, ...]] = ("label_once",)
     unit: ClassVar[Unit] = Unit.LABEL
@@ -332,6 +335,7 @@ class RandomizedResponse(Mechanism):
     n_classes: Annotated[int, Doc("k, at least 2."), partial(checks.integer, minimum=2)]
 
     kind: ClassVar[str] = "randomized_response"
+    audited: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "keep_probability"
 

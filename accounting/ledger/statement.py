@@ -19,7 +19,7 @@ from accounting.theorems import known_theorems
 SCHEMA = "opusim-guarantee"
 VERSION = 1
 
-WarningCode = Literal["experiment", "unfinished", "unwitnessed"]
+WarningCode = Literal["experiment", "unfinished", "unwitnessed", "unaudited"]
 WARNINGS: dict[WarningCode, str] = {
     "experiment": (
         "Experiment mode, not for release: this run stored the seed of its noise, from which the noise can be rebuilt. "
@@ -31,6 +31,10 @@ WARNINGS: dict[WarningCode, str] = {
     "unwitnessed": (
         "not checked: no checkpoint and no summary says how long this ledger was, so an older or altered one would go "
         "unnoticed"
+    ),
+    "unaudited": (
+        "Not audited: no audit of opusim attacks the code behind one of these mechanisms. Only the proof and the tests "
+        "of that code speak for the number."
     ),
 }
 """What limits every guarantee of a document."""
@@ -129,6 +133,8 @@ class Statement:
             "experiment": self.mode == "experiment",
             "unfinished": last_only and self.run is not None and not self.run.finished,
             "unwitnessed": not self.ledger.checked_against,
+            "unaudited": any(guarantee.is_proven for guarantee in self.guarantees)
+            and not all(mechanism.audited for mechanism in self.mechanisms),
         }
         return tuple(code for code, holds in found.items() if holds)
 

@@ -82,6 +82,7 @@ class ClippedRecords(CertifiedMechanism):
     device_noise: DeviceNoise = False
 
     noise_field: ClassVar[str | None] = "noise_multiplier"
+    audited: ClassVar[bool] = True
 
     def describe(self) -> str:
         """Return what ran, in a few words."""

@@ -61,6 +61,7 @@ class PrivateSelection(CertifiedMechanism):
     device_noise: Annotated[bool, Doc("Whether the trials' noise is a device's, of Gaussian law.")] = False
 
     kind: ClassVar[str] = "private_selection"
+    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "mu"
     noise_is_inverse: ClassVar[bool] = True
 

@@ -132,6 +132,7 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
     device_noise: DeviceNoise = False
 
     kind: ClassVar[str] = "zo_gaussian"
+    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "noise_multiplier"
     absent_means: ClassVar[Mapping[str, Any]] = {
         **ZoScalars.absent_means,
@@ -190,6 +191,7 @@ class ZoLaplace(ZoScalars):
     scale: Annotated[Positive, Doc("b > 0, the Laplace scale over clip_norm.")]
 
     kind: ClassVar[str] = "zo_laplace"
+    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "scale"
 
     def describe(self) -> str:

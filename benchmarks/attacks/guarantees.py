@@ -23,19 +23,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from accounting.audit import audit
+from accounting.audit import Method, audit
 from accounting.guarantee import Guarantee, Status
+from benchmarks.attacks import final_model, one_run
+from benchmarks.attacks.scalars import ScalarsGame
+from benchmarks.attacks.selection import selection
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import commit, load_results, save_results
 from opusim.tables import print_table
 from training.attacks.games.base import TwoWorlds, crafted, played
 from training.attacks.games.last_iterate import LEAN, LastIterateGame
 from training.attacks.games.look import LookGame
+from training.attacks.games.released_model import ReleasedModelGame
 from training.attacks.games.steps import AmplifiedGame, BudgetGame
 from training.config import load_config
 from training.engine.plan import RunPlan
 
 MODULE, NAME, GAMES_NAME = "benchmarks.attacks.guarantees", "guarantees_audited", "last_iterate_games"
+FAULT_CELLS = ("none", "noise_halved")
+_PRICED_ONLY = "**not audited**: `opusim account` prices it, and no run of opusim releases it"
+_NOTHING_PROVEN = "nothing is proven"
+REASONS = {
+    "gaussian": _PRICED_ONLY,
+    "poisson_gaussian": _PRICED_ONLY,
+    "poisson_laplace": _PRICED_ONLY,
+    "rejection_gaussian": _PRICED_ONLY,
+    "record_replaced": "as `record_central`, with canaries that push the other way if they are out "
+    "(tests/training/attacks/test_one_run_audit.py)",
+    "pdfa_published": f"{_NOTHING_PROVEN}; `opusim audit RUN --one-run` refutes the claim from the updates",
+    "pdfa_without_formula": _NOTHING_PROVEN,
+    "ulr_published": f"{_NOTHING_PROVEN} of whole records; `opusim audit RUN` finds members",
+    "unprotected": _NOTHING_PROVEN,
+}
+"""Mechanisms without a row of their own."""
 COLUMN_NAMES = (
     *("mechanism", "release and adversary", "proven", "audited: any mechanism", "audited: Gaussian law"),
     *("share of the proven", "most that the trials can show", "less noise", "nothing to find", "claimed"),
@@ -126,6 +146,27 @@ def amplified() -> AmplifiedGame:
     )
 
 
+def released_model() -> ReleasedModelGame:
+    """Return the game of one noisy linear model; every record has the weight 1, so that no leverage is lowered."""
+    protection = {"kind": "label-release", "rounds": 0}
+    return ReleasedModelGame(plan_of(protection, classes=3, trainer={"kind": "ridge"}, sampler={}))
+
+
+def scalars(law: str, batch_size: int) -> ScalarsGame:
+    """Return the game of zeroth-order steps of two directions each, two epochs of batches out of 100 records."""
+    return ScalarsGame(
+        plan_of(
+            {"kind": "record"},
+            classes=2,
+            trainer={"kind": "zo", "law": law, "directions": 2},
+            optimizer={"lr": 0.01, "momentum": 0.0},
+            model={"hidden": [4]},
+            sampler={"scheme": "poisson", "batch_size": batch_size},
+            epochs=2,
+        )
+    )
+
+
 def convex(batches: int = 5, epochs: int = 4, lean: float = LEAN, **changes: Any) -> LastIterateGame:
     """Return the game of the last iterate on its linear instance."""
     config = {
@@ -156,8 +197,16 @@ ROWS: dict[str, Row] = {
     "label, argmax of counts": Row(
         game=lambda: look("argmax", device=camera()), trials=100_000, required=0.85
     ),
+    "label, one linear model": Row(game=released_model, trials=600_000, required=0.85, gaussian=True),
     "label, budget": Row(game=budget, trials=600_000, required=0.45),
     "label, amplified": Row(game=amplified, trials=2_000_000, required=0.6),
+    "zeroth order, Gaussian scalars": Row(
+        game=lambda: scalars("gaussian", 100), trials=10_000, required=0.6, gaussian=True
+    ),
+    "zeroth order, Laplace scalars": Row(game=lambda: scalars("laplace", 50), trials=10_000, required=0.3),
+    "private selection, 3 trials expected": Row(
+        game=lambda: selection(3.0, EPSILON, DELTA), trials=60_000, required=0.3
+    ),
     "convex, last iterate": Row(game=convex, trials=200_000, required=0.6, gaussian=True),
     "convex, last iterate, strongly convex": Row(
         game=strongly_convex, trials=200_000, required=0.6, gaussian=True
@@ -223,6 +272,18 @@ def measure(names: list[str]) -> None:
         print(name, load_results(NAME)["rows"][name], flush=True)
 
 
+def measure_controls() -> None:
+    """Measure the broken control of the rows that lack it; their other numbers stay, with the commit that gave them."""
+    torch.set_num_threads(1)
+    for name, line in load_results(NAME).get("rows", {}).items():
+        if line["less_noise"] is None:
+            row = ROWS[name]
+            weak = played(row.game().weakened(), trials=row.trials // 10, seed=SEED + 2, delta=DELTA)
+            largest = max(one.best.epsilon_lower for one in weak)
+            save_row(name, {**line, "less_noise": largest, "less_noise_commit": commit()})
+            print(name, largest, flush=True)
+
+
 # Ten thousand games on the last iterate
 
 
@@ -283,12 +344,89 @@ def _bounds(game: LastIterateGame, number: int) -> tuple[float, float]:
 
 
 def table_rows(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each row, then one for each mechanism that no audit has touched."""
-    lines = [_line(name, row) for name, row in rows.items()]
-    touched = {row["kind"] for row in rows.values()}
+    """Return a line for each row, then one for each mechanism without a row, with the reason."""
+    lines = [_line(name, row) for name, row in rows.items()] + _lines_of_trainings()
+    touched = {row["kind"] for row in rows.values()} | (
+        {"record_central"} if _lines_of_trainings() else set()
+    )
+    missing = sorted(packaged_kinds() - touched)
+    blank = ("–",) * (len(COLUMN_NAMES) - 2)
+    return lines + [(f"`{kind}`", REASONS.get(kind, "**not measured yet**"), *blank) for kind in missing]
+
+
+def readme_table() -> str:
+    """Return what is claimed, proven and audited of every mechanism that was attacked, two a line, for the README."""
+    found: dict[str, tuple[str, ...]] = {}
+    for line in table_rows(load_results(NAME).get("rows", {})):
+        bounds = [float(value) for value in line[3:5] if value != "–"]
+        if bounds:
+            name, kind = line[0].rstrip("`)").split(" (`")
+            release = ", final model" if line[1].startswith("only the final model") else ""
+            numbers = (line[9], line[2], f"{max(bounds):.2f}")
+            found.setdefault(kind + release, (f"{name.partition(', digital')[0]}{release}", *numbers))
+    rows = list(found.values())
+    half = -(-len(rows) // 2)
+    second = [*rows[half:], *[("",) * 4] * (2 * half - len(rows))]
+    names = ("mechanism", "claimed", "proven", "audited")
+    return markdown((*names, *names), [left + right for left, right in zip(rows[:half], second, strict=True)])
+
+
+def packaged_kinds() -> set[str]:
+    """Return the kinds of the mechanisms that come with opusim."""
     packaged = entry_points(group="opusim.mechanisms")
-    missing = sorted({each.name for each in packaged if each.value.startswith("accounting.")} - touched)
-    return lines + [(f"`{kind}`", "**not audited**", *("–",) * (len(COLUMN_NAMES) - 2)) for kind in missing]
+    return {each.name for each in packaged if each.value.startswith("accounting.")}
+
+
+def _runs_of(cells: Mapping[str, Any], fault: str) -> list[dict[str, Any]]:
+    """Return the audits of one training with a fault, of the trainers that were audited often."""
+    kept = [cells.get(f"{fault}, {trainer}", {}) for trainer in one_run.OFTEN]
+    return [run for cell in kept for run in cell.get("runs", [])]
+
+
+def _lines_of_trainings() -> list[tuple[str, ...]]:
+    """Return the lines of the audits of whole trainings, whose results have pages of their own."""
+    found, bound = [], Method.NORMAL_BOUND.name
+    cells = load_results(one_run.NAME).get("cells", {})
+    sound, halved = (_runs_of(cells, fault) for fault in FAULT_CELLS)
+    if sound:
+        updates = [run["epsilon"]["all updates"] for run in sound]
+        any_mechanism, gaussian = (
+            float(np.median([run[method.name] for run in updates]))
+            for method in (Method.ANY_MECHANISM, Method.NORMAL_BOUND)
+        )
+        less = float(np.median([run["epsilon"]["all updates"][bound] for run in halved])) if halved else None
+        found.append(
+            (
+                "records, pdfa and bp (`record_central`)",
+                f"every update; crafted gradients, {len(sound)} audits of one training, medians",
+                *(f"{value:.2f}" for value in (one_run.EPSILON, any_mechanism, gaussian)),
+                f"{gaussian / one_run.EPSILON:.2f}",
+                f"{one_run.normal_ceiling():.2f}",
+                _number(less) + " (half the noise)",
+                "–",
+                "–",
+            )
+        )
+    for row in load_results(final_model.NAME).get("cells", {}).values():
+        if row["less_noise"] == 1:
+            gaussian = row["epsilon"][bound]
+            weights = "worst-case" if row["worst_case"] else "drawn"
+            found.append(
+                (
+                    f"records, {row['trainer']} (`record_central`)",
+                    f"only the final model, {weights} initial weights; {len(row['scores'])} trainings",
+                    *(
+                        f"{value:.2f}"
+                        for value in (row["proven"], row["epsilon"][Method.ANY_MECHANISM.name], gaussian)
+                    ),
+                    f"{gaussian / row['proven']:.2f}",
+                    f"{row['ceiling'][bound]:.2f}",
+                    "–",
+                    f"{row['null']:.2f}",
+                    "–",
+                )
+            )
+    return found
 
 
 def _line(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -329,8 +467,9 @@ def page_section() -> str:
         "noise* is the bound of the same audit on the same code with a quarter of the noise or four times the epsilon: "
         "it must exceed *proven*; – says that it was not measured with the present code. *Nothing to find* is its "
         "bound if both worlds are one, and is above 0 in one of 20 rows by chance. *Claimed* is a paper's formula. A "
-        "mechanism in the last lines has no game of its own here, so only its proof and the tests of its code speak "
-        "for it."
+        "mechanism that is not audited says so in its statement (`opusim account run`): only its proof and the tests "
+        "of its code speak for it. Zeroth-order steps and searches are played on crafted models, through the run's own "
+        "trainer, sampler, noise and choice."
     )
     return section(
         "Proven, audited, claimed",
@@ -356,11 +495,13 @@ def _games_text() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["measure", "games", "show"], nargs="?", default="show")
+    parser.add_argument("what", choices=["measure", "controls", "games", "show"], nargs="?", default="show")
     parser.add_argument("rows", nargs="*", metavar="ROW", help="only these rows")
     given = parser.parse_args()
     if given.what == "measure":
         measure(given.rows)
+    if given.what == "controls":
+        measure_controls()
     if given.what == "games":
         play_games()
     print_table("Proven, audited, claimed", COLUMN_NAMES, table_rows(load_results(NAME).get("rows", {})))

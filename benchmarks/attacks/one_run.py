@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accounting.audit import Method
+from accounting.audit import Method, ceiling
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.randomness.streams import derive_seed
@@ -47,13 +47,18 @@ COLUMN_NAMES = (
     "normal estimate",
 )
 NOT_PLANTED = {
-    "shared seed between ranks": "needs several processes, and canaries are planted in one",
+    "shared seed between ranks": "needs several processes, and canaries are planted in one. In a private loop only "
+    "the first process draws noise; tests/training/private_loop/test_shared_loops.py plants noise of both processes",
+    "mislabelled canaries": "a canary with a crafted gradient is at least as strong as any mislabelled record, whose "
+    "clipped gradient is one of those that it may have",
     "statistics of the data in the standardisation": "is refused before a run starts (public constants only), and a "
     "canary with a crafted gradient has no features; no score of it can see the fault",
     "a certificate that is too kind": "changes what the ledger claims of a device, not what a step of digital noise "
     "releases; benchmarks.devices.calibration_faults plants it",
-    "faults of zo and convex": "their releases (scalars; residuals times gated features) do not pass the writer of "
-    "private gradients; the self-test of the mechanism plants them",
+    "faults of zo": "a step releases one scalar for each direction, in which all canaries would add up, so that one "
+    "training cannot hold many; the self-test of the mechanism plants them, and a game of such steps is above",
+    "faults of convex": "one training releases one last iterate; its game above plays 256 records with features of "
+    "their own in each training, and the self-test of the mechanism plants the faults",
 }
 """Faults without a row, each with its reason."""
 UNSEEN = {
@@ -155,6 +160,11 @@ def summary(found: OneRunAudit) -> dict[str, Any]:
         },
         "normality": {reading.adversary: reading.result.normality for reading in found.readings},
     }
+
+
+def normal_ceiling() -> float:
+    """Return the most that the normal bound of an audit can show, of seven bounds that share an error."""
+    return ceiling(Method.NORMAL_BOUND, CANARIES, EPSILON, 1e-5, confidence=1 - (1 - CONFIDENCE) / 7)
 
 
 def measure() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from benchmarks.analog import aihwkit_side_by_side, in_situ, lifetimes, pictures, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
-from benchmarks.attacks import guarantees, one_run, self_test
+from benchmarks.attacks import final_model, guarantees, one_run, self_test
+from benchmarks.attacks import speed as audit_speed
 from benchmarks.convex import (
     accountants,
     accuracy,
@@ -191,7 +192,16 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             count_attack.page_section,
         ),
     ),
-    "attacks": ("Audits", (guarantees.page_section, self_test.page_section, one_run.page_section)),
+    "attacks": (
+        "Audits",
+        (
+            guarantees.page_section,
+            final_model.page_section,
+            self_test.page_section,
+            one_run.page_section,
+            audit_speed.page_section,
+        ),
+    ),
     "curves": ("Sweeps", tuple(partial(sweep_section, name) for name in SWEEPS)),
     "speed": (
         "Speed",
@@ -309,6 +319,7 @@ def pages() -> dict[Path, str]:
     readme, devices = ROOT / "README.md", ROOT / "docs" / "devices.md"
     choosing = ROOT / "docs" / "choosing-a-trainer.md"
     measured = markdown(("what", "figure", "measure it again"), headline_rows())
+    with_measured = with_block(readme.read_text(), "measured", measured)
     protections = markdown(
         ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), protection_rows()
     )
@@ -326,7 +337,7 @@ def pages() -> dict[Path, str]:
     ):
         camera_text = with_block(camera_text, name, table)
     return {
-        readme: with_block(readme.read_text(), "measured", measured),
+        readme: with_block(with_measured, "audited", guarantees.readme_table()),
         choosing: with_block(choosing.read_text(), "protections", protections),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
         camera: camera_text,

@@ -228,3 +228,26 @@ def test_a_gaussian_law_needs_delta_and_scores_need_both_coins() -> None:
     with pytest.raises(ValueError, match="inside"):
         audit_one_run(np.zeros(100), np.ones(100, dtype=bool), plan(100, 4.0))
     assert ceiling(Method.ANY_MECHANISM, 1000, 4.0, 0.0, guesses=1000) == pytest.approx(3.5, abs=0.6)
+
+
+def test_scores_are_read_only_as_the_plan_says() -> None:
+    """A bound that is left out beforehand needs no share of the error, which raises the ceilings of the others."""
+    coins = np.arange(100) % 2 == 0
+    only = OneRunPlan(
+        adversary="counts",
+        canaries=100,
+        delta=DELTA,
+        claimed=4.0,
+        law=Law.GAUSSIAN,
+        readings=(Method.GAUSSIAN_TRADE_OFF,),
+    )
+    assert [bound.method for bound in audit_one_run(coins.astype(float), coins, only).bounds] == [
+        Method.GAUSSIAN_TRADE_OFF
+    ]
+    numbers = {"canaries": 2000, "epsilon": 4.0, "delta": DELTA}
+    seven, nine = (ceiling(Method.NORMAL_BOUND, **numbers, confidence=1 - LEVEL / n) for n in (7, 9))
+    assert seven > nine
+    with pytest.raises(ValueError, match="readings"):
+        OneRunPlan(
+            adversary="counts", canaries=100, delta=DELTA, claimed=4.0, readings=(Method.NORMAL_BOUND,)
+        )

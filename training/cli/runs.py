@@ -15,6 +15,7 @@ from training.cli.options import TrustCode, say_trusted
 if TYPE_CHECKING:
     from accounting.ledger.statement import Statement
     from training.attacks.findings import RunAudit
+    from training.attacks.one_run.report import OneRunAudit
     from training.runs.folder import RunFolder
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -154,7 +155,7 @@ Trials = Annotated[
     int | None,
     typer.Option(
         help="Trials on the run, 400 by default, the controls up to 200 each; of games on labels or the last model "
-        "20,000 each."
+        "20,000 each. With --final-model: trainings, 400 by default."
     ),
 ]
 OneRun = Annotated[
@@ -164,6 +165,19 @@ OneRun = Annotated[
         help="Train once more as the run was trained, with canaries that coins put in or leave out, and bound epsilon "
         "of all steps together.",
     ),
+]
+FinalModel = Annotated[
+    bool,
+    typer.Option(
+        "--final-model",
+        help="Train many times as the run was trained, with a crafted record or without it, from initial weights of "
+        "the attacker's choice, and attack the final models. The same command resumes a stopped audit.",
+    ),
+]
+AuditJobs = Annotated[int | None, typer.Option(help="With --final-model: trainings at a time, 1 by default.")]
+AuditCluster = Annotated[
+    str | None,
+    typer.Option(help="With --final-model: address of a Dask scheduler whose workers train."),
 ]
 CanaryCount = Annotated[int | None, typer.Option(help="With --one-run: how many canaries, 1,000 by default.")]
 AuditSeed = Annotated[
@@ -214,6 +228,9 @@ def audit(
     trials: Trials = None,
     one_run: OneRun = False,
     canaries: CanaryCount = None,
+    final_model: FinalModel = False,
+    jobs: AuditJobs = None,
+    cluster: AuditCluster = None,
     seed: AuditSeed = None,
     delta: AuditDelta = None,
     arrays: OwnArrays = None,
@@ -225,8 +242,10 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
-    of_runs = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
+    of_runs: dict[str, object] = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
     of_runs |= {"--one-run": one_run or None, "--canaries": canaries}
+    of_final_models = {"--final-model": final_model or None, "--jobs": jobs, "--cluster": cluster}
+    of_runs |= of_final_models
     of_mechanisms = {"--model": model, "--mode": mode, "--steps": steps, "--set": settings, "--level": level}
     if mechanism is None:
         _require_absent(of_mechanisms, "goes with --mechanism KIND only")
@@ -234,6 +253,11 @@ def audit(
             raise ValueError(
                 "RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer"
             )
+        if final_model:
+            _require_absent({"--one-run": one_run or None, "--canaries": canaries}, "is another audit")
+            _audit_final_model(run, trials, jobs, cluster, seed, delta, arrays, out, as_json)
+            return
+        _require_absent(of_final_models, "goes with --final-model only")
         if one_run:
             _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
             _audit_one_run(run, canaries, seed, delta, arrays, out, as_json)
@@ -314,14 +338,10 @@ def _audit_one_run(
     as_json: bool,
 ) -> None:
     """Train once with canaries, print what their scores say and write the report."""
-    from accounting.tables import print_rows
     from opusim.progress import Progress
-    from opusim.tables import wrapped
     from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
-    from training.attacks.one_run.report import one_run_paragraphs, one_run_rows
-    from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.folder import ONE_RUN_FILE
-    from training.runs.run import load_run, read_npz
+    from training.runs.run import read_npz
 
     with Progress("audit of one training", "steps") as progress:
         found = audit_one_training(
@@ -334,6 +354,50 @@ def _audit_one_run(
             on_start=progress.start,
             on_step=progress.advance,
         )
+    _show_one_run(run, found, out, as_json, kept=ONE_RUN_FILE)
+
+
+def _audit_final_model(
+    run: Path,
+    trainings: int | None,
+    jobs: int | None,
+    cluster: str | None,
+    seed: int | None,
+    delta: float | None,
+    arrays: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train many times with a crafted record or without it, print what the final models say and write the report."""
+    from opusim.progress import Progress
+    from training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
+    from training.runs.folder import FINAL_MODEL_FILE
+    from training.runs.run import read_npz
+
+    with Progress("audit of final models", "trainings") as progress:
+        found = audit_final_model(
+            run,
+            data=None if arrays is None else read_npz(arrays),
+            out=out,
+            trainings=DEFAULT_TRAININGS if trainings is None else trainings,
+            seed=seed,
+            delta=delta,
+            jobs=1 if jobs is None else jobs,
+            cluster=cluster,
+            on_start=lambda total, done: progress.start(total, done=done, at_once=True),
+            on_training=lambda done: progress.advance(done=done),
+        )
+    _show_one_run(run, found, out, as_json, kept=FINAL_MODEL_FILE)
+
+
+def _show_one_run(run: Path, found: OneRunAudit, out: Path | None, as_json: bool, *, kept: str) -> None:
+    """Print what scores of canaries say, and write the report."""
+    from accounting.tables import print_rows
+    from opusim.tables import wrapped
+    from training.attacks.one_run.report import one_run_paragraphs, short_rows
+    from training.reports.run_report import NOT_FOR_RELEASE, write_report
+    from training.runs.run import load_run
+
     loaded = load_run(run)
     report_file = write_report(loaded, one_run=found, folder=out)
     if loaded.config.mode == "release":
@@ -341,19 +405,24 @@ def _audit_one_run(
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
-    print_rows(one_run_rows(found))
+    print_rows(short_rows(found))
     for text in one_run_paragraphs(found):
         typer.echo("\n" + wrapped(text))
-    typer.echo(f"\nkept in {(out or run) / ONE_RUN_FILE} and shown in {report_file}")
+    typer.echo(f"\nkept in {(out or run) / kept} and shown in {report_file}")
+
+
+_WIDE_PAGE = 110
+"""Columns from which the table of an audit has all its columns; the pages always have them."""
 
 
 def _print_audit(found: RunAudit) -> None:
     """Print the findings and what they mean."""
     from accounting.tables import print_rows
-    from opusim.tables import wrapped
+    from opusim.tables import output_width, wrapped
     from training.attacks.findings import finding_rows, paragraphs
 
-    print_rows(finding_rows(found))
+    narrow = output_width() < _WIDE_PAGE
+    print_rows(finding_rows(found), without=("members", "others", "missed + false") if narrow else ())
     for text in paragraphs(found):
         typer.echo("\n" + wrapped(text))
 
@@ -530,8 +599,9 @@ def account_run(
         as_json=False,
         seed_stored="experiment" in statement.warnings,
     )
-    if "unfinished" in statement.warnings:
-        typer.echo(WARNINGS["unfinished"])
+    for code in ("unfinished", "unaudited"):
+        if code in statement.warnings:
+            typer.echo(WARNINGS[code])
 
 
 def _stated(path: Path, delta: float | None) -> Statement:

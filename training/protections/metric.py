@@ -51,8 +51,15 @@ class Metric:
         Args:
             rows: h with the bias's constant, shape (batch, d).
         """
-        whitened = torch.linalg.solve_triangular(self.factor, rows.double().t(), upper=False)  # (d, batch)
-        return whitened.square().sum(dim=0)
+        return self.whiten(rows).square().sum(dim=1)
+
+    def whiten(self, rows: Tensor) -> Tensor:
+        """Return L^-1 h of each row, float64, shape (batch, d).
+
+        Args:
+            rows: h with the bias's constant, shape (batch, d).
+        """
+        return torch.linalg.solve_triangular(self.factor, rows.double().t(), upper=False).t()
 
     def colour(self, white: Tensor) -> Tensor:
         """Return rows with covariance P, made of rows of independent N(0, 1), float64, shape (n, d)."""

@@ -176,6 +176,32 @@ def noisy_sums(design: Design, sums: Tensor, *, mu: float, bound: float, noise: 
     return sums + noise_of(mu, bound) * design.metric.colour(noise.normal(sums.shape, device=sums.device))
 
 
+def released(
+    plan: Plan,
+    design: Design,
+    sums: Tensor,
+    *,
+    mu: float,
+    bound: float,
+    device: NoisyDevice | None,
+) -> Tensor:
+    """Return the noisy sums of a run, from the first noise of its source.
+
+    Args:
+        plan: The run.
+        design: Its design.
+        sums: `Design.sums` of its labels.
+        mu: Of the guarantee, above 0.
+        bound: C of `Design.levelled`.
+        device: Its open device, or None without one.
+    """
+    noise = central_noise(plan, device)
+    for source in (device, noise):
+        if source is not None:
+            source.seek(LABEL_STEP)
+    return noisy_sums(design, sums, mu=mu, bound=bound, noise=noise)
+
+
 def public_design(plan: Plan, x: Tensor) -> tuple[Design, float]:
     """Return the design of a protected run and its bound C.
 
@@ -263,13 +289,8 @@ class LabelReleaseProtection(Protection):
         dataset, place = self._plan.dataset, self._plan.config.torch_device
         x, y = dataset.train.x.to(place), dataset.train.y.to(place)
         design, bound = public_design(self._plan, x)
-        noise = central_noise(self._plan, device)
         mechanism = self.mechanism
         ledger.pay_once(_PAYMENT, mechanism)
-        for source in (device, noise):
-            if source is not None:
-                source.seek(LABEL_STEP)
-        released = noisy_sums(
-            design, design.sums(x, y, dataset.n_classes), mu=mechanism.mu, bound=bound, noise=noise
-        )
-        write_array(folder.labels_file, design.solved(released).cpu().numpy())
+        sums = design.sums(x, y, dataset.n_classes)
+        noisy = released(self._plan, design, sums, mu=mechanism.mu, bound=bound, device=device)
+        write_array(folder.labels_file, design.solved(noisy).cpu().numpy())

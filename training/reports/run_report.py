@@ -212,7 +212,11 @@ def _render(
             if found is not None
         ]
         + [
-            (f"{name}, in one training", one_run_rows(each), [*one_run_paragraphs(each), *_warning(run)])
+            (
+                f"{name}, in {_trainings(each)}",
+                one_run_rows(each),
+                [*one_run_paragraphs(each), *_warning(run)],
+            )
             for run, name, each in zip(runs, names, one_runs, strict=True)
             if each is not None
         ],
@@ -253,6 +257,10 @@ def _kept_one_runs(runs: Sequence[Run]) -> list[OneRunAudit | None]:
         else None
         for run in runs
     ]
+
+
+def _trainings(audit: OneRunAudit) -> str:
+    return "one training" if audit.trainings == 1 else f"{audit.trainings} trainings"
 
 
 def _warning(run: Run) -> list[str]:

@@ -42,6 +42,7 @@ SUMMARY_VERSION = 2
 """Schema of `summary.json`."""
 AUDIT_FILE = "audit.json"
 ONE_RUN_FILE = "one-run.json"
+FINAL_MODEL_FILE = "final-model.json"
 _SIZE_LIMIT = 2**30
 """Largest file that a seal covers, in bytes."""
 _LEFT_BY_KILLED_START = {
@@ -66,7 +67,7 @@ class RunFolder:
     | baseline.safetensors | first blank and reference frames of a monitored device; they hold no data |
     | components.safetensors | the principal components that replace the features |
     | summary.json | final figures; its presence marks the run as finished |
-    | audit.json, one-run.json | what audits of the run found; never in release mode |
+    | audit.json, one-run.json, final-model.json | what audits of the run found; never in release mode |
     | checkpoints/, figures/, report.html, lock | |
 
     Args:

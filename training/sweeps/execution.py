@@ -6,12 +6,11 @@ twice. `run_sweep` calls it for every point that has no row yet.
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import FolderBusy, RunInterrupted, SweepStopped
 from training.networks.user_code import require_trusted
+from training.runs.cluster import connected
 from training.runs.folder import RunFolder
 from training.runs.run import Run, load_run
 from training.runs.storage import only_writer, require_kind
@@ -160,45 +160,13 @@ def _here(points: Sequence[Point], folder: SweepFolder, jobs: int) -> Generator[
 def _on_cluster(
     points: Sequence[Point], folder: SweepFolder, address: str, patience_s: float
 ) -> Generator[Row, None, None]:
-    """Yield rows as runs on a Dask cluster end.
+    """Yield rows as runs on a Dask cluster end; see `connected` for the errors."""
+    with connected(address, patience_s=patience_s) as client:
+        from distributed import as_completed  # an extra, which `connected` found
 
-    Raises:
-        SweepStopped: The extra `cluster` is not installed, no scheduler answers, or the scheduler died.
-    """
-    try:  # an extra that most installations lack
-        from distributed import Client, as_completed
-        from distributed.client import CancelledError
-        from distributed.comm import CommClosedError
-    except ModuleNotFoundError as error:
-        raise SweepStopped("--cluster needs the extra 'cluster': pip install 'opusim[cluster]'") from error
-    with _quiet("distributed.client"):
-        try:
-            client = Client(address, timeout=patience_s)
-        except (OSError, TimeoutError, ValueError) as error:
-            raise SweepStopped(
-                f"no Dask scheduler answers at {address}; check the address, or start one"
-            ) from error
-        try:
-            with client:
-                runs = [client.submit(run_point, *_arguments(point, folder), pure=False) for point in points]
-                for done in as_completed(runs):
-                    yield done.result()
-        except (CancelledError, CommClosedError, TimeoutError) as error:
-            raise SweepStopped(
-                f"the cluster at {address} was lost; finished runs are kept, and the same command resumes the sweep"
-            ) from error
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Silence a logger whose tracebacks would hide our one line."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+        runs = [client.submit(run_point, *_arguments(point, folder), pure=False) for point in points]
+        for done in as_completed(runs):
+            yield done.result()
 
 
 def _arguments(point: Point, folder: SweepFolder) -> tuple[RunConfig, Path, Path]:

@@ -15,6 +15,7 @@ from accounting.guarantee import Release
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
 from accounting.mechanisms import Mechanism
+from accounting.records.additive_noise import PoissonGaussian
 from accounting.records.mechanisms import RecordCentral, Unprotected
 from accounting.tables import number
 from tests.support.command import opusim
@@ -30,7 +31,7 @@ class Part(BaseModel):
 
 
 class Warned(Part):
-    code: Literal["experiment", "unfinished", "unwitnessed"]
+    code: Literal["experiment", "unfinished", "unwitnessed", "unaudited"]
     text: str
 
 
@@ -215,7 +216,7 @@ def test_a_run_folder_is_named_and_bears_witness(tmp_path: Path) -> None:
     assert found.run is not None
     assert (found.run.finished, found.run.step) == (True, 6)
     assert found.ledger.checked_against == ["checkpoint step-0000000006", "summary.json"]
-    assert [warning.code for warning in found.warnings] == ["experiment"]
+    assert [warning.code for warning in found.warnings] == ["experiment", "unaudited"]
     assert str(tmp_path) not in json.dumps(content)
     older = made(tmp_path / "older", finished=False, steps=2)
     for name in ("ledger.jsonl", "ledger.head"):
@@ -233,3 +234,15 @@ def test_a_tampered_ledger_gives_the_refusal_of_the_text(tmp_path: Path) -> None
     assert as_text == as_json
     assert (as_json.returncode, as_json.stdout) == (2, "")
     assert "its digest does not fit: it was changed" in as_json.stderr
+
+
+def test_a_mechanism_that_no_audit_attacks_says_so(tmp_path: Path) -> None:
+    priced = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
+    codes = {}
+    for name, step in (("priced", priced), ("run", STEP)):
+        (tmp_path / name).mkdir()
+        found = validated(stated(tmp_path / name, "release", step))
+        codes[name] = [warning.code for warning in found.warnings]
+    assert codes == {"priced": ["unwitnessed", "unaudited"], "run": ["unwitnessed"]}
+    shown = opusim("account", "run", tmp_path / "priced", cwd=tmp_path).stdout
+    assert WARNINGS["unaudited"].split(":")[0] in shown

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import training
-from accounting.errors import BudgetExceeded, LedgerCorrupt, NoGuarantee
+from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.labels.linear_model import noise_of
 from accounting.ledger.ledger import read_ledger
 from opusim.errors import ConfigError
+from training.attacks.findings import Role
 from training.attacks.run_audit import audit_run
 from training.config.kinds import without_derived
 from training.config.reading import load_config
@@ -205,10 +206,14 @@ def test_what_would_do_nothing_is_refused(changes: dict[str, Any], message: str 
         load_config(config)
 
 
-def test_an_audit_of_its_release_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_audit_plays_its_release(tmp_path: Path) -> None:
     training.train(PROTECTED, data=data(), folder=tmp_path)
-    with pytest.raises(NoGuarantee, match="'label-release': one noisy linear model has no steps to attack"):
-        audit_run(tmp_path, data=data(), trials=40)
+    found = audit_run(tmp_path, data=data(), trials=2048, seed=1)
+    run, broken = (
+        next(one for one in found.findings if one.role is role) for role in (Role.RUN, Role.BROKEN)
+    )
+    assert run.claim is not None
+    assert 0 < run.result.epsilon_lower <= run.claim.epsilon < broken.result.epsilon_lower
 
 
 def test_the_number_of_epochs_follows_the_trainer() -> None:

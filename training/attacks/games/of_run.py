@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Scores
@@ -14,6 +13,7 @@ from training.attacks.findings import Finding, Role
 from training.attacks.games.base import Played, TwoWorlds, played
 from training.attacks.games.last_iterate import LastIterateGame
 from training.attacks.games.look import LookGame
+from training.attacks.games.released_model import ReleasedModelGame
 from training.attacks.games.steps import AmplifiedGame, BudgetGame
 from training.engine.plan import RunPlan
 from training.protections.amplified_labels import AmplifiedLabelProtection
@@ -29,20 +29,12 @@ _GAMES: tuple[tuple[type, Callable[[RunPlan], TwoWorlds]], ...] = (
     (LabelBudgetProtection, BudgetGame),
     (AmplifiedLabelProtection, AmplifiedGame),
     (LastIterateProtection, LastIterateGame),
+    (LabelReleaseProtection, ReleasedModelGame),
 )
 
 
 def game_of(plan: RunPlan) -> TwoWorlds | None:
-    """Return the game that audits a run's guarantee, or None if its steps are attacked instead.
-
-    Raises:
-        NoGuarantee: No game is written for the run's protection, and it has no steps to attack.
-    """
-    if isinstance(plan.protection, LabelReleaseProtection):
-        raise NoGuarantee(
-            "protection.kind = 'label-release': one noisy linear model has no steps to attack, and no game is written "
-            "for it; its guarantee is proven and not audited (opusim account run RUN states it)"
-        )
+    """Return the game that audits a run's guarantee, or None if its steps are attacked instead."""
     for protection, game in _GAMES:
         if isinstance(plan.protection, protection):
             return game(plan)

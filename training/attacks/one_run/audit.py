@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from accounting import numerics
 from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
+from accounting.composition import guarantees as composed
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
-from accounting.ledger.ledger import LedgerContent, read_ledger
+from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import ClippedRecords
 from opusim import checks
 from opusim.files import make_private_folder
@@ -41,7 +43,11 @@ from training.runs.storage import write_json
 
 DEFAULT_CANARIES = 1000
 CONFIDENCE = 0.95
-"""Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni)."""
+"""Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni).
+
+n counts the bounds that are reported, no others: seven under a Gaussian law, since the counts of the consecutive
+updates are read by one bound (`Sight.readings`).
+"""
 _WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
 """Deltas at which a claim must be at most that of the Gaussian mechanism; see `known_law`."""
 _WRITERS = (
@@ -171,9 +177,9 @@ def play_one_run(
     guarantees = ledger.guarantees(delta=delta)
     mechanism = ledger.mechanisms[0]
     claimed = claimed_epsilon(guarantees, game.relation)
-    law = known_law(ledger, game.relation, delta)
+    law = known_law(ledger.mechanisms, game.relation, delta)
     all_scores = game.observer.scores(mechanism)
-    bounds = len(all_scores) * sum(method.is_bound for method in law.methods)
+    bounds = sum(method.is_bound for sight in all_scores for method in sight.readings(law))
     readings = [
         Reading(
             adversary=sight.name,
@@ -187,6 +193,7 @@ def play_one_run(
                     claimed=claimed,
                     confidence=1 - (1 - CONFIDENCE) / bounds,
                     law=law,
+                    readings=sight.readings(law),
                 ),
             ),
         )
@@ -218,7 +225,7 @@ def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> flo
     return max(min(finite), 1e-6) if finite else None
 
 
-def known_law(ledger: LedgerContent, relation: Adjacency, delta: float) -> Law:
+def known_law(mechanisms: Sequence[Mechanism], relation: Adjacency, delta: float) -> Law:
     """Return Gaussian if the claim is nowhere above that of the Gaussian mechanism with the same epsilon at delta.
 
     Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes the
@@ -226,18 +233,18 @@ def known_law(ledger: LedgerContent, relation: Adjacency, delta: float) -> Law:
     epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
 
     Args:
-        ledger: Of the audited training.
+        mechanisms: What the audited training released.
         relation: That of the game.
         delta: Of the bounds.
     """
-    if not isinstance(ledger.mechanisms[0], ClippedRecords) or delta == 0:
+    if not isinstance(mechanisms[0], ClippedRecords) or delta == 0:
         return Law.ANY
-    claimed = claimed_epsilon(ledger.guarantees(delta=delta), relation)
+    claimed = claimed_epsilon(composed(mechanisms, delta=delta), relation)
     if claimed is None:
         return Law.GAUSSIAN
     mu = gaussian_mu(claimed, delta)
     for wider in _WIDER:
-        found = claimed_epsilon(ledger.guarantees(delta=wider), relation)
+        found = claimed_epsilon(composed(mechanisms, delta=wider), relation)
         if found is None or found > 1.01 * numerics.gaussian_bounds(mu, wider).upper + 1e-3:
             return Law.ANY
     return Law.GAUSSIAN
@@ -273,7 +280,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
     shape = (len(canaries.planted), *plan.dataset.train.x.shape[1:])
     blank = torch.zeros(shape, dtype=plan.dataset.train.x.dtype)
     labels = torch.zeros(len(blank), dtype=plan.dataset.train.y.dtype)
-    joined = replace(_with_records(plan, blank, labels), wrap_writer=wrap)
+    joined = replace(with_records(plan, blank, labels), wrap_writer=wrap)
     return Game(
         plan=joined,
         observer=observer,
@@ -324,11 +331,11 @@ def _planted(plan: RunPlan, count: int, seed: int) -> Game:
         most_steps=-(-(len(train) + count) // max(int(batch), 1)),
     )
     chosen = torch.where(torch.from_numpy(inside)[:, None], x, stand_ins)
-    planted = _with_records(plan, chosen.view(-1, *train.x.shape[1:]), y)
+    planted = with_records(plan, chosen.view(-1, *train.x.shape[1:]), y)
     return Game(plan=planted, observer=observer, inside=inside, relation=Adjacency.REPLACE_ONE)
 
 
-def _with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
+def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
     """Return the plan with more training records, at the same sampling probability and batch size."""
     train = plan.dataset.train
     joined = Split(torch.cat([train.x, x.to(train.x.device)]), torch.cat([train.y, y.to(train.y.device)]))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accounting.audit import Law, Method
 from training.attacks.base import steps_needed
 from training.attacks.one_run.canaries import Canaries, CraftedGradients
 from training.attacks.update_attacks import row_space
@@ -41,11 +42,24 @@ class Sight:
         name: In a word or two.
         sees: What is released to it.
         knows: What it knows besides.
+        counts: Whether its scores are small whole numbers. No normal law fits them, so that they are read by one
+            bound, the strongest that the mechanism's law allows.
     """
 
     name: str
     sees: str
     knows: str
+    counts: bool = False
+
+    def readings(self, law: Law) -> tuple[Method, ...]:
+        """Return how its scores are read, fixed before there are any.
+
+        Args:
+            law: What is known of the mechanism's noise.
+        """
+        if not self.counts:
+            return law.methods
+        return (Method.GAUSSIAN_TRADE_OFF if law is Law.GAUSSIAN else Method.ANY_MECHANISM,)
 
 
 ALL_UPDATES = Sight(
@@ -57,6 +71,7 @@ CONSECUTIVE = Sight(
     name="consecutive updates",
     sees="the weights after every step, of which it compares each two in a row",
     knows=ALL_UPDATES.knows,
+    counts=True,
 )
 FINAL_MODEL = Sight(
     name="final model",

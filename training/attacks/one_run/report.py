@@ -41,6 +41,7 @@ class OneRunAudit:
         steps: Steps of the training.
         seed: Repeats the audit.
         cpu_s: Processor seconds of the training.
+        trainings: Trainings, with one crafted record each if there are several.
     """
 
     readings: tuple[Reading, ...]
@@ -51,6 +52,7 @@ class OneRunAudit:
     steps: int
     seed: int
     cpu_s: float
+    trainings: int = 1
 
     def reading(self, adversary: str) -> OneRunResult:
         """Return the result of an adversary.
@@ -137,15 +139,48 @@ def _says(result: OneRunResult, method: Method) -> str:
     return "not refuted" if bound.epsilon > 0 else "nothing found, which proves nothing"
 
 
+def short_rows(audit: OneRunAudit) -> list[dict[str, str]]:
+    """Return a table row for each adversary and method that fits a page of 80 columns; see `one_run_rows`."""
+    rows = []
+    for reading in audit.readings:
+        result = reading.result
+        for number_of_bound, bound in enumerate(result.bounds):
+            found = f"{bound.epsilon:.2f}"
+            if bound.interval is not None:
+                found += f" ({bound.interval[0]:.2f}-{bound.interval[1]:.2f})"
+            rows.append(
+                {
+                    "adversary": "" if number_of_bound else reading.adversary,
+                    "read as": bound.method.value.replace("guesses, ", "").replace("scores, ", ""),
+                    "epsilon": f"{'>= ' if bound.method.is_bound else ''}{found}",
+                    "ceiling": f"{bound.ceiling:.2f}",
+                    "finding": _says(result, bound.method).partition(",")[0].partition(":")[0],
+                }
+            )
+    return rows
+
+
+def _what_was_played(audit: OneRunAudit) -> str:
+    parts = f"the run's own sampler, clip, noise, optimizer and ledger ({audit.accounted})"
+    if audit.trainings > 1:
+        return (
+            f"{audit.trainings} trainings of {audit.steps} steps each, with {parts}. A fair coin put one crafted "
+            "record in or left it out of each training, independently, and the adversary scores every final model."
+        )
+    return (
+        f"one training of {audit.steps} steps with {parts}, and {audit.canaries} canaries with crafted "
+        f"{audit.crafted}. A fair coin put each canary in or left it out, independently. Each adversary scores every "
+        "canary."
+    )
+
+
 def one_run_paragraphs(audit: OneRunAudit) -> list[str]:
     """Return the audit as text: the game, the adversaries, and what the numbers mean."""
     game = (
-        f"Game: one training of {audit.steps} steps with the run's own sampler, clip, noise, optimizer and ledger "
-        f"({audit.accounted}), and {audit.canaries} canaries with crafted {audit.crafted}. A fair coin put each canary "
-        "in or left it out, independently. Each adversary scores every canary. Each bound holds with confidence "
+        f"Game: {_what_was_played(audit)} Each bound holds with confidence "
         f"{audit.readings[0].result.plan.confidence:.4g}, so that all of them hold with confidence "
         f"{audit.confidence:.4g}. The ceiling is what ideal scores would give at the claimed "
-        "epsilon with as many canaries; a number near it says that no better attack would have shown more."
+        "epsilon with as many scores; a number near it says that no better attack would have shown more."
     )
     sights = [f"Adversary {r.adversary!r} {r.result.plan.adversary}." for r in audit.readings]
     refuted = [

@@ -1,0 +1,139 @@
+"""The game of the final model: near the proven epsilon, refuted without its noise, resumed, refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import training
+from accounting.audit import Method
+from accounting.errors import NoGuarantee
+from training.attacks.one_run.final_model import (
+    SCORES_FILE,
+    FinalModelGame,
+    audit_final_model,
+    play,
+    quiet_direction,
+    read_scores,
+)
+from training.attacks.one_run.report import one_run_paragraphs, read_one_run, short_rows
+from training.attacks.run_audit import read_run
+from training.cli.app import app
+from training.errors import RunFolderError
+from training.runs.folder import FINAL_MODEL_FILE, RunFolder
+
+N, FEATURES, DELTA = 60, 8, 1e-5
+RUN: dict[str, Any] = {
+    "epochs": 6,
+    "threads": 1,
+    "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": N},
+    "model": {"hidden": [8]},
+    "trainer": {"kind": "bp"},
+    "optimizer": {"lr": 0.01, "momentum": 0.0},
+    "protection": {"kind": "record", "epsilon": 10.0},
+}
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(1).normal(size=(N, FEATURES)).astype(np.float32)
+    x[:, 3] = 0.0  # dark in every record
+    return x, np.arange(N) % 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("final-model") / "run"
+    training.train(RUN, data=data(), folder=folder)
+    return folder
+
+
+def test_the_crafted_record_lies_where_no_other_record_does() -> None:
+    direction = quiet_direction(torch.from_numpy(data()[0]))
+    assert float(direction.norm()) == pytest.approx(1.0)
+    assert abs(float(direction[3])) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_final_models_tell_nearly_what_is_proven_and_less_noise_is_refuted(run: Path) -> None:
+    """At epsilon 10 the exact mu is 2.03: in 60 trainings the estimate's standard error is about 0.32."""
+    game = FinalModelGame.of(read_run(RunFolder(run), data(), None).plan, seed=3)
+    scores: list[float] = []
+    play(game, 60, scores)
+    found = read_scores(game, scores, delta=DELTA)
+    result = found.readings[0].result
+    estimate = result.bound(Method.NORMAL_ESTIMATE)
+    assert estimate.interval is not None
+    assert estimate.epsilon > 4.9
+    assert estimate.interval[0] < 10 < estimate.interval[1]
+    assert not found.refuted
+    assert "60 trainings of 6 steps each" in one_run_paragraphs(found)[0]
+    assert [row["adversary"] for row in short_rows(found)][1:] == ["", "", ""]
+    quarter = {"epsilon": None, "noise_multiplier": game.present.protection.noise_multiplier / 8}
+    loud = replace(
+        game,
+        present=game.present.unchecked(protection=quarter),
+        absent=game.absent.unchecked(protection=quarter),
+    )
+    louder: list[float] = []
+    play(loud, 60, louder)
+    assert read_scores(loud, louder, delta=DELTA).refuted
+    assert not read_scores(replace(game, seed=4), scores, delta=DELTA).refuted  # other coins: nothing to find
+
+
+def test_a_stopped_audit_resumes_and_is_kept(run: Path, tmp_path: Path) -> None:
+    place = tmp_path / "audit"
+
+    class Stopped(Exception):
+        pass
+
+    def stop(done: int) -> None:
+        if done == 5:
+            raise Stopped
+
+    options: dict[str, Any] = {"data": data(), "trainings": 20, "seed": 7}
+    with pytest.raises(Stopped):
+        audit_final_model(run, **options, out=place, on_training=stop)
+    before = json.loads((place / SCORES_FILE).read_text())["scores"]
+    assert len(before) == 5
+    told: list[tuple[int, int]] = []
+    found = audit_final_model(
+        run, **options, out=place, on_start=lambda total, done: told.append((total, done))
+    )
+    assert told == [(20, 5)]
+    after = json.loads((place / SCORES_FILE).read_text())["scores"]
+    assert after[:5] == before
+    assert len(after) == found.trainings == 20
+    assert read_one_run(place / FINAL_MODEL_FILE) == found
+    with pytest.raises(RunFolderError, match="another audit"):
+        audit_final_model(run, **{**options, "seed": 8}, out=place)
+    assert not (run / SCORES_FILE).exists()
+
+
+@pytest.mark.slow
+def test_the_command_plays_it_in_several_processes(run: Path, tmp_path: Path) -> None:
+    arrays, runner = tmp_path / "records.npz", CliRunner()
+    np.savez(arrays, x=data()[0], y=data()[1])
+    command = ["audit", str(run), "--final-model", "--arrays", str(arrays), "--trials", "20", "--seed", "7"]
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place, jobs in zip(places, (1, 2), strict=True):
+        shown = runner.invoke(app, [*command, "--jobs", str(jobs), "--out", str(place)])
+        assert shown.exit_code == 0, shown.output
+        assert "ceiling" in shown.output
+    one, two = (json.loads((place / SCORES_FILE).read_text())["scores"] for place in places)
+    assert one == two
+    assert runner.invoke(app, [*command, "--one-run"]).exit_code != 0
+    assert runner.invoke(app, ["audit", str(run), "--jobs", "2"]).exit_code != 0
+
+
+def test_runs_without_protected_records_are_refused(tmp_path: Path) -> None:
+    plain = {**RUN, "epochs": 1, "protection": {"kind": "none"}, "sampler": {"batch_size": 20}}
+    training.train(plain, data=data(), folder=tmp_path / "run")
+    with pytest.raises(NoGuarantee, match="the game of the final model plants a record"):
+        audit_final_model(tmp_path / "run", data=data(), trainings=20)

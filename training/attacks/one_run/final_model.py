@@ -1,0 +1,344 @@
+"""The game of the final model: many whole trainings, each with or without one crafted record.
+
+The attacker sees only the last weights.
+
+The crafted record is the strongest that the writer of gradients admits without crafted gradients: its features are
+R u, where u is the direction in which all other records vary least. So nothing but its own contribution and the noise
+moves the first layer's weights along u, and its gradient, which lies almost wholly there, keeps its direction from step
+to step. It has a label of the auditor's choice. With worst-case initial weights the first layer is blind along u at the
+start (W u = 0), so that the record cannot be learned before it is clipped.
+
+The attacker trains twice itself, without noise, with the record and without it, and reads the released weights along
+the difference D of its two models:
+
+    score = <initial - final, D>,   D = (initial - final with) - (initial - final without).
+
+A fair coin for each training makes the scores of all of them those of independent canaries, which `audit_one_run`
+reads (theorem 5.2 of Steinke et al. 2023 holds for canaries in separate runs as well).
+Sources: worst-case initial weights: Annamalai and De Cristofaro 2024; crafted records: arXiv 2412.01756.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import joblib
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from accounting.audit import FEWEST_CANARIES, OneRunPlan, audit_one_run
+from accounting.composition import guarantees
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency
+from accounting.mechanisms import Mechanism
+from opusim import checks
+from opusim.files import make_private_folder
+from opusim.randomness.streams import derive_seed
+from training.attacks.one_run.audit import CONFIDENCE, claimed_epsilon, known_law, started_again, with_records
+from training.attacks.one_run.observers import Sight
+from training.attacks.one_run.report import OneRunAudit, Reading
+from training.attacks.run_audit import audit_place, read_run
+from training.data import Dataset
+from training.engine.algorithm import Arrays
+from training.engine.plan import RunPlan
+from training.engine.session import train_planned
+from training.errors import RunFolderError
+from training.networks.network import FullyConnected
+from training.runs.cluster import connected
+from training.runs.folder import FINAL_MODEL_FILE, RunFolder
+from training.runs.storage import read_json, write_json
+
+DEFAULT_TRAININGS = 400
+SCORES_FILE = "final-model-scores.json"
+"""The scores so far, from which a stopped audit resumes."""
+_LENGTH = 32.0
+"""R: so long that the first layer holds nearly all of the gradient, so short that its units stay in their range."""
+_SHADOW_NOISE = 1e-3
+"""Noise multiplier of the attacker's own trainings."""
+_KNOWS = "the initial weights, all other records, the crafted record and every setting of the training"
+DRAWN = Sight(name="final model", sees="only the final model", knows=_KNOWS)
+WORST_CASE = Sight(
+    name="final model, worst-case initial weights",
+    sees="only the final model",
+    knows=f"{_KNOWS}; it chose the initial weights",
+)
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalModelGame:
+    """A run that is trained again and again, with a crafted record or without it.
+
+    Attributes:
+        present: The run with the record, from the game's initial weights.
+        absent: The run without it, or with the opposite record if the audited relation replaces one.
+        direction: D, by the name of the weight, float64.
+        sight: Who attacks.
+        mechanisms: What one training releases.
+        seed: Of coins and trainings, in [0, 2^63).
+    """
+
+    present: RunPlan
+    absent: RunPlan
+    direction: Weights
+    sight: Sight
+    mechanisms: tuple[Mechanism, ...]
+    seed: int
+
+    @classmethod
+    def of(cls, plan: RunPlan, *, seed: int, worst_case: bool = True) -> FinalModelGame:
+        """Craft the record, choose the initial weights and make the attacker's own two trainings.
+
+        Args:
+            plan: A run under record protection; its network holds the initial weights.
+            seed: Of the game, in [0, 2^63).
+            worst_case: Whether the attacker chooses the initial weights.
+
+        Raises:
+            NoGuarantee: The run does not protect records, or its network is not fully connected.
+        """
+        network = plan.network
+        if plan.config.protection.protects != "records" or not isinstance(network, FullyConnected):
+            raise NoGuarantee(
+                f"trainer.kind = {plan.config.trainer.kind!r}, protection.kind = "
+                f"{plan.config.protection.kind!r}: the game of the final model plants a record in a fully connected "
+                "network under protection.kind = 'record'; play another: opusim audit RUN"
+            )
+        direction = quiet_direction(plan.dataset.train.x)
+        own = deepcopy(network)
+        if worst_case:
+            weight = own.linears[0].weight
+            with torch.no_grad():
+                blind = direction.to(weight)
+                weight -= torch.outer(weight @ blind, blind)
+        plan = plan.on_network(own)
+        shape = plan.dataset.train.x.shape[1:]
+        record = (_LENGTH * direction).to(plan.dataset.train.x).view(1, *shape)
+        label = torch.zeros(1, dtype=plan.dataset.train.y.dtype)
+        replaces = plan.config.relation is Adjacency.REPLACE_ONE
+        nothing = torch.zeros(0, *shape)
+        absent = with_records(plan, -record if replaces else nothing, label if replaces else label[:0])
+        game = cls(
+            present=with_records(plan, record, label),
+            absent=absent,
+            direction={},
+            sight=WORST_CASE if worst_case else DRAWN,
+            mechanisms=tuple(mechanism.repeated(plan.total_steps) for mechanism in plan.mechanisms),
+            seed=seed,
+        )
+        with_it, without = (_noiseless(one, seed) for one in (game.present, game.absent))
+        return replace(game, direction={name: with_it[name] - without[name] for name in with_it})
+
+    def coins(self, trainings: int) -> np.ndarray:
+        """Return which trainings have the record, bool, shape (trainings,)."""
+        return np.random.default_rng(derive_seed(self.seed, "coins")).random(trainings) < 0.5
+
+    def score(self, number: int, *, inside: bool) -> float:
+        """Train once and return the score of its final model.
+
+        Args:
+            number: Of the training, which keys its seed.
+            inside: Whether the record is in.
+        """
+        plan = self.present if inside else self.absent
+        moved = _trained(plan, derive_seed(self.seed, "training", number) >> 1)
+        return math.fsum(float((moved[name] * along).sum()) for name, along in self.direction.items())
+
+
+def quiet_direction(x: Tensor) -> Tensor:
+    """Return the unit direction in which records have the least mean square, float64, shape (d,).
+
+    Args:
+        x: Features, shape (n, ...).
+    """
+    rows = x.flatten(1).double().cpu()
+    return torch.linalg.eigh(rows.t() @ rows).eigenvectors[:, 0]
+
+
+def _noiseless(plan: RunPlan, seed: int) -> Weights:
+    """Return what a training without noise moves, as the attacker makes it itself."""
+    silent = {"epsilon": None, "noise_multiplier": _SHADOW_NOISE, "noise": "digital"}
+    return _trained(plan.unchecked(protection=silent, mode="experiment").with_silent_device(), seed)
+
+
+def _trained(plan: RunPlan, seed: int) -> Weights:
+    """Train from the plan's initial weights; return initial less final weights, float64, on the CPU."""
+    initial = plan.network.tensors
+    own = plan.on_network(deepcopy(plan.network)).unchecked(seed=seed)
+    with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
+        train_planned(own, RunFolder(Path(scratch) / "run"))
+    final = own.network.tensors
+    return {name: (initial[name] - final[name]).detach().double().cpu() for name in initial}
+
+
+def audit_final_model(
+    path: str | Path,
+    *,
+    data: Arrays | Dataset | None = None,
+    model: nn.Module | None = None,
+    out: str | Path | None = None,
+    trainings: int = DEFAULT_TRAININGS,
+    worst_case: bool = True,
+    seed: int | None = None,
+    delta: float | None = None,
+    jobs: int = 1,
+    cluster: str | None = None,
+    on_start: Callable[[int, int], None] = lambda total, done: None,
+    on_training: Callable[[int], None] = lambda done: None,
+) -> OneRunAudit:
+    """Train many times as a run was trained, with a crafted record or without it, and attack the final models.
+
+    The result is kept as `final-model.json`, the scores so far as `final-model-scores.json`: an audit that was stopped
+    resumes if it is called again with the same options.
+
+    Args:
+        path: The run folder.
+        data: The records, if the run was trained on user-supplied ones.
+        model: A module like the run's, if its folder cannot describe that one.
+        out: The folder for the files, or None for the run's own. A release run needs one outside its folder.
+        trainings: At least 20.
+        worst_case: Whether the attacker chooses the initial weights; otherwise they are drawn, and it knows them.
+        seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system. None takes that of the kept
+            scores, or draws one, which the result keeps.
+        delta: Of the bounds; None takes the run's.
+        jobs: Trainings at a time, at least 1; each has one thread if there are several.
+        cluster: Address of a Dask scheduler whose workers train; None trains on this machine.
+        on_start: Told how many trainings there will be, and how many are done.
+        on_training: Called with the number of trainings done so far.
+
+    Raises:
+        RunFolderError: There is no run or no checkpoint, or the data are others; or `out` is missing, or holds
+            something else.
+        NoGuarantee: The run does not protect records, or its network is not fully connected.
+        ConfigError: Data are missing.
+        SweepStopped: The cluster cannot be reached or was lost.
+        ValueError: A number out of range.
+    """
+    checks.integer(minimum=FEWEST_CANARIES, trainings=trainings)
+    checks.integer(minimum=1, jobs=jobs)
+    folder = RunFolder(path)
+    place = audit_place(folder, None if out is None else Path(out))
+    run = read_run(folder, data, model)
+    if run.plan.config.mode == "release":
+        make_private_folder(place)
+    kept = place / SCORES_FILE
+    scores = _Scores(kept, worst_case=worst_case, seed=seed, run=folder.path.resolve())
+    game = FinalModelGame.of(started_again(run, scores.seed), seed=scores.seed, worst_case=worst_case)
+    on_start(trainings, min(len(scores.found), trainings))
+    started = time.process_time()
+    keep = partial(scores.keep, on_training)
+    play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
+    delta = run.plan.config.protection.delta if delta is None else delta
+    found = read_scores(game, scores.found[:trainings], delta=delta, cpu_s=time.process_time() - started)
+    write_json(place / FINAL_MODEL_FILE, found.to_json())
+    return found
+
+
+class _Scores:
+    """The scores of an audit that may have been stopped, in a file."""
+
+    def __init__(self, file: Path, *, worst_case: bool, seed: int | None, run: Path) -> None:
+        self._file, self._asked = file, {"worst_case": worst_case, "run": str(run)}
+        kept = read_json(file) if file.exists() else {}
+        if kept and (kept.get("asked") != self._asked or seed not in (None, kept.get("seed"))):
+            raise RunFolderError(
+                f"{file} holds the scores of another audit; delete it, or choose another --out"
+            )
+        self.seed: int = int(kept["seed"]) if kept else secrets.randbits(63) if seed is None else seed
+        self.found: list[float] = [float(score) for score in kept.get("scores", [])]
+
+    def keep(self, on_training: Callable[[int], None]) -> None:
+        """Write the scores and tell their number."""
+        write_json(self._file, {"seed": self.seed, "asked": self._asked, "scores": self.found})
+        on_training(len(self.found))
+
+
+def play(
+    game: FinalModelGame,
+    trainings: int,
+    scores: list[float],
+    *,
+    jobs: int = 1,
+    cluster: str | None = None,
+    on_score: Callable[[], None] = lambda: None,
+) -> None:
+    """Add the scores of the trainings that are missing, in their order.
+
+    Args:
+        game: What is played.
+        trainings: How many there will be.
+        scores: Those of the first trainings; the others are appended.
+        jobs: Trainings at a time on this machine.
+        cluster: Address of a Dask scheduler whose workers train instead, or None.
+        on_score: Called after each.
+    """
+    coins = game.coins(trainings)
+    missing = range(len(scores), trainings)
+    tasks = [joblib.delayed(game.score)(number, inside=bool(coins[number])) for number in missing]
+    with _workers(jobs, cluster) as options:
+        for score in joblib.Parallel(batch_size=1, return_as="generator", **options)(tasks):
+            scores.append(score)
+            on_score()
+
+
+@contextmanager
+def _workers(jobs: int, cluster: str | None) -> Iterator[dict[str, int]]:
+    """Choose what runs joblib's tasks; yields options of `joblib.Parallel`."""
+    if cluster is not None:
+        with connected(cluster), joblib.parallel_config(backend="dask"):
+            yield {}
+    elif jobs == 1:
+        yield {"n_jobs": 1}
+    else:
+        with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+            yield {"n_jobs": jobs}
+
+
+def read_scores(
+    game: FinalModelGame, scores: Sequence[float], *, delta: float, cpu_s: float = 0.0
+) -> OneRunAudit:
+    """Return what the scores of the first trainings say.
+
+    Args:
+        game: What was played.
+        scores: Of each training, at least 20.
+        delta: Of the bounds.
+        cpu_s: Processor seconds that they took.
+    """
+    relation = game.present.config.relation or Adjacency.REPLACE_ONE
+    stated = guarantees(list(game.mechanisms), delta=delta)
+    law = known_law(game.mechanisms, relation, delta)
+    bounds = sum(method.is_bound for method in law.methods)
+    result = audit_one_run(
+        np.array(scores),
+        game.coins(len(scores)),
+        OneRunPlan(
+            adversary=f"sees {game.sight.sees}, knows {game.sight.knows}",
+            canaries=len(scores),
+            delta=delta,
+            claimed=claimed_epsilon(stated, relation),
+            confidence=1 - (1 - CONFIDENCE) / bounds,
+            law=law,
+        ),
+    )
+    return OneRunAudit(
+        readings=(Reading(adversary=game.sight.name, result=result),),
+        guarantees=tuple(stated),
+        accounted=game.mechanisms[0].describe(),
+        canaries=len(scores),
+        crafted="records",
+        steps=game.present.total_steps,
+        seed=game.seed,
+        cpu_s=cpu_s,
+        trainings=len(scores),
+    )

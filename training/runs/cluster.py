@@ -1,0 +1,60 @@
+"""A connection to a Dask cluster, whose errors are one clear line each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from training.errors import SweepStopped
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+PATIENCE_S = 10.0
+
+
+@contextmanager
+def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Client]:
+    """Yield a client of a Dask scheduler.
+
+    Args:
+        address: Of the scheduler, such as tcp://host:8786; its workers see the same folders.
+        patience_s: Seconds to wait for its answer.
+
+    Raises:
+        SweepStopped: The extra `cluster` is not installed, no scheduler answers, or the scheduler died.
+    """
+    try:  # an extra that most installations lack
+        from distributed import Client
+        from distributed.client import CancelledError
+        from distributed.comm import CommClosedError
+    except ModuleNotFoundError as error:
+        raise SweepStopped("--cluster needs the extra 'cluster': pip install 'opusim[cluster]'") from error
+    with _quiet("distributed.client"):
+        try:
+            client = Client(address, timeout=patience_s)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise SweepStopped(
+                f"no Dask scheduler answers at {address}; check the address, or start one"
+            ) from error
+        try:
+            with client:
+                yield client
+        except (CancelledError, CommClosedError, TimeoutError) as error:
+            raise SweepStopped(
+                f"the cluster at {address} was lost; finished runs are kept, and the same command resumes the sweep"
+            ) from error
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silence a logger whose tracebacks would hide our one line."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

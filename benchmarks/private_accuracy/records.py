@@ -1,10 +1,11 @@
 """How accurate is training that protects whole records, on public features of images, against the literature?
 
 Linear models and networks with one hidden layer on scattering features, with group normalisation over 27 groups as in
-Tramer and Boneh (ICLR 2021); delta 1e-5, one record added or removed, secret Poisson batches, constant divisor.
+Tramer and Boneh (ICLR 2021); delta 1e-5, one record against an empty place, secret Poisson batches, constant divisor.
 - `linear`: DP-SGD of a linear model.
-- `hidden`: one hidden layer of 256, by DP-SGD, by photonic DFA through the `gaussian` device (sigma 0.1), and with the
-  hidden layer left as it was drawn.
+- `components`: the same on 1,000 components, half whitened, that were computed from invented images.
+- `hidden`: one hidden layer of 128 on those components, 20 epochs, by DP-SGD, by photonic DFA through the `gaussian`
+  device (sigma 0.1), and with the hidden layer left as it was drawn.
 
 Settings are chosen on 10 % of the training records, held out, with one seed; that choice is not paid for, as in the
 papers. The measured runs train on all 60,000 records with five other seeds. Features are cached (OPUSIM_CACHE).
@@ -35,14 +36,17 @@ PHOTONIC: dict[str, Any] = {
     "device": {"name": "gaussian", "noise": {"sigma": 0.1}},
     "model": {"initial_output": "feedback"},
 }
-WIDTH = 256
+COMPONENTS: dict[str, Any] = {"components": 1000, "components_from": "synthetic", "whitening": 0.5}
+WIDTH = 128
+HIDDEN: dict[str, Any] = {"epochs": 20, "data": {"name": "fashion-mnist", **COMPONENTS}}
 FROZEN: dict[str, Any] = {
     "name": "benchmarks.private_accuracy.models:frozen_hidden_layer",
     "options": {"width": WIDTH},
 }
 EPSILONS = (3.0, 1.0)
 LINEAR_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.0, 0.5)}
-HIDDEN_GRID = {"optimizer.lr": (4.0, 8.0), "optimizer.schedule": ("linear",)}
+COMPONENTS_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.25,)}
+HIDDEN_GRID = {"optimizer.lr": (4.0, 8.0), "optimizer.averaged_tail": (0.25,)}
 LITERATURE = {
     ("fashion-mnist", 3.0): "89.7 (ScatterNet and a linear model, Tramer and Boneh 2021), 89.0 (re-run)",
     ("fashion-mnist", 1.0): "85.5 (ScatterNet re-run), 86.25 (importance sampling)",
@@ -58,18 +62,26 @@ def _linear(data: str) -> RowPlan:
     return RowPlan(config=config, grid=LINEAR_GRID, epsilons=EPSILONS)
 
 
+def _components(data: str) -> RowPlan:
+    config = {"data": {"name": data, **COMPONENTS}, "model": {"hidden": []}}
+    return RowPlan(config=config, grid=COMPONENTS_GRID, epsilons=EPSILONS)
+
+
 def _hidden(config: dict[str, Any]) -> RowPlan:
-    plan = merged({"data": {"name": "fashion-mnist"}, "model": {"hidden": [WIDTH]}}, config)
+    plan = merged({**HIDDEN, "model": {"hidden": [WIDTH]}}, config)
     return RowPlan(config=plan, grid=HIDDEN_GRID, epsilons=(3.0,))
 
 
 ROWS = {
     "fashion-mnist, linear, DP-SGD": _linear("fashion-mnist"),
-    "mnist, linear, DP-SGD": _linear("mnist"),
+    "fashion-mnist, linear on components, DP-SGD": _components("fashion-mnist"),
+    "mnist, linear on components, DP-SGD": _components("mnist"),
     "fashion-mnist, hidden, DP-SGD": _hidden({}),
     "fashion-mnist, hidden, pdfa": _hidden(PHOTONIC),
     "fashion-mnist, hidden, frozen": RowPlan(
-        config={"data": {"name": "fashion-mnist"}, "model": FROZEN}, grid=HIDDEN_GRID, epsilons=(3.0,)
+        config={**HIDDEN, "model": FROZEN},
+        grid=HIDDEN_GRID,
+        epsilons=(3.0,),
     ),
 }
 TABLE = TunedRows(

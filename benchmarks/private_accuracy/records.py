@@ -43,10 +43,16 @@ FROZEN: dict[str, Any] = {
     "name": "benchmarks.private_accuracy.models:frozen_hidden_layer",
     "options": {"width": WIDTH},
 }
+TRANSFERRED: dict[str, Any] = {
+    "data": {"name": "cifar-10", **COMPONENTS},
+    "model": {"hidden": []},
+    "optimizer": {"lr": 16.0, "averaged_tail": 0.25},
+}
+"""Settings chosen for FashionMNIST."""
 EPSILONS = (3.0, 1.0)
 LINEAR_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.0, 0.5)}
-COMPONENTS_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.25,)}
-HIDDEN_GRID = {"optimizer.lr": (4.0, 8.0), "optimizer.averaged_tail": (0.25,)}
+COMPONENTS_GRID = {"optimizer.lr": (8.0, 16.0, 32.0), "optimizer.averaged_tail": (0.25,)}
+HIDDEN_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.25,)}
 LITERATURE = {
     ("fashion-mnist", 3.0): "89.7 (ScatterNet and a linear model, Tramer and Boneh 2021), 89.0 (re-run)",
     ("fashion-mnist", 1.0): "85.5 (ScatterNet re-run), 86.25 (importance sampling)",
@@ -76,6 +82,7 @@ ROWS = {
     "fashion-mnist, linear, DP-SGD": _linear("fashion-mnist"),
     "fashion-mnist, linear on components, DP-SGD": _components("fashion-mnist"),
     "mnist, linear on components, DP-SGD": _components("mnist"),
+    "cifar-10, linear on components, DP-SGD": RowPlan(config=TRANSFERRED, grid={}, epsilons=(3.0,)),
     "fashion-mnist, hidden, DP-SGD": _hidden({}),
     "fashion-mnist, hidden, pdfa": _hidden(PHOTONIC),
     "fashion-mnist, hidden, frozen": RowPlan(

@@ -336,7 +336,7 @@ class PrincipalComponents:
                 f"data.components = {n_components} exceeds the {values.shape[1]} features; lower it"
             )
         mean = values.mean(axis=0)
-        values -= mean
+        values = values - mean
         if len(values) < values.shape[1]:  # the same components of the smaller of the two matrices
             variances, vectors = np.linalg.eigh(values @ values.T / len(values))
             vectors = values.T @ vectors / np.sqrt(len(values) * np.maximum(variances, 1e-300))

@@ -33,11 +33,13 @@ class RowPlan:
         config: Of its runs, over the table's own.
         grid: Values of keys to try.
         epsilons: Budgets.
+        seeds: Of its measured runs; None takes the table's.
     """
 
     config: Mapping[str, Any]
     grid: Mapping[str, tuple[Any, ...]]
     epsilons: tuple[float, ...]
+    seeds: tuple[int, ...] | None = None
 
     @property
     def points(self) -> list[Point]:
@@ -121,7 +123,11 @@ class TunedRows:
     def measure(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0) -> None:
         """Train each row's best point with the other seeds, and print the table."""
         chosen = self._chosen(rows, epsilon)
-        tasks = [(*cell, self.best_point(*cell), seed) for cell in chosen for seed in self.seeds]
+        tasks = [
+            (*cell, self.best_point(*cell), seed)
+            for cell in chosen
+            for seed in self.rows[cell[0]].seeds or self.seeds
+        ]
         own: list[dict[str, Any]] = []
         names = list(self.rows)
         for run in self._runs(tasks, jobs):

@@ -269,7 +269,9 @@ def pages() -> dict[Path, str]:
     with_attack = with_block(with_account, "count_attack", count_attack.docs_table())
     return {
         readme: with_block(readme.read_text(), "measured", measured),
-        choosing: with_block(choosing.read_text(), "protections", protections),
+        choosing: with_block(
+            with_block(choosing.read_text(), "protections", protections), "literature", records.docs_table()
+        ),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
         camera: with_block(with_attack, "effects", effects.docs_table()),
         serving: with_block(with_served_faults, "served", served.docs_table()),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 
 import torch
 from torch import Tensor
 
 from opusim.errors import ConfigError
-from training.data.dataset import Dataset
+from training.data.dataset import Dataset, PrincipalComponents, Standardisation
 from training.data.features import map_from_facts
 from training.data.public_map import public_features
 
@@ -19,18 +21,20 @@ _RADII = (0.06, 0.4)
 _PRESENT = 0.7
 
 
-def synthetic_features(dataset: Dataset, *, cached: bool) -> Tensor:
-    """Return the features of invented images of a data set's shape: standardised like its own, behind its public map.
+def synthetic_components(
+    dataset: Dataset, n_components: int, *, whitening: float, cached: bool
+) -> PrincipalComponents:
+    """Return principal components of invented images of a data set's shape: standardised like its own, and mapped.
 
     Args:
         dataset: Images (c, h, w), standardised, behind a public map or not. No record of it is read.
+        n_components: At most 2999.
+        whitening: See `PrincipalComponents.fit`.
         cached: See `training.data.public_map.with_public_features`.
-
-    Returns:
-        Shape (3000, d).
 
     Raises:
         ConfigError: Its records are no images.
+        ValueError: There are too few components.
     """
     public = None if dataset.public_map is None else map_from_facts(dataset.public_map)
     shape = dataset.record_shape if public is None else public.record_shape
@@ -39,8 +43,24 @@ def synthetic_features(dataset: Dataset, *, cached: bool) -> Tensor:
             f"'synthetic' is for images (c, h, w), and records have the shape {tuple(shape)}; leave it out"
         )
         raise ConfigError("configuration", "data.components_from", reason)
-    images = dataset.standardisation.apply(random_shapes(shape, _COUNT).flatten(1))
-    return images if public is None else public_features(public, images, cached=cached)
+    facts = None if public is None else json.dumps(public.facts, sort_keys=True)
+    return _fitted(shape, dataset.standardisation, facts, n_components, whitening, cached)
+
+
+@functools.lru_cache(maxsize=2)
+def _fitted(
+    shape: tuple[int, ...],
+    standardisation: Standardisation,
+    facts: str | None,
+    n_components: int,
+    whitening: float,
+    cached: bool,
+) -> PrincipalComponents:
+    """Return the components once for all runs of a process that ask for the same."""
+    x = standardisation.apply(random_shapes(shape, _COUNT).flatten(1))
+    if facts is not None:
+        x = public_features(map_from_facts(json.loads(facts)), x, cached=cached)
+    return PrincipalComponents.fit(x, n_components, whitening=whitening, public=True)
 
 
 def random_shapes(shape: tuple[int, ...], count: int, *, seed: int = _SEED) -> Tensor:

@@ -139,8 +139,8 @@ def page_section() -> str:
         "`measure`). Settings of FashionMNIST were chosen on 10 % of its training records with one other seed "
         f"({len(results['trials'])} trials in the results file, after some {EXPLORED} exploratory ones on those "
         "records: features, components, whitening, averages, batch sizes); the choice is not paid for and no "
-        "guarantee here covers it, as in the papers compared with. MNIST and CIFAR-10 (a copy in JPEG) take the settings "
-        "chosen for FashionMNIST."
+        "guarantee here covers it, as in the papers compared with. MNIST and CIFAR-10 (a copy in JPEG) take the "
+        "settings chosen for FashionMNIST."
     )
     grids = ", ".join(
         f"{key.split('.')[-1]} of {', '.join(f'{value:g}' for value in values)}"

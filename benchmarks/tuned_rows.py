@@ -33,11 +33,13 @@ class RowPlan:
         config: Of its runs, over the table's own.
         grid: Values of keys to try.
         epsilons: Budgets.
+        seeds: Of its measured runs; None takes the table's.
     """
 
     config: Mapping[str, Any]
     grid: Mapping[str, tuple[Any, ...]]
     epsilons: tuple[float, ...]
+    seeds: tuple[int, ...] | None = None
 
     @property
     def points(self) -> list[Point]:
@@ -109,14 +111,10 @@ class TunedRows:
         """Try every point of every grid with one seed; the best by validation accuracy is kept."""
         chosen = self._chosen(rows, epsilon)
         tasks = [(*cell, point, self.tuning_seed) for cell in chosen for point in self.rows[cell[0]].points]
-        trials = [
-            trial
-            for trial in self.results.get("trials", [])
-            if (trial["row"], trial["epsilon"]) not in chosen
-        ]
+        trials: list[dict[str, Any]] = []
         for trial in self._runs(tasks, jobs):
             trials.append({key: trial[key] for key in ("row", "epsilon", "point", "validation", "seconds")})
-            self._save(trials=trials)
+            self._save(trials=self._others("trials", chosen) + trials)
             print(
                 f"{trial['row']}, {trial['epsilon']:g}, {trial['point']}: {trial['validation']:.2f}",
                 flush=True,
@@ -125,21 +123,28 @@ class TunedRows:
     def measure(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0) -> None:
         """Train each row's best point with the other seeds, and print the table."""
         chosen = self._chosen(rows, epsilon)
-        tasks = [(*cell, self.best_point(*cell), seed) for cell in chosen for seed in self.seeds]
-        runs = [run for run in self.results.get("runs", []) if (run["row"], run["epsilon"]) not in chosen]
+        tasks = [
+            (*cell, self.best_point(*cell), seed)
+            for cell in chosen
+            for seed in self.rows[cell[0]].seeds or self.seeds
+        ]
+        own: list[dict[str, Any]] = []
         names = list(self.rows)
         for run in self._runs(tasks, jobs):
-            runs.append(run)
+            own.append(run)
+            runs = [*self._others("runs", chosen), *own]
             runs.sort(key=lambda each: (names.index(each["row"]), -each["epsilon"], each["seed"]))
             self._save(runs=runs, cells=self.cells_of(runs))
-        print_table("Test accuracy under protection", COLUMN_NAMES, table_rows(self.cells_of(runs)))
+        print_table("Test accuracy under protection", COLUMN_NAMES, table_rows(self.results["cells"]))
 
     def best_point(self, row: str, epsilon: float) -> Point:
-        """Return the point of the best validation accuracy.
+        """Return the point of the best validation accuracy, or the only one.
 
         Raises:
             ValueError: No trial was made.
         """
+        if len(self.rows[row].points) == 1:
+            return self.rows[row].points[0]
         trials = self.results.get("trials", [])
         mine = [trial for trial in trials if (trial["row"], trial["epsilon"]) == (row, epsilon)]
         if not mine:
@@ -178,6 +183,10 @@ class TunedRows:
     def results(self) -> dict[str, Any]:
         """What was measured so far."""
         return load_results(self.name)
+
+    def _others(self, kind: str, chosen: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
+        """Return what the file now holds of other cells, which another process may be writing."""
+        return [each for each in self.results.get(kind, []) if (each["row"], each["epsilon"]) not in chosen]
 
     def _chosen(self, rows: str, epsilon: float) -> list[tuple[str, float]]:
         """Return the cells whose row contains a text, at one epsilon or all."""

@@ -338,7 +338,9 @@ def pages() -> dict[Path, str]:
         camera_text = with_block(camera_text, name, table)
     return {
         readme: with_block(with_measured, "audited", guarantees.readme_table()),
-        choosing: with_block(choosing.read_text(), "protections", protections),
+        choosing: with_block(
+            with_block(choosing.read_text(), "protections", protections), "literature", records.docs_table()
+        ),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
         camera: camera_text,
         serving: with_block(with_served_faults, "served", served.docs_table()),

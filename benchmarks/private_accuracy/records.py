@@ -1,10 +1,12 @@
 """How accurate is training that protects whole records, on public features of images, against the literature?
 
 Linear models and networks with one hidden layer on scattering features, with group normalisation over 27 groups as in
-Tramer and Boneh (ICLR 2021); delta 1e-5, one record added or removed, secret Poisson batches, constant divisor.
+Tramer and Boneh (ICLR 2021); delta 1e-5, one record against an empty place, secret Poisson batches, constant divisor.
 - `linear`: DP-SGD of a linear model.
-- `hidden`: one hidden layer of 256, by DP-SGD, by photonic DFA through the `gaussian` device (sigma 0.1), and with the
-  hidden layer left as it was drawn.
+- `components`: the same on 1,000 components, half whitened, that were computed from invented images.
+- `pixels`: DP-SGD of one hidden layer of 256, on 500 such components of the pixels themselves.
+- `hidden`: one hidden layer of 128 on those components, 20 epochs, by DP-SGD, by photonic DFA through the `gaussian`
+  device (sigma 0.1), and with the hidden layer left as it was drawn.
 
 Settings are chosen on 10 % of the training records, held out, with one seed; that choice is not paid for, as in the
 papers. The measured runs train on all 60,000 records with five other seeds. Features are cached (OPUSIM_CACHE).
@@ -35,22 +37,43 @@ PHOTONIC: dict[str, Any] = {
     "device": {"name": "gaussian", "noise": {"sigma": 0.1}},
     "model": {"initial_output": "feedback"},
 }
-WIDTH = 256
+COMPONENTS: dict[str, Any] = {"components": 1000, "components_from": "synthetic", "whitening": 0.5}
+WIDTH = 128
+HIDDEN: dict[str, Any] = {"epochs": 20, "data": {"name": "fashion-mnist", **COMPONENTS}}
 FROZEN: dict[str, Any] = {
     "name": "benchmarks.private_accuracy.models:frozen_hidden_layer",
     "options": {"width": WIDTH},
 }
+TRANSFERRED: dict[str, Any] = {
+    "model": {"hidden": []},
+    "optimizer": {"lr": 16.0, "averaged_tail": 0.25},
+}
+"""Settings chosen for FashionMNIST."""
+EXPLORED = 90
+"""Exploratory trials on the same held-out records of FashionMNIST, whose results are not kept."""
 EPSILONS = (3.0, 1.0)
 LINEAR_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.0, 0.5)}
-HIDDEN_GRID = {"optimizer.lr": (4.0, 8.0), "optimizer.schedule": ("linear",)}
-LITERATURE = {
-    ("fashion-mnist", 3.0): "89.7 (ScatterNet and a linear model, Tramer and Boneh 2021), 89.0 (re-run)",
-    ("fashion-mnist", 1.0): "85.5 (ScatterNet re-run), 86.25 (importance sampling)",
-    ("mnist", 3.0): "98.7 (ScatterNet and a linear model, Tramer and Boneh 2021), 98.3 (re-run)",
-    ("mnist", 1.0): "97.8 (ScatterNet re-run)",
-}
-"""Test accuracy of others, per cent; none pays for its choice of settings."""
-REQUIRED = {("fashion-mnist", 3.0): 89.7, ("fashion-mnist", 1.0): 86.3, ("mnist", 3.0): 98.7}
+COMPONENTS_GRID = {"optimizer.lr": (8.0, 16.0, 32.0), "optimizer.averaged_tail": (0.25,)}
+HIDDEN_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.25,)}
+LITERATURE: tuple[tuple[str, float, str, float], ...] = (
+    ("fashion-mnist", 3.0, "ScatterNet and a linear model (Tramer and Boneh 2021)", 89.7),
+    ("fashion-mnist", 3.0, "the same, run again (Fu et al. 2024)", 89.0),
+    ("fashion-mnist", 3.0, "importance sampling, DPIS (Fu et al. 2024)", 88.8),
+    ("fashion-mnist", 3.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 86.3),
+    ("fashion-mnist", 3.0, "DPSUR, claimed (Fu et al. 2024)", 89.7),
+    ("fashion-mnist", 1.0, "ScatterNet, run again (Fu et al. 2024)", 85.5),
+    ("fashion-mnist", 1.0, "importance sampling, DPIS (Fu et al. 2024)", 86.3),
+    ("fashion-mnist", 1.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 83.6),
+    ("fashion-mnist", 1.0, "DPSUR, claimed (Fu et al. 2024)", 88.4),
+    ("mnist", 3.0, "ScatterNet and a linear model (Tramer and Boneh 2021)", 98.7),
+    ("mnist", 3.0, "the same, run again (Fu et al. 2024)", 98.3),
+    ("mnist", 3.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 98.2),
+    ("mnist", 3.0, "DPSUR, claimed (Fu et al. 2024)", 98.9),
+    ("cifar-10", 3.0, "ScatterNet and a linear model (Tramer and Boneh 2021)", 67.0),
+    ("cifar-10", 3.0, "ScatterNet and a CNN (Tramer and Boneh 2021)", 69.3),
+    ("cifar-10", 3.0, "tempered sigmoid CNN on pixels (Fu et al. 2024)", 60.4),
+)
+"""Data, epsilon, method and test accuracy of others, per cent; none pays for its choice of settings."""
 
 
 def _linear(data: str) -> RowPlan:
@@ -58,18 +81,40 @@ def _linear(data: str) -> RowPlan:
     return RowPlan(config=config, grid=LINEAR_GRID, epsilons=EPSILONS)
 
 
+def _transferred(data: str) -> RowPlan:
+    return RowPlan(config={"data": {"name": data, **COMPONENTS}, **TRANSFERRED}, grid={}, epsilons=(3.0,))
+
+
+def _pixels(data: str) -> RowPlan:
+    config = {
+        "data": {"name": data, **COMPONENTS, "components": 500, "features": None, "features_groups": None},
+        "model": {"hidden": [256]},
+    }
+    return RowPlan(config=config, grid=HIDDEN_GRID, epsilons=(3.0,), seeds=(0, 1, 2))
+
+
 def _hidden(config: dict[str, Any]) -> RowPlan:
-    plan = merged({"data": {"name": "fashion-mnist"}, "model": {"hidden": [WIDTH]}}, config)
-    return RowPlan(config=plan, grid=HIDDEN_GRID, epsilons=(3.0,))
+    plan = merged({**HIDDEN, "model": {"hidden": [WIDTH]}}, config)
+    return RowPlan(config=plan, grid=HIDDEN_GRID, epsilons=(3.0,), seeds=(0, 1, 2))
 
 
 ROWS = {
     "fashion-mnist, linear, DP-SGD": _linear("fashion-mnist"),
-    "mnist, linear, DP-SGD": _linear("mnist"),
+    "fashion-mnist, linear on components, DP-SGD": RowPlan(
+        config={"data": {"name": "fashion-mnist", **COMPONENTS}, "model": {"hidden": []}},
+        grid=COMPONENTS_GRID,
+        epsilons=EPSILONS,
+    ),
+    "mnist, linear on components, DP-SGD": _transferred("mnist"),
+    "cifar-10, linear on components, DP-SGD": _transferred("cifar-10"),
+    "fashion-mnist, pixels, DP-SGD": _pixels("fashion-mnist"),
     "fashion-mnist, hidden, DP-SGD": _hidden({}),
     "fashion-mnist, hidden, pdfa": _hidden(PHOTONIC),
     "fashion-mnist, hidden, frozen": RowPlan(
-        config={"data": {"name": "fashion-mnist"}, "model": FROZEN}, grid=HIDDEN_GRID, epsilons=(3.0,)
+        config={**HIDDEN, "model": FROZEN},
+        grid=HIDDEN_GRID,
+        epsilons=(3.0,),
+        seeds=(0, 1, 2),
     ),
 }
 TABLE = TunedRows(
@@ -89,20 +134,46 @@ def page_section() -> str:
     if not results.get("cells"):
         return ""
     text = (
-        f"60,000 private records; test accuracy, mean of five seeds and its standard error ({results['date']}, "
-        f"{command(MODULE, 'tune')}, then `measure`). Settings were chosen on 6,000 of the records with one other seed "
-        f"({len(results['trials'])} trials in all); the choice is not paid for and no guarantee here covers it, as in "
-        "the papers compared with."
+        "All training records are private (50,000 of CIFAR-10, else 60,000); test accuracy, mean of five seeds (three "
+        f"for `hidden` and `pixels`) and its standard error ({results['date']}, {command(MODULE, 'tune')}, then "
+        "`measure`). Settings of FashionMNIST were chosen on 10 % of its training records with one other seed "
+        f"({len(results['trials'])} trials in the results file, after some {EXPLORED} exploratory ones on those "
+        "records: features, components, whitening, averages, batch sizes); the choice is not paid for and no "
+        "guarantee here covers it, as in the papers compared with. MNIST and CIFAR-10 (a copy in JPEG) take the "
+        "settings chosen for FashionMNIST."
     )
-    peers = [
-        (data, f"{epsilon:g}", f"{REQUIRED.get((data, epsilon), '-')}", figures)
-        for (data, epsilon), figures in LITERATURE.items()
-    ]
+    grids = ", ".join(
+        f"{key.split('.')[-1]} of {', '.join(f'{value:g}' for value in values)}"
+        for key, values in COMPONENTS_GRID.items()
+    )
+    grid = f"The grid of the rows on components: {grids}; that of the others is in the program."
     return section(
-        "Records on public features",
-        text,
-        markdown(COLUMN_NAMES, table_rows(results["cells"])),
-        markdown(("data", "epsilon", "required [%]", "others [%]"), peers),
+        "Records on public features", text, markdown(COLUMN_NAMES, table_rows(results["cells"])), grid
+    )
+
+
+def docs_table() -> str:
+    """Return our accuracies next to those of others, for the documentation."""
+    ours = [
+        (
+            cell["row"].partition(", ")[0],
+            cell["epsilon"],
+            f"opusim: {cell['row'].partition(', ')[2]}",
+            f"**{cell['test']:.2f} ± {cell['test_standard_error']:.2f}**",
+        )
+        for cell in load_results(NAME).get("cells", [])
+    ]
+    measured = {row[0] for row in ours}
+    others = [
+        (data, epsilon, method, f"{value:.1f}")
+        for data, epsilon, method, value in LITERATURE
+        if data in measured
+    ]
+    places = {(data, epsilon): number for number, (data, epsilon, *_) in enumerate(reversed(others))}
+    rows = sorted([*ours, *others], key=lambda row: -places.get(row[:2], -1))
+    return markdown(
+        ("data", "epsilon", "method", "test accuracy [%]"),
+        [(data, f"{epsilon:g}", method, value) for data, epsilon, method, value in rows],
     )
 
 
@@ -112,7 +183,7 @@ def headline_rows() -> list[Row]:
     figures = "; ".join(
         f"{cell['row'].partition(',')[0]} at epsilon {cell['epsilon']:g}: {cell['test']:.1f}"
         for cell in cells
-        if ", linear" in cell["row"]
+        if ", linear on components" in cell["row"]
     )
     claim = "DP-SGD of linear models on scattering features, test accuracy [%], delta 1e-5"
     return [(claim, figures, command(MODULE, "measure"))] if figures else []

@@ -23,7 +23,7 @@ class DataConfig(Section):
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
-            keys=("data.whitening",),
+            keys=("data.whitening", "data.components_from"),
             needs="data.components",
             holds=lambda run: run.data.components is not None,
         ),
@@ -121,7 +121,10 @@ class DataConfig(Section):
     """Give each of this many groups of neighbouring channels behind data.features the mean 0 and the variance 1 within
     its record."""
     components: int | None = Field(None, ge=1)
-    """Replace the features by this many principal components of the training records; only for public features."""
+    """Replace the features by this many principal components of data.components_from."""
+    components_from: Literal["records", "synthetic"] = "records"
+    """records: the training records, so only for public features. synthetic: invented images of their shape, behind
+    data.features, into which no record enters; at most 2999 components."""
     whitening: float = Field(0.5, ge=0.0, le=1.0)
     """How far the variances of the components are equalised: 0 not at all, 1 completely."""
     label: Annotated[

@@ -21,6 +21,8 @@ Target = Literal["class", "tokens", "real", "labels"]
 """What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""
 PADDING = -100
 """A token of y that is not predicted, at the end of a record that is shorter than others."""
+_BLOCK = 4096
+"""Records whose components are computed at once."""
 
 
 class DataError(OpusimError, ValueError):
@@ -297,18 +299,23 @@ def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[A
 class PrincipalComponents:
     """The affine map x -> (x - mean) axes.
 
-    It is computed from all training records without noise, so a guarantee admits it only if their features are public.
+    Components of the training records are computed without noise, so a guarantee admits them only if the records'
+    features are public.
 
     Attributes:
         mean: Shape (d,), float64.
         axes: Orthogonal columns, each scaled, shape (d, k), float64.
+        public: Whether they were computed without the records that they are applied to.
     """
 
     mean: np.ndarray
     axes: np.ndarray
+    public: bool = False
 
     @classmethod
-    def fit(cls, x: Tensor, n_components: int, *, whitening: float) -> PrincipalComponents:
+    def fit(
+        cls, x: Tensor, n_components: int, *, whitening: float, public: bool = False
+    ) -> PrincipalComponents:
         """Compute the leading principal components of some records.
 
         Component j of standard deviation s_j is scaled to a standard deviation proportional to s_j^(1 - whitening), so
@@ -318,6 +325,7 @@ class PrincipalComponents:
             x: Records, shape (n, d).
             n_components: k, from 1 to d.
             whitening: From 0 (relative variances as they are) to 1 (equal variances).
+            public: Whether x holds none of the records that the map is for.
 
         Raises:
             ValueError: k exceeds the number of features, or of components with a variance above 0.
@@ -328,7 +336,12 @@ class PrincipalComponents:
                 f"data.components = {n_components} exceeds the {values.shape[1]} features; lower it"
             )
         mean = values.mean(axis=0)
-        variances, vectors = np.linalg.eigh((values - mean).T @ (values - mean) / len(values))
+        values = values - mean
+        if len(values) < values.shape[1]:  # the same components of the smaller of the two matrices
+            variances, vectors = np.linalg.eigh(values @ values.T / len(values))
+            vectors = values.T @ vectors / np.sqrt(len(values) * np.maximum(variances, 1e-300))
+        else:
+            variances, vectors = np.linalg.eigh(values.T @ values / len(values))
         largest = np.argsort(variances)[::-1][:n_components]
         stds, vectors = np.sqrt(np.maximum(variances[largest], 0.0)), vectors[:, largest]
         if not stds[-1] > 1e-6 * stds[0]:
@@ -338,12 +351,13 @@ class PrincipalComponents:
             )
         signs = np.sign(vectors[np.argmax(np.abs(vectors), axis=0), np.arange(n_components)])
         scaled = stds ** (1 - whitening)
-        return cls(mean=mean, axes=vectors * signs * stds**-whitening / np.sqrt(np.mean(scaled**2)))
+        axes = vectors * signs * stds**-whitening / np.sqrt(np.mean(scaled**2))
+        return cls(mean=mean, axes=axes, public=public)
 
     @classmethod
-    def from_array(cls, rows: np.ndarray) -> PrincipalComponents:
+    def from_array(cls, rows: np.ndarray, *, public: bool = False) -> PrincipalComponents:
         """Rebuild the map from what `to_array` returned."""
-        return cls(mean=rows[0], axes=rows[1:].T)
+        return cls(mean=rows[0], axes=rows[1:].T, public=public)
 
     def to_array(self) -> np.ndarray:
         """Return the mean and then the axes as rows, shape (k + 1, d)."""
@@ -355,9 +369,13 @@ class PrincipalComponents:
         return len(self.mean)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the components of records (n, d), float32, shape (n, k)."""
-        mean, axes = torch.from_numpy(self.mean).to(x.device), torch.from_numpy(self.axes).to(x.device)
-        return ((x.double() - mean) @ axes).float()
+        """Return the components of records (n, d), float32, shape (n, k); of half-precision ones in float32."""
+        dtype = torch.float32 if x.dtype == torch.float16 else torch.float64
+        mean, axes = (torch.from_numpy(part).to(x.device, dtype) for part in (self.mean, self.axes))
+        found = torch.empty(len(x), axes.shape[1], device=x.device)
+        for start in range(0, len(x), _BLOCK):
+            found[start : start + _BLOCK] = (x[start : start + _BLOCK].to(dtype) - mean) @ axes
+        return found
 
 
 def reduced(dataset: Dataset, components: PrincipalComponents) -> Dataset:

@@ -143,7 +143,7 @@ def with_public_features(dataset: Dataset, public: PublicMap, *, cached: bool) -
     """
 
     def mapped(split: Split) -> Split:
-        return Split(_kept(public, split.x) if cached else public.apply(split.x), split.y)
+        return Split(public_features(public, split.x, cached=cached), split.y)
 
     return replace(
         dataset,
@@ -155,8 +155,16 @@ def with_public_features(dataset: Dataset, public: PublicMap, *, cached: bool) -
     )
 
 
-def _kept(public: PublicMap, x: Tensor) -> Tensor:
-    """Return the features of records from the cache, or compute and keep them."""
+def public_features(public: PublicMap, x: Tensor, *, cached: bool) -> Tensor:
+    """Return the features of records, float16; from the cache, or kept there, if `cached`.
+
+    Args:
+        public: The map.
+        x: Standardised features, shape (records, n_inputs).
+        cached: See `with_public_features`.
+    """
+    if not cached:
+        return public.apply(x)
     digest = hashlib.blake2b(json.dumps(public.facts, sort_keys=True).encode(), digest_size=16)
     digest.update(x.cpu().contiguous().numpy().view(np.uint8).data)
     file = cache_folder() / f"{digest.hexdigest()}.npy"

@@ -32,6 +32,7 @@ from training.data.dataset import PrincipalComponents, reduced
 from training.data.features import map_from_facts, named_map
 from training.data.public_map import with_public_features
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
+from training.data.synthetic_images import synthetic_components
 from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from training.engine.certified import certificate_of, credit_of, monitored
@@ -417,9 +418,17 @@ def with_principal_components(config: RunConfig, dataset: Dataset, folder: RunFo
     if dataset.holds_tokens:
         reason = f"{wanted} is for features, and these records hold tokens; leave it out"
         raise ConfigError("configuration", "data.components", reason)
+    public = config.data.components_from == "synthetic"
     if folder is not None:
-        return reduced(dataset, PrincipalComponents.from_array(read_array(folder.components_file)))
-    return reduced(dataset, PrincipalComponents.fit(dataset.train.x, wanted, whitening=config.data.whitening))
+        components = PrincipalComponents.from_array(read_array(folder.components_file), public=public)
+        return reduced(dataset, components)
+    whitening = config.data.whitening
+    if public:
+        cached = not config.data.is_own
+        components = synthetic_components(dataset, wanted, whitening=whitening, cached=cached)
+    else:
+        components = PrincipalComponents.fit(dataset.train.x, wanted, whitening=whitening)
+    return reduced(dataset, components)
 
 
 def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:

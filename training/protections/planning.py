@@ -112,10 +112,10 @@ def require_covered(plan: Plan) -> None:
             "the features were standardised by statistics of the data, which no guarantee covers; "
             "use public constants (data.mean and data.std)"
         )
-    if options.protects == "records" and dataset.components is not None:
+    if options.protects == "records" and not (dataset.components is None or dataset.components.public):
         raise NoGuarantee(
             f"data.components = {config.data.components}: principal components are computed from the private records, "
-            "which no guarantee covers; leave it out"
+            "which no guarantee covers; leave it out, or take data.components_from = 'synthetic' for images"
         )
     if config.data.is_own:
         _require_stated_numbers(config, dataset)

@@ -10,8 +10,10 @@ import torch
 
 import training
 from accounting.errors import NoGuarantee
+from opusim.errors import ConfigError
 from training.data import from_arrays
 from training.data.dataset import PrincipalComponents, reduced
+from training.data.synthetic_images import random_shapes
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.run import evaluate_run
 from training.runs.storage import read_array, write_array
@@ -143,3 +145,65 @@ def test_private_records_have_no_components(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     labels = {**config, "protection": {"kind": "label-amplified", "epsilon": 3.0}}
     assert training.train(labels, data=data(), folder=tmp_path / "run").guarantees[0].status == "proven"
+
+
+def test_components_of_fewer_records_than_features_are_the_same() -> None:
+    """The smaller of the two matrices is decomposed."""
+    x = records()[: D - 2]
+    doubled = torch.cat([x, x])  # the same mean and covariance
+    few = PrincipalComponents.fit(x, SMALL, whitening=0.5)
+    many = PrincipalComponents.fit(doubled, SMALL, whitening=0.5)
+    np.testing.assert_allclose(few.mean, many.mean, rtol=1e-9)
+    np.testing.assert_allclose(few.axes, many.axes, rtol=1e-6, atol=1e-9)
+
+
+OF_IMAGES = {
+    **CONFIG,
+    "data": {"components": SMALL, "components_from": "synthetic", "n_classes": 3, "mean": 0.5, "std": 0.3},
+    "sampler": {"scheme": "poisson", "batch_size": 30},
+    "protection": {"kind": "record", "epsilon": 3.0},
+}
+
+
+def images(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return generator.random((N, 1, 8, 8), dtype=np.float32), np.arange(N) % 3
+
+
+def test_synthetic_components_hold_nothing_of_the_records(tmp_path: Path) -> None:
+    """A run with whole records protected takes them, and other records of that shape give the same ones."""
+    runs = [training.train(OF_IMAGES, data=images(seed), folder=tmp_path / str(seed)) for seed in (1, 2)]
+    assert [run.guarantees[0].status for run in runs] == ["proven", "proven"]
+    first, second = (read_array(run.folder.components_file) for run in runs)
+    assert np.array_equal(first, second)
+    assert (
+        runs[0].evaluate(*images(1))["accuracy"]
+        == training.load_run(tmp_path / "1").evaluate(*images(1))["accuracy"]
+    )
+    unprotected = {**CONFIG, "data": {**OF_IMAGES["data"], "components_from": "records"}}
+    fitted = training.train(unprotected, data=images(1), folder=tmp_path / "fitted")
+    assert not np.array_equal(read_array(fitted.folder.components_file), first)
+
+
+def test_a_protected_run_resumes_with_synthetic_components(tmp_path: Path, stop_at: type) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        training.train(OF_IMAGES, data=images(1), folder=tmp_path, watcher=stop_at(5))
+    assert training.train(data=images(1), folder=tmp_path, resume=True).guarantees[0].status == "proven"
+
+
+def test_synthetic_components_are_for_images(tmp_path: Path) -> None:
+    config = {**CONFIG, "data": {"components": SMALL, "components_from": "synthetic", "n_classes": 3}}
+    with pytest.raises(ConfigError, match=r"data.components_from: 'synthetic' is for images.*\(7,\)"):
+        training.train(config, data=data(), folder=tmp_path / "run")
+
+
+def test_random_shapes_are_images_in_the_unit_interval() -> None:
+    found = random_shapes((3, 16, 20), 400)
+    assert found.shape == (400, 3, 16, 20)
+    assert float(found.min()) == 0.0
+    assert 0.9 < float(found.max()) <= 1.0
+    assert torch.equal(found, random_shapes((3, 16, 20), 400))
+    corners = (
+        found[:, :, 0, 0].mean(dim=1).view(-1, 2).mean(dim=0)
+    )  # of images with shapes in the middle, of others
+    assert float(corners[0]) < 0.05 < float(corners[1])

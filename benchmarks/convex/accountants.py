@@ -28,7 +28,7 @@ from accounting.guarantee import Adjacency
 from accounting.records.additive_noise import PoissonGaussian
 from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
-from training.reports.run_figures import save_figure, style
+from training.reports.drawing import save_figure, style
 
 MODULE, NAME = "benchmarks.convex.accountants", "convex_accountants"
 DELTA = 1e-5

@@ -111,7 +111,8 @@ def _versions() -> Iterator[Fact]:
     yield Fact("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
     yield Fact("opusim", version("opusim"))
     absent = []
-    for requirement in map(Requirement, requires("opusim") or ()):
+    listed = [Requirement(text) for text in requires("opusim") or ()]
+    for requirement in listed:
         extra = "" if requirement.marker is None else str(requirement.marker)
         if 'extra == "dev"' in extra:
             continue
@@ -124,11 +125,27 @@ def _versions() -> Iterator[Fact]:
                 yield Fact(requirement.name, f"missing; opusim needs {requirement}", broken=True)
             continue
         fits = requirement.specifier.contains(found, prereleases=True)
+        if (
+            not fits
+            and extra
+            and not all(map(_is_installed, (r for r in listed if r.marker == requirement.marker)))
+        ):
+            continue  # an extra that is not installed asks for nothing
         yield Fact(
             requirement.name, found if fits else f"{found}; opusim needs {requirement}", broken=not fits
         )
     if absent:
         yield Fact("optional, not installed", ", ".join(absent))
+
+
+def _is_installed(requirement: Any) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version(requirement.name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _machine() -> Iterator[Fact]:

@@ -115,3 +115,11 @@ def test_a_device_of_another_package_is_named(tmp_path: Path, monkeypatch: Patch
     broken_package(tmp_path, monkeypatch)
     found = {fact.what: fact.found for fact in doctor._looked_at(doctor._SECTIONS["Devices"])}
     assert found["kind bench of lab_broken"] == "cannot be used, see Entry points"
+
+
+def test_an_extra_that_is_not_installed_is_not_broken(monkeypatch: Patch) -> None:
+    needed = ['numpy>=999; extra == "lighton"', 'no-such-library; extra == "lighton"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: needed)
+    assert not any(fact.broken for fact in doctor._versions())
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: needed[:1])
+    assert any(fact.broken for fact in doctor._versions())

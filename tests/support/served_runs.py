@@ -51,7 +51,7 @@ SEEDS = {"alice": 1, "bob": 2, "ranks": 3}
 EPOCHS = 3
 WINDOW: dict[str, Any] = {"n_inputs": 10, "n_outputs": 32}
 REQUEST_MIB = 1.0
-_TRIES = 200
+_TRIES = 2000
 
 
 class PacedDevice(GaussianDevice):

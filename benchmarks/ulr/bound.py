@@ -90,9 +90,10 @@ def page_section() -> str:
         for row in found.get("rows", [])
     ]
     text = (
-        "Mean cosine between a record's estimate and its gradient, and the epsilon at which DP-SGD's multiplier is larger "
-        "by its inverse. This compares with DP-SGD whose contributions all have the norm C; a clip that small gradients "
-        f"do not fill wastes noise in DP-SGD and not here ({found.get('date')}, {command(MODULE)})."
+        "Mean cosine between a record's estimate and its gradient, and the epsilon at which DP-SGD's multiplier is "
+        "larger by its inverse. This compares with DP-SGD whose contributions all have the norm C; a clip that small "
+        "gradients do not fill wastes noise in DP-SGD and not here "
+        f"({found.get('date')}, {command(MODULE)})."
     )
     header = ("copies are", "K", "cosine", *(f"like DP-SGD's, at epsilon {e:g}" for e in EPSILONS))
     return (

@@ -1,11 +1,10 @@
 """How close can the proven form come to DP-SGD on MNIST, given the variance of its estimate?
 
 A clipped contribution has norm at most C, so its mean part along the gradient is at most C E cos, with the cosine
-between a record's estimate and its gradient. A step of the proven form thus carries at most the signal of a step of DP-
-SGD whose noise multiplier is larger by 1 / E cos. The epsilon at which DP-SGD has that multiplier is the equivalent
-epsilon: with K copies the proven form is about as accurate at epsilon as DP-SGD is there, before the estimate's
-remaining variance, which a batch averages, takes its share. The cosine is measured on 1,000 records, on the network of
-Table 1, before and after an epoch of backpropagation, at sigma = 0.3, antithetic pairs; the smaller of both counts.
+between a record's estimate and its gradient. The equivalent epsilon is that at which DP-SGD has a noise multiplier
+larger by 1 / E cos. It compares with DP-SGD whose contributions all have norm C, and is no bound against DP-SGD whose
+clip small gradients do not fill. The cosine is measured on 1,000 records, on the network of Table 1, before and after
+an epoch of backpropagation, at sigma = 0.3, antithetic pairs; the smaller of both counts.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def page_section() -> str:
     epochs = found["settings"]["epochs"]
     text = (
         f"FashionMNIST, {epochs[0]} epochs clean and {epochs[1]} more with or without the device's own noise at "
-        f"one day, one training seed, means over {chips} chips ({found['date']}, {command(MODULE)}). The standard "
+        f"one day, one training seed, chips: {chips} ({found['date']}, {command(MODULE)}). The standard "
         f"error of an accuracy is {STANDARD_ERROR} points. [The figure](../../docs/analog_lifetimes.png) "
         "shows them."
     )

@@ -225,7 +225,8 @@ def page_section() -> str:
     curves = load_results(NAME).get("curves", {})
     text = (
         "Processor time on one thread, and the slope of its logarithm over the last decade of sizes. "
-        "Memory and several workers were not measured."
+        "Memory and several workers were not measured. A Poisson batch compares one number for each record, and a "
+        "million of them leave the cache."
     )
     return section("Growth with size", text, command(MODULE), markdown(COLUMNS, table_rows(curves)))
 

@@ -142,7 +142,8 @@ class FinalModelGame:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs; a network travels as its facts and tensors."""
-        plans = {name: replace(getattr(self, name), network=None)  # type: ignore[arg-type] for name in ("present", "absent")}
+        absent: Any = None
+        plans = {name: replace(getattr(self, name), network=absent) for name in ("present", "absent")}
         network = self.present.network
         return {**vars(self), **plans, "facts": network.facts, "tensors": dict(network.tensors)}
 

@@ -30,6 +30,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import joblib
 import numpy as np
@@ -138,6 +139,24 @@ class FinalModelGame:
         )
         with_it, without = (_noiseless(one, seed) for one in (game.present, game.absent))
         return replace(game, direction={name: with_it[name] - without[name] for name in with_it})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs; a network travels as its facts and tensors."""
+        absent: Any = None
+        plans = {name: replace(getattr(self, name), network=absent) for name in ("present", "absent")}
+        network = self.present.network
+        return {**vars(self), **plans, "facts": network.facts, "tensors": dict(network.tensors)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        facts, tensors = state.pop("facts"), state.pop("tensors")
+        for name, value in state.items():
+            if name in ("present", "absent"):
+                network = FullyConnected.from_facts(facts)
+                with torch.no_grad():
+                    for own, tensor in network.tensors.items():
+                        tensor.copy_(tensors[own])
+                value = value.on_network(network)
+            object.__setattr__(self, name, value)
 
     def coins(self, trainings: int) -> np.ndarray:
         """Return which trainings have the record, bool, shape (trainings,)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from opusim.errors import ConfigError
 from opusim.serving.keys import Key, Users
-from opusim.serving.zeromq import require_zmq, zmq
+from opusim.serving.zeromq import notice_dead_peers, require_zmq, zmq
 
 _LOG = logging.getLogger("opusim.serving")
 _HANDSHAKE_MS = 10_000
@@ -70,7 +70,7 @@ class Door:
         users: who they are.
         bind: where to listen, such as ``tcp://*:5555``; ``tcp://127.0.0.1:*`` takes a free port.
         largest: bytes of a frame beyond which libzmq hangs up before it takes memory.
-        silence_s: seconds without a sign of life after which libzmq closes a connection.
+        silence_s: seconds without a sign of life of its host after which a connection is closed.
 
     Attributes:
         endpoint: where it listens, with the port.
@@ -116,8 +116,7 @@ class Door:
         router.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING)
         router.setsockopt(zmq.BACKLOG, 4096)
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        router.setsockopt(zmq.HEARTBEAT_IVL, int(500 * silence_s))
-        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s))
+        notice_dead_peers(router, silence_s)
         failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         return router.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 

@@ -12,7 +12,7 @@ from typing import Any
 from opusim.errors import DeviceTimeout, DeviceUnavailable
 from opusim.serving.keys import Key
 from opusim.serving.messages import MIB, BadMessage, Message, read_message
-from opusim.serving.zeromq import require_zmq, zmq
+from opusim.serving.zeromq import notice_dead_peers, require_zmq, zmq
 
 BEAT_S = 2.0
 """Seconds between the signs of life that a client sends, at most."""
@@ -60,8 +60,7 @@ class Link:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * self._beat_s)))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s))
+        notice_dead_peers(socket, silence_s)
         socket.setsockopt(zmq.IPV6, 1)
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         handshakes = failures | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED

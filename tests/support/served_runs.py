@@ -280,9 +280,12 @@ class Play:
         return os.waitpid(self.children.pop(name), 0)[1]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """End a process."""
-        os.kill(self.children[name], number)
-        self.wait(name)
+        """End a process; one that ended by a fault before is noted as a crash."""
+        if self.runs(name):
+            os.kill(self.children[name], number)
+            self.wait(name)
+        elif status := self.wait(name):
+            self.notes.add("crash", process=name, text=f"{name} ended with status {status}")
 
     def runs(self, name: str) -> bool:
         """Whether a process has not ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import time
@@ -20,6 +21,7 @@ from opusim.serving.door import Door, Refusals
 from opusim.serving.keys import Users
 from opusim.serving.messages import Message, told_error
 from opusim.serving.server import Limits, Server
+from tests.support.killing import start_child
 from tests.support.served import Laboratory, expire, new_laboratory, serving
 from tests.support.wire import WINDOW, X, answer, call, opened_session, raw_socket
 
@@ -204,6 +206,28 @@ def test_few_large_messages_are_taken_at_once(lab: Laboratory) -> None:
             assert max(found) <= 2
     finally:
         own.close()
+
+
+def test_a_user_who_floods_a_busy_server_and_hangs_up_does_not_end_it(lab: Laboratory) -> None:
+    told, tell = os.pipe()
+
+    def be_busy() -> None:
+        own = Door(Users(lab.keys), "tcp://127.0.0.1:*", largest=2**20, silence_s=0.4)
+        os.write(tell, own.endpoint.encode())
+        while not own.wait(50):
+            pass
+        os.write(tell, b"x")
+        time.sleep(2.0)  # libzmq's heartbeats, were they on, would come every 0.2 s
+        own.close()
+
+    child = start_child(be_busy)
+    with raw_socket(os.read(told, 100).decode().replace("tcp", "remote")) as dealer:
+        dealer.send(b"hello")
+        os.read(told, 1)
+        for _ in range(400):  # its queue holds 8 messages
+            dealer.send(bytes(1000))
+        time.sleep(0.3)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_flood_is_cut_off(lab: Laboratory) -> None:

@@ -211,8 +211,10 @@ def _renyi_bounds(rates: np.ndarray, delta: float) -> np.ndarray:
     spread = np.square(logs - logs.mean(axis=0)).mean(axis=0) @ rates.mean(axis=0)
     best = math.sqrt(-math.log(delta) / max(float(spread), 1e-12))  # the loss's variance is twice the spread
     bounds = np.full((len(rates), len(rates)), np.inf)
-    for above in best * _RENYI_ORDERS:
-        order = 1 + above
+    for order in 1 + best * _RENYI_ORDERS:
+        above = order - 1
+        if above <= 0:  # rates so far apart that the best order is 1 in doubles
+            continue
         conversion = math.log(above / order) - (math.log(delta) + math.log(order)) / above
         bounds = np.minimum(bounds, pattern_divergences(rates, order) + conversion)
     return np.maximum(bounds, 0.0)

@@ -97,6 +97,11 @@ class RunConfig(Section):
         return self.protection.relation_of(self.trainer)
 
     @property
+    def tells_records(self) -> bool:
+        """Whether the run may tell how many records it has; a release that hides the number may not."""
+        return self.mode == "experiment" or self.relation is not Adjacency.ADD_OR_REMOVE_ONE
+
+    @property
     def fitting_splits(self) -> tuple[SplitRule, ...]:
         """Rules for holding records out that the relation allows, its default first."""
         if self.relation is None or self.protection.protects != "records":  # features are public

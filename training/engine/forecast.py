@@ -5,19 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from accounting.guarantee import Adjacency
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
-from training.config.run import RunConfig
 from training.engine.plan import RunPlan
 
 OBSERVED_STEPS = 5
 """Steps at the end of each epoch whose diagnostics are averaged; each costs about another step."""
-
-
-def tells_records(config: RunConfig) -> bool:
-    """Whether a run may tell how many records it has: the relation hides the number from a release otherwise."""
-    return config.mode == "experiment" or config.relation is not Adjacency.ADD_OR_REMOVE_ONE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +80,7 @@ class Forecast:
 
 def _mean_batch(plan: RunPlan) -> float:
     """Return the mean number of records of a batch; if it must not be told, the public constant that stands for it."""
-    return plan.sampler.expected_batch_size if tells_records(plan.config) else plan.config.divisor
+    return plan.sampler.expected_batch_size if plan.config.tells_records else plan.config.divisor
 
 
 def _observed(plan: RunPlan, steps: int) -> int:

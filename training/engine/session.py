@@ -28,7 +28,7 @@ from training.data.optical_map import expected_usage as features_usage
 from training.data.tables import OwnData, OwnTest
 from training.engine.callbacks import Callback, Watchers
 from training.engine.certified import facts_of, noted_alarms, require_undoubted
-from training.engine.forecast import Forecast, tells_records
+from training.engine.forecast import Forecast
 from training.engine.leading import (
     end,
     follow,
@@ -253,7 +253,7 @@ def _train_in(
 
 def _features_usage(config: RunConfig, records: Dataset) -> Usage | None:
     """Return what optical features take of their device; None without them, or if it would tell a hidden number."""
-    return features_usage(config.data, records) if tells_records(config) else None
+    return features_usage(config.data, records) if config.tells_records else None
 
 
 def _begin(
@@ -333,7 +333,7 @@ def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "classes": list(dataset.classes),
         "columns": list(dataset.columns),
     }
-    if tells_records(config):
+    if config.tells_records:
         facts |= {
             "n_train": len(dataset.train),
             "n_validation": len(dataset.validation),

@@ -231,6 +231,8 @@ def _upper(pair: _Pair, delta: float, window: int) -> float:
         return math.inf
     jumps = pair.jumps()
     interval = _interval(pair, jumps, left, window)
+    if not interval < LARGEST_LOSS:
+        return math.inf
     return _epsilon(_split(pair, jumps, interval), pair.shift, left, above=True)
 
 
@@ -287,13 +289,16 @@ def _reach(intensities: np.ndarray, jumps: np.ndarray, log_tail: float) -> float
 def _split(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid:
     """Split each pixel into two whose jumps are neighbouring grid points.
 
-    a' + a'' = a and a' e^(-l') + a'' e^(-l'') = b give a'' / a = (1 - e^(l' - c)) / (1 - e^(-h)), l' <= c <= l' + h.
+    a' + a'' = a and a' e^(-l') + a'' e^(-l'') = b give, for l' <= c <= l'' = l' + h,
+        a' / a = (e^(l'' - c) - 1) / (e^h - 1),  a'' / a = (1 - e^(l' - c)) / (1 - e^(-h)).
+    Neither is taken as 1 less the other: on a coarse grid a' may be below the last digit of a, while a' e^(-l') is
+    most of b.
     """
     below = np.floor(jumps / interval)
-    share = np.clip(np.expm1(below * interval - jumps) / math.expm1(-interval), 0.0, 1.0)
+    lower = np.clip(np.expm1((below + 1) * interval - jumps) / math.expm1(interval), 0.0, 1.0)
+    upper = np.clip(np.expm1(below * interval - jumps) / math.expm1(-interval), 0.0, 1.0)
     numbers = np.concatenate([below, below + 1]).astype(np.int64)
-    masses = np.concatenate([pair.a * (1 - share), pair.a * share])
-    return _merged(numbers, masses, interval)
+    return _merged(numbers, np.concatenate([pair.a * lower, pair.a * upper]), interval)
 
 
 def _routed(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid | None:

@@ -216,7 +216,7 @@ def _assumed(power: NamedPower | None, limit: float) -> str:
     if power is None:
         return (
             "assumed law: independent Poisson counts, one light for all frames, that no data, no pattern and no "
-            f"automatic exposure changes; no frame exceeds the mean by more than {_BRIGHTEST:g} times light_noise's "
+            f"automatic exposure changes; no frame leaves the mean by more than {_BRIGHTEST:g} times light_noise's "
             f"upper limit. {unseen}"
         )
     name = power.settings.law.replace("_", "-")

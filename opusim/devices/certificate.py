@@ -65,6 +65,15 @@ class _CountLaw(StrictSection):
     light_ratio_low: float = Field(ge=0)
     light_ratio_high: float = Field(gt=0)
 
+    @property
+    def least_light(self) -> float:
+        """Lower limit of any frame's light over the description's, at least 0.
+
+        Frames leave the mean, which is at least `light_ratio_low`, by no more below than above, and none lies above
+        `light_ratio_high`.
+        """
+        return max(0.0, 2 * self.light_ratio_low - self.light_ratio_high)
+
     def dark_of_groups(self, pixels: int) -> tuple[float, float, float]:
         """Return limits of the dark charge that all outputs share, and of how far the mean of a group may lie from it.
 
@@ -95,7 +104,7 @@ class PhotonCountLaw(_CountLaw):
         dark_mean_e_high: upper limit of it.
         dark_deviation_e: limit of one output's deviation from D, at the same probability as that of a group's mean
             times the square root of its outputs (`dark_of_groups`).
-        light_ratio_low: lower limit of the light over the description's.
+        light_ratio_low: lower limit of the mean light over the description's.
         light_ratio_high: upper limit of any frame's light over the description's; more light is less private.
     """
 

@@ -379,7 +379,13 @@ class PrincipalComponents:
 
 
 def reduced(dataset: Dataset, components: PrincipalComponents) -> Dataset:
-    """Return the data set with every record's features replaced by their components."""
+    """Return the data set with every record's features replaced by their components.
+
+    Public components of private ones are not public: private records are in the features.
+    """
+    before = dataset.components
+    if before is not None and not before.public:
+        components = replace(components, public=False)
     return replace(_mapped(dataset, components.apply), components=components)
 
 

@@ -307,7 +307,7 @@ def shared_range(frames: LabelFrames, size: int, light: float, *, least: float |
         return Cell(least=dimmed, most=light)
     dark_low, dark_high, _ = certified.dark_of_groups(size)
     return Cell(
-        least=certified.light_ratio_low * dimmed,
+        least=certified.least_light * dimmed,
         most=certified.light_ratio_high * light,
         dark_low=dark_low,
         dark_high=dark_high,

@@ -79,6 +79,17 @@ def test_planted_fault_a_pixel_whose_parts_are_merged_is_below_the_exact_value(
     assert numerics.poisson_bounds(np.array(a), np.array(b), DELTA).upper < enumerated_epsilon(a, b, DELTA)
 
 
+def test_a_bound_on_any_grid_is_a_bound() -> None:
+    """Of bright patterns: a coarse grid splits a pixel into parts of which one is 1e-17 of it and holds all of b."""
+    a, b = np.array([1e7, 3.0]), np.array([1e7 * math.exp(9), 2.0])
+    lower = numerics.poisson_bounds(a, b, 1e-3).lower
+    assert lower > 8e10
+    pair = poisson_loss._Pair.of(a, b)
+    uppers = [poisson_loss._upper(pair, 1e-3, window) for window in poisson_loss._WINDOWS]
+    assert min(uppers) >= lower
+    assert uppers == sorted(uppers, reverse=True)
+
+
 def realised(a: np.ndarray, b: np.ndarray, epsilon: float, seed: int) -> tuple[float, float]:
     """E max(0, 1 - e^(epsilon - loss)) over drawn counts, and its standard error."""
     drawn = np.random.default_rng(seed).poisson(a, (40_000, len(a)))

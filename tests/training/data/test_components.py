@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from training.data import from_arrays
 from training.data.dataset import PrincipalComponents, reduced
-from training.data.synthetic_images import random_shapes
+from training.data.synthetic_images import random_shapes, synthetic_components
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.run import evaluate_run
 from training.runs.storage import read_array, write_array
@@ -73,6 +74,20 @@ def test_only_training_records_shape_the_map() -> None:
     assert torch.equal(small.train.y, dataset.train.y)
     assert small.n_features == SMALL
     assert small.components is components
+
+
+def test_components_of_invented_images_do_not_hide_private_ones() -> None:
+    x, y = np.random.default_rng(2).random((80, 16), dtype=np.float32), np.arange(80) % 2
+    dataset = from_arrays(x, y, n_classes=2, validation_fraction=0.1, split_seed=0)
+    private = reduced(dataset, PrincipalComponents.fit(dataset.train.x, 9, whitening=0.5))
+    for own, is_public in ((dataset, True), (private, False)):
+        side = round(own.n_features**0.5)
+        images = replace(own, record_shape=(1, side, side))
+        invented = synthetic_components(images, 4, whitening=0.5, cached=False)
+        found = reduced(images, invented).components
+        assert invented.public
+        assert found is not None
+        assert found.public is is_public
 
 
 def test_too_many_components_are_refused() -> None:

@@ -326,6 +326,16 @@ def test_what_outputs_share_is_covered_in_cells(answers: ArgmaxReadout) -> None:
     assert found <= 1.006 * max(points)
 
 
+def test_frames_dimmer_than_their_mean_are_covered() -> None:
+    """A certificate bounds the mean light from below, and half of all frames are dimmer than that."""
+    rms, steps = 2e-3, 8  # as opusim.calibration.count_certificate allows for
+    high = 1.01 * (1 + steps * rms)
+    with certified(light_ratio_low=0.99, light_ratio_high=high) as frames:
+        whole = shared_range(frames, 4, 0.5)
+    assert 0.5 * 0.95 < whole.least <= 0.5 * 0.99 * (1 - steps * rms)
+    assert whole.most == 0.5 * high
+
+
 def test_dead_pixels_tell_nothing_under_a_certificate_either() -> None:
     with certified({"pixels": {"dead_share": 0.1}}) as frames:
         assert np.any(np.all(frames.light == 0, axis=0))

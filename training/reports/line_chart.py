@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from xml.sax.saxutils import escape, quoteattr
 
@@ -17,8 +18,8 @@ _DASHES = ("", "7 3", "7 3 2 3", "2 3")
 _WIDTH, _PLOT_HEIGHT = 640.0, 310.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 14.0, 12.0, 46.0
 """Pixels around the plot."""
-_LEGEND_LINE, _LEGEND_KEY, _LETTER = 19.0, 34.0, 6.7
-"""Pixels: height of a row of the legend, width of a line's sample, and a letter's mean width at 12 pixels."""
+_LEGEND_LINE, _LEGEND_KEY, _LETTER, _WIDE_LETTER = 19.0, 34.0, 6.7, 7.7
+"""Pixels: height of a row of the legend, width of a line's sample, a letter's mean width and a digit's."""
 _MARGIN = 0.05
 """Share of the range of values that an axis adds on either side."""
 _TICKS = 7
@@ -76,7 +77,7 @@ class LineChart:
     y_limits: tuple[float, float] | None = None
     logarithmic: bool = False
 
-    @property
+    @cached_property
     def x_limits(self) -> tuple[float, float]:
         """Ends of the axis of whole numbers; a single one gets a half on either side."""
         low, high = min(min(line.x) for line in self.lines), max(max(line.x) for line in self.lines)
@@ -89,12 +90,12 @@ class LineChart:
         low, high = self.x_limits
         return _multiples(low, high, max(1.0, _nice_step(high - low)))
 
-    @property
+    @cached_property
     def is_logarithmic(self) -> bool:
         """Whether the axis of the values is logarithmic."""
         return self.logarithmic and all(y > 0 for line in self.lines for y in line.y)
 
-    @property
+    @cached_property
     def limits(self) -> tuple[float, float]:
         """Ends of the axis of the values."""
         if self.y_limits is not None:
@@ -107,7 +108,7 @@ class LineChart:
         ends = low - margin, high + margin
         return (10 ** ends[0], 10 ** ends[1]) if self.is_logarithmic else ends
 
-    @property
+    @cached_property
     def y_ticks(self) -> list[float]:
         """Multiples of 1, 2 or 5 times a power of ten.
 
@@ -166,20 +167,19 @@ class LineChart:
 
     def _axes(self, top: float) -> list[str]:
         """The grid, the numbers at its lines, and what the axes show."""
-        bottom, right = top + _PLOT_HEIGHT, _WIDTH - _RIGHT
+        bottom, left, right = top + _PLOT_HEIGHT, self._left, _WIDTH - _RIGHT
         parts = []
         for tick in self.x_ticks:
             x = self._x(tick)
             parts.append(f'<path d="M{x:.1f},{top:g}V{bottom:g}" stroke="#ddd"/>')
             parts.append(_text(x, bottom + 17, f"{tick:.0f}", anchor="middle"))
-        ticks = self.y_ticks
-        for tick in ticks:
+        for tick, text in zip(self.y_ticks, self._y_texts, strict=True):
             y = self._y(tick, top)
-            parts.append(f'<path d="M{_LEFT:g},{y:.1f}H{right:g}" stroke="#ddd"/>')
-            parts.append(_text(_LEFT - 7, y + 4, _number(tick, ticks), anchor="end"))
-        parts.append(f'<path d="M{_LEFT:g},{top:g}V{bottom:g}H{right:g}" fill="none" stroke="#333"/>')
+            parts.append(f'<path d="M{left:g},{y:.1f}H{right:g}" stroke="#ddd"/>')
+            parts.append(_text(left - 7, y + 4, text, anchor="end"))
+        parts.append(f'<path d="M{left:g},{top:g}V{bottom:g}H{right:g}" fill="none" stroke="#333"/>')
         middle = top + _PLOT_HEIGHT / 2
-        parts.append(_text((_LEFT + right) / 2, bottom + 37, self.x_label, anchor="middle"))
+        parts.append(_text((left + right) / 2, bottom + 37, self.x_label, anchor="middle"))
         turned = f' transform="rotate(-90 14 {middle:g})"'
         return [*parts, _text(14, middle, self.y_label, anchor="middle", more=turned)]
 
@@ -191,7 +191,18 @@ class LineChart:
 
     def _x(self, value: float) -> float:
         low, high = self.x_limits
-        return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+        return self._left + (value - low) / (high - low) * (_WIDTH - self._left - _RIGHT)
+
+    @cached_property
+    def _y_texts(self) -> list[str]:
+        """The numbers at the axis of the values."""
+        ticks = self.y_ticks
+        return [_number(tick, ticks) for tick in ticks]
+
+    @cached_property
+    def _left(self) -> float:
+        """Where the plot begins: behind the axis's label and its longest number."""
+        return max(_LEFT, 28 + _WIDE_LETTER * max(map(len, self._y_texts)))
 
     def _y(self, value: float, top: float) -> float:
         """Place of a value; one outside of the limits stands at the nearer end."""
@@ -248,7 +259,7 @@ def _colour(line: Line) -> str:
 
 def _fitting(label: str) -> str:
     """Return a label; the middle of one that is longer than a row of the legend is left out."""
-    most = int((_WIDTH - _LEFT - _RIGHT - _LEGEND_KEY) / _LETTER)
+    most = int((_WIDTH - _LEFT - _RIGHT - _LEGEND_KEY) / _WIDE_LETTER)
     half = (most - 1) // 2
     return label if len(label) <= most else f"{label[:half]}\u2026{label[-half:]}"
 

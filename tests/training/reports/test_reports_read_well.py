@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
@@ -242,3 +242,26 @@ def test_a_chart_of_any_name_is_xml_and_stays_within_its_width() -> None:
     assert shown.startswith("<run>\ufffd\ufffd & x")
     assert shown.endswith("x the end")
     assert len(shown) < 80
+
+
+class Counted(list[float]):
+    """A list that counts how often it is read through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[float]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_the_work_of_a_chart_is_linear_in_its_points() -> None:
+    y = Counted([1.0, 2.0] * 500)
+    chart_of(y, logarithmic=True).svg()
+    assert 0 < y.passes < 10
+
+
+def test_long_numbers_move_the_plot_and_leave_room_for_the_axis_label() -> None:
+    drawn = ElementTree.fromstring(chart_of([1234560.0, 1234562.5]).svg())
+    (axes,) = (path.get("d", "") for path in drawn.findall(".//{*}path") if path.get("stroke") == "#333")
+    left = float(axes.split(",")[0][1:])
+    assert left > 20 + 7.6 * len("1234560.5")  # the label stands within 20 pixels, and a digit is 7.6 wide

@@ -6,6 +6,7 @@ import csv
 import datetime
 import hashlib
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
         largest = float(target.max()) if g_max_us is None else g_max_us
         if largest <= 0:
             raise ValueError("conductance_us: no target is above 0; measure larger ones")
+        if target.max() > largest:
+            raise ValueError(
+                f"conductance_us: {target.max():g} exceeds g_max_us = {largest:g}; raise g_max_us"
+            )
         return (
             Measurements(
                 target=target / largest, value=value / largest, time_s=time_s, factor=None, device=device
@@ -286,13 +291,28 @@ def _delimiter(text: str) -> str:
 
 
 def _numbers(path: str, lines: list[list[str]], column: int, name: str) -> np.ndarray:
+    """Return a column's numbers.
+
+    Raises:
+        ConfigError: a cell holds none in its range; the message names its line.
+    """
     found = []
     for number, row in enumerate(lines[1:], start=2):
         cell = row[column].strip() if column < len(row) else ""
         try:
-            found.append(float(cell))
+            value = float(cell)
         except ValueError:
-            raise ConfigError(
-                path, f"{name}, line {number}", f"{cell!r} is no number; give one, or remove the line"
-            ) from None
+            value = math.nan
+        if not math.isfinite(value):
+            problem = "is no number; give one, or remove the line"
+        elif name in ("input", "weight") and abs(value) > 1:
+            problem = "must be in [-1, 1]; divide the column by its largest magnitude"
+        elif name == "time_s" and value <= 0:
+            problem = "must be above 0; count from the end of programming"
+        elif name in CONDUCTANCES and value < 0:
+            problem = "must be at least 0; a conductance is not negative"
+        else:
+            found.append(value)
+            continue
+        raise ConfigError(path, f"{name}, line {number}", f"{cell!r} {problem}")
     return np.array(found)

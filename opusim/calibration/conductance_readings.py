@@ -53,10 +53,8 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(name, "content", f"is no table of text: {error}") from None
     lines = [row for row in rows if any(cell.strip() for cell in row)]
-    header = [_bare(cell) for cell in lines[0]] if lines else []
-    wanted = next(
-        (kind for kind in (CONDUCTANCES, PRODUCTS) if {_bare(c) for c in kind} <= set(header)), None
-    )
+    header = [cell.strip().lower().lstrip("\ufeff") for cell in lines[0]] if lines else []
+    wanted = next((kind for kind in (CONDUCTANCES, PRODUCTS) if all(_place(c, header) for c in kind)), None)
     if wanted is None:
         raise ConfigError(
             name,
@@ -64,7 +62,7 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
             f"{', '.join(header) or 'none'}; name them {', '.join(CONDUCTANCES)} or {', '.join(PRODUCTS)} in the "
             "first line",
         )
-    columns = {column: _numbers(name, lines, header.index(_bare(column)), column) for column in wanted}
+    columns = {column: _numbers(name, lines, _place(column, header)[0], column) for column in wanted}
     device = np.arange(len(lines) - 1)
     if _DEVICE in header:
         cells = [row[header.index(_DEVICE)] for row in lines[1:]]
@@ -277,12 +275,12 @@ def _draw_spread(axes: Any, found: ConductanceFit, data: Measurements, mean: np.
     axes.legend()
 
 
-def _bare(name: str) -> str:
-    """Return a column's name without case, surrounding spaces and unit."""
-    plain = name.strip().lower().lstrip("\ufeff")
+def _place(name: str, header: list[str]) -> list[int]:
+    """Return where a header has a column, with its unit or without one; another unit is another column."""
+    plain = name
     for unit in _UNITS:
         plain = plain.removesuffix(unit)
-    return plain
+    return [place for place, cell in enumerate(header) if cell in (name, plain)]
 
 
 def _delimiter(text: str) -> str:
@@ -304,7 +302,8 @@ def _numbers(path: str, lines: list[list[str]], column: int, name: str) -> np.nd
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            problem = "is no number; give one, or remove the line"
+            decimal = "; write a decimal point" if "," in cell else "; give one, or remove the line"
+            problem = f"is no number{decimal}"
         elif name in ("input", "weight") and abs(value) > 1:
             problem = "must be in [-1, 1]; divide the column by its largest magnitude"
         elif name == "time_s" and value <= 0:

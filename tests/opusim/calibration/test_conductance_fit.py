@@ -157,6 +157,15 @@ def test_the_command_writes_no_description_of_another_law(tmp_path: Path) -> Non
     [
         ("a,b\n1,2\n", r"columns: a, b; name them conductance_us, programmed_us, time_s or input, weight"),
         ("", r"columns: none; name them"),
+        ("conductance_us,programmed_us,time_us\n1,1,1\n", r"columns: .*time_us; name them .* time_s or"),
+        (
+            "conductance_s,programmed_s,time_s\n1,1,1\n",
+            r"columns: conductance_s, .*; name them conductance_us",
+        ),
+        (
+            "conductance;programmed;time\n1;1,5;2\n",
+            r"programmed_us, line 2: '1,5' is no number; write a decimal",
+        ),
         ("conductance;programmed;time\n1;2\n", r"time_s, line 2: '' is no number"),
         ("conductance\tprogrammed\ttime\n1\tx\t1\n", r"programmed_us, line 2: 'x' is no number"),
         ("conductance,programmed,time\n" + "1,1,1\n" * 19, r"19 lines: a fit takes at least 20"),

@@ -41,8 +41,17 @@ class Deferred:
     def __init__(self, name: str) -> None:
         self._name = name
 
+    def __repr__(self) -> str:
+        return f"Deferred({self._name!r})"
+
+    def __reduce__(self) -> tuple[type[Deferred], tuple[str]]:
+        """Copy and pickle the name only."""
+        return Deferred, (self._name,)
+
     def __getattr__(self, name: str) -> Any:
-        """Return what the module calls so, and keep it."""
+        """Return the module's attribute and keep it; Python's own questions, such as `__wrapped__`, import nothing."""
+        if name.startswith("__"):
+            raise AttributeError(f"{self!r} has no attribute {name!r}")
         value = getattr(import_module(self._name), name)
         setattr(self, name, value)
         return value

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from accounting.guarantee import Guarantee, Release, from_json, to_json
+from accounting.ledger.content import LedgerContent, Mode
 from accounting.ledger.evidence import Alarm, CertificateFacts
-from accounting.ledger.ledger import LedgerContent, Mode
 from accounting.mechanisms import Mechanism, mechanism_from_json
 from accounting.theorems import known_theorems
 

@@ -6,19 +6,30 @@ with results has their date; one whose results do not exist yet is queued, whate
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from benchmarks.convex.accountants import SHUFFLE_EPSILONS
 from benchmarks.markdown import markdown, section
+from benchmarks.pages.paper_figures import (
+    Figures,
+    convex_accountants,
+    convex_cells,
+    convex_curves,
+    convex_tuned,
+    pdfa_table,
+    ulr_rejection,
+    ulr_resnet,
+    ulr_table,
+    ulr_widths,
+    zo_accuracies,
+    zo_loss,
+    zo_membership,
+    zo_memory,
+    zo_sigma,
+    zo_study,
+)
 from benchmarks.results_file import load_results
-from benchmarks.ulr import table1 as ulr_table1
-from benchmarks.zeroth_order import ablations, membership
 
-Figures = Callable[[], str]
 STATES = {
     "repeated": "the paper's own setting, or its formula",
     "smaller": "the paper's question on data or a model that fits a processor, named in the row",
@@ -69,194 +80,12 @@ class Item:
         )
 
 
-def _range(values: Iterable[float]) -> str:
-    found = list(values)
-    return f"{min(found):+.2f} to {max(found):+.2f} points in {len(found)} cells"
-
-
-def _pdfa_table() -> str:
-    cells = load_results("pdfa_table1")["cells"]
-    feedbacks = ("bp", "dfa", "tdfa", "pdfa")
-    parts = [f"{name} {_range(c['difference'] for c in cells if c['row'] == name)}" for name in feedbacks]
-    return f"ours minus the paper's: {'; '.join(parts)}"
-
-
-def _ulr_table() -> str:
-    cells = ulr_table1.cells()
-    parts = [
-        f"{name} {_range(statistics.mean(c['test']) - c['paper'] for c in cells if c['part'] == part)}"
-        for part, name in (("published", "DP-ULR"), ("opacus", "DP-SGD"))
-    ]
-    seeds = {
-        part: min(len(c["test"]) for c in cells if c["part"] == part) for part in ("published", "opacus")
-    }
-    return f"ours minus the paper's: {'; '.join(parts)}; at least {min(seeds.values())} seed a cell"
-
-
-def _widths() -> str:
-    rows = load_results("ulr_widths")["rows"]
-    parts = [f"{r['width']}, batch {r['batch']}: {r['ulr']:.1f} and {r['dp_sgd']:.1f} %" for r in rows]
-    return f"DP-ULR and DP-SGD: {'; '.join(parts)}; the paper names no layers, only 2.5 and 5 times the parameters"
-
-
-def _ulr_rejection() -> str:
-    rows = load_results("ulr_figure2")["rows"]
-    parts = [
-        f"{row['part']:.2f} at q = {row['q']:g}, N = {row['records']:,}"
-        for row in rows
-        if row["part"] is not None
-    ]
-    return (
-        "the ratio is below 1e-3 only for N_B / (q N) up to "
-        + "; ".join(parts)
-        + ', less than "slightly less than 1"'
-    )
-
-
-def _ulr_resnet() -> str:
-    rows = load_results("ulr_resnet")["rows"]
-    parts = [
-        f"{row['form']}, {row['trainer']}, {row['epochs']} epochs: {row['test']:.1f} %"
-        for row in rows
-        if row["test"] is not None
-    ]
-    return "; ".join(parts) + "; private cells and convergence are queued"
-
-
-def _convex_cells(data: str, names: tuple[str, ...], epsilons: tuple[float, ...] = (1.33, 4.76)) -> str:
-    cells = [c for c in load_results("convex")["cells"] if c["data"] == data and c["row"] in names]
-    best = {}
-    for cell in sorted(cells, key=lambda c: c["test"]):
-        best[cell["row"], cell["epsilon"]] = cell["test"]
-    parts = [
-        f"{name} " + ", ".join(f"{best[name, e]:.1f} % at {e:g}" for e in epsilons if (name, e) in best)
-        for name in names
-        if any((name, e) in best for e in epsilons)
-    ]
-    return "; ".join(parts)
-
-
 _CONVEX_ROWS = (
     "convex, last iterate",
     "convex, Poisson DP-SGD",
     "ReLU network, DP-SGD",
     "logistic regression, DP-SGD",
 )
-
-
-def _convex_tuned() -> str:
-    rows = load_results("convex_tuned")["rows"]
-    parts = [f"{row['test']:.1f} % at {row['epsilon']:.2f}" for row in rows]
-    return f"the last iterate, tuned privately with 5 or 10 trials: {', '.join(parts)}; the paper has 92.7 and 94.4 %"
-
-
-def _convex_curves() -> str:
-    points = load_results("convex_curves")["points"]
-    names = dict.fromkeys(point["row"] for point in points)
-    parts = []
-    for name in names:
-        mine = sorted((p["epsilon"], p["test"]) for p in points if p["row"] == name)
-        parts.append(f"{name} {mine[0][1]:.1f} to {mine[-1][1]:.1f} %")
-    return f"one seed, a run for each epsilon from 0.5 to 8: {'; '.join(parts)}"
-
-
-def _worse(epsilons: list[float]) -> str:
-    return (
-        f"worse than the Gaussian from epsilon {min(epsilons):g}"
-        if epsilons
-        else "never worse than the Gaussian"
-    )
-
-
-def _accountants(part: str) -> str:
-    found = load_results("convex_accountants")[part]
-    if part == "shuffled":
-        at, plain = SHUFFLE_EPSILONS.index(1.0), list(found.values())[-1]
-        parts = []
-        for name, values in list(found.items())[:-1]:
-            worse = [
-                e for e, mine, other in zip(SHUFFLE_EPSILONS, values, plain, strict=True) if mine > other
-            ]
-            parts.append(f"{name}: delta {values[at]:.1e}, {_worse(worse)}")
-        return (
-            f"at epsilon 1, {'; '.join(parts)}; Gaussian, not amplified: {plain[at]:.1e}. The paper finds "
-            "1,000 shuffled batches worse than that"
-        )
-    return "at the end: " + "; ".join(f"{name} {values[-1]:.2f}" for name, values in found.items())
-
-
-def _zo_mean(method: str, epsilon: float) -> str:
-    runs = load_results("zo_sst2")["cells"].get(f"{method}, {epsilon:g}", {}).get("runs", {})
-    return f"{100 * statistics.fmean(run['accuracy'] for run in runs.values()):.1f}" if runs else ""
-
-
-def _zo(*methods: str, epsilons: tuple[float, ...] = (0.5, 1.0, 4.0)) -> str:
-    parts = [
-        f"{method}: {', '.join(value for e in epsilons if (value := _zo_mean(method, e)))} %"
-        for method in methods
-    ]
-    return f"SST-2 head, epsilon {', '.join(f'{e:g}' for e in epsilons)}: {'; '.join(parts)}"
-
-
-def _zo_study(study: str, value: Callable[[Any], str], laws: tuple[str, ...]) -> Figures:
-    def text() -> str:
-        found = [(cell, values) for cell, values in ablations.accuracies(study) if cell.law in laws]
-        if not found:
-            return ""
-        parts = [
-            f"{law}: "
-            + ", ".join(
-                f"{statistics.fmean(values):.1f} at {value(cell)}"
-                for cell, values in found
-                if cell.law == law
-            )
-            for law in laws
-            if any(cell.law == law for cell, _ in found)
-        ]
-        planned = sum(cell.study == study and cell.law in laws for cell in ablations.CELLS)
-        rest = "" if len(found) == planned else f"; {planned - len(found)} of {planned} cells are queued"
-        return f"SST-2 head, accuracy [%]: {'; '.join(parts)}{rest}"
-
-    return text
-
-
-def _zo_loss() -> str:
-    cells = load_results("zo_ablations")["cells"]
-    parts = []
-    for cell, _ in ablations.accuracies("records"):
-        if cell.law == "gaussian" and cell.records in (250, 5000):
-            runs = list(cells[cell.key].values())
-            first, last = (statistics.fmean(run["losses"][at] for run in runs) for at in (0, -1))
-            parts.append(f"n = {cell.records}: {first:.2f} to {last:.2f}")
-    return f"training loss, SST-2 head: {'; '.join(parts)}" if parts else ""
-
-
-def _zo_sigma(*tables: str) -> Figures:
-    def text() -> str:
-        rows = [row for row in load_results("zo_sigma_tables")["rows"] if row["table"] in tables]
-        agree = sum("agrees" in row["verdict"] or "rounded up is" in row["verdict"] for row in rows)
-        return f"{agree} of {len(rows)} epsilons agree to the printed digits" if rows else ""
-
-    return text
-
-
-def _zo_memory() -> str:
-    rows = load_results("zo_memory")["rows"]
-    base = rows["inference, 2 x 512"]["peak_mib"]
-    names = ("zo", "zo, lora", "dp-sgd, ghost", "dp-sgd, hooks", "dp-sgd, lora", "dp-sgd, bitfit")
-    parts = [f"{name} {rows[f'{name}, 2 x 512']['peak_mib'] / base:.2f}" for name in names]
-    return f"163 million parameters on a processor; peak memory over that of inference, 512 tokens: {', '.join(parts)}"
-
-
-def _zo_membership() -> str:
-    rows = [row for row in membership.table_rows(load_results("zo_membership")["cells"]) if row[1] == "1"]
-    parts = [
-        f"{method} {', '.join(row[3].split()[0] for row in reversed(rows) if row[0] == method)}"
-        for method in ("zo", "dp-sgd")
-    ]
-    return f"linear head, canaries of size 1, area [%] at epsilon 0.5, 1, 4, 10, inf: {'; '.join(parts)}"
-
-
 _LARGE = "a language model of 1.3 to 66 billion parameters and its GPUs"
 _HEAD, _ABLATIONS = "zeroth_order.sst2_head measure", "zeroth_order.ablations"
 
@@ -278,7 +107,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 1",
             shows="FashionMNIST, four feedbacks, seven noise levels",
             state="repeated",
-            figures=_pdfa_table,
+            figures=pdfa_table,
             run=("pdfa.table1", "pdfa.readings"),
             results="pdfa_table1",
         ),
@@ -289,7 +118,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 2",
             shows="what rejection adds to eq. 11, contours",
             state="repeated",
-            figures=_ulr_rejection,
+            figures=ulr_rejection,
             run=("ulr.figure2",),
             results="ulr_figure2",
         ),
@@ -297,7 +126,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 1",
             shows="MNIST, DP-ULR and DP-SGD by batch and sigma_0",
             state="repeated",
-            figures=_ulr_table,
+            figures=ulr_table,
             run=("ulr.table1 search", "ulr.table1 published", "ulr.table1 opacus"),
             results="ulr_published",
         ),
@@ -313,7 +142,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 4",
             shows="ResNet-5 on CIFAR-10, DP-ULR and DP-SGD",
             state="queued",
-            figures=_ulr_resnet,
+            figures=ulr_resnet,
             run=("ulr.resnet plain --epochs 20", "ulr.resnet private", "ulr.variance"),
             results="ulr_resnet",
         ),
@@ -321,7 +150,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table C1",
             shows="MNIST, three widths, sigma_0 = 8",
             state="queued",
-            figures=lambda: _widths(),
+            figures=ulr_widths,
             run=("ulr.table1 widths",),
             results="ulr_widths",
         ),
@@ -331,7 +160,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 1",
             shows="epsilon by epochs, Theorem 2.8 and DP-SGD",
             state="repeated",
-            figures=lambda: _accountants("by_epochs"),
+            figures=lambda: convex_accountants("by_epochs"),
             run=("convex.accountants",),
             results="convex_accountants",
         ),
@@ -339,7 +168,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 1",
             shows="MNIST after private tuning",
             state="repeated",
-            figures=_convex_tuned,
+            figures=convex_tuned,
             run=("convex.tuned",),
             results="convex_tuned",
         ),
@@ -348,7 +177,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             shows="CIFAR-10 after private tuning",
             state="queued",
             figures=lambda: (
-                f"untuned: {_convex_cells('cifar-10', ('convex, last iterate, CIFAR-10',), (4.76,))}; "
+                f"untuned: {convex_cells('cifar-10', ('convex, last iterate, CIFAR-10',), (4.76,))}; "
                 "the paper has 45.5 % after tuning"
             ),
             run=("convex.accuracy measure", "convex.curves --data cifar-10 --seeds 0,1,2"),
@@ -358,7 +187,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 2",
             shows="MNIST, accuracy by epsilon",
             state="smaller",
-            figures=_convex_curves,
+            figures=convex_curves,
             run=("convex.curves",),
             results="convex_curves",
         ),
@@ -390,7 +219,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 6",
             shows="accountants, sampling without replacement",
             state="repeated",
-            figures=lambda: _accountants("without_replacement"),
+            figures=lambda: convex_accountants("without_replacement"),
             run=("convex.accountants",),
             results="convex_accountants",
         ),
@@ -398,7 +227,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 7",
             shows="FashionMNIST, accuracy by epsilon",
             state="smaller",
-            figures=lambda: f"two epsilons, 3 seeds: {_convex_cells('fashion-mnist', _CONVEX_ROWS)}",
+            figures=lambda: f"two epsilons, 3 seeds: {convex_cells('fashion-mnist', _CONVEX_ROWS)}",
             run=("convex.accuracy measure", "convex.curves --data fashion-mnist"),
             results="convex",
         ),
@@ -406,7 +235,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 8",
             shows="bound for shuffled batches",
             state="repeated",
-            figures=lambda: _accountants("shuffled"),
+            figures=lambda: convex_accountants("shuffled"),
             run=("convex.accountants",),
             results="convex_accountants",
         ),
@@ -437,7 +266,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 1",
             shows="OPT-13B, three tasks, 1,000 records",
             state="smaller",
-            figures=lambda: _zo("zo, gaussian, 75000 steps", "dp-sgd"),
+            figures=lambda: zo_accuracies("zo, gaussian, 75000 steps", "dp-sgd"),
             run=(_HEAD, "zeroth_order.sst2_lora measure"),
             results="zo_sst2",
         ),
@@ -452,7 +281,9 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 3",
             shows="pure epsilon by Laplace noise",
             state="smaller",
-            figures=lambda: _zo("zo, laplace, pure", "zo, laplace, pure, whole batch", epsilons=(4.0,)),
+            figures=lambda: zo_accuracies(
+                "zo, laplace, pure", "zo, laplace, pure, whole batch", epsilons=(4.0,)
+            ),
             run=(_HEAD,),
             results="zo_sst2",
         ),
@@ -460,7 +291,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 5",
             shows="memory by length of sequence",
             state="smaller",
-            figures=_zo_memory,
+            figures=zo_memory,
             run=("zeroth_order.memory",),
             results="zo_memory",
         ),
@@ -476,7 +307,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 6",
             shows="membership inference",
             state="smaller",
-            figures=_zo_membership,
+            figures=zo_membership,
             run=("zeroth_order.membership measure",),
             results="zo_membership",
         ),
@@ -484,7 +315,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 6",
             shows="training loss by records",
             state="smaller",
-            figures=_zo_loss,
+            figures=zo_loss,
             run=(f"{_ABLATIONS} --study records",),
             results="zo_ablations",
         ),
@@ -492,7 +323,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 7",
             shows="records, Gaussian noise at epsilon 1, and without",
             state="smaller",
-            figures=_zo_study("records", lambda cell: f"n = {cell.records}", ("gaussian", "none")),
+            figures=zo_study("records", lambda cell: f"n = {cell.records}", ("gaussian", "none")),
             run=(f"{_ABLATIONS} --study records",),
             results="zo_ablations",
         ),
@@ -500,7 +331,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 8",
             shows="records, Laplace noise at pure epsilon 4",
             state="smaller",
-            figures=_zo_study("records", lambda cell: f"n = {cell.records}", ("laplace",)),
+            figures=zo_study("records", lambda cell: f"n = {cell.records}", ("laplace",)),
             run=(f"{_ABLATIONS} --study records",),
             results="zo_ablations",
         ),
@@ -509,7 +340,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
                 name=f"Table {number}",
                 shows=shows,
                 state="smaller",
-                figures=_zo_study("records", lambda cell: f"n = {cell.records}", ("gaussian", "dp-sgd")),
+                figures=zo_study("records", lambda cell: f"n = {cell.records}", ("gaussian", "dp-sgd")),
                 run=(f"{_ABLATIONS} --study records",),
                 results="zo_ablations",
             )
@@ -519,7 +350,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 10",
             shows="Gaussian against Laplace noise",
             state="smaller",
-            figures=lambda: _zo("zo, gaussian, 75000 steps", "zo, laplace, 75000 steps"),
+            figures=lambda: zo_accuracies("zo, gaussian, 75000 steps", "zo, laplace, 75000 steps"),
             run=(_HEAD,),
             results="zo_sst2",
         ),
@@ -528,7 +359,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
                 name=f"Table {number}",
                 shows=shows,
                 state="repeated",
-                figures=_zo_sigma(str(number)),
+                figures=zo_sigma(str(number)),
                 run=("zeroth_order.sigma_tables",),
                 results="zo_sigma_tables",
             )
@@ -546,7 +377,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
                 name=f"Table {number}",
                 shows=shows,
                 state="smaller",
-                figures=_zo_study(study, value, ("gaussian",)),
+                figures=zo_study(study, value, ("gaussian",)),
                 run=(f"{_ABLATIONS} --study {study}",),
                 results="zo_ablations",
             )

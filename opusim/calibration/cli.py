@@ -188,7 +188,9 @@ def fit_command(
     ] = "pcm",
     g_max_us: Annotated[
         float | None,
-        typer.Option("--g-max-us", help="Conductance of a weight of 1; the largest target.", min=1e-9),
+        typer.Option(
+            "--g-max-us", help="Conductance of a weight of 1; by default the largest target.", min=1e-9
+        ),
     ] = None,
     confidence: Annotated[float, typer.Option(help="Confidence of each constant's limits.")] = 0.95,
     force: Annotated[

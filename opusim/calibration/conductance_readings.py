@@ -6,6 +6,7 @@ import csv
 import datetime
 import hashlib
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,8 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(name, "content", f"is no table of text: {error}") from None
     lines = [row for row in rows if any(cell.strip() for cell in row)]
-    header = [_bare(cell) for cell in lines[0]] if lines else []
-    wanted = next(
-        (kind for kind in (CONDUCTANCES, PRODUCTS) if {_bare(c) for c in kind} <= set(header)), None
-    )
+    header = [cell.strip().lower().lstrip("\ufeff") for cell in lines[0]] if lines else []
+    wanted = next((kind for kind in (CONDUCTANCES, PRODUCTS) if all(_place(c, header) for c in kind)), None)
     if wanted is None:
         raise ConfigError(
             name,
@@ -63,7 +62,7 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
             f"{', '.join(header) or 'none'}; name them {', '.join(CONDUCTANCES)} or {', '.join(PRODUCTS)} in the "
             "first line",
         )
-    columns = {column: _numbers(name, lines, header.index(_bare(column)), column) for column in wanted}
+    columns = {column: _numbers(name, lines, _place(column, header)[0], column) for column in wanted}
     device = np.arange(len(lines) - 1)
     if _DEVICE in header:
         cells = [row[header.index(_DEVICE)] for row in lines[1:]]
@@ -79,6 +78,10 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
         largest = float(target.max()) if g_max_us is None else g_max_us
         if largest <= 0:
             raise ValueError("conductance_us: no target is above 0; measure larger ones")
+        if target.max() > largest:
+            raise ValueError(
+                f"conductance_us: {target.max():g} exceeds g_max_us = {largest:g}; raise g_max_us"
+            )
         return (
             Measurements(
                 target=target / largest, value=value / largest, time_s=time_s, factor=None, device=device
@@ -272,12 +275,12 @@ def _draw_spread(axes: Any, found: ConductanceFit, data: Measurements, mean: np.
     axes.legend()
 
 
-def _bare(name: str) -> str:
-    """Return a column's name without case, surrounding spaces and unit."""
-    plain = name.strip().lower().lstrip("\ufeff")
+def _place(name: str, header: list[str]) -> list[int]:
+    """Return where a header has a column, with its unit or without one; another unit is another column."""
+    plain = name
     for unit in _UNITS:
         plain = plain.removesuffix(unit)
-    return plain
+    return [place for place, cell in enumerate(header) if cell in (name, plain)]
 
 
 def _delimiter(text: str) -> str:
@@ -286,13 +289,29 @@ def _delimiter(text: str) -> str:
 
 
 def _numbers(path: str, lines: list[list[str]], column: int, name: str) -> np.ndarray:
+    """Return a column's numbers.
+
+    Raises:
+        ConfigError: a cell holds none in its range; the message names its line.
+    """
     found = []
     for number, row in enumerate(lines[1:], start=2):
         cell = row[column].strip() if column < len(row) else ""
         try:
-            found.append(float(cell))
+            value = float(cell)
         except ValueError:
-            raise ConfigError(
-                path, f"{name}, line {number}", f"{cell!r} is no number; give one, or remove the line"
-            ) from None
+            value = math.nan
+        if not math.isfinite(value):
+            decimal = "; write a decimal point" if "," in cell else "; give one, or remove the line"
+            problem = f"is no number{decimal}"
+        elif name in ("input", "weight") and abs(value) > 1:
+            problem = "must be in [-1, 1]; divide the column by its largest magnitude"
+        elif name == "time_s" and value <= 0:
+            problem = "must be above 0; count from the end of programming"
+        elif name in CONDUCTANCES and value < 0:
+            problem = "must be at least 0; a conductance is not negative"
+        else:
+            found.append(value)
+            continue
+        raise ConfigError(path, f"{name}, line {number}", f"{cell!r} {problem}")
     return np.array(found)

@@ -185,24 +185,15 @@ class DeviceConv2d(nn.Module):
 
     def __init__(self, convolution: nn.Conv2d, device: NoisyDevice, **options: Any) -> None:
         super().__init__()
-        if (
-            convolution.groups != 1
-            or convolution.padding_mode != "zeros"
-            or isinstance(convolution.padding, str)
-        ):
-            raise ValueError(
-                f"{convolution}: a device takes one group and zero padding given in numbers; keep this layer digital"
-            )
+        padding = zero_padding(convolution)
         flat = nn.Linear(patch_size(convolution), convolution.out_channels, bias=False, device="meta")
         flat.weight = nn.Parameter(convolution.weight.detach().flatten(1).clone())
         flat.register_parameter(
             "bias", next((p for n, p in convolution.named_parameters() if n == "bias"), None)
         )
         self.product = DeviceLinear(flat, device, **options)
-        self._unfold = nn.Unfold(
-            convolution.kernel_size, convolution.dilation, convolution.padding, convolution.stride
-        )
-        self._shape = convolution.kernel_size, convolution.dilation, convolution.padding, convolution.stride
+        self._shape = convolution.kernel_size, convolution.dilation, padding, convolution.stride
+        self._unfold = nn.Unfold(*self._shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution as the device gives it, shape (batch, out_channels, height, width)."""
@@ -308,13 +299,7 @@ def convert(
     """
     converted = copy.deepcopy(model)
     _without_parametrizations(converted)
-    found = [
-        (name, module) for name, module in converted.named_modules() if type(module) in (nn.Linear, nn.Conv2d)
-    ]
-    if not found:
-        raise ValueError(
-            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d; give a network with one"
-        )
+    found = convertible_layers(converted)
     medium = load_description(device, overrides or None).medium
     chip = 0 if medium is None else medium.seed
     options = {"compensate_drift": compensate_drift, "programming_step": programming_step}
@@ -332,24 +317,64 @@ def convert(
     return DeviceModel(converted)
 
 
+def convertible_layers(model: nn.Module) -> list[tuple[str, nn.Linear | nn.Conv2d]]:
+    """Return the layers of a model that `convert` puts on devices, and their names.
+
+    Subclasses of nn.Linear and nn.Conv2d are left out, except for those that torch makes for parametrized weights.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and _plain_class(module) in (nn.Linear, nn.Conv2d)
+    ]
+    if not found:
+        raise ValueError(
+            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d; give a network with one"
+        )
+    return found
+
+
+def zero_padding(convolution: nn.Conv2d) -> tuple[int, ...]:
+    """Return the zeros that a convolution adds on either side of each axis.
+
+    Raises:
+        ValueError: it is no product with zero-padded patches: it has groups, or another padding.
+    """
+    padding = convolution.padding
+    if convolution.groups != 1 or convolution.padding_mode != "zeros" or isinstance(padding, str):
+        raise ValueError(
+            f"{convolution}: a device takes one group and zero padding given in numbers; keep this layer digital"
+        )
+    return padding
+
+
 def patch_size(convolution: nn.Conv2d) -> int:
     """Return the numbers of an unfolded patch: in_channels * kernel height * width."""
     height, width = convolution.kernel_size
     return convolution.in_channels * height * width
 
 
+def _plain_class(module: nn.Module) -> type:
+    """Return the class of a module; of a parametrized one the class from which torch derived it."""
+    return type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
+
+
 def _without_parametrizations(model: nn.Module) -> None:
-    """Make parametrized layers of a copied model plain ones that hold their weights of evaluation mode.
+    """Make parametrized layers of a copied model plain ones that hold their parameters of evaluation mode.
 
     `torch.nn.utils.parametrize.remove_parametrizations` would also change the class of the layers that were copied.
     """
     for module in list(model.modules()):
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and parametrize.is_parametrized(module, "weight"):
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and parametrize.is_parametrized(module):
             module.eval()
-            weight = module.weight.detach().clone()
+            held = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
+            module.__class__ = _plain_class(module)
             del module.parametrizations
-            module.__class__ = nn.Linear if isinstance(module, nn.Linear) else nn.Conv2d
-            module.register_parameter("weight", nn.Parameter(weight))
+            for name, value in held.items():
+                module.register_parameter(name, nn.Parameter(value))
 
 
 def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:

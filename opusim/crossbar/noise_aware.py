@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from opusim import checks
-from opusim.crossbar.layers import LEAST_SCALE
+from opusim.crossbar.layers import LEAST_SCALE, convertible_layers, zero_padding
 from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
@@ -40,8 +40,8 @@ def noise_aware(
 ) -> nn.Module:
     """Inject noise into a network in training mode, so that it learns to bear that of a device.
 
-    Each forward pass in training mode draws fresh Gaussian noise for each nn.Linear and nn.Conv2d; in evaluation mode
-    the network is as it is. Gradients are those at the noisy weights and reach the weights.
+    Each forward pass in training mode draws fresh Gaussian noise for each nn.Linear and nn.Conv2d that `convert` puts
+    on a device; in evaluation mode the network is as it is. Gradients are those at the noisy weights and reach them.
 
     Args:
         model: the network, changed in place.
@@ -55,16 +55,11 @@ def noise_aware(
         The model itself. `convert` takes it as it is, with limited weights.
 
     Raises:
-        ValueError: a number is below 0, after_s goes with a number, or the network has no such layer.
+        ValueError: a number is below 0, after_s goes with a number, or the network has no such layer, is noise-aware
+            already, or has a convolution that `convert` refuses, if noise names a device.
         ConfigError: the device has no programming noise to tell.
     """
-    layers = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))
-    ]
-    if not layers:
-        raise ValueError(
-            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d; give a network with one"
-        )
+    layers = convertible_layers(model)
     checks.non_negative(after_s=after_s)
     if clip is not None:
         checks.positive(clip=clip)
@@ -73,6 +68,8 @@ def noise_aware(
         checks.non_negative(noise=noise)
         if after_s:
             raise ValueError(f"after_s = {after_s:g}: a number does not change with time; name a device")
+    for name, module in layers:
+        _require_usable(name, module, on_device=named)
     for name, module in layers:
         stream = SeededStream(seed, f"weight noise of layer {name}")
         law: float | ProgrammableDevice = noise  # type: ignore[assignment]
@@ -86,8 +83,22 @@ def noise_aware(
     return model
 
 
+def _require_usable(name: str, module: nn.Linear | nn.Conv2d, *, on_device: bool) -> None:
+    """Refuse a layer that has noise already, or that no device takes."""
+    if parametrize.is_parametrized(module, "weight") and any(
+        isinstance(each, _WeightNoise)
+        for each in module.parametrizations["weight"]  # type: ignore[index]
+    ):
+        raise ValueError(f"model: layer {name!r} is noise-aware already; take the network from before")
+    if on_device and isinstance(module, nn.Conv2d):
+        zero_padding(module)
+
+
 class _Limited(nn.Module):
-    """Limit weights to some standard deviations of their row; the gradient is that of the identity."""
+    """Limit weights to some standard deviations of their row; the gradient is that of the identity.
+
+    A row whose weights are all equal, as a row of one weight is, has no limit.
+    """
 
     def __init__(self, clip: float) -> None:
         super().__init__()
@@ -95,7 +106,12 @@ class _Limited(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         with torch.no_grad():
-            most = self._clip * weight.flatten(1).std(dim=1, correction=0)
+            rows = weight.flatten(1)
+            std, rounding = (
+                rows.std(dim=1, correction=0),
+                torch.finfo(rows.dtype).eps * rows.abs().amax(dim=1),
+            )
+            most = (self._clip * std).masked_fill_(std <= rounding, torch.inf)
             most = most.reshape(-1, *(1,) * (weight.dim() - 1))
             change = weight.clamp(-most, most) - weight
         return weight + change
@@ -120,7 +136,7 @@ class _WeightNoise(nn.Module):
                 else self._law.weight_std(rows / scale, self._after_s)
             )
             noise = self._stream.normal(rows.shape, device=weight.device).mul_(std).reshape(weight.shape)
-        return weight + noise
+        return weight + noise.to(weight.dtype)
 
 
 class _OutputNoise:

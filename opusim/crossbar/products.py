@@ -65,9 +65,9 @@ class TiledProduct:
         self.saturated = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         for mean, constant, current in self._tiles(self._converter.shown(x)):
             normal = stream.normal(mean.shape, device=x.device)
-            before = total.clone()
+            before = None if bound is None or not total.numel() else total.clone()
             self._add_codes(total, mean, constant, current, normal)
-            if bound is not None and total.numel():
+            if before is not None and bound is not None:
                 most = torch.linalg.vector_norm(before.sub_(total), ord=torch.inf, dim=1)
                 self.saturated |= most > bound - self._converter.output_step / 2
         return total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,3 +128,16 @@ def test_a_deferred_module_is_imported_at_the_first_use_of_a_name(monkeypatch: p
     assert vars(module)["s"] is module.s
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         _ = module.absent
+
+
+def test_a_deferred_module_is_copied_and_pickled_by_its_name() -> None:
+    used = plugins.Deferred("math")
+    assert used.pi > 3
+    for twin in (copy.copy(used), copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
+        assert vars(twin) == {"_name": "math"}
+        assert twin.tau == 2 * used.pi
+    absent = plugins.Deferred("no_module_of_this_name")
+    assert repr(copy.deepcopy(absent)) == "Deferred('no_module_of_this_name')"
+    assert not hasattr(absent, "__wrapped__")
+    with pytest.raises(ModuleNotFoundError, match="no_module_of_this_name"):
+        _ = absent.name

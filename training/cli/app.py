@@ -30,9 +30,9 @@ class OpusimGroup(LazyGroup):
         for name, summary in (
             ("evaluate", "Measure a run's model on test records."),
             ("report", "Write the HTML report of one run or several."),
-            ("audit", "Attack a run, or test a trainer's mechanism."),
         ):
             self.later(name, summary, partial(_of_runs, name), panel=_RUNS)
+        self.later("audit", "Attack a run, or test a trainer's mechanism.", _audit, panel=_RUNS)
         self.later(
             "runs", "List the runs of a folder, or remove some.", partial(_of_runs, "runs"), panel=_RUNS
         )
@@ -72,6 +72,12 @@ def _of_runs(name: str) -> Any:
     from training.cli.runs import app as runs_app
 
     return typer.main.get_group(runs_app).commands[name]
+
+
+def _audit() -> Any:
+    from training.cli.audits import audit
+
+    return built("audit", audit)
 
 
 def _account() -> Any:

@@ -10,8 +10,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from accounting.ledger.content import LedgerContent
 from accounting.ledger.evidence import Alarm, CertificateFacts
-from accounting.ledger.ledger import Ledger, LedgerContent
+from accounting.ledger.ledger import Ledger
 from opusim.description.schema import DeviceDescription, MonitorSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate

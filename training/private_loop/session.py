@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accounting.errors import BudgetExceeded, NoGuarantee
+from accounting.ledger.content import LedgerContent
 from accounting.ledger.journal import Position, Witness
-from accounting.ledger.ledger import LEDGER_FILE, Ledger, LedgerContent
+from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.ledger.statement import LedgerFacts, Statement
 from opusim.files import write_file
 from opusim.randomness.streams import derive_seed

@@ -18,7 +18,8 @@ from typing import Any, Self
 from accounting.calibration import calibrate_noise
 from accounting.composition import Budget
 from accounting.guarantee import Adjacency, Assumption, Guarantee
-from accounting.ledger.ledger import LEDGER_FILE, Mode
+from accounting.ledger.content import Mode
+from accounting.ledger.ledger import LEDGER_FILE
 from accounting.records.mechanisms import CLIPPED_RECORDS, RecordCentral
 from opusim import checks
 from opusim.randomness import MAX_SEED

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from xml.sax.saxutils import escape, quoteattr
 
@@ -17,12 +18,16 @@ _DASHES = ("", "7 3", "7 3 2 3", "2 3")
 _WIDTH, _PLOT_HEIGHT = 640.0, 310.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 14.0, 12.0, 46.0
 """Pixels around the plot."""
-_LEGEND_LINE, _LEGEND_KEY, _LETTER = 19.0, 34.0, 6.7
-"""Pixels: height of a row of the legend, width of a line's sample, and a letter's mean width at 12 pixels."""
+_LEGEND_LINE, _LEGEND_KEY, _LETTER, _WIDE_LETTER = 19.0, 34.0, 6.7, 7.7
+"""Pixels: height of a row of the legend, width of a line's sample, a letter's mean width and a digit's."""
 _MARGIN = 0.05
 """Share of the range of values that an axis adds on either side."""
 _TICKS = 7
 """Most ticks of an axis, about."""
+_LEAST_WIDTH = 1e-9
+"""Range of values, relative to the largest, from which they are drawn as different."""
+_MOST_DIGITS = 15
+"""Significant digits that float64 holds."""
 _MARKERS_PER_LINE = 12
 _OUTLINES = (
     "M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0",
@@ -72,7 +77,7 @@ class LineChart:
     y_limits: tuple[float, float] | None = None
     logarithmic: bool = False
 
-    @property
+    @cached_property
     def x_limits(self) -> tuple[float, float]:
         """Ends of the axis of whole numbers; a single one gets a half on either side."""
         low, high = min(min(line.x) for line in self.lines), max(max(line.x) for line in self.lines)
@@ -83,41 +88,43 @@ class LineChart:
     def x_ticks(self) -> list[float]:
         """Whole numbers."""
         low, high = self.x_limits
-        step = max(1.0, _nice_step(high - low))
-        return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        return _multiples(low, high, max(1.0, _nice_step(high - low)))
 
-    @property
+    @cached_property
     def is_logarithmic(self) -> bool:
         """Whether the axis of the values is logarithmic."""
         return self.logarithmic and all(y > 0 for line in self.lines for y in line.y)
 
-    @property
+    @cached_property
     def limits(self) -> tuple[float, float]:
         """Ends of the axis of the values."""
         if self.y_limits is not None:
             return self.y_limits
         values = [math.log10(y) if self.is_logarithmic else y for line in self.lines for y in line.y]
         low, high = min(values), max(values)
-        margin = _MARGIN * (high - low) or max(_MARGIN * abs(high), 1e-9)
+        size = 1.0 if self.is_logarithmic else max(abs(low), abs(high))
+        width = high - low if high - low > _LEAST_WIDTH * size else size
+        margin = _MARGIN * (width or 1.0)
         ends = low - margin, high + margin
         return (10 ** ends[0], 10 ** ends[1]) if self.is_logarithmic else ends
 
-    @property
+    @cached_property
     def y_ticks(self) -> list[float]:
-        """Multiples of 1, 2 or 5 times a power of ten; on a logarithmic axis powers of ten, or 2 and 5 times them."""
+        """Multiples of 1, 2 or 5 times a power of ten.
+
+        On a logarithmic axis powers of ten; if fewer than three fit, 2 and 5 times them, too; if fewer than two of
+        these fit, the same as on a linear axis.
+        """
         low, high = self.limits
         if not self.is_logarithmic:
-            step = _nice_step(high - low)
-            return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+            return _multiples(low, high, _nice_step(high - low))
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         every = max(1, len(decades) // _TICKS)
         ticks = [10.0**k for k in decades if k % every == 0 and low <= 10.0**k <= high]
         if len(ticks) > 2:
             return ticks
-        return [tick for k in decades for share in (1, 2, 5) if low <= (tick := share * 10.0**k) <= high] or [
-            low,
-            high,
-        ]
+        ticks = [tick for k in decades for share in (1, 2, 5) if low <= (tick := share * 10.0**k) <= high]
+        return ticks if len(ticks) > 1 else _multiples(low, high, _nice_step(high - low))
 
     def svg(self) -> bytes:
         """Return the chart as an SVG file."""
@@ -140,7 +147,7 @@ class LineChart:
         rows: list[list[tuple[float, Line]]] = [[]]
         place = _LEFT
         for line in self.lines:
-            width = _LEGEND_KEY + _LETTER * (len(line.label) + 2)
+            width = _LEGEND_KEY + _LETTER * (len(_fitting(line.label)) + 2)
             if rows[-1] and place + width > _WIDTH - _RIGHT:
                 rows.append([])
                 place = _LEFT
@@ -155,25 +162,24 @@ class LineChart:
             for x, line in row:
                 parts.append(_path(f"M{x:.1f},{y:.1f}h26", line))
                 parts.append(_marker(x + 13, y, line))
-                parts.append(_text(x + _LEGEND_KEY, y + 4, line.label))
+                parts.append(_text(x + _LEGEND_KEY, y + 4, _fitting(line.label)))
         return parts
 
     def _axes(self, top: float) -> list[str]:
         """The grid, the numbers at its lines, and what the axes show."""
-        bottom, right = top + _PLOT_HEIGHT, _WIDTH - _RIGHT
+        bottom, left, right = top + _PLOT_HEIGHT, self._left, _WIDTH - _RIGHT
         parts = []
         for tick in self.x_ticks:
             x = self._x(tick)
             parts.append(f'<path d="M{x:.1f},{top:g}V{bottom:g}" stroke="#ddd"/>')
-            parts.append(_text(x, bottom + 17, f"{tick:g}", anchor="middle"))
-        ticks = self.y_ticks
-        for tick in ticks:
+            parts.append(_text(x, bottom + 17, f"{tick:.0f}", anchor="middle"))
+        for tick, text in zip(self.y_ticks, self._y_texts, strict=True):
             y = self._y(tick, top)
-            parts.append(f'<path d="M{_LEFT:g},{y:.1f}H{right:g}" stroke="#ddd"/>')
-            parts.append(_text(_LEFT - 7, y + 4, _number(tick, ticks), anchor="end"))
-        parts.append(f'<path d="M{_LEFT:g},{top:g}V{bottom:g}H{right:g}" fill="none" stroke="#333"/>')
+            parts.append(f'<path d="M{left:g},{y:.1f}H{right:g}" stroke="#ddd"/>')
+            parts.append(_text(left - 7, y + 4, text, anchor="end"))
+        parts.append(f'<path d="M{left:g},{top:g}V{bottom:g}H{right:g}" fill="none" stroke="#333"/>')
         middle = top + _PLOT_HEIGHT / 2
-        parts.append(_text((_LEFT + right) / 2, bottom + 37, self.x_label, anchor="middle"))
+        parts.append(_text((left + right) / 2, bottom + 37, self.x_label, anchor="middle"))
         turned = f' transform="rotate(-90 14 {middle:g})"'
         return [*parts, _text(14, middle, self.y_label, anchor="middle", more=turned)]
 
@@ -185,7 +191,18 @@ class LineChart:
 
     def _x(self, value: float) -> float:
         low, high = self.x_limits
-        return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+        return self._left + (value - low) / (high - low) * (_WIDTH - self._left - _RIGHT)
+
+    @cached_property
+    def _y_texts(self) -> list[str]:
+        """The numbers at the axis of the values."""
+        ticks = self.y_ticks
+        return [_number(tick, ticks) for tick in ticks]
+
+    @cached_property
+    def _left(self) -> float:
+        """Where the plot begins: behind the axis's label and its longest number."""
+        return max(_LEFT, 28 + _WIDE_LETTER * max(map(len, self._y_texts)))
 
     def _y(self, value: float, top: float) -> float:
         """Place of a value; one outside of the limits stands at the nearer end."""
@@ -202,16 +219,24 @@ def _nice_step(width: float) -> float:
     return next(share * power for share in (1, 2, 5, 10) if width / (share * power) <= _TICKS)
 
 
+def _multiples(low: float, high: float, step: float) -> list[float]:
+    """Return the multiples of a step in a range."""
+    return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def _number(tick: float, ticks: Sequence[float]) -> str:
     """Return a tick as text, with the digits that tell it from its neighbours."""
-    gaps = [abs(b - a) for a, b in pairwise(ticks)]
-    largest = max(abs(each) for each in ticks)
-    if not gaps or largest >= 1e6 or largest < 1e-4:
-        return f"{tick:g}"
-    if min(gaps) < 0.2 * max(gaps):  # a logarithmic axis
-        return f"{tick:g}"
-    digits = max(0, -math.floor(math.log10(min(gaps)) + 1e-9))
-    return f"{tick:.{digits}f}".replace("-", "\u2212") if abs(tick) > 1e-3 * min(gaps) else f"{0:.{digits}f}"
+    gaps = [abs(b - a) for a, b in pairwise(ticks)] or [abs(tick)]
+    gap, largest = min(gaps), max(abs(each) for each in ticks)
+    tick = tick if abs(tick) > 1e-3 * gap else 0.0
+    if 1e-4 <= largest < 1e6 and gap > 0.2 * max(gaps):
+        digits = max(0, -math.floor(math.log10(gap) + 1e-9))
+        text = f"{tick:.{digits}f}"
+    elif gap > 0.2 * max(gaps):
+        text = f"{tick:.{min(_MOST_DIGITS, math.ceil(math.log10(largest / gap)) + 1)}g}"
+    else:  # a logarithmic axis
+        text = f"{tick:g}"
+    return text.replace("-", "\u2212")
 
 
 def _path(commands: str, line: Line) -> str:
@@ -232,5 +257,13 @@ def _colour(line: Line) -> str:
     return COLOURS[line.number % len(COLOURS)]
 
 
+def _fitting(label: str) -> str:
+    """Return a label; the middle of one that is longer than a row of the legend is left out."""
+    most = int((_WIDTH - _LEFT - _RIGHT - _LEGEND_KEY) / _WIDE_LETTER)
+    half = (most - 1) // 2
+    return label if len(label) <= most else f"{label[:half]}\u2026{label[-half:]}"
+
+
 def _text(x: float, y: float, text: str, *, anchor: str = "start", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor={quoteattr(anchor)}{more}>{escape(text)}</text>'
+    shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)  # XML refuses the others
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor={quoteattr(anchor)}{more}>{escape(shown)}</text>'

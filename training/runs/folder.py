@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from accounting.errors import LedgerCorrupt
+from accounting.ledger.content import LedgerContent
 from accounting.ledger.journal import Position, Witness
-from accounting.ledger.ledger import LEDGER_FILE, LedgerContent, read_ledger
+from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from opusim import plugins
 from opusim.errors import ConfigError
 from opusim.files import make_folder, read_bytes, write_file

@@ -195,7 +195,8 @@ def test_a_ledger_whose_mechanism_hides_its_certificates_error_is_refused(tmp_pa
 def test_a_planted_line_that_hides_the_error_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accounting.ledger.ledger._require_certified", lambda *_: None)
+    for module in ("content", "ledger"):
+        monkeypatch.setattr(f"accounting.ledger.{module}.require_certified", lambda *_: None)
     with Ledger(tmp_path / "ledger.jsonl", mode="experiment", delta=DELTA) as ledger:
         ledger.pay(0, RECORD)
     monkeypatch.undo()

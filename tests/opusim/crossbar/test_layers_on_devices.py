@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 import opusim
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear, DeviceModel, convert
@@ -232,6 +234,37 @@ def test_limited_weights_stay_limited_on_the_device_and_keep_their_gradient() ->
         noise_aware(nn.Linear(2, 2), 0.1, clip=0.0)
 
 
+def test_rows_of_equal_weights_are_not_limited() -> None:
+    one, equal = nn.Linear(1, 4), nn.Linear(300, 2)
+    nn.init.constant_(equal.weight, 0.1)
+    for layer in (one, equal):
+        before = layer.weight.detach().clone()
+        assert torch.equal(noise_aware(layer, 0.1, clip=2.0).eval().weight, before)
+
+
+def test_noise_keeps_the_type_of_the_weights() -> None:
+    layer = noise_aware(nn.Linear(3, 2, dtype=torch.bfloat16), "pcm", clip=2.0).train()
+    assert layer(torch.ones(1, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_layers_that_stay_digital_get_no_noise_and_stay_digital_after_training() -> None:
+    """torch's attention reads the weights of its projection itself, so a device there would never be used."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    noise_aware(model, 0.1)
+    assert not parametrize.is_parametrized(model.self_attn.out_proj)
+    weight_norm(model.self_attn.out_proj)
+    with convert(model, "pcm", crossbar=EXACT) as analog:
+        assert len(analog.layers) == 2
+        assert type(analog.model.self_attn.out_proj) is type(nn.MultiheadAttention(4, 2).out_proj)
+
+
+def test_every_parametrized_parameter_is_converted() -> None:
+    layer = parametrize.register_parametrization(nn.Linear(3, 2), "bias", nn.Tanh())
+    bias = layer.bias.detach().clone()
+    with convert(noise_aware(layer, 0.1), "pcm", crossbar=EXACT) as analog:
+        assert torch.equal(analog.layers[0].bias, bias)
+
+
 def described(crossbar: dict[str, None]) -> Path:
     """Return a file that describes `pcm` with changes."""
     path = Path(tempfile.mkdtemp()) / "changed.toml"
@@ -241,6 +274,13 @@ def described(crossbar: dict[str, None]) -> Path:
 
 
 def test_what_cannot_run_on_a_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model: layer '0' is noise-aware already"):
+        noise_aware(noise_aware(nn.Sequential(nn.Linear(2, 2)), 0.1), 0.1)
+    same = nn.Sequential(nn.Linear(2, 2), nn.Conv2d(1, 2, 3, padding="same"))
+    with pytest.raises(ValueError, match=r"padding=same.*: a device takes one group"):
+        noise_aware(same, "pcm")
+    assert not parametrize.is_parametrized(same[0])
+    assert noise_aware(same, 0.1) is same
     with pytest.raises(ValueError, match=r"after_s = 3: a number does not change with time"):
         noise_aware(nn.Linear(2, 2), 0.1, after_s=3.0)
     with pytest.raises(ValueError, match=r"model = ReLU: has no nn.Linear and no nn.Conv2d"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
@@ -197,3 +198,70 @@ def test_a_chart_places_values_by_their_ticks() -> None:
     ElementTree.fromstring(linear.svg())
     assert linear.y_ticks == [0, 2, 4, 6, 8, 10]
     assert not replace(chart, lines=[Line(x=[1], y=[0.0], label="zero", number=0)]).is_logarithmic
+
+
+def chart_of(y: Sequence[float], *, logarithmic: bool = False, label: str = "a run") -> LineChart:
+    """A chart with one line."""
+    line = Line(x=range(1, len(y) + 1), y=y, label=label, number=0)
+    return LineChart(lines=[line], x_label="epoch", y_label="value", logarithmic=logarithmic)
+
+
+def tick_texts(chart: LineChart) -> list[str]:
+    """The numbers at the axis of the values."""
+    drawn = ElementTree.fromstring(chart.svg())
+    return [text.text or "" for text in drawn.findall(".//{*}text") if text.get("text-anchor") == "end"]
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+@pytest.mark.parametrize(
+    "y",
+    [
+        [1234560.0, 1234562.5],
+        [1.00001e-5, 1.00002e-5],
+        [0.9, 1.9],
+        [1.0],
+        [1.0, 1.0 + 2**-52],
+        [3e-7, 0.02, 4e5],
+        [0.0, 0.0],
+        [-5.0, -4.999999],
+    ],
+)
+def test_an_axis_has_at_least_two_ticks_that_read_differently(y: list[float], logarithmic: bool) -> None:
+    texts = tick_texts(chart_of(y, logarithmic=logarithmic))
+    assert 2 <= len(texts) == len(set(texts))
+    low, high = chart_of(y, logarithmic=logarithmic).limits
+    assert all(low < value < high for value in y)
+    read = [float(text.replace("\u2212", "-")) for text in texts]
+    assert read == pytest.approx(chart_of(y, logarithmic=logarithmic).y_ticks, abs=1e-9 * (high - low))
+
+
+def test_a_chart_of_any_name_is_xml_and_stays_within_its_width() -> None:
+    label = "<run>\x1b\udcff & " + "x" * 200 + " the end"
+    drawn = ElementTree.fromstring(chart_of([1.0, 2.0], label=label).svg())
+    (shown,) = (text.text or "" for text in drawn.findall(".//{*}text") if "run" in (text.text or ""))
+    assert shown.startswith("<run>\ufffd\ufffd & x")
+    assert shown.endswith("x the end")
+    assert len(shown) < 80
+
+
+class Counted(list[float]):
+    """A list that counts how often it is read through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[float]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_the_work_of_a_chart_is_linear_in_its_points() -> None:
+    y = Counted([1.0, 2.0] * 500)
+    chart_of(y, logarithmic=True).svg()
+    assert 0 < y.passes < 10
+
+
+def test_long_numbers_move_the_plot_and_leave_room_for_the_axis_label() -> None:
+    drawn = ElementTree.fromstring(chart_of([1234560.0, 1234562.5]).svg())
+    (axes,) = (path.get("d", "") for path in drawn.findall(".//{*}path") if path.get("stroke") == "#333")
+    left = float(axes.split(",")[0][1:])
+    assert left > 20 + 7.6 * len("1234560.5")  # the label stands within 20 pixels, and a digit is 7.6 wide

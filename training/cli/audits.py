@@ -1,0 +1,341 @@
+"""The command `opusim audit`: attack a run, or test a mechanism."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from training.attacks.findings import RunAudit
+    from training.attacks.one_run.report import OneRunAudit
+
+RunArgument = Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder.")]
+KindOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="Instead of a run: test the sampler, clip and noise of a trainer (pdfa, dfa, tdfa, bp, ulr, zo, "
+        "convex) on records of the audit's choice. Exit code 1 means an alarm.",
+    ),
+]
+Trials = Annotated[
+    int | None,
+    typer.Option(
+        help="Trials on the run, 400 by default, the controls up to 200 each; of games on labels or the last model "
+        "20,000 each. With --final-model: trainings, 400 by default."
+    ),
+]
+OneRun = Annotated[
+    bool,
+    typer.Option(
+        "--one-run",
+        help="Train once more as the run was trained, with canaries that coins put in or leave out, and bound epsilon "
+        "of all steps together.",
+    ),
+]
+FinalModel = Annotated[
+    bool,
+    typer.Option(
+        "--final-model",
+        help="Train many times as the run was trained, with a crafted record or without it, from initial weights of "
+        "the attacker's choice, and attack the final models. The same command resumes a stopped audit.",
+    ),
+]
+AuditJobs = Annotated[int | None, typer.Option(help="With --final-model: trainings at a time, 1 by default.")]
+AuditCluster = Annotated[
+    str | None,
+    typer.Option(help="With --final-model: address of a Dask scheduler whose workers train."),
+]
+CanaryCount = Annotated[int | None, typer.Option(help="With --one-run: how many canaries, 1,000 by default.")]
+AuditSeed = Annotated[
+    int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
+]
+AuditDelta = Annotated[float | None, typer.Option(help="delta of the bounds; the run's by default.")]
+OwnArrays = Annotated[
+    Path | None,
+    typer.Option(
+        help="An .npz file with the arrays x and y (and ids) that the run was trained on, if it was on arrays."
+    ),
+]
+AuditOut = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder for audit.json (or one-run.json), pages and PDF, by default the run folder; a release run needs "
+        "one outside it. With --mechanism: a JSON file."
+    ),
+]
+Mode = Annotated[str | None, typer.Option(help="With --mechanism: experiment (default) or release.")]
+Steps = Annotated[
+    int | None, typer.Option(help="With --mechanism: steps of each of its two runs, 60 by default.")
+]
+MechanismSettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="With --mechanism: a key of the configuration; repeatable."
+    ),
+]
+AuditedModel = Annotated[
+    str | None,
+    typer.Option(
+        help="With --mechanism: mlp (default), or for pdfa, dfa, tdfa and bp convolution or attention."
+    ),
+]
+Level = Annotated[
+    float | None,
+    typer.Option(help="With --mechanism: probability of any false alarm, 1e-4 by default."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def audit(
+    run: RunArgument = None,
+    mechanism: KindOption = None,
+    model: AuditedModel = None,
+    trials: Trials = None,
+    one_run: OneRun = False,
+    canaries: CanaryCount = None,
+    final_model: FinalModel = False,
+    jobs: AuditJobs = None,
+    cluster: AuditCluster = None,
+    seed: AuditSeed = None,
+    delta: AuditDelta = None,
+    arrays: OwnArrays = None,
+    out: AuditOut = None,
+    mode: Mode = None,
+    steps: Steps = None,
+    settings: MechanismSettings = None,
+    level: Level = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
+    of_runs: dict[str, object] = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
+    of_runs |= {"--one-run": one_run or None, "--canaries": canaries}
+    of_final_models = {"--final-model": final_model or None, "--jobs": jobs, "--cluster": cluster}
+    of_runs |= of_final_models
+    of_mechanisms = {"--model": model, "--mode": mode, "--steps": steps, "--set": settings, "--level": level}
+    if mechanism is None:
+        _require_absent(of_mechanisms, "goes with --mechanism KIND only")
+        if run is None:
+            raise ValueError(
+                "RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer"
+            )
+        if final_model:
+            _require_absent({"--one-run": one_run or None, "--canaries": canaries}, "is another audit")
+            _audit_final_model(run, trials, jobs, cluster, seed, delta, arrays, out, as_json)
+            return
+        _require_absent(of_final_models, "goes with --final-model only")
+        if one_run:
+            _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
+            _audit_one_run(run, canaries, seed, delta, arrays, out, as_json)
+            return
+        _require_absent({"--canaries": canaries}, "goes with --one-run only")
+        _audit_run(run, trials, seed, delta, arrays, out, as_json)
+        return
+    _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
+    _audit_mechanism(
+        mechanism,
+        model=model or "mlp",
+        mode=mode or "experiment",
+        steps=60 if steps is None else steps,
+        settings=settings or (),
+        seed=seed,
+        level=1e-4 if level is None else level,
+        out=out,
+        as_json=as_json,
+    )
+
+
+def _require_absent(options: Mapping[str, object], rule: str) -> None:
+    """Refuse options of the other kind of audit."""
+    for name, value in options.items():
+        if value is not None and value != []:
+            raise ValueError(f"{name} {rule}; leave it out")
+
+
+def _audit_run(
+    run: Path,
+    trials: int | None,
+    seed: int | None,
+    delta: float | None,
+    arrays: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Attack a run, print the findings and write the report."""
+    from opusim.progress import Progress
+    from training.attacks.run_audit import audit_run
+    from training.reports.audit_page import write_audit_page
+    from training.reports.run_report import NOT_FOR_RELEASE, write_report
+    from training.runs.folder import AUDIT_FILE
+    from training.runs.run import load_run, read_npz
+
+    data = None if arrays is None else read_npz(arrays)
+    with Progress("audit", "trials") as progress:
+        found = audit_run(
+            run,
+            data=data,
+            out=out,
+            trials=trials,
+            seed=seed,
+            delta=delta,
+            on_start=progress.start,
+            on_trial=lambda done: progress.advance(done=done),
+        )
+    loaded = load_run(run)
+    report_file = write_report(loaded, audit=found, folder=out)
+    page, document = write_audit_page(loaded, found, out or run)
+    if loaded.config.mode == "release" and not found.game:  # a game's records are the auditor's
+        typer.echo(NOT_FOR_RELEASE, err=True)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+        return
+    _print_audit(found)
+    typer.echo(f"\nkept in {(out or run) / AUDIT_FILE}, shown in {report_file}")
+    typer.echo(f"for a reviewer: {page} and {document}")
+
+
+def _audit_one_run(
+    run: Path,
+    canaries: int | None,
+    seed: int | None,
+    delta: float | None,
+    arrays: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train once with canaries, print what their scores say and write the report."""
+    from opusim.progress import Progress
+    from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
+    from training.runs.folder import ONE_RUN_FILE
+    from training.runs.run import read_npz
+
+    with Progress("audit of one training", "steps") as progress:
+        found = audit_one_training(
+            run,
+            data=None if arrays is None else read_npz(arrays),
+            out=out,
+            canaries=DEFAULT_CANARIES if canaries is None else canaries,
+            seed=seed,
+            delta=delta,
+            on_start=progress.start,
+            on_step=progress.advance,
+        )
+    _show_one_run(run, found, out, as_json, kept=ONE_RUN_FILE)
+
+
+def _audit_final_model(
+    run: Path,
+    trainings: int | None,
+    jobs: int | None,
+    cluster: str | None,
+    seed: int | None,
+    delta: float | None,
+    arrays: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train many times with a crafted record or without it, print what the final models say and write the report."""
+    from opusim.progress import Progress
+    from training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
+    from training.runs.folder import FINAL_MODEL_FILE
+    from training.runs.run import read_npz
+
+    with Progress("audit of final models", "trainings") as progress:
+        found = audit_final_model(
+            run,
+            data=None if arrays is None else read_npz(arrays),
+            out=out,
+            trainings=DEFAULT_TRAININGS if trainings is None else trainings,
+            seed=seed,
+            delta=delta,
+            jobs=1 if jobs is None else jobs,
+            cluster=cluster,
+            on_start=lambda total, done: progress.start(total, done=done, at_once=True),
+            on_training=lambda done: progress.advance(done=done),
+        )
+    _show_one_run(run, found, out, as_json, kept=FINAL_MODEL_FILE)
+
+
+def _show_one_run(run: Path, found: OneRunAudit, out: Path | None, as_json: bool, *, kept: str) -> None:
+    """Print what scores of canaries say, and write the report."""
+    from accounting.tables import print_rows
+    from opusim.tables import wrapped
+    from training.attacks.one_run.report import one_run_paragraphs, short_rows
+    from training.reports.run_report import NOT_FOR_RELEASE, write_report
+    from training.runs.run import load_run
+
+    loaded = load_run(run)
+    report_file = write_report(loaded, one_run=found, folder=out)
+    if loaded.config.mode == "release":
+        typer.echo(NOT_FOR_RELEASE, err=True)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+        return
+    print_rows(short_rows(found))
+    for text in one_run_paragraphs(found):
+        typer.echo("\n" + wrapped(text))
+    typer.echo(f"\nkept in {(out or run) / kept} and shown in {report_file}")
+
+
+_WIDE_PAGE = 110
+"""Columns from which the table of an audit has all its columns; the pages always have them."""
+
+
+def _print_audit(found: RunAudit) -> None:
+    """Print the findings and what they mean."""
+    from accounting.tables import print_rows
+    from opusim.tables import output_width, wrapped
+    from training.attacks.findings import finding_rows, paragraphs
+
+    narrow = output_width() < _WIDE_PAGE
+    print_rows(finding_rows(found), without=("members", "others", "missed + false") if narrow else ())
+    for text in paragraphs(found):
+        typer.echo("\n" + wrapped(text))
+
+
+def _audit_mechanism(
+    kind: str,
+    *,
+    model: str,
+    mode: str,
+    steps: int,
+    settings: Sequence[str],
+    seed: int | None,
+    level: float,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the self-test with a progress line, print it and store it.
+
+    Raises:
+        typer.Exit: With code 1, if a check raised an alarm.
+    """
+    from opusim.files import require_writable
+    from opusim.progress import Progress
+    from training.attacks.mechanism.audit import audit_mechanism
+    from training.attacks.mechanism.report import report_text
+    from training.runs.storage import write_json
+
+    if out is not None:
+        require_writable(out, "--out")
+    with Progress(f"self-test of {kind}", "steps") as progress:
+        found = audit_mechanism(
+            kind,
+            model=model,
+            mode=mode,
+            steps=steps,
+            settings=settings,
+            seed=seed,
+            level=level,
+            on_start=progress.start,
+            on_step=progress.advance,
+        )
+    if out is not None:
+        write_json(out, found.to_json())
+    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else report_text(found))
+    if not found.holds:
+        raise typer.Exit(1)

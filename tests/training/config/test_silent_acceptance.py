@@ -49,6 +49,7 @@ ALWAYS = {
         "trainer.rows_per_pass",
         "trainer.perturbation",
         "trainer.directions",
+        "trainer.shape",
     ),
     *("trainer.settle_every", "trainer.keep_base", "trainer.hyperplanes", "trainer.gates", "trainer.centre"),
     *("trainer.objective", "trainer.regularisation", "trainer.ridge", "protection.rounds"),

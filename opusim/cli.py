@@ -15,9 +15,6 @@ app = typer.Typer(
     name="device", help="Show, record, calibrate, check and share devices.", no_args_is_help=True
 )
 
-add_calibration_commands(app)
-add_serving_commands(app)
-
 
 @app.callback()
 def device() -> None:
@@ -100,3 +97,7 @@ def _time(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
+
+
+add_calibration_commands(app)
+add_serving_commands(app)

@@ -19,6 +19,8 @@ BETWEEN_LINES_S = 10.0
 """Least time between two lines."""
 _WORTH_A_LINE_S = 5.0
 """Work that is expected to take less gets no line."""
+_SET_UP_S = 60.0
+"""A first unit that takes less may be set-up for the most part: kernels compile for up to a minute."""
 _POLL_S = 0.5
 
 
@@ -27,7 +29,8 @@ class Progress:
 
     Off a terminal, the first line comes with the first unit of work, or before it if an estimate is given, and only if
     the work takes more than 5 s. Later ones are at least 10 s apart. The first unit also sets things up (kernels are
-    compiled, caches filled): a line that knows no other pace says so, and later estimates leave the first unit out.
+    compiled, caches filled). Its pace gives an estimate only if it took more than a minute; else the line says that
+    the time left is not known yet. Later estimates leave the first unit out.
 
         >>> with Progress("audit", "trials") as progress:
         ...     progress.start(2)
@@ -117,7 +120,7 @@ class Progress:
         if self._set_up is None and counted > 0:
             self._set_up = self._done, spent
         if self._due(spent) and self._done < self._total:
-            self._line(self._left_s, news, " at the pace of the first" if is_rough else "")
+            self._line(self._left_s, news, is_rough=is_rough, is_set_up=is_rough and spent < _SET_UP_S)
 
     def follow(self, total: int, count: Callable[[], int]) -> None:
         """Count by looking twice a second, for work that does not report its progress.
@@ -147,8 +150,13 @@ class Progress:
             return self._clock() - self._last_line >= BETWEEN_LINES_S
         return spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
 
-    def _line(self, left_s: float | None, news: str, pace: str = "") -> None:
+    def _line(
+        self, left_s: float | None, news: str, *, is_rough: bool = False, is_set_up: bool = False
+    ) -> None:
+        pace = " at the pace of the first" if is_rough else ""
         left = "" if left_s is None else f", about {duration(left_s)} left{pace}"
+        if is_set_up:
+            left = "; the first also sets up, so the time left is not known yet"
         self._write(f"{self._done:,} of {self._total:,} {self._unit}{left}{f' ({news})' if news else ''}")
 
     def _write(self, text: str) -> None:

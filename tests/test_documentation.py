@@ -112,11 +112,11 @@ def test_links_and_files_exist(page: Path) -> None:
 
 
 def test_broken_links_are_caught() -> None:
-    assert broken_links(README, "[a](docs/nothing.md) [b](docs/privacy.md#99-nothing)") == [
+    assert broken_links(README, "[a](docs/nothing.md) [b](docs/privacy-labels.md#99-nothing)") == [
         "docs/nothing.md",
-        "docs/privacy.md#99-nothing",
+        "docs/privacy-labels.md#99-nothing",
     ]
-    assert broken_links(README, "[a](docs/privacy.md#8-randomized-response)") == []
+    assert broken_links(README, "[a](docs/privacy-labels.md#5-randomized-response)") == []
     assert missing_files("see opusim/nothing.py and opusim/errors.py") == ["opusim/nothing.py"]
     assert missing_files("`docs/zo.md`, `tests/faults`, tests/support") == ["docs/zo.md", "tests/faults"]
     assert missing_names("`opusim.noise`, `opusim.nothing`, `accounting.calibration.calibrat`") == [

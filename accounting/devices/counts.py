@@ -55,7 +55,7 @@ POISSON_LOSS = Theorem(
     "rounding come after the counts.",
     reference="Doroshenko et al. 2022 for connecting the dots",
     code="accounting.numerics.poisson_loss.pattern_bounds",
-    page="privacy.md, section 9",
+    page="privacy-devices.md, section 3",
     checked_by_code=("each label is shown as often as stated", _ONLY_THIS_WAY),
     trusted=(
         "counts are independent Poisson counts at the stated rates, light at most and dark charge at least as stated",
@@ -77,7 +77,7 @@ COUNT_ARGMAX = Theorem(
     "epsilon is the largest over all powers up to w_max; brighter frames have a probability beta, taken off delta.",
     reference="Kairouz, Oh and Viswanath 2014 for randomized response",
     code="accounting.devices.counts.LabelArgmax",
-    page="privacy.md, section 9",
+    page="privacy-devices.md, section 4",
     checked_by_code=(
         "counts are discarded where the argmax is taken; ties are broken at random",
         _ONLY_THIS_WAY,

@@ -39,7 +39,7 @@ LABEL_RELEASE = Theorem(
     "triangular solve, and the rounding of the sum of the other records is added to it.",
     reference="Dong, Roth and Su 2019; Higham 2002 for the rounding",
     code="accounting.labels.linear_model.whitened_bound",
-    page="privacy.md, section 7",
+    page="privacy-labels.md, section 4",
     checked_by_code=(
         "the largest whitened share of a record is computed with the factor that colours the noise, and rounded up",
         "the noise is drawn once, and a resumed run takes the kept model",

@@ -66,7 +66,7 @@ LABEL_LEVERAGE = Theorem(
     "noise, so the mu^2 add up.",
     reference="Dong, Roth and Su 2019 for mu-GDP",
     code="accounting.labels.budget.step_mu_bound",
-    page="privacy.md, section 4",
+    page="privacy-labels.md, section 1",
     checked_by_code=_SIGNALS_CHECKED,
     trusted=_SIGNALS_TRUSTED,
 )
@@ -82,7 +82,7 @@ LABEL_BUDGET = Theorem(
     " N(B^2/2, B^2). Forgetting the top-up is post-processing. Theorem label-leverage gives mu_t.",
     reference="Dong, Roth and Su 2019",
     code="accounting.labels.budget.PerRecordBudget",
-    page="privacy.md, sections 4 and 5",
+    page="privacy-labels.md, sections 1 and 2",
     checked_by_code=("a record over its budget keeps its noise and loses its signal", *_SIGNALS_CHECKED),
     trusted=_SIGNALS_TRUSTED,
 )
@@ -101,7 +101,7 @@ LABEL_AMPLIFICATION = Theorem(
     " batch cannot be amplified: it shows who is in the batch.",
     reference="Kahane 1986; Zhu, Dong and Wang 2022",
     code="accounting.labels.mechanisms.LabelAmplified",
-    page="privacy.md, section 6",
+    page="privacy-labels.md, section 3",
     checked_by_code=(
         "every whitened contribution is scaled to norm C at most, whatever the label",
         "the noise's covariance depends on neither batch nor labels, and no noise comes from the batch's own readings",
@@ -123,7 +123,7 @@ LABEL_READOUT = Theorem(
     "posterior targets and the output layer's target are functions of the readings, hence post-processing.",
     reference="Dong, Roth and Su 2019",
     code="accounting.labels.mechanisms.LabelReadout",
-    page="privacy.md, section 7",
+    page="privacy-labels.md, section 4",
     checked_by_code=(
         "each label is read as often as stated, and every distinct reading of it is counted in mu",
         "the noise is drawn once for each reading, with the same law for all labels",
@@ -141,7 +141,7 @@ RANDOMIZED_RESPONSE = Theorem(
     "exact and repeats compose on that grid without discretisation.",
     reference="Warner 1965",
     code="accounting.labels.mechanisms.RandomizedResponse",
-    page="privacy.md, section 8",
+    page="privacy-labels.md, section 5",
     checked_by_code=("the noise of every step is fresh", "labels are used only through the randomized ones"),
     trusted=("neither the noise nor the seed that it came from is ever revealed",),
 )

@@ -1,7 +1,7 @@
 """What a ledger's run may state, as one versioned JSON document for a reviewer of a privacy claim.
 
-`opusim account run RUN --json` prints it, and docs/privacy.md lists its keys. It states the guarantees that the command
-prints as text, unrounded, and each of the text's warnings; what no ledger shows is not in it.
+`opusim account run RUN --json` prints it, and docs/statement-json.md lists its keys. It states the guarantees that the
+command prints as text, unrounded, and each of the text's warnings; what no ledger shows is not in it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ ROW_SPACE = Theorem(
     "inputs, whatever sigma: the part of an input outside it is 0 for a member and not for an outsider. With m "
     "above the fan-in the covariances of neighbours still differ by a rank-one term that scales with sigma.",
     code="accounting.pdfa.mechanisms.PublishedPdfa",
-    page="privacy.md, section 2",
+    page="privacy-records.md, section 4",
 )
 
 

@@ -45,7 +45,7 @@ GAUSSIAN = Theorem(
     "every other direction has the same law. Trade-off functions of Gaussian shifts compose by adding mu^2.",
     reference="Balle and Wang 2018; Dong, Roth and Su 2019",
     code="accounting.numerics.closed_forms.gaussian_bounds",
-    page="privacy.md, section 10",
+    page="privacy-records.md, section 3",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,
 )
@@ -62,7 +62,7 @@ SAMPLED_GAUSSIAN = Theorem(
     "epsilon is known between two bounds; Renyi divergences take over if the arrays grow too large.",
     reference="Zhu, Dong and Wang 2022; Doroshenko et al. 2022; Mironov 2017",
     code="accounting.numerics.sampled_noise.noise_bounds",
-    page="privacy.md, section 10",
+    page="privacy-records.md, section 3",
     checked_by_code=(*_CHECKED, _SAMPLED),
     trusted=(*_TRUSTED, _SECRET_BATCHES),
 )
@@ -77,7 +77,7 @@ SAMPLED_LAPLACE = Theorem(
     "smaller epsilon counts.",
     reference="DP-ZO, Propositions A.1, A.2; Zhu et al. 2022",
     code="accounting.numerics.sampled_noise.noise_bounds",
-    page="privacy.md, section 10",
+    page="privacy-records.md, section 3",
     checked_by_code=(*_CHECKED, _SAMPLED),
     trusted=(*_TRUSTED, _SECRET_BATCHES),
 )

@@ -50,7 +50,7 @@ CLIPPED_RECORDS = Theorem(
     "sets, and the null record contributes nothing. The rest is theorem sampled-gaussian.",
     reference="Abadi et al. 2016; Zhu, Dong and Wang 2022",
     code="accounting.records.mechanisms.RecordCentral",
-    page="privacy.md, sections 3 and 12",
+    page="privacy-records.md, sections 1 and 2",
     checked_by_code=(
         "every record enters every batch independently with probability q, by a new draw at each step",
         "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",

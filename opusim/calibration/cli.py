@@ -200,8 +200,7 @@ def fit_command(
 ) -> None:
     """Fit programming noise and drift of a memory device to 20 or more measurements; write its description.
 
-    Exits with 3, and writes no description, if data of the published forms would deviate as much in fewer than 1 of
-    100 cases.
+    Exits with 3, and writes no description, if fewer than 1 % of data of the published forms would deviate as much.
     """
     from opusim.calibration.conductance_fit import LEAST_P_VALUE, fit
     from opusim.calibration.conductance_readings import (

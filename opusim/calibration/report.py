@@ -15,7 +15,7 @@ from scipy.special import ndtr, ndtri
 from opusim.calibration.calibrate import Calibration
 from opusim.calibration.flat_series import COUNT
 from opusim.calibration.photon_transfer import PhotonTransfer
-from opusim.devices.certificate import Certificate
+from opusim.devices.certificate import Certificate, GaussianLaw
 from opusim.p_values import FAMILY_ALARM
 from opusim.tables import print_table, unit_of
 from opusim.temperature import TemperatureLaw
@@ -177,7 +177,7 @@ def print_calibration(found: Calibration) -> None:
     others = [test for test in found.certificate.tests if not test.needed]
     for heading, tests in (
         ("what the law needs:", needed),
-        ("what Gaussian readings would need besides (the certified counts need none of it):", others),
+        ("what Gaussian readings would also need (the certified counts need none of it):", others),
     ):
         if tests:
             print(heading)
@@ -194,6 +194,11 @@ def print_calibration(found: Calibration) -> None:
     print(
         f"certified noise: {law.law.replace('_', ' ')}, {numbers}; wrong with probability {found.certificate.beta:g}"
     )
+    if isinstance(law, GaussianLaw):
+        print(
+            f"it is a lower limit; more --readings than {noise.readings} bring it closer to {noise.smallest_std:.5g}, "
+            "the noise of the quietest output"
+        )
 
 
 def print_temperatures(law: TemperatureLaw, name: str, n_inputs: int, steps: int) -> None:

@@ -2,7 +2,7 @@
 
 The row-space attack needs the least knowledge and the least computation; the covariance and the difference attack also
 know all other records of the batch and can compute the step without noise (`replay`). Their laws stand in the classes.
-Source: docs/privacy.md, section 2 (whole records have no guarantee at any sigma).
+Source: docs/privacy-records.md, section 4 (whole records have no guarantee at any sigma).
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -16,6 +19,21 @@ FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
 """What data.name may begin with, followed by a colon and a path, to take records from a file."""
 OWN_ARRAYS = "arrays"
 """The data.name of a run on user-supplied arrays or on texts."""
+
+
+def _entries(constants: Any) -> Sequence[Any]:
+    return constants if isinstance(constants, list | tuple) else (constants,)
+
+
+def _finite_numbers(value: object) -> object:
+    entries = _entries(value)
+    if not entries or not all(isinstance(entry, Real) and math.isfinite(entry) for entry in entries):
+        raise ValueError(f"must be a finite number, or one for each feature, got {value!r}")
+    return value
+
+
+Constants = Annotated[float | tuple[float, ...], BeforeValidator(_finite_numbers)]
+"""A number for all features, or one for each."""
 
 
 class DataConfig(Section):
@@ -104,10 +122,11 @@ class DataConfig(Section):
     standardise: bool | Literal["records"] = True
     """Subtract and divide by public constants of the data set. records: by the mean and the standard deviation of each
     feature over user-supplied training records, which no guarantee for records covers."""
-    mean: float | None = None
-    """Another public constant to subtract instead, for features in [0, 1]; requires std."""
-    std: float | None = Field(None, gt=0.0)
-    """Another public constant to divide by instead; requires mean."""
+    mean: Constants | None = None
+    """Another public constant to subtract instead, or one for each feature; for images, of pixels in [0, 1]. Requires
+    std."""
+    std: Constants | None = None
+    """Another public constant to divide by instead, or one for each feature; requires mean."""
     features: str | None = None
     """Replace the features by a public map of them. optical:DEVICE: |R x|^2 of a device (`opusim device list`, or a
     TOML file), where x is 1 for each feature above data.features_threshold, else 0. For images: scattering
@@ -211,4 +230,8 @@ class DataConfig(Section):
             )
         if (self.mean is None) != (self.std is None):
             raise ValueError(f"mean = {self.mean} and std = {self.std} go together; give both or neither")
+        if self.std is not None and min(_entries(self.std)) <= 0:
+            raise ValueError(
+                f"std = {self.std} must be above 0 everywhere; use 1 for a feature that never changes"
+            )
         return self

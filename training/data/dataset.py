@@ -110,7 +110,8 @@ class Standardisation:
         for constants in (self.mean, self.std):
             if isinstance(constants, tuple) and (x.ndim != 2 or len(constants) != x.shape[1]):
                 raise ValueError(
-                    f"these constants are for {len(constants)} features, x has shape {tuple(x.shape)}"
+                    f"the constants ({self.source}) are for {len(constants)} features, x has shape {tuple(x.shape)}; "
+                    "give one number, or one for each feature"
                 )
         mean = torch.tensor(self.mean, dtype=torch.float32, device=x.device)
         std = torch.tensor(self.std, dtype=torch.float32, device=x.device)

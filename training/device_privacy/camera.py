@@ -9,7 +9,7 @@ Ambient light is in sigma and in no epsilon: it may be gone tomorrow. Light that
 training, up to a power that a frame exceeds with a small probability; sigma is then that at constant power. Under a
 certificate its limits take the place of the description's numbers, and the laser's light is all that may be changed: a
 certificate holds at one exposure, temperature and bias light. What is kept of labels is then what training would keep.
-Source: docs/privacy.md, section 9; opusim.camera.exposure for the rates.
+Source: docs/privacy-devices.md; opusim.camera.exposure for the rates.
 """
 
 from __future__ import annotations

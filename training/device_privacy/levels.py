@@ -3,7 +3,7 @@
 The device reads every record's one-hot label once, and the readings are kept and reused. This is the Gaussian mechanism
 with mu = max_ab ||B_a - B_b|| / sigma over the device's own matrix B. Accounting gives a sigma; the device's
 description gives the temperature that produces it, if there is one.
-Source: docs/privacy.md (labels read once); opusim.temperature for the temperature.
+Source: docs/privacy-labels.md, section 4 (labels read once); opusim.temperature for the temperature.
 """
 
 from __future__ import annotations

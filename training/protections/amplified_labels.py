@@ -11,7 +11,7 @@ with independent Xi_l of N(0, 1). Everything is computed in float64, because whi
 root of P_l's condition number, up to 900 at a floor of 0.001; float32 only rounds what is released. Whitened by P_l,
 each record's contribution has norm at most C under every label, whatever a device's noise did to delta. This is the
 Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
-Source: docs/privacy.md, section 6 (a secret batch and noise of a public covariance).
+Source: docs/privacy-labels.md, section 3 (a secret batch and noise of a public covariance).
 """
 
 from __future__ import annotations

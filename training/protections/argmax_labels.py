@@ -5,7 +5,7 @@ with the largest sum is kept, and the frames are discarded in the function that 
 accounted for at every power up to one that a frame exceeds with a small probability, which is taken off delta. A
 certificate leaves open how much light and dark charge all outputs share, and how far groups differ from that: the first
 is covered in cells, so that only the second can favour one group over another.
-Source: docs/privacy.md, section 9 (the argmax of counts, light that varies in common).
+Source: docs/privacy-devices.md, sections 4 and 5 (the argmax of counts, light that varies in common).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Another label of record i shifts U_l by at most Delta_l h_i, with Delta_l = 2 ta
 largest distance of two errors. Every row of U_l has covariance sigma^2 (H^T H + lambda I), so
 mu_i^2 = sum_l Delta_l^2 lev_li / sigma^2. Before the step is computed, the filter charges mu_i^2 to each record. A
 record that cannot pay keeps its noise and loses its signal, and so does a signal that is not finite.
-Source: docs/privacy.md, sections 4 and 5 (leverage scores, a budget for each record).
+Source: docs/privacy-labels.md, sections 1 and 2 (leverage scores, a budget for each record).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 P = sum_r w_r h_r h_r^T + lambda I over public rows h_r, which include the bias's constant 1; lambda is a stated share
 of the mean of the sum's diagonal. The leverage of a row is h^T P^-1 h. Both are computed in float64. The noise is drawn
 with the same factor L (P = L L^T) from which the leverages are computed.
-Source: docs/privacy.md, sections 4 and 6 (leverage scores).
+Source: docs/privacy-labels.md, sections 1 and 3 (leverage scores).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Either training keeps a noisy reading of each record's one-hot label, or each la
 response. All that training sees of the labels is the log-likelihood of every class, given what was observed. Its
 targets are the posterior softmax(prior + log-likelihood), with a flat prior at first and the model's own prediction as
 prior later. All of it is post-processing of what was observed once.
-Source: docs/privacy.md, sections 7 and 8 (labels read once, randomized response).
+Source: docs/privacy-labels.md, sections 4 and 5 (labels read once, randomized response).
 """
 
 from __future__ import annotations

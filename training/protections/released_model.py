@@ -7,7 +7,7 @@ Cholesky factor L of S = sum_i w_i h_i h_i^T + lambda I. The model is
 
 with independent Z of N(0, 1) and sigma = sqrt(2) C / mu, C >= max_i w_i |L^-1 h_i|. Records far from the others have
 large leverages |L^-1 h_i|^2; smaller weights of these lower C.
-Source: docs/privacy.md, section 7 (one noisy linear model).
+Source: docs/privacy-labels.md, section 4 (one noisy linear model).
 """
 
 from __future__ import annotations

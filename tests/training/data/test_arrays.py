@@ -148,7 +148,7 @@ class TestArrays:
             (
                 {"standardise": Standardisation(mean=(0.0, 0.0), std=1.0, source="")},
                 ValueError,
-                "these constants are for 2 features, x has shape (20, 3)",
+                "the constants () are for 2 features, x has shape (20, 3)",
             ),
         ],
     )

@@ -278,6 +278,27 @@ class TestStandardisation:
         assert np.isfinite(metrics["loss"])
         assert run.facts["data"]["fingerprint"] == fingerprint(data.train)
 
+    def test_public_constants_of_each_feature_keep_a_guarantee(self, tmp_path: Path) -> None:
+        constants = {"mean": [5.0, 3.0, 1.0], "std": [2.0, 0.5, 4.0]}
+        keys = constants | {"classes": sorted(set(SPECIES.tolist()))}
+        private = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}, "data": keys}
+        run = opusim.train(private, data=FRAME, label="species", folder=tmp_path / "run")
+        assert [statement.is_proven for statement in run.guarantees] == [True]
+        assert run.facts["data"]["standardisation"]["mean"] == constants["mean"]
+        plain = opusim.load_run(tmp_path / "run").evaluate(FRAME)
+        assert plain == run.evaluate(FRAME)
+
+    def test_constants_of_other_features_are_refused(self, tmp_path: Path) -> None:
+        for changes, message in (
+            ({"mean": [5.0, 3.0], "std": 1.0}, "are for 2 features, x has shape"),
+            ({"mean": 0.0, "std": [1.0, 0.0, 1.0]}, "std = .* must be above 0 everywhere"),
+            ({"mean": [0.0, 1.0, 2.0]}, "go together"),
+            ({"mean": [0.0, float("nan"), 2.0], "std": 1.0}, r"data\.mean.* must be a finite number"),
+            ({"mean": "abc", "std": 1.0}, r"data\.mean.* must be a finite number, .* got 'abc'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                opusim.train(CONFIG | {"data": changes}, data=FRAME, label="species", folder=tmp_path / "run")
+
     def test_where_it_is_refused(self, tmp_path: Path) -> None:
         wanted = {"data": {"standardise": "records"}}
         private = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}

@@ -145,7 +145,7 @@ def _require_beyond(norms: Sequence[float], clip: float) -> None:
 
 
 def _clipped(gradient: Gradient, clip: float, *, by_layer: bool) -> Gradient:
-    """Clip a gradient as docs/privacy.md states: one factor for all layers, or C / sqrt(L) for each."""
+    """Clip a gradient as docs/privacy-records.md states: one factor for all layers, or C / sqrt(L) for each."""
     layers = _layers(list(gradient))
     if not by_layer:
         factor = clip / float(np.linalg.norm(_flat(gradient, list(gradient))))

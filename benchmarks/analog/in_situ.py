@@ -25,17 +25,30 @@ from benchmarks.analog.lifetimes import accuracy, images
 from benchmarks.markdown import command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, open_device
+from opusim.devices.base import NoisyDevice
+from opusim.randomness.streams import SeededStream
 from opusim.tables import duration, energy, print_table
 from training.config.data import DataConfig
+from training.config.sections import OptimizerConfig
 from training.data import Dataset
 from training.data.catalogue import build_dataset
 from training.feedback.points import FeedbackAlignment
+from training.networks.base import ModuleNetwork
+from training.ulr.estimator import Estimator
+from training.ulr.network import ModuleSequence
+from training.ulr.trainer import PlainUpdate, UlrTrainer
+from training.zeroth_order.config import ZoConfig
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE, NAME = "benchmarks.analog.in_situ", "analog_in_situ"
 EPOCHS, RATE, BATCH = 5, 2e-3, 128
 REQUIRED, WITHIN = 85.0, 1.0
 STEP = 0.02
 """Of a row's largest weight; smaller ones program more often."""
+COPIES, SIGMA = 16, 0.3
+"""Of likelihood ratios: antithetic pairs for each record and layer, and standard deviation of their noise."""
+PERTURBATION, ZO_RATE = 0.005, 0.002
+"""Of zeroth order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +57,7 @@ class Setting:
 
     Attributes:
         forward: device of both layers, or "digital".
-        backward: "straight-through" or "pdfa".
+        backward: "straight-through", "pdfa", "ulr" or "zo".
         feedback: device of the random matrix, or "none".
     """
 
@@ -62,6 +75,11 @@ SETTINGS = (
     Setting(forward="reram", backward="straight-through", feedback="none"),
     Setting(forward="pcm", backward="straight-through", feedback="none"),
     Setting(forward="digital", backward="straight-through", feedback="none"),
+    Setting(forward="reram", backward="ulr", feedback="none"),
+    Setting(forward="pcm", backward="ulr", feedback="none"),
+    Setting(forward="digital", backward="ulr", feedback="none"),
+    Setting(forward="reram", backward="zo", feedback="none"),
+    Setting(forward="digital", backward="zo", feedback="none"),
 )
 
 
@@ -73,37 +91,76 @@ def run(setting: Setting, data: Dataset, epochs: int, seed: int) -> dict[str, An
     with ExitStack() as stack:
         analog = None
         if setting.forward != "digital":
-            analog = convert(model, setting.forward, seed=seed, programming_step=STEP)
-            model = stack.enter_context(analog)
-        learner, feedback = model, None
-        if setting.backward == "pdfa":
-            point = "2" if analog is None else "model.2"
-            learner = FeedbackAlignment(model, points=[point])
-            shape = learner.shape(x[:2])
-            feedback = stack.enter_context(
-                open_device(
-                    setting.feedback, n_inputs=shape.n_inputs, n_outputs=shape.n_outputs, seed=seed + 1
-                )
-            )
-            learner.device = feedback
-        optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+            step = 0.0 if setting.backward == "zo" else STEP
+            analog = stack.enter_context(convert(model, setting.forward, seed=seed, programming_step=step))
+            model = analog.model
+        if setting.backward in FORWARD_ONLY:
+            learner = FORWARD_ONLY[setting.backward](model, seed)
+        else:
+            learner = Backward(model, setting, stack, x[:2], seed)
         steps = epochs * len(torch.arange(len(x)).split(BATCH))
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        learner.train()
-        for _ in range(epochs):
-            for rows in torch.randperm(len(x)).split(BATCH):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(learner(x[rows]), y[rows]).backward()
-                optimizer.step()
-                schedule.step()
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(learner.optimizer, steps)
+        batches = (rows for _ in range(epochs) for rows in torch.randperm(len(x)).split(BATCH))
+        for number, rows in enumerate(batches):
+            learner.step(x[rows], y[rows], step=number)
+            schedule.step()
         used = None if analog is None else analog.usage
-        learner.eval()
-        found = accuracy(learner, data)
+        feedback = learner.device if isinstance(learner, Backward) else None
+        found = accuracy(model.eval(), data)
     return {
         "accuracy": round(found, 2),
         "layers": None if used is None else used.to_json(),
         "feedback_usage": None if feedback is None else feedback.usage.to_json(),
     }
+
+
+class Backward:
+    """Learn by a backward pass: straight-through, or photonic DFA with the feedback of a device."""
+
+    def __init__(
+        self, model: nn.Module, setting: Setting, stack: ExitStack, x: torch.Tensor, seed: int
+    ) -> None:
+        self.device: NoisyDevice | None = None
+        self._learner: nn.Module = model
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+        if setting.backward == "pdfa":
+            self._learner = learner = FeedbackAlignment(model, points=["2"])
+            shape = learner.shape(x)
+            self.device = learner.device = stack.enter_context(
+                open_device(
+                    setting.feedback, n_inputs=shape.n_inputs, n_outputs=shape.n_outputs, seed=seed + 1
+                )
+            )
+            stack.callback(learner.remove)
+        self._learner.train()
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, *, step: int) -> None:
+        """Take the optimizer's step number `step` with a batch."""
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self._learner(x), y).backward()
+        self.optimizer.step()
+
+
+def likelihood_ratios(model: nn.Module, seed: int) -> UlrTrainer:
+    """Return the trainer of antithetic likelihood ratios with Adam; the noise on the outputs is digital."""
+    network = ModuleSequence(model, n_inputs=784)
+    estimator = Estimator(copies=COPIES, reduction="antithetic", directions="orthogonal")
+    update = PlainUpdate(network, estimator, sigma=SIGMA, noise=SeededStream(seed, "output noise"))
+    return UlrTrainer(network, torch.optim.Adam(model.parameters(), lr=RATE), update)
+
+
+def zeroth_order(model: nn.Module, seed: int) -> ZoTrainer:
+    """Return the trainer by random directions of all parameters; each side of each is programmed."""
+    return ZoTrainer(
+        ModuleNetwork(model, 784),
+        ZoConfig(perturbation=PERTURBATION, directions=1),
+        OptimizerConfig(lr=ZO_RATE),
+        ScalarRelease(clip=None, divisor=BATCH),
+        root=seed,
+    )
+
+
+FORWARD_ONLY = {"ulr": likelihood_ratios, "zo": zeroth_order}
 
 
 def measure(epochs: int, *, save: bool) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
 """How well does a network learn on analog devices, forward and feedback, and what does programming cost?
 
-FashionMNIST, 784-128-10 with tanh, Adam 0.002 falling to 0 by a cosine, batch 128, 5 epochs, one thread, one seed. "In
-place": both layers run on a device from the first step on; their weights live in a digital accumulator, and a layer is
-programmed again once a weight has moved by the programming step, relative to the largest of its row. The backward pass
-is straight-through, or photonic DFA with a random matrix on a second device of the same kind. "Digital": the forward
-pass is exact, and only the feedback comes from a device. Required: `reram` in place by photonic DFA at least 85 %;
-digital photonic DFA with a crossbar within 1 point of the Gaussian device. Accuracies in place are those on the device
-after training.
+FashionMNIST, 784-128-10 with tanh, batch 128, 5 epochs, one thread; Adam 0.002, for zeroth order plain descent, falling
+to 0 by a cosine. "In place": both layers run on a device from the first step on; their weights live in a digital
+accumulator, and a layer is programmed again once a weight has moved by the programming step, relative to the largest of
+its row. The backward pass is straight-through, or photonic DFA with a random matrix on a second device of the same
+kind; or there is none, and likelihood ratios or zeroth order take forward passes only. "Digital": the forward pass is
+exact. Required: `reram` in place by photonic DFA at least 85 %; digital photonic DFA with a crossbar within 1 point of
+the Gaussian device. Accuracies in place are those on the device after training.
 
 Results are written after each run; a second call measures what is missing.
 """
@@ -14,6 +14,7 @@ Results are written after each run; a second call measures what is missing.
 from __future__ import annotations
 
 import argparse
+import statistics
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,17 +26,30 @@ from benchmarks.analog.lifetimes import accuracy, images
 from benchmarks.markdown import command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, open_device
+from opusim.devices.base import NoisyDevice
+from opusim.randomness.streams import SeededStream
 from opusim.tables import duration, energy, print_table
 from training.config.data import DataConfig
+from training.config.sections import OptimizerConfig
 from training.data import Dataset
 from training.data.catalogue import build_dataset
 from training.feedback.points import FeedbackAlignment
+from training.networks.base import ModuleNetwork
+from training.ulr.estimator import Estimator
+from training.ulr.network import ModuleSequence
+from training.ulr.trainer import PlainUpdate, UlrTrainer
+from training.zeroth_order.config import ZoConfig
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE, NAME = "benchmarks.analog.in_situ", "analog_in_situ"
 EPOCHS, RATE, BATCH = 5, 2e-3, 128
 REQUIRED, WITHIN = 85.0, 1.0
 STEP = 0.02
 """Of a row's largest weight; smaller ones program more often."""
+COPIES, SIGMA = 16, 0.3
+"""Of likelihood ratios: antithetic pairs for each record and layer, and standard deviation of their noise."""
+PERTURBATION, ZO_RATE = 0.005, 0.002
+"""Of zeroth order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +58,15 @@ class Setting:
 
     Attributes:
         forward: device of both layers, or "digital".
-        backward: "straight-through" or "pdfa".
+        backward: "straight-through", "pdfa", "ulr" or "zo".
         feedback: device of the random matrix, or "none".
+        seed: of the weights, the order of records and all devices.
     """
 
     forward: str
     backward: str
     feedback: str
+    seed: int = 1
 
 
 SETTINGS = (
@@ -62,6 +78,16 @@ SETTINGS = (
     Setting(forward="reram", backward="straight-through", feedback="none"),
     Setting(forward="pcm", backward="straight-through", feedback="none"),
     Setting(forward="digital", backward="straight-through", feedback="none"),
+    Setting(forward="reram", backward="ulr", feedback="none"),
+    Setting(forward="pcm", backward="ulr", feedback="none"),
+    Setting(forward="digital", backward="ulr", feedback="none"),
+    Setting(forward="reram", backward="zo", feedback="none"),
+    Setting(forward="digital", backward="zo", feedback="none"),
+    *(
+        Setting(forward="digital", backward="pdfa", feedback=device, seed=seed)
+        for seed in (2, 3)
+        for device in ("gaussian", "reram")
+    ),
 )
 
 
@@ -73,37 +99,76 @@ def run(setting: Setting, data: Dataset, epochs: int, seed: int) -> dict[str, An
     with ExitStack() as stack:
         analog = None
         if setting.forward != "digital":
-            analog = convert(model, setting.forward, seed=seed, programming_step=STEP)
-            model = stack.enter_context(analog)
-        learner, feedback = model, None
-        if setting.backward == "pdfa":
-            point = "2" if analog is None else "model.2"
-            learner = FeedbackAlignment(model, points=[point])
-            shape = learner.shape(x[:2])
-            feedback = stack.enter_context(
-                open_device(
-                    setting.feedback, n_inputs=shape.n_inputs, n_outputs=shape.n_outputs, seed=seed + 1
-                )
-            )
-            learner.device = feedback
-        optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+            step = 0.0 if setting.backward == "zo" else STEP
+            analog = stack.enter_context(convert(model, setting.forward, seed=seed, programming_step=step))
+            model = analog.model
+        if setting.backward in FORWARD_ONLY:
+            learner = FORWARD_ONLY[setting.backward](model, seed)
+        else:
+            learner = Backward(model, setting, stack, x[:2], seed)
         steps = epochs * len(torch.arange(len(x)).split(BATCH))
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        learner.train()
-        for _ in range(epochs):
-            for rows in torch.randperm(len(x)).split(BATCH):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(learner(x[rows]), y[rows]).backward()
-                optimizer.step()
-                schedule.step()
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(learner.optimizer, steps)
+        batches = (rows for _ in range(epochs) for rows in torch.randperm(len(x)).split(BATCH))
+        for number, rows in enumerate(batches):
+            learner.step(x[rows], y[rows], step=number)
+            schedule.step()
         used = None if analog is None else analog.usage
-        learner.eval()
-        found = accuracy(learner, data)
+        feedback = learner.device if isinstance(learner, Backward) else None
+        found = accuracy(model.eval(), data)
     return {
         "accuracy": round(found, 2),
         "layers": None if used is None else used.to_json(),
         "feedback_usage": None if feedback is None else feedback.usage.to_json(),
     }
+
+
+class Backward:
+    """Learn by a backward pass: straight-through, or photonic DFA with the feedback of a device."""
+
+    def __init__(
+        self, model: nn.Module, setting: Setting, stack: ExitStack, x: torch.Tensor, seed: int
+    ) -> None:
+        self.device: NoisyDevice | None = None
+        self._learner: nn.Module = model
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+        if setting.backward == "pdfa":
+            self._learner = learner = FeedbackAlignment(model, points=["2"])
+            shape = learner.shape(x)
+            self.device = learner.device = stack.enter_context(
+                open_device(
+                    setting.feedback, n_inputs=shape.n_inputs, n_outputs=shape.n_outputs, seed=seed + 1
+                )
+            )
+            stack.callback(learner.remove)
+        self._learner.train()
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, *, step: int) -> None:
+        """Take the optimizer's step number `step` with a batch."""
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self._learner(x), y).backward()
+        self.optimizer.step()
+
+
+def likelihood_ratios(model: nn.Module, seed: int) -> UlrTrainer:
+    """Return the trainer of antithetic likelihood ratios with Adam; the noise on the outputs is digital."""
+    network = ModuleSequence(model, n_inputs=784)
+    estimator = Estimator(copies=COPIES, reduction="antithetic", directions="orthogonal")
+    update = PlainUpdate(network, estimator, sigma=SIGMA, noise=SeededStream(seed, "output noise"))
+    return UlrTrainer(network, torch.optim.Adam(model.parameters(), lr=RATE), update)
+
+
+def zeroth_order(model: nn.Module, seed: int) -> ZoTrainer:
+    """Return the trainer by random directions of all parameters; each side of each is programmed."""
+    return ZoTrainer(
+        ModuleNetwork(model, 784),
+        ZoConfig(perturbation=PERTURBATION, directions=1),
+        OptimizerConfig(lr=ZO_RATE),
+        ScalarRelease(clip=None, divisor=BATCH),
+        root=seed,
+    )
+
+
+FORWARD_ONLY = {"ulr": likelihood_ratios, "zo": zeroth_order}
 
 
 def measure(epochs: int, *, save: bool) -> list[dict[str, Any]]:
@@ -112,12 +177,14 @@ def measure(epochs: int, *, save: bool) -> list[dict[str, Any]]:
     settings = {"epochs": epochs, "programming_step": STEP}
     earlier = load_results(NAME) if save else {}
     rows = list(earlier.get("rows", [])) if earlier.get("settings") == settings else []
+    for row in rows:
+        row.setdefault("seed", 1)
     known = [{key: row[key] for key in asdict(SETTINGS[0])} for row in rows]
     data = build_dataset(DataConfig(name="fashion-mnist"))
     for setting in SETTINGS:
         if asdict(setting) in known:
             continue
-        rows.append({**asdict(setting), **run(setting, data, epochs, seed=1)})
+        rows.append({**asdict(setting), **run(setting, data, epochs, seed=setting.seed)})
         print(rows[-1], flush=True)
         if save:
             save_results(NAME, {"settings": settings, "rows": rows})
@@ -132,11 +199,44 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         work = ("–", "–", "–")
         if layers:
             work = (f"{layers['programmings']:,}", duration(layers["seconds"]), energy(layers["joules"]))
-        lines.append((row["forward"], row["backward"], row["feedback"], f"{row['accuracy']:.2f}", *work))
+        frames = f"{row['feedback_usage']['frames']:,}" if row["feedback_usage"] else "–"
+        named = (row["forward"], row["backward"], row["feedback"], str(row.get("seed", 1)))
+        lines.append((*named, f"{row['accuracy']:.2f}", frames, *work))
     return lines
 
 
-HEADER = ("layers", "backward", "feedback", "accuracy [%]", "programmings", "device time", "device energy")
+HEADER = (
+    "layers",
+    "backward",
+    "feedback",
+    "seed",
+    "accuracy [%]",
+    "feedback frames",
+    "programmings",
+    "device time",
+    "device energy",
+)
+
+
+def against_gaussian(rows: list[dict[str, Any]], device: str) -> str:
+    """Return a remark on the accuracy with a crossbar's feedback minus that with the Gaussian device's, or ''."""
+    by = {
+        (row["feedback"], row.get("seed", 1)): row["accuracy"]
+        for row in rows
+        if (row["forward"], row["backward"]) == ("digital", "pdfa")
+    }
+    seeds = [seed for name, seed in by if name == device and ("gaussian", seed) in by]
+    if not seeds:
+        return ""
+    differences = [by[device, seed] - by["gaussian", seed] for seed in seeds]
+    mean = statistics.mean(differences)
+    error = ""
+    if len(seeds) > 1:
+        error = f" ± {statistics.stdev(differences) / len(seeds) ** 0.5:.2f}"
+    return (
+        f"feedback by `{device}` against the Gaussian device, required within {WITHIN:g} point: "
+        f"{mean:+.2f}{error} points over seeds {', '.join(map(str, seeds))} ({verdict(abs(mean) <= WITHIN)})"
+    )
 
 
 def page_section() -> str:
@@ -153,20 +253,14 @@ def page_section() -> str:
             f"`reram` in place by photonic DFA, required {REQUIRED:g} %: {in_place:.2f} % "
             f"({verdict(in_place >= REQUIRED)})"
         )
-    reference = by.get(("digital", "pdfa", "gaussian"))
-    for device in ("reram", "pcm"):
-        value = by.get(("digital", "pdfa", device))
-        if value is not None and reference is not None:
-            difference = value - reference
-            remarks.append(
-                f"feedback by `{device}` against the Gaussian device, required within {WITHIN:g} point: "
-                f"{difference:+.2f} points ({verdict(abs(difference) <= WITHIN)})"
-            )
+    remarks += [remark for device in ("reram", "pcm") if (remark := against_gaussian(rows, device))]
     settings = found["settings"]
     text = (
-        f"FashionMNIST, 784-128-10, {settings['epochs']} epochs, one seed ({found['date']}, {command(MODULE)}). A "
+        f"FashionMNIST, 784-128-10, {settings['epochs']} epochs ({found['date']}, {command(MODULE)}). A "
         f"layer is programmed again once a weight has moved by {100 * settings['programming_step']:g} % of its row's "
-        f"largest. Time and energy of programming are orders of magnitude. {'; '.join(remarks)}."
+        f"largest; with `zo` at any change. Both devices of the feedback have matrices of their own; the Gaussian one "
+        f"shows two frames for each row of errors, the crossbars one. "
+        f"Time and energy of programming are orders of magnitude. {'; '.join(remarks)}."
     )
     return section("Training in place", text, markdown(HEADER, table(rows)))
 

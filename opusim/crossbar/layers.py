@@ -11,11 +11,17 @@ Drift lowers all conductances by about the same factor. Each layer therefore rea
 programming and after each wait, and multiplies its outputs by the g that makes g <y, W v> equal <W v, W v>, y the
 readings. This is the global drift compensation of Joshi et al., Nature Communications 2020, by least squares; sums of
 magnitudes, which they take, grow with the noise.
+
+`DeviceModel.compensate` corrects single outputs too, from inputs of the user: y_i <- a_i y_i + b_i, by least squares
+against the digital product with the inputs that reach the layer. Inputs of a mean other than 0, as behind a ReLU, make
+an offset of the errors of a row. Joshi et al. adapt the statistics of batch normalization to the same end.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,8 +51,8 @@ class DeviceLinear(nn.Module):
         linear: the digital layer, whose parameters are shared.
         device: open, with the capabilities `program` and `multiply`, and a window of the layer's size.
         compensate_drift: whether outputs are divided by the measured loss of the conductances.
-        programming_step: in training, the change of an entry of W / s that has the matrix programmed again before the
-            next product; None programs only when `program` is called.
+        programming_step: the change of an entry of W / s that has the matrix programmed again before the next product
+            or wait, in training and in evaluation mode; None programs only when `program` is called.
 
     Raises:
         CapabilityMissing: the device cannot be programmed, or cannot multiply.
@@ -80,6 +86,7 @@ class DeviceLinear(nn.Module):
         generator = torch.Generator().manual_seed(1)
         self._reference = torch.randint(-1, 2, (_REFERENCE_VECTORS, size[1]), generator=generator).float()
         self._gain = 1.0
+        self._compensating = False
         self.program()
 
     def program(self) -> None:
@@ -89,6 +96,7 @@ class DeviceLinear(nn.Module):
             self._row_scale = weight.abs().amax(dim=1).clamp_min(LEAST_SCALE)
             self._wanted = weight / self._row_scale[:, None]
             self._programmable.program(self._wanted)
+        self._row_gain, self._row_offset = torch.ones(len(weight)), torch.zeros(len(weight))
         self._measure_gain()
 
     def wait(self, seconds: float) -> None:
@@ -97,7 +105,9 @@ class DeviceLinear(nn.Module):
         Raises:
             CapabilityMissing: the device does not drift.
         """
-        self.device.require("wait").wait(seconds)
+        drifting = self.device.require("wait")
+        self._follow()
+        drifting.wait(seconds)
         self._measure_gain()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,8 +119,7 @@ class DeviceLinear(nn.Module):
         Returns:
             Shape (..., out_features), of x's dtype.
         """
-        if self.training and self._step is not None and self._moved() > self._step:
-            self.program()
+        self._follow()
         y: Tensor = _StraightThrough.apply(x, self.weight, self)
         return y if self.bias is None else y + self.bias
 
@@ -120,7 +129,26 @@ class DeviceLinear(nn.Module):
         largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
         product = self._within_bound((rows / largest).clamp_(-1, 1))
         product = product.mul_(largest).mul_(self._row_scale.to(product.device) * self._gain)
+        if self._compensating:
+            self._fit_rows(product, rows @ self.weight.detach().T.float())
+        product = product.mul_(self._row_gain.to(product.device)).add_(self._row_offset.to(product.device))
         return product.reshape(*x.shape[:-1], -1)
+
+    @contextmanager
+    def compensating(self) -> Iterator[None]:
+        """Fit gain and offset of every output to the inputs of each forward pass; see `DeviceModel.compensate`."""
+        self._compensating = True
+        try:
+            yield
+        finally:
+            self._compensating = False
+
+    def _fit_rows(self, read: Tensor, exact: Tensor) -> None:
+        """Set a and b of every output to the least squares of exact against a read + b, over rows of inputs."""
+        about, wanted = read - read.mean(dim=0), exact - exact.mean(dim=0)
+        power = about.square().sum(dim=0)
+        gain = torch.where(power > 0, (about * wanted).sum(dim=0) / power, 1.0)
+        self._row_gain, self._row_offset = gain, exact.mean(dim=0) - gain * read.mean(dim=0)
 
     def _within_bound(self, rows: Tensor) -> Tensor:
         """Return the product; rows that meet a converter's bound are shown again at half, a quarter, ... of their size.
@@ -140,6 +168,11 @@ class DeviceLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return size and device."""
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}, device={self.device.name}"
+
+    def _follow(self) -> None:
+        """Program the present weights if one has moved by more than the programming step."""
+        if self._step is not None and self._moved() > self._step:
+            self.program()
 
     def _moved(self) -> float:
         """Return the largest change of a weight since it was programmed, in units of its row's scale."""
@@ -197,12 +230,17 @@ class DeviceConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution as the device gives it, shape (batch, out_channels, height, width)."""
-        y = self.product(self._unfold(x).transpose(1, 2)).transpose(1, 2)
+        y = self.product(self.patches(x)).transpose(1, 2)
         sizes = [
             (length + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
             for length, kernel, dilation, padding, stride in zip(x.shape[2:], *self._shape, strict=True)
         ]
         return y.reshape(len(x), -1, *sizes)
+
+    def patches(self, x: Tensor) -> Tensor:
+        """Return what the device multiplies, shape (batch, positions, in_channels * kernel height * width)."""
+        patches: Tensor = self._unfold(x).transpose(1, 2)
+        return patches
 
 
 class DeviceModel(nn.Module):
@@ -241,6 +279,21 @@ class DeviceModel(nn.Module):
         """Let time pass on all devices, from the last programming on; see `DeviceLinear.wait`."""
         for layer in self.layers:
             layer.wait(seconds)
+
+    def compensate(self, *args: Any, **kwargs: Any) -> None:
+        """Run the module on inputs, and correct every output of every device by a gain and an offset found with them.
+
+        The corrections take two numbers for each output, act from this pass on and last until a layer is programmed.
+        A device that waited may be compensated again. A hundred images or more keep the fit's own error small.
+
+        Args:
+            *args: Arguments of the module, such as records of the training set; no labels are used.
+            **kwargs: Keyword arguments of the module.
+        """
+        with ExitStack() as stack, torch.no_grad():
+            for layer in self.layers:
+                stack.enter_context(layer.compensating())
+            self.model(*args, **kwargs)
 
     def seek(self, step: int) -> None:
         """Position the noise of all devices at a step; see `NoisyDevice.seek`."""
@@ -287,7 +340,7 @@ def convert(
         seed: which chips and which noise, in [0, 2^64); each layer gets a chip of its own.
         mode: ``experiment`` or ``release``, for the noise of products.
         compensate_drift: see `DeviceLinear`.
-        programming_step: see `DeviceLinear`; only for training in place.
+        programming_step: see `DeviceLinear`; for training in place.
         **overrides: sections laid over the description's, as for `open_device`.
 
     Returns:

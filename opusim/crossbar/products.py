@@ -61,15 +61,10 @@ class TiledProduct:
     ) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
         """Return the sum of the tiles' codes, in units of w x, for checked float32 inputs in [-1, 1]."""
         total = torch.zeros((len(x), len(self._weights)), dtype=torch.float32, device=x.device)
-        bound = self._converter.output_bound
         self.saturated = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         for mean, constant, current in self._tiles(self._converter.shown(x)):
             normal = stream.normal(mean.shape, device=x.device)
-            before = None if bound is None or not total.numel() else total.clone()
-            self._add_codes(total, mean, constant, current, normal)
-            if before is not None and bound is not None:
-                most = torch.linalg.vector_norm(before.sub_(total), ord=torch.inf, dim=1)
-                self.saturated |= most > bound - self._converter.output_step / 2
+            self._add_codes(total, self.saturated, mean, constant, current, normal)
         return total
 
     def variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
@@ -116,16 +111,20 @@ class TiledProduct:
     def _add_codes(
         self,
         total: torch.Tensor,
+        saturated: torch.Tensor,
         mean: torch.Tensor,
         constant: torch.Tensor,
         current: torch.Tensor,
         normal: torch.Tensor,
     ) -> None:
-        """Add what the ADC of a tile shows to the total, in place; the compiled kernel serves the CPU."""
+        """Add what the ADC of a tile shows to the total, in place, and mark rows with a code at the ADC's bound.
+
+        The compiled kernel serves the CPU.
+        """
         step, factor = self._converter.output_step, self._settings.current_std**2
         most = levels(self._converter.output_bits) if self._converter.output_bits is not None else 0
         if total.device.type == "cpu":
-            arrays = [part.numpy() for part in (total, mean, constant, current, normal)]
+            arrays = [part.numpy() for part in (total, saturated, mean, constant, current, normal)]
             kernel = partial(
                 _add_codes_of_rows, arrays, (np.float32(factor), np.float32(step), np.float32(most))
             )
@@ -133,7 +132,12 @@ class TiledProduct:
             return
         variance = constant[:, None] + factor * current
         read = mean.addcmul(variance.sqrt_(), normal)
-        total += read if not step else (read / step).round_().clamp_(-most, most).mul_(step)
+        if not step:
+            total += read
+            return
+        codes = (read / step).round_().clamp_(-most, most)
+        saturated |= (codes.abs() == most).any(dim=1)
+        total += codes.mul_(step)
 
     def _code_variance(self, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
         """Variance of what an ADC shows of N(mean, std^2), float64."""
@@ -171,13 +175,14 @@ def voltage_drop(
 def _add_codes_of_rows(
     arrays: list[np.ndarray], numbers: tuple[np.float32, np.float32, np.float32], start: int, stop: int
 ) -> None:
-    total, mean, constant, current, normal = (array[start:stop] for array in arrays)
-    add_codes(total, mean, constant, current, normal, *numbers)
+    total, saturated, mean, constant, current, normal = (array[start:stop] for array in arrays)
+    add_codes(total, saturated, mean, constant, current, normal, *numbers)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def add_codes(
     total: np.ndarray,
+    saturated: np.ndarray,
     mean: np.ndarray,
     constant: np.ndarray,
     current: np.ndarray,
@@ -190,6 +195,7 @@ def add_codes(
 
     Args:
         total: float32, shape (rows, outputs), is added to.
+        saturated: bool, shape (rows,), set where a code is -most or most.
         mean: likewise, m.
         constant: float32, shape (rows,), the part of the variance that is the same for all outputs.
         current: float32, shape (rows, outputs), sum_j |w| x^2; not used if factor is 0.
@@ -200,12 +206,15 @@ def add_codes(
     """
     zero = np.float32(0)
     for i in range(total.shape[0]):
-        base = constant[i]
+        base, largest = constant[i], zero
         if step > zero:
             for j in range(total.shape[1]):
                 spread = np.sqrt(base + factor * current[i, j]) if factor > zero else np.sqrt(base)
                 code = np.rint((mean[i, j] + spread * normal[i, j]) / step)
+                largest = max(largest, abs(code))
                 total[i, j] += step * min(max(code, -most), most)
+            if largest >= most:
+                saturated[i] = True
         else:
             for j in range(total.shape[1]):
                 spread = np.sqrt(base + factor * current[i, j]) if factor > zero else np.sqrt(base)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
+from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
 from training.networks.base import Network
 from training.networks.clipping import (
     Clip,
@@ -81,7 +82,7 @@ class LinearJacobian(Jacobian):
     If a record has several positions, as a sequence does, the products are summed over them.
     """
 
-    def __init__(self, module: nn.Linear) -> None:
+    def __init__(self, module: nn.Linear | DeviceLinear) -> None:
         super().__init__(module)
         self._bias = module.bias is not None
 
@@ -175,6 +176,26 @@ class ConvolutionJacobian(Jacobian):
             _as_pair(module.padding),
             _as_pair(module.stride),
         )
+
+
+class DeviceConvolutionJacobian(Jacobian):
+    """A convolution on a device: that of a linear layer at the positions of its patches; the device is not read."""
+
+    def __init__(self, module: DeviceConv2d) -> None:
+        super().__init__(module)
+        self._convolution, self._product = module, LinearJacobian(module.product)
+
+    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
+        """See Jacobian."""
+        return self._product.squared_norms(_positions(delta), self._convolution.patches(h))
+
+    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
+        """See Jacobian."""
+        return self._product.total(_positions(delta), self._convolution.patches(h), clip)
+
+    def factor_rows(self, h: Tensor) -> Tensor:
+        """See Jacobian: one patch per position."""
+        return self._product.factor_rows(self._convolution.patches(h))
 
 
 class FunctionalJacobian(Jacobian):
@@ -325,8 +346,10 @@ def require_trainable(layers: Sequence[Sequence[nn.Parameter]], *, if_frozen: st
 
 def jacobian_of(module: nn.Module) -> Jacobian:
     """Return the Jacobian of a module with parameters, in closed form if there is one."""
-    if type(module) is nn.Linear:
-        return LinearJacobian(module)
+    if type(module) in (nn.Linear, DeviceLinear):
+        return LinearJacobian(module)  # type: ignore[arg-type]
+    if isinstance(module, DeviceConv2d):
+        return DeviceConvolutionJacobian(module)
     if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
         return ConvolutionJacobian(module)
     return FunctionalJacobian(module)
@@ -407,6 +430,11 @@ def _totals(
 
 def _with_ones(rows: Tensor, bias: bool) -> Tensor:
     return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1) if bias else rows
+
+
+def _positions(delta: Tensor) -> Tensor:
+    """Return signals of channels (batch, channels, height, width) as rows of positions (batch, positions, channels)."""
+    return delta.flatten(2).transpose(1, 2)
 
 
 def _as_pair(value: object) -> tuple[int, int]:

@@ -111,6 +111,32 @@ def test_compensation_gives_back_what_drift_takes() -> None:
     assert ratios[False] < 0.6
 
 
+def test_inputs_correct_gain_and_offset_of_every_output() -> None:
+    """Positive inputs make offsets of the errors of a row; new inputs show what the corrections take away."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 20))
+    known, fresh = torch.rand(200, 2, 8, 8), torch.rand(200, 2, 8, 8)
+    wanted = model(fresh).detach()
+    with convert(model, "reram", seed=3) as analog, torch.no_grad():
+        analog.wait(86400.0)
+        before = float((analog(fresh) - wanted).square().mean())
+        frames = analog.usage.frames
+        analog.compensate(known)
+        assert analog.usage.frames - frames == 200 * (36 + 1)
+        after = float((analog(fresh) - wanted).square().mean())
+        assert after < before / 3
+        layer = analog.layers[1]
+        wrong = layer._row_offset.clone()
+        layer._row_offset = -wrong  # the planted fault: the offset's sign
+        assert float((analog(fresh) - wanted).square().mean()) > before / 3
+        analog.program()
+        assert not layer._row_offset.any()
+    with convert(model, "pcm", crossbar=EXACT) as analog, torch.no_grad():
+        analog.compensate(known)
+        assert torch.allclose(analog(fresh), wanted, atol=2e-3)
+        assert all(torch.allclose(one._row_gain, torch.ones(1), atol=2e-3) for one in analog.layers)
+
+
 def test_training_in_place_programs_when_a_weight_has_moved_a_step() -> None:
     torch.manual_seed(1)
     with convert(nn.Linear(6, 4), "reram", programming_step=0.05) as analog:
@@ -129,11 +155,13 @@ def test_training_in_place_programs_when_a_weight_has_moved_a_step() -> None:
             layer.weight[0, 0] *= 0.5
             layer.weight[0] *= 0.8
         analog.eval()(x)
-        assert analog.usage.programmings == 1  # only training programs by itself
-        analog.train()(x)
         assert analog.usage.programmings == 2
-        analog.program()
+        with torch.no_grad():
+            layer.weight[1] *= 0.8
+        analog.wait(1.0)  # the weights that relax are the present ones
         assert analog.usage.programmings == 3
+        analog.program()
+        assert analog.usage.programmings == 4
 
 
 @pytest.mark.parametrize("kind", ["number", "device"])

@@ -14,6 +14,7 @@ import opusim
 import training
 from opusim.errors import CapabilityMissing, ConfigError
 from tests.support.command import opusim as run_command
+from training.networks.layers import jacobian_of
 from training.runs.run import evaluate_run, load_run
 
 CONFIG: dict[str, Any] = {"epochs": 20, "threads": 1, "data": {"name": "digits"}, "model": {"hidden": [32]}}
@@ -100,3 +101,47 @@ def test_a_network_learns_with_forward_pass_and_feedback_on_devices() -> None:
     assert accuracy > control + 2 * error
     assert accuracy > 0.8
     assert 10 < programmings < 2 * 240
+
+
+@pytest.mark.parametrize(
+    ("trainer", "step"),
+    [
+        ({"kind": "ulr", "copies": 8, "sigma": 0.3}, 0.02),
+        ({"kind": "zo", "perturbation": 0.1, "directions": 2}, 0.0),
+    ],
+)
+def test_forward_passes_train_a_network_in_place(
+    trainer: dict[str, Any], step: float, tmp_path: Path
+) -> None:
+    """The run's weights reach the device; without a programming step they would not, and nothing is learnt."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    figures, programmings = [], []
+    config = {"epochs": 6, "threads": 1, "data": {"name": "digits"}, "trainer": trainer}
+    rate = {"optimizer": {"lr": 0.05}} if trainer["kind"] == "zo" else {}
+    for given in (step, None):
+        with opusim.convert(model, "reram", seed=1, programming_step=given) as analog:
+            found = training.train(
+                {**config, **rate}, model=analog.model, folder=tmp_path / str(given)
+            ).summary
+            assert found is not None
+            figures.append(found["test_accuracy"])
+            programmings.append(analog.usage.programmings)
+    assert figures[0] - figures[1] > 5 * (2 * 0.25 / 359) ** 0.5
+    assert programmings[0] > 10
+    assert programmings[1] == 2
+
+
+def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:
+    """The signals at outputs reach the parameters digitally: the device is not read for it."""
+    convolution = nn.Conv2d(2, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))
+    for module, h in ((convolution, torch.randn(4, 2, 8, 8)), (nn.Linear(7, 3), torch.randn(4, 7))):
+        with opusim.convert(module, "reram") as analog:
+            frames = analog.usage.frames
+            digital, found = jacobian_of(module), jacobian_of(analog.model)
+            delta = torch.randn(module(h).shape)
+            for one, other in zip(digital.total(delta, h), found.total(delta, h), strict=True):
+                assert torch.allclose(one.view_as(other), other, atol=1e-4)
+                assert not torch.allclose(1.01 * one.view_as(other), other, atol=1e-4)
+            assert torch.allclose(digital.squared_norms(delta, h), found.squared_norms(delta, h), rtol=1e-3)
+            assert analog.usage.frames == frames

@@ -1,0 +1,230 @@
+"""What the results say of each table and figure of the papers: the texts of docs/papers.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from benchmarks.convex import curves
+from benchmarks.convex.accountants import SHUFFLE_EPSILONS
+from benchmarks.results_file import load_results
+from benchmarks.ulr import table1 as ulr_table1
+from benchmarks.zeroth_order import ablations, membership
+
+Figures = Callable[[], str]
+
+
+def _range(values: Iterable[float]) -> str:
+    found = list(values)
+    return f"{min(found):+.2f} to {max(found):+.2f} points in {len(found)} cells"
+
+
+def pdfa_table() -> str:
+    cells = load_results("pdfa_table1")["cells"]
+    feedbacks = ("bp", "dfa", "tdfa", "pdfa")
+    parts = [f"{name} {_range(c['difference'] for c in cells if c['row'] == name)}" for name in feedbacks]
+    return f"ours minus the paper's: {'; '.join(parts)}"
+
+
+def ulr_table() -> str:
+    cells = ulr_table1.cells()
+    parts = [
+        f"{name} {_range(statistics.mean(c['test']) - c['paper'] for c in cells if c['part'] == part)}"
+        for part, name in (("published", "DP-ULR"), ("opacus", "DP-SGD"))
+    ]
+    seeds = {
+        part: min(len(c["test"]) for c in cells if c["part"] == part) for part in ("published", "opacus")
+    }
+    return f"ours minus the paper's: {'; '.join(parts)}; at least {min(seeds.values())} seed a cell"
+
+
+def widths() -> str:
+    """Return the mean accuracies of each width and batch."""
+    rows = load_results("ulr_widths")["rows"]
+    parts = []
+    for width, batch in dict.fromkeys((r["width"], r["batch"]) for r in rows):
+        mine = [r for r in rows if (r["width"], r["batch"]) == (width, batch)]
+        ulr, dp_sgd = (statistics.fmean(r[key] for r in mine) for key in ("ulr", "dp_sgd"))
+        parts.append(f"{width}, batch {batch}: {ulr:.1f} and {dp_sgd:.1f} %")
+    return f"DP-ULR and DP-SGD: {'; '.join(parts)}; the paper names no layers, only 2.5 and 5 times the parameters"
+
+
+def ulr_rejection() -> str:
+    rows = load_results("ulr_figure2")["rows"]
+    parts = [
+        f"{row['part']:.2f} at q = {row['q']:g}, N = {row['records']:,}"
+        for row in rows
+        if row["part"] is not None
+    ]
+    return (
+        "the ratio is below 1e-3 only for N_B / (q N) up to "
+        + "; ".join(parts)
+        + ', less than "slightly less than 1"'
+    )
+
+
+def ulr_resnet() -> str:
+    parts = []
+    for row in load_results("ulr_resnet")["rows"]:
+        noise = "" if row["form"] == "plain" else f", batch {row['batch']}, noise {row['noise']:g}"
+        parts.append(f"{row['form']}, {row['trainer']}{noise}, {row['epochs']} epochs: {row['test']:.1f} %")
+    return "; ".join(parts)
+
+
+def convex_cells(data: str, names: tuple[str, ...], epsilons: tuple[float, ...] = (1.33, 4.76)) -> str:
+    cells = [c for c in load_results("convex")["cells"] if c["data"] == data and c["row"] in names]
+    best = {}
+    for cell in sorted(cells, key=lambda c: c["test"]):
+        best[cell["row"], cell["epsilon"]] = cell["test"]
+    parts = [
+        f"{name} " + ", ".join(f"{best[name, e]:.1f} % at {e:g}" for e in epsilons if (name, e) in best)
+        for name in names
+        if any((name, e) in best for e in epsilons)
+    ]
+    return "; ".join(parts)
+
+
+CONVEX_ROWS = (
+    "convex, last iterate",
+    "convex, Poisson DP-SGD",
+    "ReLU network, DP-SGD",
+    "logistic regression, DP-SGD",
+)
+
+
+def convex_tuned() -> str:
+    rows = load_results("convex_tuned")["rows"]
+    parts = [f"{row['test']:.1f} % at {row['epsilon']:.2f}" for row in rows]
+    return f"the last iterate, tuned privately with 5 or 10 trials: {', '.join(parts)}; the paper has 92.7 and 94.4 %"
+
+
+def convex_curves(data: str) -> str:
+    points = load_results(curves.name_of(data))["points"]
+    seeds = len({point.get("seed", curves.SEED) for point in points})
+    parts = []
+    for name in dict.fromkeys(point["row"] for point in points):
+        least, most = (
+            statistics.fmean(p["test"] for p in points if (p["row"], p["epsilon"]) == (name, epsilon))
+            for epsilon in _ends(p["epsilon"] for p in points if p["row"] == name)
+        )
+        parts.append(f"{name} {least:.1f} to {most:.1f} %")
+    return (
+        f"{seeds} seed{'s' if seeds > 1 else ''}, a run for each epsilon from {min(curves.EPSILONS):g} to "
+        f"{max(curves.EPSILONS):g}: {'; '.join(parts)}"
+    )
+
+
+def _ends(values: Iterable[float]) -> tuple[float, float]:
+    found = list(values)
+    return min(found), max(found)
+
+
+def convex_hyperplanes(*noises: float) -> str:
+    """Return the accuracies at the end of the curves of some noise levels."""
+    found = [curve for curve in load_results("convex_hyperplanes")["curves"] if curve["noise"] in noises]
+    parts = []
+    for noise in noises:
+        ends = [
+            f"{'the network' if c['hyperplanes'] is None else 'P = ' + str(c['hyperplanes'])} {c['test']:.1f} %"
+            for c in found
+            if c["noise"] == noise
+        ]
+        if ends:
+            parts.append((f"sigma = {noise:g}: " if noise else "") + ", ".join(ends))
+    return f"one seed, {found[0]['epochs']} epochs: {'; '.join(parts)}" if parts else ""
+
+
+def _worse(epsilons: list[float]) -> str:
+    return (
+        f"worse than the Gaussian from epsilon {min(epsilons):g}"
+        if epsilons
+        else "never worse than the Gaussian"
+    )
+
+
+def accountants(part: str) -> str:
+    found = load_results("convex_accountants")[part]
+    if part == "shuffled":
+        at, plain = SHUFFLE_EPSILONS.index(1.0), list(found.values())[-1]
+        parts = []
+        for name, values in list(found.items())[:-1]:
+            worse = [
+                e for e, mine, other in zip(SHUFFLE_EPSILONS, values, plain, strict=True) if mine > other
+            ]
+            parts.append(f"{name}: delta {values[at]:.1e}, {_worse(worse)}")
+        return (
+            f"at epsilon 1, {'; '.join(parts)}; Gaussian, not amplified: {plain[at]:.1e}. The paper finds "
+            "1,000 shuffled batches worse than that"
+        )
+    return "at the end: " + "; ".join(f"{name} {values[-1]:.2f}" for name, values in found.items())
+
+
+def _zo_mean(method: str, epsilon: float) -> str:
+    runs = load_results("zo_sst2")["cells"].get(f"{method}, {epsilon:g}", {}).get("runs", {})
+    return f"{100 * statistics.fmean(run['accuracy'] for run in runs.values()):.1f}" if runs else ""
+
+
+def zo(*methods: str, epsilons: tuple[float, ...] = (0.5, 1.0, 4.0)) -> str:
+    parts = [
+        f"{method}: {', '.join(value for e in epsilons if (value := _zo_mean(method, e)))} %"
+        for method in methods
+    ]
+    return f"SST-2 head, epsilon {', '.join(f'{e:g}' for e in epsilons)}: {'; '.join(parts)}"
+
+
+def zo_study(study: str, value: Callable[[Any], str], laws: tuple[str, ...]) -> Figures:
+    def text() -> str:
+        found = [(cell, values) for cell, values in ablations.accuracies(study) if cell.law in laws]
+        if not found:
+            return ""
+        parts = [
+            f"{law}: "
+            + ", ".join(
+                f"{statistics.fmean(values):.1f} at {value(cell)}"
+                for cell, values in found
+                if cell.law == law
+            )
+            for law in laws
+            if any(cell.law == law for cell, _ in found)
+        ]
+        return f"SST-2 head, accuracy [%]: {'; '.join(parts)}"
+
+    return text
+
+
+def zo_loss() -> str:
+    cells = load_results("zo_ablations")["cells"]
+    parts = []
+    for cell, _ in ablations.accuracies("records"):
+        if cell.law == "gaussian" and cell.records in (250, 5000):
+            runs = list(cells[cell.key].values())
+            first, last = (statistics.fmean(run["losses"][at] for run in runs) for at in (0, -1))
+            parts.append(f"n = {cell.records}: {first:.2f} to {last:.2f}")
+    return f"training loss, SST-2 head: {'; '.join(parts)}" if parts else ""
+
+
+def zo_sigma(*tables: str) -> Figures:
+    def text() -> str:
+        rows = [row for row in load_results("zo_sigma_tables")["rows"] if row["table"] in tables]
+        agree = sum("agrees" in row["verdict"] or "rounded up is" in row["verdict"] for row in rows)
+        return f"{agree} of {len(rows)} epsilons agree to the printed digits" if rows else ""
+
+    return text
+
+
+def zo_memory() -> str:
+    rows = load_results("zo_memory")["rows"]
+    base = rows["inference, 2 x 512"]["peak_mib"]
+    names = ("zo", "zo, lora", "dp-sgd, ghost", "dp-sgd, hooks", "dp-sgd, lora", "dp-sgd, bitfit")
+    parts = [f"{name} {rows[f'{name}, 2 x 512']['peak_mib'] / base:.2f}" for name in names]
+    return f"163 million parameters on a processor; peak memory over that of inference, 512 tokens: {', '.join(parts)}"
+
+
+def zo_membership() -> str:
+    rows = [row for row in membership.table_rows(load_results("zo_membership")["cells"]) if row[1] == "1"]
+    parts = [
+        f"{method} {', '.join(row[3].split()[0] for row in reversed(rows) if row[0] == method)}"
+        for method in ("zo", "dp-sgd")
+    ]
+    return f"linear head, canaries of size 1, area [%] at epsilon 0.5, 1, 4, 10, inf: {'; '.join(parts)}"

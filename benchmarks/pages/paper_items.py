@@ -99,7 +99,7 @@ COSTS: dict[str, float] = {
     f"{_ABLATIONS} --study batch": 0.01,
     f"{_ABLATIONS} --study steps": 0.03,
 }
-"""Hours that two cores take for the whole of a command, estimated from a few steps or from finished runs of the same kind."""
+"""Hours of two cores that a whole command takes, estimated from a few steps or from finished runs of its kind."""
 
 PAPERS: dict[str, tuple[Item, ...]] = {
     "Photonic DFA (Ohana et al. 2021)": (

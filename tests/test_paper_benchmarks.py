@@ -17,7 +17,7 @@ from benchmarks import results_file
 from benchmarks.convex import curves, hyperplanes
 from benchmarks.pages import papers
 from benchmarks.results_file import load_results
-from benchmarks.ulr import resnet, table1, variance
+from benchmarks.ulr import bound, resnet, table1, variance
 from benchmarks.zeroth_order import ablations, sentences
 from tests.support.image_files import write_archive, write_labelled_images
 from training.data.formats import CLASSES
@@ -139,6 +139,35 @@ def test_ulr_proven_with_orthogonal_copies(results: Path, monkeypatch: pytest.Mo
     assert all(row["guarantees"][0][0] == "proven" for row in rows)
     trains_nothing(lambda: table1.proven(epsilons="3", seeds="0", trainers=names), monkeypatch)
     assert "128 orthogonal" in table1.proven_section()
+
+
+def test_signals_of_clipped_records() -> None:
+    g = torch.tensor([[3.0, 4.0], [0.3, 0.4]], dtype=torch.float64)
+    e = torch.tensor([[10.0, 0.0], [0.6, 0.0]], dtype=torch.float64)
+    figures = (g * e).sum(dim=1), e.square().sum(dim=1), g.square().sum(dim=1)
+    cosine, ratio = bound.signals_compared(*figures, clip=1.0)
+    assert cosine == pytest.approx(0.6)
+    assert ratio == pytest.approx((1.0 * 0.6 + 0.6 * 0.6) / (1.0 + 0.5))
+    assert bound.signals_compared(figures[2], figures[2], figures[2], clip=1.0) == pytest.approx((1.0, 1.0))
+
+
+def test_an_unbiased_estimate_has_at_most_the_signal_of_its_gradient() -> None:
+    """e = z (z g) has mean g and never points against it; without clipping the signals agree, with it they do not."""
+    generator = torch.Generator().manual_seed(0)
+    n, d = 20_000, 10
+    g = torch.zeros(n, d, dtype=torch.float64)
+    g[:, 0] = 2.7
+    z = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    e = z * (z * g).sum(dim=1, keepdim=True)
+    figures = (g * e).sum(dim=1), e.square().sum(dim=1), g.square().sum(dim=1)
+    error = (
+        5 * (2 / n) ** 0.5
+    )  # the unclipped signal over |g| is chi-squared with one degree: mean 1, variance 2
+    assert bound.signals_compared(*figures, clip=1e9)[1] == pytest.approx(1.0, abs=error)
+    for clip in (0.1, 1.0, 2.7, 10.0):
+        assert bound.signals_compared(*figures, clip=clip)[1] < 1 - error
+    biased = figures[0] * 1.5, figures[1] * 1.5**2, figures[2]  # the planted fault
+    assert bound.signals_compared(*biased, clip=1e9)[1] > 1 + error
 
 
 def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

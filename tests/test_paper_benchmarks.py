@@ -188,6 +188,7 @@ def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "P" in hyperplanes.page_table()
 
 
+@pytest.mark.slow
 def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(results.parent, 101)
     take_committed(results, "convex")

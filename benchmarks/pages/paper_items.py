@@ -89,7 +89,7 @@ _CIFAR = "convex.curves --data cifar-10 --seeds 0,1,2"
 
 COSTS: dict[str, float] = {
     "ulr.resnet plain --epochs 20": 0.9,
-    "ulr.resnet private": 2.4,
+    "ulr.resnet private": 2.0,
     "ulr.table1 widths": 3.0,
     "convex.hyperplanes --noise 0": 0.4,
     "convex.hyperplanes --noise 5,15": 1.6,

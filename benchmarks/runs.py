@@ -5,23 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import opusim
 from training.config import load_config
 from training.runs.folder import RunFolder
 from training.runs.run import Run
 
 
-def train_or_read(config: dict[str, Any], path: Path) -> Run:
+def train_or_read(config: dict[str, Any], path: Path, *, model: nn.Module | None = None) -> Run:
     """Return the run of a configuration: read back if it is finished, otherwise started or resumed in its folder.
+
+    Args:
+        config: The configuration.
+        path: The run folder.
+        model: The module to train, with its first weights; None for that of the configuration.
 
     Raises:
         ValueError: The folder holds a run of another configuration.
     """
     folder = RunFolder(path)
     if not folder.started:
-        return opusim.train(config, folder=path)
-    _require_same(config, folder)
-    return opusim.load_run(path) if folder.finished else opusim.train(folder=path, resume=True)
+        return opusim.train(config, model=model, folder=path)
+    _require_same(config, folder, of_configuration=model is None)
+    if folder.finished:
+        return opusim.load_run(path, model=model)
+    return opusim.train(model=model, folder=path, resume=True)
 
 
 def private_accuracy(run: Run) -> dict[str, Any]:
@@ -36,11 +45,19 @@ def private_accuracy(run: Run) -> dict[str, Any]:
     }
 
 
-def _require_same(config: dict[str, Any], folder: RunFolder) -> None:
-    """Refuse a folder that holds another configuration; what the run resolved itself may differ."""
+def _require_same(config: dict[str, Any], folder: RunFolder, *, of_configuration: bool) -> None:
+    """Refuse a folder that holds another configuration; what the run resolved itself may differ.
+
+    Args:
+        config: The wanted configuration.
+        folder: The run.
+        of_configuration: Whether the configuration names the model, and no module was passed.
+    """
     kept = folder.read_config()
     wanted = load_config(config)
-    resolved = {"threads": kept.threads}
+    resolved: dict[str, Any] = {"threads": kept.threads}
+    if not of_configuration:
+        resolved["model"] = kept.model
     noise = {"noise_multiplier": kept.protection.noise_multiplier}
     protection = wanted.protection.model_copy(update=noise if wanted.protection.epsilon else {})
     if wanted.model_copy(update=resolved | {"protection": protection}) != kept:

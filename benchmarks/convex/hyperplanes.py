@@ -57,6 +57,13 @@ def main(noise: str = ",".join(f"{value:g}" for value in NOISES), epochs: int = 
         print(f"{tag}: {test:.2f} %", flush=True)
 
 
+def left(*noises: float) -> int:
+    """Return how many curves of some noise levels are not in the results."""
+    curves = load_results(NAME).get("curves", [])
+    done = {(curve["hyperplanes"], curve["noise"]) for curve in curves if curve["epochs"] == EPOCHS}
+    return len(set(itertools.product((*COUNTS, None), noises)) - done)
+
+
 def page_table() -> str:
     """Return the ends of the curves; empty without results."""
     found = load_results(NAME)

@@ -1,4 +1,4 @@
-"""What do the results say for each table and figure of a paper? One function each, for `benchmarks.pages.papers`."""
+"""What the results say of each table and figure of the papers: the texts of docs/papers.md."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from benchmarks.convex import curves
 from benchmarks.convex.accountants import SHUFFLE_EPSILONS
 from benchmarks.results_file import load_results
 from benchmarks.ulr import table1 as ulr_table1
 from benchmarks.zeroth_order import ablations, membership
 
 Figures = Callable[[], str]
-"""Returns the text of a row, from the results."""
 
 
 def _range(values: Iterable[float]) -> str:
@@ -39,9 +39,14 @@ def ulr_table() -> str:
     return f"ours minus the paper's: {'; '.join(parts)}; at least {min(seeds.values())} seed a cell"
 
 
-def ulr_widths() -> str:
+def widths() -> str:
+    """Return the mean accuracies of each width and batch."""
     rows = load_results("ulr_widths")["rows"]
-    parts = [f"{r['width']}, batch {r['batch']}: {r['ulr']:.1f} and {r['dp_sgd']:.1f} %" for r in rows]
+    parts = []
+    for width, batch in dict.fromkeys((r["width"], r["batch"]) for r in rows):
+        mine = [r for r in rows if (r["width"], r["batch"]) == (width, batch)]
+        ulr, dp_sgd = (statistics.fmean(r[key] for r in mine) for key in ("ulr", "dp_sgd"))
+        parts.append(f"{width}, batch {batch}: {ulr:.1f} and {dp_sgd:.1f} %")
     return f"DP-ULR and DP-SGD: {'; '.join(parts)}; the paper names no layers, only 2.5 and 5 times the parameters"
 
 
@@ -60,13 +65,11 @@ def ulr_rejection() -> str:
 
 
 def ulr_resnet() -> str:
-    rows = load_results("ulr_resnet")["rows"]
-    parts = [
-        f"{row['form']}, {row['trainer']}, {row['epochs']} epochs: {row['test']:.1f} %"
-        for row in rows
-        if row["test"] is not None
-    ]
-    return "; ".join(parts) + "; private cells and convergence are queued"
+    parts = []
+    for row in load_results("ulr_resnet")["rows"]:
+        noise = "" if row["form"] == "plain" else f", batch {row['batch']}, noise {row['noise']:g}"
+        parts.append(f"{row['form']}, {row['trainer']}{noise}, {row['epochs']} epochs: {row['test']:.1f} %")
+    return "; ".join(parts)
 
 
 def convex_cells(data: str, names: tuple[str, ...], epsilons: tuple[float, ...] = (1.33, 4.76)) -> str:
@@ -82,20 +85,54 @@ def convex_cells(data: str, names: tuple[str, ...], epsilons: tuple[float, ...] 
     return "; ".join(parts)
 
 
+CONVEX_ROWS = (
+    "convex, last iterate",
+    "convex, Poisson DP-SGD",
+    "ReLU network, DP-SGD",
+    "logistic regression, DP-SGD",
+)
+
+
 def convex_tuned() -> str:
     rows = load_results("convex_tuned")["rows"]
     parts = [f"{row['test']:.1f} % at {row['epsilon']:.2f}" for row in rows]
     return f"the last iterate, tuned privately with 5 or 10 trials: {', '.join(parts)}; the paper has 92.7 and 94.4 %"
 
 
-def convex_curves() -> str:
-    points = load_results("convex_curves")["points"]
-    names = dict.fromkeys(point["row"] for point in points)
+def convex_curves(data: str) -> str:
+    points = load_results(curves.name_of(data))["points"]
+    seeds = len({point.get("seed", curves.SEED) for point in points})
     parts = []
-    for name in names:
-        mine = sorted((p["epsilon"], p["test"]) for p in points if p["row"] == name)
-        parts.append(f"{name} {mine[0][1]:.1f} to {mine[-1][1]:.1f} %")
-    return f"one seed, a run for each epsilon from 0.5 to 8: {'; '.join(parts)}"
+    for name in dict.fromkeys(point["row"] for point in points):
+        least, most = (
+            statistics.fmean(p["test"] for p in points if (p["row"], p["epsilon"]) == (name, epsilon))
+            for epsilon in _ends(p["epsilon"] for p in points if p["row"] == name)
+        )
+        parts.append(f"{name} {least:.1f} to {most:.1f} %")
+    return (
+        f"{seeds} seed{'s' if seeds > 1 else ''}, a run for each epsilon from {min(curves.EPSILONS):g} to "
+        f"{max(curves.EPSILONS):g}: {'; '.join(parts)}"
+    )
+
+
+def _ends(values: Iterable[float]) -> tuple[float, float]:
+    found = list(values)
+    return min(found), max(found)
+
+
+def convex_hyperplanes(*noises: float) -> str:
+    """Return the accuracies at the end of the curves of some noise levels."""
+    found = [curve for curve in load_results("convex_hyperplanes")["curves"] if curve["noise"] in noises]
+    parts = []
+    for noise in noises:
+        ends = [
+            f"{'the network' if c['hyperplanes'] is None else 'P = ' + str(c['hyperplanes'])} {c['test']:.1f} %"
+            for c in found
+            if c["noise"] == noise
+        ]
+        if ends:
+            parts.append((f"sigma = {noise:g}: " if noise else "") + ", ".join(ends))
+    return f"one seed, {found[0]['epochs']} epochs: {'; '.join(parts)}" if parts else ""
 
 
 def _worse(epsilons: list[float]) -> str:
@@ -106,7 +143,7 @@ def _worse(epsilons: list[float]) -> str:
     )
 
 
-def convex_accountants(part: str) -> str:
+def accountants(part: str) -> str:
     found = load_results("convex_accountants")[part]
     if part == "shuffled":
         at, plain = SHUFFLE_EPSILONS.index(1.0), list(found.values())[-1]
@@ -128,7 +165,7 @@ def _zo_mean(method: str, epsilon: float) -> str:
     return f"{100 * statistics.fmean(run['accuracy'] for run in runs.values()):.1f}" if runs else ""
 
 
-def zo_accuracies(*methods: str, epsilons: tuple[float, ...] = (0.5, 1.0, 4.0)) -> str:
+def zo(*methods: str, epsilons: tuple[float, ...] = (0.5, 1.0, 4.0)) -> str:
     parts = [
         f"{method}: {', '.join(value for e in epsilons if (value := _zo_mean(method, e)))} %"
         for method in methods
@@ -151,9 +188,7 @@ def zo_study(study: str, value: Callable[[Any], str], laws: tuple[str, ...]) -> 
             for law in laws
             if any(cell.law == law for cell, _ in found)
         ]
-        planned = sum(cell.study == study and cell.law in laws for cell in ablations.CELLS)
-        rest = "" if len(found) == planned else f"; {planned - len(found)} of {planned} cells are queued"
-        return f"SST-2 head, accuracy [%]: {'; '.join(parts)}{rest}"
+        return f"SST-2 head, accuracy [%]: {'; '.join(parts)}"
 
     return text
 

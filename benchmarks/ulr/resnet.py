@@ -20,11 +20,9 @@ import torch
 import typer
 from torch import nn
 
-import opusim
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from training.data import Dataset, load_dataset
-from training.runs.folder import RunFolder
+from benchmarks.runs import train_or_read
 from training.runs.run import Run
 
 MODULE, NAME, FOLDER = "benchmarks.ulr.resnet", "ulr_resnet", Path("runs/ulr-resnet")
@@ -35,6 +33,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "ulr, matched": {"kind": "ulr", "copies": COPIES, "sigma": SIGMA, "shape": "matched"},
     "backpropagation": {"kind": "bp"},
 }
+FORMS = {"DP-SGD": "backpropagation", "proven": "ulr", "published": "ulr"}
+"""Forms of private training, and what they train with."""
 BATCHES, NOISES = (64, 500), (1.0, 4.0)
 """Sampling rates and noise levels of the private runs; the paper names only DP-SGD's, 64 and 1."""
 
@@ -63,6 +63,7 @@ def plain_config(trainer: dict[str, Any], epochs: int, seed: int) -> dict[str, A
         "epochs": epochs,
         "seed": seed,
         "threads": 1,
+        "data": {"name": "cifar-10", "validation_fraction": 0.0},
         "optimizer": {"name": "adam", "lr": LR},
         "sampler": {"batch_size": BATCH, "drop_last": True},
         "trainer": trainer,
@@ -82,15 +83,10 @@ def private_config(form: str, batch: int, noise: float, epochs: int, seed: int) 
     return {**config, "trainer": PLAIN["backpropagation"]} if form == "DP-SGD" else config
 
 
-def trained(config: dict[str, Any], data: Dataset, name: str) -> Run:
+def trained(config: dict[str, Any], name: str) -> Run:
     """Return the run of a configuration: read back, resumed or started."""
     tag = f"{name}-{config['epochs']}-{config['seed']}".replace(", ", "-").replace(" ", "-")
-    folder, model = RunFolder(FOLDER / tag), resnet5(config["seed"])
-    if not folder.started:
-        return opusim.train(config, data=data, model=model, folder=folder.path)
-    if folder.finished:
-        return opusim.load_run(folder.path, model=model)
-    return opusim.train(data=data, model=model, folder=folder.path, resume=True)
+    return train_or_read(config, FOLDER / tag, model=resnet5(config["seed"]))
 
 
 def keep(cell: dict[str, Any], run: Run) -> None:
@@ -110,9 +106,8 @@ def keep(cell: dict[str, Any], run: Run) -> None:
 @app.command()
 def plain(epochs: int = 2, seeds: str = "0", names: str = ";".join(PLAIN)) -> None:
     """Train without protection; `names` are separated by semicolons."""
-    data = load_dataset("cifar-10", validation_fraction=0.0, split_seed=0)
     for seed, name in itertools.product(map(int, seeds.split(",")), names.split(";")):
-        run = trained(plain_config(PLAIN[name], epochs, seed), data, name)
+        run = trained(plain_config(PLAIN[name], epochs, seed), name)
         keep(
             {"form": "plain", "trainer": name, "batch": BATCH, "noise": 0.0, "epochs": epochs, "seed": seed},
             run,
@@ -120,22 +115,30 @@ def plain(epochs: int = 2, seeds: str = "0", names: str = ";".join(PLAIN)) -> No
 
 
 @app.command()
-def private(epochs: int = 10, seeds: str = "0", forms: str = "DP-SGD,proven,published") -> None:
+def private(epochs: int = 10, seeds: str = "0", forms: str = ",".join(FORMS)) -> None:
     """Train with the noise of each form, for each batch and noise level."""
-    data = load_dataset("cifar-10", validation_fraction=0.0, split_seed=0)
     cells = itertools.product(map(int, seeds.split(",")), forms.split(","), BATCHES, NOISES)
     for seed, form, batch, noise in cells:
-        run = trained(private_config(form, batch, noise, epochs, seed), data, f"{form}-{batch}-{noise:g}")
-        trainer = "backpropagation" if form == "DP-SGD" else "ulr"
+        run = trained(private_config(form, batch, noise, epochs, seed), f"{form}-{batch}-{noise:g}")
         cell = {
             "form": form,
-            "trainer": trainer,
+            "trainer": FORMS[form],
             "batch": batch,
             "noise": noise,
             "epochs": epochs,
             "seed": seed,
         }
         keep(cell, run)
+
+
+def left(epochs: int = 20, private_epochs: int = 10) -> int:
+    """Return how many trainings of `plain` and `private` with one seed are not in the results."""
+    rows = load_results(NAME).get("rows", [])
+    done = {(row["form"], row["trainer"], row["batch"], row["noise"], row["epochs"]) for row in rows}
+    planned = {("plain", name, BATCH, 0.0, epochs) for name in PLAIN}
+    for form, batch, noise in itertools.product(FORMS, BATCHES, NOISES):
+        planned.add((form, FORMS[form], batch, noise, private_epochs))
+    return len(planned - done)
 
 
 def page_section() -> str:

@@ -74,6 +74,8 @@ PROVEN_TRAINERS: dict[str, dict[str, Any]] = {
 WIDTHS = {"small": [128, 64, 32], "medium": [288, 144, 72], "large": [512, 256, 128]}
 """Hidden layers of 1, 2.5 and 5 times the parameters; the paper names only these factors."""
 
+WIDTH_BATCHES = (64, 128, 256)
+
 app = typer.Typer(no_args_is_help=True)
 
 
@@ -192,8 +194,6 @@ def published(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: 
 @app.command()
 def opacus(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: str = "0,1,2") -> None:
     """Train the cells of DP-SGD by Opacus."""
-    warnings.filterwarnings("ignore", module="opacus")
-    torch.set_num_threads(1)
     done = {(r["batch"], r["target_std"], r["seed"]) for r in rows_of("opacus")}
     for seed, target, batch in itertools.product(_numbers(seeds), _numbers(targets), _numbers(batches)):
         if (batch, target, seed) not in done:
@@ -208,6 +208,8 @@ def dp_sgd(
     batch: int, noise_multiplier: float, seed: int, hidden: Sequence[int] = (128, 64, 32)
 ) -> dict[str, Any]:
     """DP-SGD by Opacus, ghost clipping, SGD at 0.1: accuracy after every epoch, the last one's and the best."""
+    warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
+    torch.set_num_threads(1)
     data = load_dataset("mnist", validation_fraction=0.0, split_seed=0)
     if data.test is None:
         raise ValueError("mnist has no test records")
@@ -248,7 +250,7 @@ def proven(epsilons: str = "3,1", seeds: str = "0,1,2", trainers: str = ";".join
 
 
 @app.command()
-def widths(batches: str = "64,128,256", seeds: str = "0,1,2") -> None:
+def widths(batches: str = ",".join(map(str, WIDTH_BATCHES)), seeds: str = "0,1,2") -> None:
     """Train DP-ULR and DP-SGD at sigma_0 = 8 for the widths of Table C1; batches of 128 and 256 take 200's setting."""
     for seed, batch, (name, hidden) in itertools.product(
         _numbers(seeds), map(int, batches.split(",")), WIDTHS.items()
@@ -265,6 +267,12 @@ def widths(batches: str = "64,128,256", seeds: str = "0,1,2") -> None:
         print(
             f"{name} {batch} seed {seed:g}: DP-ULR {row['ulr']:.2f}, DP-SGD {row['dp_sgd']:.2f}", flush=True
         )
+
+
+def widths_left() -> int:
+    """Return how many cells of `widths` with three seeds are not in the results."""
+    done = {(row["width"], row["batch"], row["seed"]) for row in rows_of("widths")}
+    return len(set(itertools.product(WIDTHS, WIDTH_BATCHES, (0, 1, 2))) - done)
 
 
 @app.command()

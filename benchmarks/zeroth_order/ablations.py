@@ -158,6 +158,13 @@ def accuracies(study: str) -> list[tuple[Cell, list[float]]]:
     ]
 
 
+def left(study: str, *laws: str) -> int:
+    """Return how many trainings of a study, under some laws of noise, are not in the results."""
+    found = load_results(NAME).get("cells", {})
+    keys = [cell.key for cell in CELLS if cell.study == study and cell.law in laws]
+    return sum(str(seed) not in found.get(key, {}) for key in keys for seed in SEEDS)
+
+
 def page_section() -> str:
     """Return what the results page shows; empty without results."""
     rows = [

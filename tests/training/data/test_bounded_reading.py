@@ -5,10 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import lzma
 import os
 import struct
-import tarfile
 import tomllib
 import tracemalloc
 import zipfile
@@ -20,6 +18,7 @@ import pytest
 from PIL import Image
 
 from opusim import files
+from tests.support.image_files import write_archive
 from training.data import formats
 from training.data.dataset import DataError
 
@@ -103,17 +102,6 @@ def test_objects_are_not_unpickled(tmp_path: Path) -> None:
         formats.read_arrays(tmp_path / "data.npz", ("x", "y"))
 
 
-def archive_of(root: Path, members: dict[str, bytes]) -> Path:
-    path = root / formats.ARCHIVE
-    path.parent.mkdir(parents=True)
-    with lzma.open(path, "wb", preset=0) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return path
-
-
 def picture(kind: str, side: int) -> bytes:
     stream = io.BytesIO()
     Image.new("RGB", (side, side)).save(stream, kind)
@@ -131,7 +119,7 @@ def test_only_jpeg_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", start)
     for number, content in enumerate((eps, picture("PNG", 32), picture("GIF", 32))):
-        archive_of(tmp_path / str(number), {"train/airplane/0.jpg": content})
+        write_archive(tmp_path / str(number), {"train/airplane/0.jpg": content})
         with pytest.raises(DataError, match="no readable JPEG image"):
             formats.read_cifar10(tmp_path / str(number))
     assert not started
@@ -141,13 +129,13 @@ def test_a_large_image_is_refused_before_it_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little_memory: None
 ) -> None:
     monkeypatch.setattr(formats, "_IMAGE_LIMIT", MIB, raising=False)
-    archive_of(tmp_path, {"train/airplane/0.jpg": picture("JPEG", 4000)})
+    write_archive(tmp_path, {"train/airplane/0.jpg": picture("JPEG", 4000)})
     with pytest.raises(DataError, match="4000 x 4000 pixels, not 32 x 32"):
         formats.read_cifar10(tmp_path)
 
 
 def test_a_large_member_is_not_read(tmp_path: Path, little_memory: None) -> None:
-    archive_of(tmp_path, {"train/airplane/0.jpg": bytes(64 * 2**10 + 1)})
+    write_archive(tmp_path, {"train/airplane/0.jpg": bytes(64 * 2**10 + 1)})
     with pytest.raises(DataError, match="65,537 bytes, more than 65,536"):
         formats.read_cifar10(tmp_path)
 
@@ -156,14 +144,14 @@ def test_an_archive_that_unpacks_to_too_much_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little_memory: None
 ) -> None:
     monkeypatch.setattr(formats, "_ARCHIVE_LIMIT", MIB)
-    archive_of(tmp_path, {"padding": bytes(2 * MIB)})
+    write_archive(tmp_path, {"padding": bytes(2 * MIB)})
     with pytest.raises(DataError, match="unpacks to more than 1,048,576 bytes"):
         formats.read_cifar10(tmp_path)
 
 
 def test_an_archive_of_too_many_members_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "_MEMBER_LIMIT", 3)
-    archive_of(tmp_path, {f"notes-{number}": b"" for number in range(4)})
+    write_archive(tmp_path, {f"notes-{number}": b"" for number in range(4)})
     with pytest.raises(DataError, match="has more than 3 members"):
         formats.read_cifar10(tmp_path)
 
@@ -172,7 +160,7 @@ def test_a_cache_of_another_shape_is_decoded_anew(tmp_path: Path) -> None:
     members = {
         f"{part}/{name}/0.jpg": picture("JPEG", 32) for part in ("train", "test") for name in formats.CLASSES
     }
-    cache = archive_of(tmp_path, members).with_name("cifar10.npz")
+    cache = write_archive(tmp_path, members).with_name("cifar10.npz")
     wrong = np.zeros((2, 5), np.uint8)
     np.savez(cache, train_x=wrong, train_y=wrong[:, 0], test_x=wrong, test_y=wrong[:, 0])
     assert formats.read_cifar10(tmp_path)["train"][0].shape == (10, 3072)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.image_files import write_archive
 from training.data import load_dataset
 from training.data.dataset import DataError
 from training.data.formats import ARCHIVE, CLASSES, read_cifar10
@@ -19,16 +19,6 @@ def jpeg(colour: tuple[int, int, int], size: tuple[int, int] = (32, 32)) -> byte
     buffer = io.BytesIO()
     Image.new("RGB", size, colour).save(buffer, "JPEG", quality=95)
     return buffer.getvalue()
-
-
-def write_archive(root: Path, content: dict[str, bytes]) -> None:
-    path = root / ARCHIVE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:xz") as files:
-        for name, data in content.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            files.addfile(member, io.BytesIO(data))
 
 
 def small() -> dict[str, bytes]:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import gzip
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.image_files import idx_bytes, write_labelled_images
 from training.data import load_dataset
 from training.data.dataset import DataError
 from training.data.formats import read_idx
 
 SIDE = 3
-
-
-def _idx(array: np.ndarray, element_type: int = 8) -> bytes:
-    header = bytes([0, 0, element_type, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    return header + array.astype(np.uint8).tobytes()
 
 
 def _images(n: int, side: int = SIDE) -> np.ndarray:
@@ -28,14 +23,8 @@ def _images(n: int, side: int = SIDE) -> np.ndarray:
 
 def _fill(raw: Path, compress: bool = True) -> None:
     """Write 20 training and 10 test images with labels."""
-    raw.mkdir(parents=True)
-    for prefix, n in (("train", 20), ("t10k", 10)):
-        for kind, array in (("images-idx3", _images(n)), ("labels-idx1", np.arange(n) % 10)):
-            name = f"{prefix}-{kind}-ubyte"
-            if compress:
-                (raw / f"{name}.gz").write_bytes(gzip.compress(_idx(array)))
-            else:
-                (raw / name).write_bytes(_idx(array))
+    parts = {prefix: (_images(n), np.arange(n) % 10) for prefix, n in (("train", 20), ("t10k", 10))}
+    write_labelled_images(raw, parts, compress=compress)
 
 
 @pytest.fixture
@@ -48,7 +37,7 @@ def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
     array = _images(5)[:, :, :2]  # not square
-    (tmp_path / "images").write_bytes(_idx(array))
+    (tmp_path / "images").write_bytes(idx_bytes(array))
     assert np.array_equal(read_idx(tmp_path / "images", n_dimensions=3), array)
 
 
@@ -102,7 +91,7 @@ def _with_content(content: bytes, name: str, raw: Path) -> None:
 
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
-SOUND = _idx(_images(20))
+SOUND = idx_bytes(_images(20))
 ZIPPED = gzip.compress(SOUND)
 
 
@@ -120,13 +109,13 @@ ZIPPED = gzip.compress(SOUND)
         (IMAGES, SOUND[:3], "cut short.*3 bytes do not hold a header of 16"),
         (IMAGES, b"", "cut short.*0 bytes do not hold a header"),
         (IMAGES, SOUND + b"\x00", "holds more than the 180 bytes that its header promises"),
-        (IMAGES, _idx(np.arange(20)), "starts with 0x00000801.*3 dimension.*starts with 0x00000803"),
-        (IMAGES, _idx(_images(20), element_type=13), "starts with 0x00000d03"),
+        (IMAGES, idx_bytes(np.arange(20)), "starts with 0x00000801.*3 dimension.*starts with 0x00000803"),
+        (IMAGES, idx_bytes(_images(20), element_type=13), "starts with 0x00000d03"),
         (LABELS, SOUND, "starts with 0x00000803.*1 dimension.*starts with 0x00000801"),
         (LABELS, b"<html>not found</html>", "starts with 0x3c68746d"),
-        (LABELS, _idx(np.arange(19) % 10), "holds 20 images and train-labels-idx1-ubyte 19 labels"),
-        (LABELS, _idx(np.arange(20)), "labels from 0 to 9, got 0 to 19"),
-        (IMAGES, _idx(_images(20, side=2)), "training images of 4 pixels and test images of 9"),
+        (LABELS, idx_bytes(np.arange(19) % 10), "holds 20 images and train-labels-idx1-ubyte 19 labels"),
+        (LABELS, idx_bytes(np.arange(20)), "labels from 0 to 9, got 0 to 19"),
+        (IMAGES, idx_bytes(_images(20, side=2)), "training images of 4 pixels and test images of 9"),
     ],
 )
 def test_a_damaged_file_is_named_with_what_to_do(raw: Path, name: str, content: bytes, message: str) -> None:

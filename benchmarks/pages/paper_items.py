@@ -1,0 +1,419 @@
+"""The tables and figures of the four papers, with their commands: the rows of docs/papers.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.convex import curves, hyperplanes
+from benchmarks.pages.paper_figures import (
+    CONVEX_ROWS,
+    accountants,
+    convex_cells,
+    convex_curves,
+    convex_hyperplanes,
+    convex_tuned,
+    pdfa_table,
+    ulr_rejection,
+    ulr_resnet,
+    ulr_table,
+    widths,
+    zo,
+    zo_loss,
+    zo_membership,
+    zo_memory,
+    zo_sigma,
+    zo_study,
+)
+from benchmarks.results_file import load_results
+from benchmarks.ulr import resnet
+from benchmarks.ulr import table1 as ulr_table1
+from benchmarks.zeroth_order import ablations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One table or figure of a paper.
+
+    Attributes:
+        name: As the paper numbers it.
+        shows: What it shows.
+        state: One of `STATES`.
+        figures: Ours, from the results, and what differs; or the reason.
+        run: Modules and arguments of `python -m benchmarks.`, one string each.
+        results: The results whose date the row shows.
+        left: Counts the trainings that its commands still have to do; None if it has results or has none.
+    """
+
+    name: str
+    shows: str
+    state: str
+    figures: Callable[[], str] | str
+    run: tuple[str, ...] = ()
+    results: str = ""
+    left: Callable[[], int] | None = None
+
+    def order(self) -> tuple[str, int]:
+        """Return the place on the page: figures, then tables, by number."""
+        kind, number = self.name.split()
+        return kind, int(number) if number.isdigit() else 100
+
+    def row(self) -> tuple[str, ...]:
+        """Return the row as text."""
+        found = load_results(self.results) if self.results else {}
+        text = self.figures if isinstance(self.figures, str) else (self.figures() if found else "")
+        left = self.left() if self.left else 0
+        trainings = f"{left} training{'s' if left > 1 else ''} queued" if left else ""
+        commands = ", ".join(f"`python -m benchmarks.{words}`" for words in self.run)
+        return (
+            self.name,
+            self.shows,
+            "queued" if self.queued else self.state,
+            "; ".join(filter(None, (text, trainings))) or "no results yet",
+            commands,
+            f"{sum(COSTS.get(words, 0.0) for words in self.run):.2g}" if self.queued else "",
+            found.get("date", ""),
+        )
+
+    @property
+    def queued(self) -> bool:
+        """Whether results are missing, or trainings are left."""
+        missing = bool(self.results) and not load_results(self.results)
+        return missing or bool(self.left and self.left())
+
+
+_LARGE = "a language model of 1.3 to 66 billion parameters and its GPUs"
+_HEAD, _ABLATIONS = "zeroth_order.sst2_head measure", "zeroth_order.ablations"
+_CIFAR = "convex.curves --data cifar-10 --seeds 0,1,2"
+
+COSTS: dict[str, float] = {
+    "ulr.resnet plain --epochs 20": 0.9,
+    "ulr.resnet private": 2.0,
+    "ulr.table1 widths": 3.0,
+    "convex.hyperplanes --noise 0": 0.4,
+    "convex.hyperplanes --noise 5,15": 1.6,
+    _CIFAR: 0.7,
+    f"{_ABLATIONS} --study records": 0.04,
+    f"{_ABLATIONS} --study clip": 0.01,
+    f"{_ABLATIONS} --study batch": 0.01,
+    f"{_ABLATIONS} --study steps": 0.03,
+}
+"""Hours of two cores that a whole command takes, estimated from a few steps or from finished runs of its kind."""
+
+PAPERS: dict[str, tuple[Item, ...]] = {
+    "Photonic DFA (Ohana et al. 2021)": (
+        Item(
+            name="Figure 1", shows="sketch of backpropagation and DFA", state="no figures", figures="a sketch"
+        ),
+        Item(
+            name="Figure 2",
+            shows="training curves by feedback and noise; alignment by noise",
+            state="smaller",
+            figures="the accuracy at the end is that of Table 1. Curves and alignment by layer are in each run's "
+            "report (`opusim report`); the figure is not drawn as printed",
+            run=("pdfa.table1",),
+            results="pdfa_table1",
+        ),
+        Item(
+            name="Table 1",
+            shows="FashionMNIST, four feedbacks, seven noise levels",
+            state="repeated",
+            figures=pdfa_table,
+            run=("pdfa.table1", "pdfa.readings"),
+            results="pdfa_table1",
+        ),
+    ),
+    "DP-ULR (Feng et al. 2025)": (
+        Item(name="Figure 1", shows="sketch", state="no figures", figures="a sketch"),
+        Item(
+            name="Figure 2",
+            shows="what rejection adds to eq. 11, contours",
+            state="repeated",
+            figures=ulr_rejection,
+            run=("ulr.figure2",),
+            results="ulr_figure2",
+        ),
+        Item(
+            name="Table 1",
+            shows="MNIST, DP-ULR and DP-SGD by batch and sigma_0",
+            state="repeated",
+            figures=ulr_table,
+            run=("ulr.table1 search", "ulr.table1 published", "ulr.table1 opacus"),
+            results="ulr_published",
+        ),
+        Item(
+            name="Figure 3",
+            shows="accuracy and epsilon by epoch",
+            state="repeated",
+            figures="one seed: [the figure](ulr_figure3.png)",
+            run=("ulr.figure3",),
+            results="ulr_published",
+        ),
+        Item(
+            name="Figure 4",
+            shows="ResNet-5 on CIFAR-10, DP-ULR and DP-SGD",
+            state="smaller",
+            figures=ulr_resnet,
+            run=("ulr.resnet plain --epochs 20", "ulr.resnet private", "ulr.variance"),
+            results="ulr_resnet",
+            left=resnet.left,
+        ),
+        Item(
+            name="Table C1",
+            shows="MNIST, three widths, sigma_0 = 8",
+            state="repeated",
+            figures=widths,
+            run=("ulr.table1 widths",),
+            results="ulr_widths",
+            left=ulr_table1.widths_left,
+        ),
+    ),
+    "Convex ReLU networks (Koskela 2024)": (
+        Item(
+            name="Figure 1",
+            shows="epsilon by epochs, Theorem 2.8 and DP-SGD",
+            state="repeated",
+            figures=lambda: accountants("by_epochs"),
+            run=("convex.accountants",),
+            results="convex_accountants",
+        ),
+        Item(
+            name="Table 1",
+            shows="MNIST after private tuning",
+            state="repeated",
+            figures=convex_tuned,
+            run=("convex.tuned",),
+            results="convex_tuned",
+        ),
+        Item(
+            name="Table 2",
+            shows="CIFAR-10 after private tuning",
+            state="smaller",
+            figures=lambda: (
+                f"untuned: {convex_cells('cifar-10', ('convex, last iterate, CIFAR-10',), (4.76,))}; "
+                "the paper has 45.5 % after tuning"
+            ),
+            run=("convex.accuracy measure", _CIFAR),
+            results="convex",
+            left=lambda: curves.left("cifar-10", (0, 1, 2)),
+        ),
+        Item(
+            name="Figure 2",
+            shows="MNIST, accuracy by epsilon",
+            state="smaller",
+            figures=lambda: convex_curves("mnist"),
+            run=("convex.curves",),
+            results="convex_curves",
+        ),
+        Item(
+            name="Figure 3",
+            shows="CIFAR-10, accuracy by epsilon",
+            state="smaller",
+            figures=lambda: convex_curves("cifar-10"),
+            run=(_CIFAR,),
+            results="convex_curves_cifar10",
+            left=lambda: curves.left("cifar-10", (0, 1, 2)),
+        ),
+        Item(
+            name="Figure 4",
+            shows="MNIST without noise, accuracy by epochs and hyperplanes",
+            state="smaller",
+            figures=lambda: convex_hyperplanes(0.0),
+            run=("convex.hyperplanes --noise 0",),
+            results="convex_hyperplanes",
+            left=lambda: hyperplanes.left(0.0),
+        ),
+        Item(
+            name="Figure 5",
+            shows="MNIST with noise, accuracy by epochs and hyperplanes",
+            state="smaller",
+            figures=lambda: convex_hyperplanes(5.0, 15.0),
+            run=("convex.hyperplanes --noise 5,15",),
+            results="convex_hyperplanes",
+            left=lambda: hyperplanes.left(5.0, 15.0),
+        ),
+        Item(
+            name="Figure 6",
+            shows="accountants, sampling without replacement",
+            state="repeated",
+            figures=lambda: accountants("without_replacement"),
+            run=("convex.accountants",),
+            results="convex_accountants",
+        ),
+        Item(
+            name="Figure 7",
+            shows="FashionMNIST, accuracy by epsilon",
+            state="smaller",
+            figures=lambda: f"two epsilons, 3 seeds: {convex_cells('fashion-mnist', CONVEX_ROWS)}",
+            run=("convex.accuracy measure", "convex.curves --data fashion-mnist"),
+            results="convex",
+        ),
+        Item(
+            name="Figure 8",
+            shows="bound for shuffled batches",
+            state="repeated",
+            figures=lambda: accountants("shuffled"),
+            run=("convex.accountants",),
+            results="convex_accountants",
+        ),
+    ),
+    "DP-ZO (Tang et al. 2024)": (
+        Item(name="Figure 1", shows="sketch", state="no figures", figures="a sketch"),
+        *(
+            Item(
+                name=f"Figure {number}",
+                shows=shows,
+                state="smaller",
+                figures=text,
+                run=(run,),
+                results=results,
+            )
+            for number, shows, text, run, results in (
+                (2, "Table 1 as bars", "see Table 1", _HEAD, "zo_sst2"),
+                (4, "Table 3 as bars", "see Table 3", _HEAD, "zo_sst2"),
+            )
+        ),
+        Item(
+            name="Figure 3",
+            shows="Table 2 as bars",
+            state="not possible",
+            figures=f"needs {_LARGE}",
+        ),
+        Item(
+            name="Table 1",
+            shows="OPT-13B, three tasks, 1,000 records",
+            state="smaller",
+            figures=lambda: zo("zo, gaussian, 75000 steps", "dp-sgd"),
+            run=(_HEAD, "zeroth_order.sst2_lora measure"),
+            results="zo_sst2",
+        ),
+        *(
+            Item(name=f"Table {number}", shows=shows, state="not possible", figures=f"needs {_LARGE}")
+            for number, shows in (
+                (2, "SQuAD by size of model"),
+                (4, "SQuAD by architecture"),
+            )
+        ),
+        Item(
+            name="Table 3",
+            shows="pure epsilon by Laplace noise",
+            state="smaller",
+            figures=lambda: zo("zo, laplace, pure", "zo, laplace, pure, whole batch", epsilons=(4.0,)),
+            run=(_HEAD,),
+            results="zo_sst2",
+        ),
+        Item(
+            name="Table 5",
+            shows="memory by length of sequence",
+            state="smaller",
+            figures=zo_memory,
+            run=("zeroth_order.memory",),
+            results="zo_memory",
+        ),
+        Item(
+            name="Figure 5",
+            shows="memory with half precision and checkpointing",
+            state="smaller",
+            figures="bfloat16 without checkpointing: [zeroth order](../benchmarks/zeroth_order/README.md)",
+            run=("zeroth_order.memory",),
+            results="zo_memory",
+        ),
+        Item(
+            name="Table 6",
+            shows="membership inference",
+            state="smaller",
+            figures=zo_membership,
+            run=("zeroth_order.membership measure",),
+            results="zo_membership",
+        ),
+        Item(
+            name="Figure 6",
+            shows="training loss by records",
+            state="smaller",
+            figures=zo_loss,
+            run=(f"{_ABLATIONS} --study records",),
+            results="zo_ablations",
+            left=lambda: ablations.left("records", "gaussian"),
+        ),
+        Item(
+            name="Table 7",
+            shows="records, Gaussian noise at epsilon 1, and without",
+            state="smaller",
+            figures=zo_study("records", lambda cell: f"n = {cell.records}", ("gaussian", "none")),
+            run=(f"{_ABLATIONS} --study records",),
+            results="zo_ablations",
+            left=lambda: ablations.left("records", "gaussian", "none"),
+        ),
+        Item(
+            name="Table 8",
+            shows="records, Laplace noise at pure epsilon 4",
+            state="smaller",
+            figures=zo_study("records", lambda cell: f"n = {cell.records}", ("laplace",)),
+            run=(f"{_ABLATIONS} --study records",),
+            results="zo_ablations",
+            left=lambda: ablations.left("records", "laplace"),
+        ),
+        *(
+            Item(
+                name=f"Table {number}",
+                shows=shows,
+                state="smaller",
+                figures=zo_study("records", lambda cell: f"n = {cell.records}", ("gaussian", "dp-sgd")),
+                run=(f"{_ABLATIONS} --study records",),
+                results="zo_ablations",
+                left=lambda: ablations.left("records", "gaussian", "dp-sgd"),
+            )
+            for number, shows in ((9, "records, DP-ZO and DP-SGD, QNLI"), (11, "1,000 records and all"))
+        ),
+        Item(
+            name="Table 10",
+            shows="Gaussian against Laplace noise",
+            state="smaller",
+            figures=lambda: zo("zo, gaussian, 75000 steps", "zo, laplace, 75000 steps"),
+            run=(_HEAD,),
+            results="zo_sst2",
+        ),
+        *(
+            Item(
+                name=f"Table {number}",
+                shows=shows,
+                state="repeated",
+                figures=zo_sigma(str(number)),
+                run=("zeroth_order.sigma_tables",),
+                results="zo_sigma_tables",
+            )
+            for number, shows in (
+                (12, "noise for pure epsilon"),
+                (13, "noise of Laplace at delta 1e-5"),
+                (16, "noise of Table 1, 75,000 steps"),
+                (17, "noise of Table 2, 10,000 steps"),
+                (18, "noise of DP-SGD"),
+            )
+        ),
+        Item(name="Table 14", shows="prompts", state="no figures", figures="a list"),
+        *(
+            Item(
+                name=f"Table {number}",
+                shows=shows,
+                state="smaller",
+                figures=zo_study(study, value, ("gaussian",)),
+                run=(f"{_ABLATIONS} --study {study}",),
+                results="zo_ablations",
+                left=partial(ablations.left, study, "gaussian"),
+            )
+            for number, shows, study, value in (
+                (15, "clip, sigma = 15.9", "clip", lambda cell: f"C = {cell.clip:g}"),
+                (19, "batch", "batch", lambda cell: f"batch {cell.batch}"),
+                (20, "steps", "steps", lambda cell: f"{cell.steps:,} steps"),
+            )
+        ),
+        Item(
+            name="Table 21",
+            shows="SQuAD by size of model, all sizes",
+            state="not possible",
+            figures=f"needs {_LARGE}",
+        ),
+    ),
+}
+"""The tables and figures of each paper."""

@@ -1,0 +1,240 @@
+"""The long commands of docs/papers.md run from end to end at a small size, resume, and fill their rows."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from benchmarks import results_file
+from benchmarks.convex import curves, hyperplanes
+from benchmarks.pages import papers
+from benchmarks.results_file import load_results
+from benchmarks.ulr import bound, resnet, table1, variance
+from benchmarks.zeroth_order import ablations, sentences
+from tests.support.image_files import write_archive, write_labelled_images
+from training.data.formats import CLASSES
+
+COMMITTED = results_file.FOLDER
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of results, which the commands fill; they run in, and read data from, a folder of their own."""
+    monkeypatch.setattr(results_file, "FOLDER", tmp_path / "results")
+    monkeypatch.setenv("OPUSIM_DATA", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "results"
+
+
+def write_mnist(root: Path, n: int) -> None:
+    """Write the digits of scikit-learn, enlarged, under MNIST's names: n to train and 50 to test."""
+    digits = load_digits()
+    images = np.pad(digits.images.repeat(3, axis=1).repeat(3, axis=2) * 15, ((0, 0), (2, 2), (2, 2)))
+    parts = {
+        "train": (images[:n], digits.target[:n]),
+        "t10k": (images[n : n + 50], digits.target[n : n + 50]),
+    }
+    write_labelled_images(root / "MNIST" / "raw", parts)
+
+
+def write_cifar10(root: Path, n: int) -> None:
+    """Write pictures of one colour a class: n a class to train and 2 to test."""
+    members = {}
+    for label, name in enumerate(CLASSES):
+        buffer = io.BytesIO()
+        Image.new("RGB", (32, 32), (25 * label, 100, 250 - 25 * label)).save(buffer, "JPEG")
+        for part, count in (("train", n), ("test", 2)):
+            members |= {f"{part}/{name}/{number:04}.jpg": buffer.getvalue() for number in range(count)}
+    write_archive(root, members)
+
+
+def take_committed(results: Path, name: str) -> None:
+    """Copy results that a command reads its settings from."""
+    results.mkdir(exist_ok=True)
+    shutil.copy(COMMITTED / f"{name}.json", results)
+
+
+def ours(paper: str, item: str) -> tuple[str, str]:
+    """Return the state of a row of docs/papers.md, and what it shows of ours."""
+    (found,) = (
+        each
+        for title, items in papers.PAPERS.items()
+        if paper in title
+        for each in items
+        if each.name == item
+    )
+    row = found.row()
+    return row[2], row[3]
+
+
+def trains_nothing(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call a command again: it must find every run finished, and change no figure."""
+
+    def begin(*_: object, **__: object) -> None:
+        raise AssertionError("a finished run began again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("opusim.train", begin)
+        run()
+
+
+def test_resnet_private(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar10(results.parent, 2)
+    monkeypatch.setattr(resnet, "BATCHES", (8,))
+    monkeypatch.setattr(resnet, "NOISES", (1.0,))
+    resnet.private(epochs=1, seeds="0", forms="DP-SGD,proven,published")
+    rows = load_results(resnet.NAME)["rows"]
+    assert [row["form"] for row in rows] == ["DP-SGD", "proven", "published"]
+    assert "proven" in resnet.page_section()
+    trains_nothing(lambda: resnet.private(epochs=1, seeds="0", forms="DP-SGD,proven,published"), monkeypatch)
+    assert load_results(resnet.NAME)["rows"] == rows
+
+
+def test_resnet_plain(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar10(results.parent, 2)
+    monkeypatch.setattr(resnet, "BATCH", 8)
+    resnet.plain(epochs=1, seeds="0", names=";".join(resnet.PLAIN))
+    assert len(load_results(resnet.NAME)["rows"]) == len(resnet.PLAIN)
+    assert ours("DP-ULR", "Figure 4")[1]
+
+
+def test_variance(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar10(results.parent, 2)
+    monkeypatch.setattr(variance, "BATCH", 8)
+    monkeypatch.setattr(variance, "REPEATS", 1)
+    variance.main(records=2)
+    assert len(load_results(variance.NAME)["rows"]) == 2 * len(variance.ESTIMATES)
+    assert "antithetic, matched" in variance.page_section()
+
+
+def test_ulr_widths(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 130)
+    take_committed(results, "ulr_search")
+    monkeypatch.setattr(table1, "WIDTHS", {"small": [16, 8, 8], "large": [32, 16, 8]})
+    monkeypatch.setattr(table1, "COPIES", 2)
+    table1.widths(batches="64,128", seeds="0,1")
+    found = load_results("ulr_widths")
+    assert len(found["rows"]) == 8
+    table1.widths(batches="64,128", seeds="0,1")
+    assert load_results("ulr_widths") == found
+    _, text = ours("DP-ULR", "Table C1")
+    assert text.count("small, batch 64") == 1, "seeds are averaged"
+
+
+def test_ulr_proven_with_orthogonal_copies(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 40)
+    monkeypatch.setattr(table1, "PROVEN_BATCH", 20)
+    names = "ulr, 128 orthogonal;bp"
+    table1.proven(epsilons="3", seeds="0", trainers=names)
+    rows = load_results("ulr_proven")["rows"]
+    assert [row["trainer"] for row in rows] == names.split(";")
+    assert all(row["guarantees"][0][0] == "proven" for row in rows)
+    trains_nothing(lambda: table1.proven(epsilons="3", seeds="0", trainers=names), monkeypatch)
+    assert "128 orthogonal" in table1.proven_section()
+
+
+def test_signals_of_clipped_records() -> None:
+    g = torch.tensor([[3.0, 4.0], [0.3, 0.4]], dtype=torch.float64)
+    e = torch.tensor([[10.0, 0.0], [0.6, 0.0]], dtype=torch.float64)
+    figures = (g * e).sum(dim=1), e.square().sum(dim=1), g.square().sum(dim=1)
+    cosine, ratio = bound.signals_compared(*figures, clip=1.0)
+    assert cosine == pytest.approx(0.6)
+    assert ratio == pytest.approx((1.0 * 0.6 + 0.6 * 0.6) / (1.0 + 0.5))
+    assert bound.signals_compared(figures[2], figures[2], figures[2], clip=1.0) == pytest.approx((1.0, 1.0))
+
+
+def test_an_unbiased_estimate_has_at_most_the_signal_of_its_gradient() -> None:
+    """e = z (z g) has mean g and never points against it; without clipping the signals agree, with it they do not."""
+    generator = torch.Generator().manual_seed(0)
+    n, d = 20_000, 10
+    g = torch.zeros(n, d, dtype=torch.float64)
+    g[:, 0] = 2.7
+    z = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    e = z * (z * g).sum(dim=1, keepdim=True)
+    figures = (g * e).sum(dim=1), e.square().sum(dim=1), g.square().sum(dim=1)
+    error = (
+        5 * (2 / n) ** 0.5
+    )  # the unclipped signal over |g| is chi-squared with one degree: mean 1, variance 2
+    assert bound.signals_compared(*figures, clip=1e9)[1] == pytest.approx(1.0, abs=error)
+    for clip in (0.1, 1.0, 2.7, 10.0):
+        assert bound.signals_compared(*figures, clip=clip)[1] < 1 - error
+    biased = figures[0] * 1.5, figures[1] * 1.5**2, figures[2]  # the planted fault
+    assert bound.signals_compared(*biased, clip=1e9)[1] > 1 + error
+
+
+def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 1200)
+    monkeypatch.setattr(hyperplanes, "COUNTS", (16,))
+    hyperplanes.main(noise="0", epochs=1)
+    assert ours("Convex", "Figure 5")[0] == "queued"
+    hyperplanes.main(noise="5", epochs=1)
+    found = load_results(hyperplanes.NAME)
+    assert [(c["hyperplanes"], c["noise"]) for c in found["curves"]] == [
+        (16, 0),
+        (None, 0),
+        (16, 5),
+        (None, 5),
+    ]
+    hyperplanes.main(noise="0,5", epochs=1)
+    assert load_results(hyperplanes.NAME) == found
+    assert "P" in hyperplanes.page_table()
+
+
+@pytest.mark.slow
+def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar10(results.parent, 101)
+    take_committed(results, "convex")
+    monkeypatch.setattr(curves, "EPSILONS", (1.0,))
+    monkeypatch.setattr(curves, "ROWS", ("convex, last iterate", "ReLU network, DP-SGD"))
+    curves.main(data="cifar-10", seeds="0,1")
+    found = load_results(curves.name_of("cifar-10"))
+    assert len(found["points"]) == 4
+    curves.main(data="cifar-10", seeds="0,1")
+    assert load_results(curves.name_of("cifar-10")) == found
+    assert "2 seeds" in curves.page_table()
+    state, text = ours("Convex", "Figure 3")
+    assert (state, text.count("2 trainings queued")) == ("queued", 1)  # the third seed
+
+
+def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    (results.parent / "SST2").mkdir()
+    monkeypatch.setattr(sentences, "CACHE", results.parent / "cache")
+    sentences.CACHE.mkdir()
+    for names, n in ((("train",), 300), (("dev", "test"), 40)):
+        for name in names:
+            lines = [f"sentence {number}\t{number % 2}" for number in range(n // len(names))]
+            (results.parent / "SST2" / f"{name}.tsv").write_text("\n".join(lines))
+        np.save(
+            sentences.CACHE / f"sst2-{'-'.join(names)}.npy", torch.randn(n, 384, generator=generator).numpy()
+        )
+    sizes = {"records": 250, "batch": 16, "steps": 40}
+    cells = [
+        ablations.Cell(study="records", law=law, **sizes) for law in ("gaussian", "none", "laplace", "dp-sgd")
+    ]
+    cells += [ablations.Cell(study=study, **sizes) for study in ("clip", "batch", "steps")]
+    monkeypatch.setattr(ablations, "CELLS", cells)
+    monkeypatch.setattr(ablations, "SEEDS", (0, 1))
+    ablations.main(study="records")
+    assert ours("DP-ZO", "Table 15")[0] == "queued"
+    ablations.main()
+    found = load_results(ablations.NAME)
+    assert len(found["cells"]) == len(cells)
+    ablations.main()
+    assert load_results(ablations.NAME) == found
+    assert "laplace" in ablations.page_section()
+    for number in (7, 8, 9, 11, 15, 19, 20):
+        assert ours("DP-ZO", f"Table {number}")[0] == "smaller"
+    assert "n = 250" in ours("DP-ZO", "Figure 6")[1]
+
+
+def test_the_page_is_written_without_results(results: Path) -> None:
+    assert "queued" in papers.papers_page()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.stats import ncx2
+from scipy.special import chndtr
 
 from opusim import checks
 from opusim.camera.kernels import expose_fields, recover_rows
@@ -297,7 +297,7 @@ def saturated_shares(
     for f in FRAME_SHARES:
         scale = exposure.mirrors * f * (1 - f)
         middle = np.sum(np.square(f * some + beam[:, :, None]), axis=0)  # (steps, outputs)
-        shares[f] = float(np.max(np.mean(ncx2.sf(limit / scale, 2, middle / scale), axis=1)))
+        shares[f] = float(np.max(np.mean(1 - chndtr(limit / scale, 2, middle / scale), axis=1)))
     return shares
 
 

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr
-from scipy.stats import poisson
+from scipy.special import gammaln, ndtr, pdtrc, xlogy
 
 from opusim import checks
 from opusim.camera.stages import Sensor
@@ -135,8 +134,10 @@ def number_law(
     masses = np.empty((*np.shape(rates), last - first + 1))
     for pixel in range(np.shape(rates)[1]):
         rate = np.asarray(rates)[:, pixel, None]
-        counts = poisson.pmf(electrons, rate)  # (inputs, electrons)
-        counts[:, -1] += poisson.sf(most, rate[:, 0])
+        counts = np.exp(
+            xlogy(electrons, rate) - gammaln(electrons + 1) - rate
+        )  # Poisson, (inputs, electrons)
+        counts[:, -1] += pdtrc(most, rate[:, 0])
         codes = _code_masses(base[pixel] + centres, std, first, last)
         masses[:, pixel] = counts @ codes
     return NumberLaw(first=first, masses=masses)

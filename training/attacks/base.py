@@ -57,18 +57,21 @@ def last_gradient(weights: Sequence[Tensor], options: OptimizerConfig, rate: flo
         options: The optimizer, whose constants are public.
         rate: Learning rate of all these steps.
     """
-    exact = [weight.double() for weight in weights]
-    changes = [(before - after) / rate for before, after in pairwise(exact)]
-    mu = options.momentum
-    decay = options.weight_decay * exact[-2]
+    mu, decay = options.momentum, options.weight_decay * weights[-2].double()
+    last = _change(weights[-2], weights[-1], rate)
     if mu == 0:
-        return changes[-1] - decay
+        return last.sub_(decay)
     if not options.nesterov:
-        return changes[-1] - mu * changes[-2] - decay
-    momentum = torch.zeros_like(exact[0])
-    for change in changes[:-1]:  # change = (1 + mu) b_t - mu b_(t-1)
-        momentum = (change + mu * momentum) / (1 + mu)
-    return (changes[-1] - mu**2 * momentum) / (1 + mu) - decay
+        return last.sub_(_change(weights[-3], weights[-2], rate), alpha=mu).sub_(decay)
+    momentum = torch.zeros_like(last)
+    for before, after in pairwise(weights[:-1]):  # change = (1 + mu) b_t - mu b_(t-1)
+        momentum = _change(before, after, rate).add_(momentum, alpha=mu).div_(1 + mu)
+    return last.sub_(momentum, alpha=mu**2).div_(1 + mu).sub_(decay)
+
+
+def _change(before: Tensor, after: Tensor, rate: float) -> Tensor:
+    """Return (before - after) / rate, float64."""
+    return before.to(torch.float64, copy=True).sub_(after).div_(rate)
 
 
 def layer_gradient(gradients: Mapping[str, Tensor], layer: int) -> Tensor:

@@ -168,7 +168,8 @@ class NoiselessStep(Generic[NetworkT]):
         index = torch.zeros(len(records.x), dtype=torch.int64, device=records.x.device)
         self._trainer.step(records.x, records.y, step=step, observe=False, records=index)
         return {
-            name: weights[name].double() - t.detach().double() for name, t in self._trainer.tensors.items()
+            name: weights[name].to(torch.float64, copy=True).sub_(t.detach())
+            for name, t in self._trainer.tensors.items()
         }
 
     def network_at(self, weights: Mapping[str, Tensor]) -> NetworkT:

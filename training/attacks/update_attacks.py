@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,10 +34,16 @@ _MAX_NUMBERS = 1e7
 """Numbers held at once while the covariances are factored."""
 _RIDGE = 1e-7
 """Ridge of a covariance relative to its mean diagonal, invisible in a float32 update."""
+_SUM_TOLERANCE = 0.01
+"""Most by which a step's own update may miss the difference of two batches' updates, relative to its norm. Float32
+weights round the difference by about a tenth of this."""
 _MIN_NORM = 1e-30
 """Keeps quotients of norms finite."""
 _MAX_LOG_RATIO = 30.0
 """No number of trials distinguishes larger log ratios. Without noise a larger ratio is one of rounding errors."""
+
+_Groups: TypeAlias = list[list[Tensor]]
+"""Vectors of the parameters of each group."""
 
 
 class RowSpaceAttack(Attack):
@@ -277,6 +283,10 @@ class DifferenceAttack(Attack):
     lengthens what is clipped, and v is the mean of <g - k g_0, d>^2 / ||d||^2. All other randomness of a step
     (directions, probes of a likelihood ratio) counts as public, since no guarantee rests on it.
 
+    If a batch's update is the sum of its records' own updates, as protected records with a fixed divisor make it, d is
+    the candidate's own update, and a step on one record gives it. The attacker tests this on every simulated step and
+    computes whole batches if it ever fails, so a divisor that depends on the batch does not escape it.
+
     Args:
         noiseless: Computes updates without the credited noise.
         groups: Names of the attacked parameters, in groups with the same noise; a group must not have so much noise
@@ -289,15 +299,23 @@ class DifferenceAttack(Attack):
     def __init__(self, noiseless: NoiselessStep[Any], *, groups: Sequence[Sequence[str]]) -> None:
         self._shadow, self._groups = noiseless, groups
         self._learnt: list[Products] = []
-        self._seen: tuple[Observation, list[Tensor], list[Tensor]] | None = None
+        self.adds_up: bool | None = None
+        """Whether updates were sums over records in every simulated step, or None before any."""
+        self._seen: tuple[Observation, _Groups, _Groups] | None = None
 
     def learn(self, trial: Trial) -> None:
-        """See Attack.learn: estimate k and v of the groups."""
-        self._learnt.append(self._products(trial.observation, trial.candidates))
+        """See Attack.learn: estimate k and v of the groups, and test whether updates are sums over records."""
+        observation, candidates = trial.observation, trial.candidates
+        absent, step = self._worlds(observation, candidates)
+        if self.adds_up is not False:
+            _, own = self._sums(observation, candidates)
+            self.adds_up = _close(own, step)
+        self._learnt.append(self._products(observation, absent, step))
 
     def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score."""
-        seen, k = self._products(observation, candidates), self._share()
+        worlds = self._sums if self.adds_up else self._worlds
+        seen, k = self._products(observation, *worlds(observation, candidates)), self._share()
         along = k * (seen.released_step - k * seen.others_step)
         ratio = float(np.sum((along - k**2 * seen.step / 2) / self._variance(k)))
         return min(max(ratio, -_MAX_LOG_RATIO), _MAX_LOG_RATIO)
@@ -324,21 +342,33 @@ class DifferenceAttack(Attack):
         ]
         return np.maximum(np.mean(squares, axis=0), _MIN_NORM)
 
-    def _products(self, observation: Observation, candidates: Candidates) -> Products:
-        first, second = candidates.batches(observation.others)
-        released, alone = self._known(observation)
-        present = self._update(observation, first)
-        absent = alone if candidates.replacement is None else self._update(observation, second)
-        steps = [one - other for one, other in zip(present, absent, strict=True)]
+    def _products(self, observation: Observation, absent: _Groups, step: _Groups) -> Products:
+        released, _ = self._known(observation)
         return Products(
-            released_step=_dots(released, steps),
-            others_step=_dots(absent, steps),
-            step=_dots(steps, steps),
+            released_step=_dots(released, step),
+            others_step=_dots(absent, step),
+            step=_dots(step, step),
             released_others=_dots(released, absent),
             others=_dots(absent, absent),
         )
 
-    def _known(self, observation: Observation) -> tuple[list[Tensor], list[Tensor]]:
+    def _worlds(self, observation: Observation, candidates: Candidates) -> tuple[_Groups, _Groups]:
+        """Return g_0 and d from the updates of both worlds' batches."""
+        first, second = candidates.batches(observation.others)
+        _, others = self._known(observation)
+        absent = others if candidates.replacement is None else self._update(observation, second)
+        return absent, _added(self._update(observation, first), absent, -1)
+
+    def _sums(self, observation: Observation, candidates: Candidates) -> tuple[_Groups, _Groups]:
+        """Return g_0 and d from the others' update and those of single records."""
+        _, others = self._known(observation)
+        step = self._update(observation, candidates.member)
+        if candidates.replacement is None:
+            return others, step
+        replacement = self._update(observation, candidates.replacement)
+        return _added(others, replacement, 1), _added(step, replacement, -1)
+
+    def _known(self, observation: Observation) -> tuple[_Groups, _Groups]:
         """Return the released update and that of the others, computed once per trial."""
         if self._seen is None or self._seen[0] is not observation:
             self._seen = (
@@ -348,14 +378,33 @@ class DifferenceAttack(Attack):
             )
         return self._seen[1:]
 
-    def _update(self, observation: Observation, records: Records) -> list[Tensor]:
+    def _update(self, observation: Observation, records: Records) -> _Groups:
         return self._grouped(self._shadow.gradients(observation.weights[-2], records, step=observation.step))
 
-    def _grouped(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """Concatenate the parameters of each group."""
-        return [torch.cat([gradients[name].flatten() for name in names]) for names in self._groups]
+    def _grouped(self, gradients: Mapping[str, Tensor]) -> _Groups:
+        """Return the parameters of each group as vectors."""
+        return [[gradients[name].flatten() for name in names] for names in self._groups]
 
 
-def _dots(first: Sequence[Tensor], second: Sequence[Tensor]) -> np.ndarray:
+def _dots(first: _Groups, second: _Groups) -> np.ndarray:
     """Return the inner products of the groups."""
-    return np.array([float(one @ other) for one, other in zip(first, second, strict=True)])
+    return np.array(
+        [
+            sum(float(a @ b) for a, b in zip(one, other, strict=True))
+            for one, other in zip(first, second, strict=True)
+        ]
+    )
+
+
+def _added(first: _Groups, second: _Groups, factor: int) -> _Groups:
+    """Return first + factor second."""
+    return [
+        [torch.add(a, b, alpha=factor) for a, b in zip(one, other, strict=True)]
+        for one, other in zip(first, second, strict=True)
+    ]
+
+
+def _close(first: _Groups, second: _Groups) -> bool:
+    """Return whether every group's difference is small relative to the second's norm."""
+    apart = _added(first, second, -1)
+    return bool((_dots(apart, apart) <= _SUM_TOLERANCE**2 * _dots(second, second)).all())

@@ -392,7 +392,7 @@ def feedback_points(
             "planes": options.planes,
         }
     if isinstance(options, DfaConfig | TdfaConfig):
-        given["seed"] = options.feedback_seed
+        given |= {"seed": options.feedback_seed, "projection": options.projection}
     return FeedbackAlignment(
         network.model,
         options.points[0] if len(options.points) == 1 else options.points,

@@ -204,6 +204,10 @@ class _ProjectedConfig(PointsConfig, _DigitalConfig):
     gain: float = Field(1.0, ge=0.0)
     """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale. 0, for modules only,
     is the control in which nothing before the last feedback point learns."""
+    projection: Literal["gaussian", "hadamard"] = "gaussian"
+    """Digital feedback matrix. gaussian: independent entries, as an optical medium has. hadamard: random signs and fast
+    Hadamard transforms, n log n operations for widths of n; faster if the error and the network both have some
+    thousand entries, and no model of an optical medium."""
     feedback_seed: int = Field(20210603, ge=0)
     """Seed of the digital feedback matrix; the default is the packaged devices' medium, so that tdfa is pdfa without
     noise."""

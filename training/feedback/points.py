@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
-from opusim.medium.transmission import Medium
 from opusim.randomness import derive_seed
 from training.feedback.diagnosis import (
     Diagnosis,
@@ -49,13 +48,13 @@ from training.feedback.marking import (
 )
 from training.feedback.projection import (
     DeviceProjection,
-    DigitalProjection,
     Encoding,
     EncodingName,
     Projection,
     calibration_work,
     make_encoding,
 )
+from training.feedback.structured import ProjectionName, digital_projection
 
 _LARGEST_STEP = 2**63
 _NUMBERS_AT_ONCE = 2**18
@@ -103,6 +102,8 @@ class FeedbackAlignment(PointHooks):
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
             feedback has to beat.
+        projection: Digital matrix. "gaussian": independent entries, as an optical medium has; "hadamard": random signs
+            and Hadamard transforms, faster from some thousand outputs and error entries on, and no model of a medium.
         seed: Seed of the digital matrix, in [0, 2^64). The default is the packaged devices' medium.
         draw_seed: Seed of drawn positions and stochastic codes, in [0, 2^64); None takes `seed`.
         batch_dim: Dimension of records in outputs of three dimensions and more, else 0; 1 for modules that put time
@@ -136,6 +137,7 @@ class FeedbackAlignment(PointHooks):
         planes: int = 4,
         normalised: bool = False,
         gain: float = 1.0,
+        projection: ProjectionName = "gaussian",
         seed: int = 20210603,
         draw_seed: int | None = None,
         batch_dim: int = 0,
@@ -145,6 +147,11 @@ class FeedbackAlignment(PointHooks):
         _check_rows(rows)
         checks.choice(("broadcast", "full"), spread=spread)
         checks.choice(("own", "shared"), slices=slices)
+        checks.choice(("gaussian", "hadamard"), projection=projection)
+        if device is not None and projection != "gaussian":
+            raise ValueError(
+                f"projection = {projection!r}: a device has its own matrix; leave projection out, or the device"
+            )
         checks.non_negative(gain=gain)
         draw_seed = seed if draw_seed is None else draw_seed
         checks.integer(seed=seed, draw_seed=draw_seed, minimum=0, maximum=2**64 - 1)
@@ -164,7 +171,7 @@ class FeedbackAlignment(PointHooks):
         self._rows, self._full, self._shared = rows, spread == "full", slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
         self._normalised, self.gain = normalised, gain
-        self._seed, self._draw_seed = seed, draw_seed
+        self._digital, self._seed, self._draw_seed = projection, seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
         self._device = device
@@ -498,9 +505,10 @@ class FeedbackAlignment(PointHooks):
             name = self._encoding or ("real" if self._device is None else "stochastic")
             encoding = self._encoding_of(name)
             if self._device is None:
-                matrix = Medium(*self._shape, self._seed).dense().to(place)
                 self._place = place
-                self._projection = DigitalProjection(matrix, encoding=encoding)
+                self._projection = digital_projection(
+                    self._digital, *self._shape, self._seed, place=place, encoding=encoding
+                )
             elif encoding is None:
                 raise ValueError(
                     "encoding = 'real' cannot be shown to a device; use 'ternary', 'stochastic', 'planes' or 'sign'"

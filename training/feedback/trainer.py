@@ -14,7 +14,6 @@ from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
-from opusim.medium.transmission import Medium
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
@@ -32,11 +31,11 @@ from training.feedback.projection import (
     AbsoluteTernary,
     BitPlanes,
     DeviceProjection,
-    DigitalProjection,
     Encoding,
     Projection,
 )
 from training.feedback.rules import Alignment, Backpropagation, Deltas, Draw, Feedback, Scale
+from training.feedback.structured import digital_projection
 from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
 from training.networks.functions import LOSSES
 from training.networks.network import ForwardPass, FullyConnected
@@ -214,10 +213,14 @@ class FeedbackTrainer(Trainer):
         if not isinstance(config, DfaConfig | TdfaConfig):
             raise TypeError(f"trainer.kind = {config.kind!r} is no feedback; take bp, dfa, tdfa or pdfa")
         widths = self._network.widths
-        medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
-        matrix = medium.dense().to(self._network.linears[0].weight.device)
-        encoding = closed_form_encoding(config) if isinstance(config, TdfaConfig) else None
-        projection = DigitalProjection(matrix, encoding=encoding)
+        projection = digital_projection(
+            config.projection,
+            widths[-1],
+            max(sum(widths[:-1]), 1),
+            config.feedback_seed,
+            place=self._network.linears[0].weight.device,
+            encoding=closed_form_encoding(config) if isinstance(config, TdfaConfig) else None,
+        )
         return _alignment(projection, config, draw, gain=config.gain)
 
     def _photonic(self, config: PdfaConfig) -> Feedback:

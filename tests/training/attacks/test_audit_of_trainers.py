@@ -13,12 +13,16 @@ from torch import nn
 
 import training
 from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import RecordCentral, RecordReplaced
 from training.attacks.findings import Finding, Role, RunAudit
-from training.attacks.run_audit import audit_run
+from training.attacks.replay import MembershipGame, noiseless_steps, replayed_step
+from training.attacks.run_audit import audit_run, read_run
+from training.attacks.update_attacks import DifferenceAttack
 from training.convex.trainer import ConvexTrainer, Descent
 from training.protections.record import RecordGradients
+from training.runs.folder import RunFolder
 from training.zeroth_order.trainer import ScalarRelease
 
 N, FEATURES, TRIALS = 300, 20, 120
@@ -84,6 +88,33 @@ def test_a_protected_step_stays_below_its_theorem(tmp_path: Path, name: str) -> 
     expected = 0.25 if "laplace" in name else 0.926
     for role in (Role.RUN, Role.PROTECTED):
         assert of(found, role).claim.epsilon == pytest.approx(expected, abs=0.001)
+
+
+@pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
+@pytest.mark.parametrize(("protects", "adds_up"), [(True, True), (False, False)])
+def test_single_records_stand_for_batches_only_if_updates_add_up(
+    tmp_path: Path, adjacency: Adjacency, protects: bool, adds_up: bool
+) -> None:
+    """Both ways of a record-protected step give the same products; a mean over the batch is looked at in full."""
+    protection = {"kind": "record", "noise_multiplier": 1.0, "relation": adjacency.value} if protects else {}
+    config = {**COMMON, "trainer": {"kind": "pdfa"}, "model": {"hidden": [24]}, "protection": protection}
+    training.train(config, data=data(), folder=tmp_path)
+    run = read_run(RunFolder(tmp_path), data())
+    groups = [["layer1.weight", "layer1.bias"], ["layer2.weight", "layer2.bias"]]
+    with noiseless_steps(run, run.plan) as noiseless, replayed_step(run, run.plan) as step:
+        assert noiseless is not None
+        whole, single = (DifferenceAttack(noiseless, groups=groups) for _ in range(2))
+        game = MembershipGame(step, adjacency=adjacency, seed=3)
+        for number in range(8):
+            trial = game.play(number, first_world=False)
+            whole.learn(trial)
+            single.learn(trial)
+        assert single.adds_up is adds_up
+        whole.adds_up = False  # computes both batches
+        for number in range(8, 16):
+            trial = game.play(number, first_world=number % 2 == 0)
+            scores = [attack.score(trial.observation, trial.candidates) for attack in (whole, single)]
+            assert scores[1] == pytest.approx(scores[0], rel=0.02, abs=0.02)
 
 
 def _weaker_scalars(patch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from training.config.sections import OptimizerConfig
 from training.feedback.projection import (
     AbsoluteTernary,
     BitPlanes,
+    DenseProjection,
     DeviceProjection,
-    DigitalProjection,
     Encoding,
     RelativeTernary,
     StochasticTernary,
@@ -116,7 +116,7 @@ def test_the_constant_is_projected_by_the_measured_sum_of_columns() -> None:
     wide = open_device("gaussian", n_inputs=CLASSES + 3, n_outputs=OUTPUTS, seed=3, noise={"sigma": 0.0})
     matrix = wide.matrix()[:, :CLASSES].t()
     for projection in (
-        DigitalProjection(matrix, encoding=RelativeTernary(0.6)),
+        DenseProjection(matrix, encoding=RelativeTernary(0.6)),
         DeviceProjection(wide, encoding=RelativeTernary(0.6), n_inputs=CLASSES),
     ):
         torch.testing.assert_close(projection.read(error), shown @ matrix, rtol=1e-4, atol=1e-5)

@@ -200,8 +200,8 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *signals: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         (signal,) = signals
-        rows, inputs = signal.reshape(-1, signal.shape[-1]), x.reshape(-1, x.shape[-1])
-        return (rows @ weight).reshape(x.shape), rows.T @ inputs, None
+        rows, inputs = (each.reshape(-1, each.shape[-1]).to(weight.dtype) for each in (signal, x))
+        return (rows @ weight).reshape(x.shape).to(x.dtype), rows.T @ inputs, None
 
 
 class DeviceConv2d(nn.Module):

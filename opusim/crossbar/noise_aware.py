@@ -42,6 +42,7 @@ def noise_aware(
 
     Each forward pass in training mode draws fresh Gaussian noise for each nn.Linear and nn.Conv2d that `convert` puts
     on a device; in evaluation mode the network is as it is. Gradients are those at the noisy weights and reach them.
+    A forward pass that torch.utils.checkpoint repeats draws other noise, and its gradients are wrong.
 
     Args:
         model: the network, changed in place.

@@ -563,7 +563,7 @@ class NoisyDevice(ABC):
             frames_per_reading: or None for the description's frames_per_projection.
             readings: how many it holds, or None if it holds n_outputs numbers for each.
         """
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self._torch_device.type, enabled=False):
             y = act() if self._access is None else self._access.call(act)
         check_reading(y, shape, self.name)
         if readings is None:

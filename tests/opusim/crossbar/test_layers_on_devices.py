@@ -286,6 +286,29 @@ def test_layers_that_stay_digital_get_no_noise_and_stay_digital_after_training()
         assert type(analog.model.self_attn.out_proj) is type(nn.MultiheadAttention(4, 2).out_proj)
 
 
+def test_autocast_changes_neither_readings_nor_gradients_beyond_the_type_of_inputs() -> None:
+    torch.manual_seed(1)
+    with convert(nn.Linear(6, 4), "pcm", crossbar=EXACT) as analog:
+        x = torch.randn(5, 6).bfloat16().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            readings = analog.layers[0].read(x)
+            loss = analog(x).float().sum()
+        loss.backward()
+        assert torch.equal(readings, analog.layers[0].read(x))
+        assert x.grad is not None
+        assert x.grad.dtype == torch.bfloat16
+        expected = x.detach().float().sum(0).expand(4, 6)
+        assert torch.allclose(analog.layers[0].weight.grad, expected)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert (
+                opusim.open_device("gaussian", n_inputs=6, n_outputs=4)
+                .open()
+                .project(x.detach().sign())
+                .dtype
+                == torch.float32
+            )
+
+
 def test_every_parametrized_parameter_is_converted() -> None:
     layer = parametrize.register_parametrization(nn.Linear(3, 2), "bias", nn.Tanh())
     bias = layer.bias.detach().clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from training.networks.record_independence import probe_records, require_indepen
 from training.protections.base import DeviceNormals, SoftLabels
 from training.protections.planning import Updates
 from training.ulr.config import UlrConfig
+from training.ulr.directions import coordinates_of, draw_sizes
 from training.ulr.estimator import Estimator, parts_of_records
 from training.ulr.network import ModuleSequence, Outputs
 from training.ulr.published import PublishedUpdate
@@ -92,9 +94,17 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
             ]
             parts = [parts_of_records(size, records) for size in sizes]
             draws = [size * part for size, found in zip(sizes, parts, strict=True) for part in found]
-        else:
-            draws = [value.numel() * records for value in _blank_outputs(network, 1).values]
-        return draws * options.copies
+            return draws * options.copies
+        blank, matched = _blank_outputs(network, 1), options.shape == "matched"
+        coordinates = [
+            coordinates_of(jacobian, value, h, matched=matched)
+            for jacobian, value, h in zip(network.jacobians, blank.values, blank.inputs, strict=True)
+        ]
+        return [
+            numbers
+            for one in coordinates
+            for numbers in draw_sizes(math.prod(one.shape), records, options.copies, options.directions)
+        ]
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> UlrTrainer:
         """See Algorithm.trainer."""

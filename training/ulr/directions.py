@@ -194,6 +194,21 @@ class Draws:
         self._places = (torch.arange(size, device=place) + shifts) % size
 
 
+def draw_sizes(size: int, records: float, copies: int, directions: Directions) -> list[float]:
+    """Return how many numbers `Draws` asks its source for, draw by draw.
+
+    Args:
+        size: Coordinates of a record.
+        records: Records of the batch; their mean, if it is random.
+        copies: K.
+        directions: Law of the coordinates.
+    """
+    if directions == "independent":
+        return [size * records] * copies
+    groups = [min(copies - start, size) for start in range(0, copies, size)]
+    return [numbers for group in groups for numbers in (size * group, size * records, records)]
+
+
 def haar_columns(normals: Tensor) -> Tensor:
     """Return columns of a Haar-distributed orthogonal matrix, float64, from N(0, 1) of shape (size, columns)."""
     q, r = torch.linalg.qr(normals.double())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,18 @@ def test_a_stopped_audit_resumes_and_is_kept(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="another audit"):
         audit_final_model(run, **{**options, "seed": 8}, out=place)
     assert not (run / SCORES_FILE).exists()
+    again = tmp_path / "run"
+    for epsilon in (
+        10.0,
+        8.0,
+    ):  # another run in the same place, whose scores would be read as those of the first
+        shutil.rmtree(again, ignore_errors=True)
+        protection = {**RUN["protection"], "epsilon": epsilon}
+        training.train({**RUN, "protection": protection}, data=data(), folder=again)
+        if epsilon == 10.0:
+            audit_final_model(again, **options, out=tmp_path / "kept")
+    with pytest.raises(RunFolderError, match="another audit"):
+        audit_final_model(again, **options, out=tmp_path / "kept")
 
 
 @pytest.mark.slow

@@ -82,6 +82,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "from feedback": configuration("pdfa", model={"hidden": [5], "initial_output": "feedback"}),
     "shuffled": configuration("pdfa", sampler={"scheme": "shuffled-epochs", "batch_size": 16}),
     "ulr": configuration("ulr", trainer={"noise": "device", "copies": 3}),
+    "ulr orthogonal": configuration(
+        "ulr", trainer={"noise": "device", "copies": 11, "directions": "orthogonal"}
+    ),
     "ulr published": configuration("ulr", trainer={"noise": "device", "form": "published"}),
     "ulr parameters": configuration(
         "ulr", trainer={"noise": "device", "form": "published", "remedy": "parameters", "copies": 2}

@@ -57,7 +57,7 @@ from training.errors import RunFolderError
 from training.networks.network import FullyConnected
 from training.runs.cluster import connected
 from training.runs.folder import FINAL_MODEL_FILE, RunFolder
-from training.runs.storage import read_json, write_json
+from training.runs.storage import digest_of, read_json, write_json
 
 DEFAULT_TRAININGS = 400
 SCORES_FILE = "final-model-scores.json"
@@ -251,7 +251,7 @@ def audit_final_model(
     if run.plan.config.mode == "release":
         make_private_folder(place)
     kept = place / SCORES_FILE
-    scores = _Scores(kept, worst_case=worst_case, seed=seed, run=folder.path.resolve())
+    scores = _Scores(kept, worst_case=worst_case, seed=seed, folder=folder)
     game = FinalModelGame.of(started_again(run, scores.seed), seed=scores.seed, worst_case=worst_case)
     on_start(trainings, min(len(scores.found), trainings))
     started = time.process_time()
@@ -266,8 +266,13 @@ def audit_final_model(
 class _Scores:
     """The scores of an audit that may have been stopped, in a file."""
 
-    def __init__(self, file: Path, *, worst_case: bool, seed: int | None, run: Path) -> None:
-        self._file, self._asked = file, {"worst_case": worst_case, "run": str(run)}
+    def __init__(self, file: Path, *, worst_case: bool, seed: int | None, folder: RunFolder) -> None:
+        self._file = file
+        self._asked = {
+            "worst_case": worst_case,
+            "run": str(folder.path.resolve()),
+            "configuration": digest_of(folder.config_file.read_bytes()),
+        }
         kept = read_json(file) if file.exists() else {}
         if kept and (kept.get("asked") != self._asked or seed not in (None, kept.get("seed"))):
             raise RunFolderError(

@@ -74,7 +74,8 @@ def show_command(
         return
     typer.echo(f"{description.name} ({description.kind}): {description.title}")
     print_table("", ("key", "value", "unit", "status", "source"), number_rows(description))
-    typer.echo(f"can: {', '.join(capabilities_of(description))}")
+    can = capabilities_of(description)
+    typer.echo(f"can: {', '.join(can)}")
     if "://" in name:
         from opusim.serving.remote import about
 
@@ -83,7 +84,8 @@ def show_command(
     else:
         typer.echo(noise_line(description))
     frames, outputs = description.frames, description.n_outputs
-    shown = {"a vector of intensities": 1, "a ternary projection": frames.frames_per_projection}
+    one = "a vector of intensities" if "intensities" in can else "one vector"
+    shown = {one: 1, "a ternary projection": frames.frames_per_projection}
     parts = [f"{what} {_time(frames.call_seconds(count, outputs))}" for what, count in shown.items()]
     known = "" if frames.host_us_per_frame is not None else "; frame times only, the host's own is not known"
     typer.echo(

@@ -14,6 +14,7 @@ Results are written after each run; a second call measures what is missing.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -48,7 +49,7 @@ STEP = 0.02
 """Of a row's largest weight; smaller ones program more often."""
 COPIES, SIGMA = 16, 0.3
 """Of likelihood ratios: antithetic pairs for each record and layer, and standard deviation of their noise."""
-PERTURBATION, ZO_RATE = 0.005, 0.002
+PERTURBATION, ZO_RATE = 0.02, 0.002
 """Of zeroth order."""
 
 
@@ -107,11 +108,12 @@ def run(setting: Setting, data: Dataset, epochs: int, seed: int) -> dict[str, An
         else:
             learner = Backward(model, setting, stack, x[:2], seed)
         steps = epochs * len(torch.arange(len(x)).split(BATCH))
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(learner.optimizer, steps)
+        (group,) = learner.optimizer.param_groups
+        rate = group["lr"]
         batches = (rows for _ in range(epochs) for rows in torch.randperm(len(x)).split(BATCH))
         for number, rows in enumerate(batches):
+            group["lr"] = rate * (1 + math.cos(math.pi * number / steps)) / 2
             learner.step(x[rows], y[rows], step=number)
-            schedule.step()
         used = None if analog is None else analog.usage
         feedback = learner.device if isinstance(learner, Backward) else None
         found = accuracy(model.eval(), data)

@@ -76,7 +76,7 @@ def learnt_in_place(gain: float) -> tuple[float, int]:
     x, y = (torch.as_tensor(values) for values in load_digits(return_X_y=True))
     x = x.float() / 16
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
+    model = nn.Sequential(nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))  # too narrow for random features
     with opusim.convert(model, "reram", seed=1, programming_step=0.03) as analog:
         learner = opusim.FeedbackAlignment(analog, points=["model.1"], gain=gain)
         shape = learner.shape(x[:2])
@@ -97,9 +97,9 @@ def learnt_in_place(gain: float) -> tuple[float, int]:
 def test_a_network_learns_with_forward_pass_and_feedback_on_devices() -> None:
     accuracy, programmings = learnt_in_place(gain=1.0)
     control, _ = learnt_in_place(gain=0.0)  # only the last layer learns
-    error = (2 * 0.1 * 0.9 / 297) ** 0.5
+    error = (2 * 0.25 / 297) ** 0.5
     assert accuracy > control + 2 * error
-    assert accuracy > 0.8
+    assert accuracy > 0.7
     assert 10 < programmings < 2 * 240
 
 

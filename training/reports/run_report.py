@@ -308,9 +308,9 @@ def _command(run: Run) -> str:
 def _device_time_rows(run: Run, name: str) -> list[tuple[str, ...]]:
     """Return what the run was expected to take of its device, of the features' device, and what it took."""
     known = {
-        "expected before the first step": run.facts.get("expected"),
+        "expected of training": run.facts.get("expected"),
         "expected of the features' device": run.facts.get("expected_of_features"),
-        "taken, features left out": run.summary if run.summary and run.summary.get("frames") else None,
+        "taken in training": run.summary if run.summary and run.summary.get("frames") else None,
     }
     return [
         (name, what, f"{found['frames']:,}", *_times_and_energy(found))

@@ -156,7 +156,7 @@ class Progress:
         pace = " at the pace of the first" if is_rough else ""
         left = "" if left_s is None else f", about {duration(left_s)} left{pace}"
         if is_set_up:
-            left = "; the first also sets up, so the time left is not known yet"
+            left = "; the time left is not known yet"
         self._write(f"{self._done:,} of {self._total:,} {self._unit}{left}{f' ({news})' if news else ''}")
 
     def _write(self, text: str) -> None:

@@ -15,9 +15,7 @@ from opusim.tables import duration, energy
 LINE = re.compile(
     r"^audit: ([\d,]+) of ([\d,]+) trials, about ([\d.]+) (s|min|h|days) left( at the pace of the first)?$"
 )
-SET_UP = re.compile(
-    r"^audit: ([\d,]+) of [\d,]+ trials; the first also sets up, so the time left is not known yet$"
-)
+SET_UP = re.compile(r"^audit: ([\d,]+) of [\d,]+ trials; the time left is not known yet$")
 
 
 class Clock:
@@ -77,7 +75,7 @@ def test_short_work_says_nothing() -> None:
 
 def test_resumed_work_is_estimated_by_what_was_done_since() -> None:
     (_, first), *_ = lines_of(100, 10.0, done=90)
-    assert first == "audit: 91 of 100 trials; the first also sets up, so the time left is not known yet"
+    assert first == "audit: 91 of 100 trials; the time left is not known yet"
     (_, first), *_ = lines_of(100, 100.0, done=90)
     assert first == "audit: 91 of 100 trials, about 15.0 min left at the pace of the first"
 
@@ -91,7 +89,7 @@ def test_set_up_in_the_first_unit_is_left_out_of_estimates() -> None:
             clock.now += 0.4 if number else 8.0
             progress.advance()
     first, second, *_ = stream.getvalue().splitlines()
-    assert first == "audit: 1 of 120 trials; the first also sets up, so the time left is not known yet"
+    assert first == "audit: 1 of 120 trials; the time left is not known yet"
     assert second == "audit: 26 of 120 trials, about 38 s left"
 
 
@@ -116,10 +114,7 @@ def test_work_that_broke_off_is_not_called_done() -> None:
     clock.now = 20.0
     progress.advance()
     progress.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert (
-        stream.getvalue()
-        == "tune: 1 of 4 trials; the first also sets up, so the time left is not known yet\n"
-    )
+    assert stream.getvalue() == "tune: 1 of 4 trials; the time left is not known yet\n"
 
 
 def test_work_that_reports_nothing_is_followed_from_outside() -> None:

@@ -203,11 +203,12 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
 
 
 def usage_line(expected: Usage, steps: int, *, is_mean: bool) -> str:
-    """Say what a device's work in some steps will take, in human units."""
+    """Say what a device's work in some steps will take, in human units, as wide as the output."""
+    from opusim.tables import wrapped
+
     mean = ", on average (batch sizes are random)" if is_mean else ""
-    return (
-        f"device: about {work_text(expected, f' in {steps:,} steps')}{mean}; a simulation takes its own time"
-    )
+    work = work_text(expected, f" in {steps:,} steps")
+    return wrapped(f"device: about {work}{mean}; a simulation takes its own time")
 
 
 def work_text(expected: Usage, what_for: str = "") -> str:
@@ -344,10 +345,12 @@ class AnnouncedUsage(PassedOn):
 
     def on_features(self, expected: Usage) -> None:
         """See FeaturesWatcher.on_features."""
+        from opusim.tables import wrapped
+
         text = (
             f"device of the features: about {work_text(expected)}, unless they are kept from an earlier run"
         )
-        print(text, file=sys.stderr, flush=True)
+        print(wrapped(text), file=sys.stderr, flush=True)
 
     def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
         """See UsageWatcher.on_usage."""

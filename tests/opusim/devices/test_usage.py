@@ -91,11 +91,13 @@ def test_a_run_is_told_its_device_time_before_it_starts(tmp_path: Path) -> None:
         "--device",
         description,
     )
-    done = opusim(
-        *arguments, "--set", "trainer.encoding=planes", "--set", "sampler.batch_size=64", cwd=tmp_path
-    )
+    changes = ("--set", "trainer.encoding=planes", "--set", "sampler.batch_size=64")
+    done = opusim(*arguments, *changes, cwd=tmp_path, COLUMNS="80")
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("device: about ")]
+    lines = done.stderr.splitlines()
+    assert max(map(len, lines)) <= 80
+    line = " ".join(lines)
+    assert lines[0].startswith("device: about ")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     frames = int(line.split()[2].replace(",", ""))
     assert frames == summary["frames"]

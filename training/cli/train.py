@@ -34,7 +34,7 @@ from training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
     from opusim.devices.usage import Usage
-    from training.engine.loop import Watcher
+    from training.engine.callbacks import Watcher
     from training.runs.run import Run
 
 _EPILOG = (

@@ -1,8 +1,8 @@
-"""Send the figures of a run to TensorBoard, MLflow or Weights & Biases while it trains.
+"""Watch a run while it trains, or send its figures to TensorBoard, MLflow or Weights & Biases.
 
     opusim.train(config, callbacks=[opusim.TensorBoardLogger("logs")])
 
-Each needs its library (the extra `tracking` has TensorBoard and MLflow). They get what `metrics.jsonl` gets, so a
+A logger needs its library (the extra `tracking` has TensorBoard and MLflow) and gets what `metrics.jsonl` gets, so a
 release run sends epochs and steps only.
 """
 
@@ -12,11 +12,43 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from opusim.devices.usage import Usage
 from training.data.formats import required_library
-from training.engine.loop import FeaturesWatcher, UsageWatcher, Watcher
+
+
+class Watcher(Protocol):
+    """Receives the progress of a run, such as a progress bar."""
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """Training starts, or resumes, at a step."""
+
+    def on_step(self, *, step: int) -> None:
+        """So many steps are done."""
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """An epoch's metrics were written."""
+
+
+@runtime_checkable
+class UsageWatcher(Watcher, Protocol):
+    """A watcher that is told what a run will take of its device."""
+
+    def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
+        """So many steps are left and will take so much of the device, or so much on average; called once.
+
+        It comes before labels are read and the first step begins. For an algorithm that does not tell its work, it
+        comes behind the first step, and in release mode not at all.
+        """
+
+
+@runtime_checkable
+class FeaturesWatcher(Watcher, Protocol):
+    """A watcher that is told what optical features (data.features) will take of their device."""
+
+    def on_features(self, expected: Usage) -> None:
+        """The features of all records will take so much of the device, unless they are kept from an earlier run."""
 
 
 class Callback:

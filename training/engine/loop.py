@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.ledger.evidence import Alarm
@@ -24,11 +22,12 @@ from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from training.data import Split
+from training.engine.callbacks import UsageWatcher, Watcher
 from training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
 from training.engine.forecast import OBSERVED_STEPS
 from training.engine.leading import lead
 from training.engine.plan import RunPlan, to_device
-from training.engine.trainer import StepRecord, Trainer
+from training.engine.trainer import EpochSums, Trainer
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from training.networks.optimizers import TailAverage, set_learning_rate
 from training.runs.checkpoints import (
@@ -41,39 +40,6 @@ from training.runs.checkpoints import (
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_split
 from training.runs.seal import Seal, read_header
-
-
-class Watcher(Protocol):
-    """Receives the progress of a run, such as a progress bar."""
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        """Training starts, or resumes, at a step."""
-
-    def on_step(self, *, step: int) -> None:
-        """So many steps are done."""
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        """An epoch's metrics were written."""
-
-
-@runtime_checkable
-class UsageWatcher(Watcher, Protocol):
-    """A watcher that is told what a run will take of its device."""
-
-    def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
-        """So many steps are left and will take so much of the device, or so much on average; called once.
-
-        It comes before labels are read and the first step begins. For an algorithm that does not tell its work, it
-        comes behind the first step, and in release mode not at all.
-        """
-
-
-@runtime_checkable
-class FeaturesWatcher(Watcher, Protocol):
-    """A watcher that is told what optical features (data.features) will take of their device."""
-
-    def on_features(self, expected: Usage) -> None:
-        """The features of all records will take so much of the device, unless they are kept from an earlier run."""
 
 
 class Engine:
@@ -123,7 +89,7 @@ class Engine:
         self._step = 0
         self._vouched, self._told = -1, False
         self._is_random = config.sampler.is_random
-        self._sums = _EpochSums(self._dataset.train.x.device)
+        self._sums = EpochSums(self._dataset.train.x.device)
         self._earlier_usage = Usage()
         self._epoch_started = time.perf_counter()
         self._files: Mapping[str, str | None] = {}
@@ -477,62 +443,6 @@ def _rounded(usage: Usage) -> dict[str, float]:
     """Return usage to the microsecond and microjoule, so that the order of additions does not show."""
     times = {"seconds": usage.seconds, "joules": usage.joules, "host_seconds": usage.host_seconds}
     return {"frames": usage.frames, **{name: round(amount, 6) for name, amount in times.items()}}
-
-
-class _EpochSums:
-    """Running sums over an epoch's batches, on the torch device that computes them."""
-
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
-        self.clear()
-
-    def clear(self) -> None:
-        self._loss: Tensor = torch.zeros((), dtype=torch.float64, device=self._place)
-        self._correct: Tensor = torch.zeros((), dtype=torch.int64, device=self._place)
-        self._records = self._judged = 0
-        self._observed: list[dict[str, list[float]]] = []
-
-    def add(self, record: StepRecord) -> None:
-        self._loss = self._loss + record.loss_sum
-        self._correct = self._correct + record.n_correct
-        self._records += record.n_records
-        self._judged += record.n_records if record.n_judged is None else record.n_judged
-        if record.diagnostics:
-            self._observed.append(record.diagnostics)
-
-    def means(self) -> dict[str, float]:
-        """Return mean loss and accuracy; each record is measured just before its batch's update."""
-        means = {"loss": float(self._loss) / self._records} if self._records else {}
-        return means | ({"accuracy": int(self._correct) / self._judged} if self._judged else {})
-
-    def diagnostics(self) -> dict[str, list[float]]:
-        """Return each diagnostic's mean over the observed steps, by layer."""
-        if not self._observed:
-            return {}
-        return {
-            name: [
-                statistics.fmean(values)
-                for values in zip(*(seen[name] for seen in self._observed), strict=True)
-            ]
-            for name in self._observed[0]
-            if all(name in seen for seen in self._observed)
-        }
-
-    def dump(self) -> dict[str, Any]:
-        return {
-            "loss": float(self._loss),
-            "correct": int(self._correct),
-            "records": self._records,
-            "judged": self._judged,
-            "observed": self._observed,
-        }
-
-    def load(self, sums: dict[str, Any]) -> None:
-        self._loss = torch.tensor(sums["loss"], dtype=torch.float64, device=self._place)
-        self._correct = torch.tensor(sums["correct"], dtype=torch.int64, device=self._place)
-        self._records = sums["records"]
-        self._judged = sums.get("judged", self._records)  # an older checkpoint counts records
-        self._observed = list(sums["observed"])
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.optical_map import expected_usage as features_usage
 from training.data.tables import OwnData, OwnTest
-from training.engine.callbacks import Callback, Watchers
+from training.engine.callbacks import Callback, FeaturesWatcher, Watcher, Watchers
 from training.engine.certified import facts_of, noted_alarms, require_undoubted
 from training.engine.forecast import Forecast
 from training.engine.leading import (
@@ -37,7 +37,7 @@ from training.engine.leading import (
     require_shareable,
     share_state,
 )
-from training.engine.loop import Engine, FeaturesWatcher, Watcher, deferred_interrupt, torch_threads
+from training.engine.loop import Engine, deferred_interrupt, torch_threads
 from training.engine.plan import (
     RunPlan,
     default_inputs,

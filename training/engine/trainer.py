@@ -1,9 +1,11 @@
-"""What the engine asks of a trainer: its parameters, one step, and its usage."""
+"""What the engine asks of a trainer: its parameters, one step, and its usage; and the sums of its steps."""
 
 from __future__ import annotations
 
+import statistics
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,3 +87,67 @@ class Trainer(ABC):
     def state(self) -> dict[str, Tensor]:
         """Everything else that a resumed run needs, by name; a checkpoint is restored by copying into these tensors."""
         return {}
+
+
+class EpochSums:
+    """Running sums of step records over an epoch, on the torch device that computes them.
+
+    Args:
+        place: The torch device.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self.clear()
+
+    def clear(self) -> None:
+        """Start a new epoch."""
+        self._loss: Tensor = torch.zeros((), dtype=torch.float64, device=self._place)
+        self._correct: Tensor = torch.zeros((), dtype=torch.int64, device=self._place)
+        self._records = self._judged = 0
+        self._observed: list[dict[str, list[float]]] = []
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step, without waiting for the torch device."""
+        self._loss = self._loss + record.loss_sum
+        self._correct = self._correct + record.n_correct
+        self._records += record.n_records
+        self._judged += record.n_records if record.n_judged is None else record.n_judged
+        if record.diagnostics:
+            self._observed.append(record.diagnostics)
+
+    def means(self) -> dict[str, float]:
+        """Return mean loss and accuracy; each record is measured just before its batch's update."""
+        means = {"loss": float(self._loss) / self._records} if self._records else {}
+        return means | ({"accuracy": int(self._correct) / self._judged} if self._judged else {})
+
+    def diagnostics(self) -> dict[str, list[float]]:
+        """Return each diagnostic's mean over the observed steps, by layer."""
+        if not self._observed:
+            return {}
+        return {
+            name: [
+                statistics.fmean(values)
+                for values in zip(*(seen[name] for seen in self._observed), strict=True)
+            ]
+            for name in self._observed[0]
+            if all(name in seen for seen in self._observed)
+        }
+
+    def dump(self) -> dict[str, Any]:
+        """Return the sums as a checkpoint holds them."""
+        return {
+            "loss": float(self._loss),
+            "correct": int(self._correct),
+            "records": self._records,
+            "judged": self._judged,
+            "observed": self._observed,
+        }
+
+    def load(self, sums: dict[str, Any]) -> None:
+        """Take over the sums that `dump` returned."""
+        self._loss = torch.tensor(sums["loss"], dtype=torch.float64, device=self._place)
+        self._correct = torch.tensor(sums["correct"], dtype=torch.int64, device=self._place)
+        self._records = sums["records"]
+        self._judged = sums.get("judged", self._records)  # an older checkpoint counts records
+        self._observed = list(sums["observed"])

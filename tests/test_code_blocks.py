@@ -54,7 +54,7 @@ def test_commands_are_shortened() -> None:
     assert shortened("opusim train pdfa --data digits") == "opusim train pdfa --data digits --epochs 1"
     assert shortened("opusim train pdfa --epochs 3") == "opusim train pdfa --epochs 3"
     assert shortened("opusim audit RUN --trials 100") == "opusim audit RUN --trials 40"
-    assert shortened("opusim evaluate RUN") == "opusim evaluate RUN"
+    assert shortened("opusim evaluate RUN --json > out.json") == "opusim evaluate RUN --json > out.json"
 
 
 def test_a_command_that_fails_is_found(tmp_path: Path) -> None:
@@ -69,4 +69,4 @@ def test_a_command_that_fails_is_found(tmp_path: Path) -> None:
 def test_pages_run(name: str, tmp_path: Path) -> None:
     program = f"env PYTHONPATH={ROOT} {sys.executable} -c 'from training.cli import main; main()'"
     ran = list(run_page(ROOT / "docs" / f"{name}.md", tmp_path, program))
-    assert len(ran) >= 4
+    assert len(ran) >= 2

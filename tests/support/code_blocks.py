@@ -70,8 +70,10 @@ def shortened(command: str) -> str:
         return command
     if words[1] == "train" and words[2] not in ("resume", "options") and "--epochs" not in words:
         return f"{command} {_QUICK_TRAINING}"
+    if words[1] != "audit":
+        return command  # as it stands: joined words would quote a shell's `>`
     for option, value in _QUICK_AUDIT.items():
-        if words[1] == "audit" and option in words:
+        if option in words:
             words[words.index(option) + 1] = value
     return shlex.join(words)
 

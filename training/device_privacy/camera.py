@@ -93,7 +93,7 @@ class LabelCounts:
         delta: Delta at which epsilon is stated, in (0, 1).
         kept: What is kept of each label. reading: the frames of a projection at all outputs. counts: one frame of it,
             at the pixels that `label-readout` keeps. argmax: the brightest group of pixels of that frame.
-        on_evaluation: Called before each evaluation of epsilon, which takes 10 to 50 ms; the argmax takes up to 1 s.
+        on_evaluation: Called before each evaluation of epsilon, which takes 2 to 40 ms; the argmax takes up to 1 s.
         frames: How training sees the labels, if one frame of each is kept.
         power: Law of the laser's power in a frame, of the largest spread that a certificate allows; None if constant.
         certificate: Whose limits count in place of the description's numbers, or None.

@@ -22,7 +22,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.devices.readings import FLUCTUATING_LIGHT, epsilon_of_divergence, pattern_rdp
+from accounting.devices.readings import FLUCTUATING_LIGHT
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
 from accounting.mechanisms import (
@@ -129,14 +129,8 @@ def known_counts_guarantee(
     Raises:
         NoGuarantee: delta does not exceed beta and the power's error together.
     """
-    checks.in_unit_interval(closed="neither", delta=delta)
-    checks.in_unit_interval(closed="left", beta=beta, power_error=power_error)
     checks.positive(brightest=brightest)
-    left = delta - beta - power_error
-    if left <= 0:
-        raise NoGuarantee(
-            f"delta = {delta}: must exceed beta = {beta + power_error}, the certificate's own error"
-        )
+    left = _left_of(delta, beta, power_error)
     bounds = _known_bounds(at_brightest(rates, brightest=brightest, dark_low=dark_low), left)
     infinite = math.isinf(bounds.upper)
     return Guarantee(
@@ -174,8 +168,29 @@ def _known_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:
     bounds = numerics.pattern_bounds(rates, delta)
     if math.isfinite(bounds.upper):
         return bounds
-    upper = epsilon_of_divergence(lambda order: pattern_rdp(rates, order), delta)
+    upper = numerics.renyi_upper(rates, delta)
     return EpsilonBounds(lower=min(bounds.lower, upper), upper=upper, method="Renyi divergences")
+
+
+def known_counts_epsilon(
+    rates: np.ndarray, *, delta: float, beta: float = 0.0, power_error: float = 0.0
+) -> float:
+    """Return the epsilon of `known_counts_guarantee` without its lower bound, which a search does not need."""
+    left = _left_of(delta, beta, power_error)
+    upper = numerics.pattern_upper(rates, left)
+    return upper if math.isfinite(upper) else numerics.renyi_upper(rates, left)
+
+
+def _left_of(delta: float, beta: float, power_error: float) -> float:
+    """Return what certificates and light that fluctuates leave of delta."""
+    checks.in_unit_interval(closed="neither", delta=delta)
+    checks.in_unit_interval(closed="left", beta=beta, power_error=power_error)
+    left = delta - beta - power_error
+    if left <= 0:
+        raise NoGuarantee(
+            f"delta = {delta}: must exceed beta = {beta + power_error}, the certificate's own error"
+        )
+    return left
 
 
 def _expected(**rates: tuple[float, ...]) -> None:

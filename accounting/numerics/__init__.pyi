@@ -11,9 +11,11 @@ from .closed_forms import renyi_to_epsilon as renyi_to_epsilon
 from .closed_forms import response_bounds as response_bounds
 from .closed_forms import variance_ratio_p_value as variance_ratio_p_value
 from .poisson_loss import pattern_bounds as pattern_bounds
-from .poisson_loss import pattern_divergences as pattern_divergences
+from .poisson_loss import pattern_upper as pattern_upper
 from .poisson_loss import poisson_bounds as poisson_bounds
 from .poisson_loss import worst_patterns as worst_patterns
+from .poisson_pairs import pattern_divergences as pattern_divergences
+from .poisson_pairs import renyi_upper as renyi_upper
 from .privacy_loss import compose_bounds as compose_bounds
 from .privacy_loss import compose_upper as compose_upper
 from .sampled_noise import GaussianMixture as GaussianMixture

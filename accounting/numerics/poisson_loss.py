@@ -10,7 +10,7 @@ constant: one Fourier transform gives its law. This is "connect the dots" (Doros
 adds at most h^2 / 4 for each expected count to the loss's variance.
 
 **Lower bound.** A count may be sent to a random grid point, which is post-processing. The polygon below the
-intensities' divergence curve, with corners on the grid (`privacy_loss.polygon_below`), is reached that way (Blackwell
+intensities' divergence curve, with corners on the grid (`lower_polygon.polygon_below`), is reached that way (Blackwell
 1953).
 
 Losses beyond the window of the transform (Chernoff bounds) and the transform's rounding are taken off delta, or added
@@ -29,7 +29,8 @@ import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 
 from accounting.guarantee import EpsilonBounds
-from accounting.numerics.privacy_loss import LARGEST_LOSS, polygon_below
+from accounting.numerics.lower_polygon import LARGEST_LOSS, polygon_below
+from accounting.numerics.poisson_pairs import RenyiBounds, tilted_bounds
 from opusim import checks
 
 METHOD = "exact Poisson loss distribution"
@@ -40,14 +41,16 @@ _TAIL = 1e-7
 _WINDOWS = (2**13, 2**15, 2**17, 2**20)
 """Most points of a transform: on which grids a pair is bounded, one after the other, while it may be the worst."""
 _FINE_WINDOW = _WINDOWS[-1]
+_CLOSE, _MANY = 0.9, 12
+"""With more than 12 pairs within 0.9 of the largest Renyi bound, `tilted_bounds` come before any grid."""
+_FAIR = 2
+"""Number of the grid that is finer than those bounds."""
 _ROUNDING_PER_COUNT, _ROUNDING_PER_POINT = 4e-14, 1e-16
 """Total variation that the transform's rounding may add."""
 _CHERNOFF_ORDERS = np.logspace(-2, 2, 33)
 """Orders that are tried, in units of the larger of the loss's deviation and its longest jump."""
 _BINS = 64
 """Bins of jumps for a first guess of the loss's reach."""
-_RENYI_ORDERS = np.logspace(-0.6, 0.6, 9)
-"""Orders above 1 that are tried, in units of the order that is best for a Gaussian loss of the pairs' mean variance."""
 _DISCOUNT = 300.0
 """Largest exponent within a block of a discounted sum."""
 _NEAR = 0.1
@@ -117,7 +120,7 @@ def poisson_bounds(a: np.ndarray, b: np.ndarray, delta: float) -> EpsilonBounds:
     checks.shape((None,), a=a)
     checks.shape(np.shape(a), b=b)
     pair = _Pair.of(np.asarray(a, dtype=float), np.asarray(b, dtype=float))
-    upper = _upper(pair, delta, _FINE_WINDOW)
+    upper, _ = _upper(pair, delta, _FINE_WINDOW)
     return EpsilonBounds(lower=min(_lower(pair, delta), upper), upper=upper, method=METHOD)
 
 
@@ -134,6 +137,11 @@ def pattern_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:
     return EpsilonBounds(lower=min(lower, upper), upper=upper, method=METHOD)
 
 
+def pattern_upper(rates: np.ndarray, delta: float) -> float:
+    """Return the upper bound of `pattern_bounds`."""
+    return _worst(np.asarray(rates, dtype=float), delta)[1]
+
+
 def worst_patterns(rates: np.ndarray, delta: float) -> tuple[int, int]:
     """Return the ordered pair of known patterns whose upper bound is that of all; arguments as in `pattern_bounds`."""
     return _worst(np.asarray(rates, dtype=float), delta)[0]
@@ -142,8 +150,9 @@ def worst_patterns(rates: np.ndarray, delta: float) -> tuple[int, int]:
 def _worst(rates: np.ndarray, delta: float) -> tuple[tuple[int, int], float]:
     """The ordered pair with the largest epsilon, and its upper bound.
 
-    Every pair has a bound by Renyi divergences, which cost one matrix product an order. The pair with the largest bound
-    is bounded on the next finer grid, until a bound of the finest grid is the largest of all.
+    Every pair has a bound by Renyi divergences, which cost one matrix product an order; of many pairs with close ones
+    `tilted_bounds` tells more. The pair with the largest bound is bounded on the next finer grid, until a bound of the
+    finest grid is the largest of all.
     """
     checks.in_unit_interval(closed="neither", delta=delta)
     checks.non_negative(rates=rates)
@@ -157,83 +166,48 @@ def _worst(rates: np.ndarray, delta: float) -> tuple[tuple[int, int], float]:
 def _worst_of(content: bytes, patterns: int, delta: float) -> tuple[tuple[int, int], float]:
     """`_worst` of rates in row order, kept because a search asks first for the pair and then for the bounds."""
     rates = np.frombuffer(content).reshape(patterns, -1)
-    bounds = _renyi_bounds(rates, delta)
-    bounded = [(-bounds[i, j], 0, i, j) for i, j in permutations(range(len(rates)), 2)]
+    bounds, level = _first_bounds(rates, delta)
+    bounded = [(-bounds[i, j], level, i, j) for i, j in permutations(range(len(rates)), 2)]
     heapify(bounded)
     while bounded[0][1] < len(_WINDOWS):
-        _, grids, i, j = bounded[0]
-        found = _upper(_Pair.of(rates[i], rates[j]), delta, _WINDOWS[grids])
-        heapreplace(bounded, (-found, grids + 1, i, j))
+        before, grids, i, j = bounded[0]
+        pair = _Pair.of(rates[i], rates[j])
+        found, is_finest = _upper(pair, delta, _WINDOWS[grids])
+        if is_finest:
+            heapreplace(bounded, (-found, len(_WINDOWS), i, j))
+        else:
+            heapreplace(bounded, (max(-found, before), grids + 1, i, j))
     upper, _, i, j = bounded[0]
     return (i, j), -upper
 
 
-def pattern_divergences(rates: np.ndarray, order: float) -> np.ndarray:
-    """Return the summed Renyi divergence of every ordered pair of known patterns, rounded up; 0 on the diagonal.
+def _first_bounds(rates: np.ndarray, delta: float) -> tuple[np.ndarray, int]:
+    """Upper bounds of all ordered pairs (none of two patterns), and the number of the grid that sharpens them."""
+    if len(rates) == 2:
+        return np.full((2, 2), np.inf), _FAIR
+    renyi = RenyiBounds.of(rates, delta)
+    if np.count_nonzero(renyi.bounds > _CLOSE * renyi.bounds.max()) <= _MANY:
+        return renyi.bounds, 0
+    return tilted_bounds(rates, delta, renyi), _FAIR
 
-    With m the geometric mean of a pixel, x = log(a/m), y = log(b/m), E = expm1(alpha x), F = expm1((1 - alpha) y):
-        a^alpha b^(1-alpha) - alpha a + (alpha - 1) b
-            = m (E - alpha expm1(x)) + m (F + (alpha - 1) expm1(y)) + m E F,
-    so that all pairs take one matrix product, and nothing of the size of m cancels. Its rounding, at most
-    (pixels + 8 alpha (1 + max |x|)) units of the summed magnitudes, is added.
 
-    Args:
-        rates: Expected counts of each pattern at every pixel and frame, above 0, shape (patterns, pixels).
-        order: alpha > 1.
+def _upper(pair: _Pair, delta: float, window: int) -> tuple[float, bool]:
+    """Epsilon of the pair that the split pixels give, and whether no larger window has a finer grid.
 
-    Returns:
-        Shape (patterns, patterns), first law by second; infinite where doubles overflow.
+    Epsilon is infinite if there is none or doubles cannot follow.
     """
-    middle = np.exp(np.mean(np.log(rates), axis=0))
-    logs = np.log(rates / middle)
-    units = (rates.shape[1] + 8 * order * (1 + np.abs(logs).max())) * np.finfo(float).eps
-    with np.errstate(over="ignore", invalid="ignore"):
-        up, down, once = np.expm1(order * logs), np.expm1((1 - order) * logs), np.expm1(logs)
-        first, second = (up - order * once) @ middle, (down + (order - 1) * once) @ middle
-        sizes = (abs(up) + order * abs(once)) @ middle, (abs(down) + (order - 1) * abs(once)) @ middle
-        values = first[:, None] + second + (middle * up) @ down.T
-        slack = units * (sizes[0][:, None] + sizes[1] + (middle * abs(up)) @ abs(down).T)
-        values = (values + slack) / (order - 1)
-    values = np.where(np.isfinite(values), np.maximum(values, 0.0), np.inf)
-    np.fill_diagonal(values, 0.0)
-    return np.asarray(values)
-
-
-def _renyi_bounds(rates: np.ndarray, delta: float) -> np.ndarray:
-    """Epsilon of every ordered pair by Renyi divergences, infinite if a rate is 0.
-
-    epsilon = D + log((a - 1) / a) - (log delta + log a) / (a - 1) at order a (Canonne, Kamath and Steinke 2020,
-    proposition 12).
-    """
-    if rates.size == 0 or rates.min() <= 0:
-        return np.full((len(rates), len(rates)), np.inf)
-    logs = np.log(rates)
-    spread = np.square(logs - logs.mean(axis=0)).mean(axis=0) @ rates.mean(axis=0)
-    best = math.sqrt(-math.log(delta) / max(float(spread), 1e-12))  # the loss's variance is twice the spread
-    bounds = np.full((len(rates), len(rates)), np.inf)
-    for order in 1 + best * _RENYI_ORDERS:
-        above = order - 1
-        if above <= 0:  # rates so far apart that the best order is 1 in doubles
-            continue
-        conversion = math.log(above / order) - (math.log(delta) + math.log(order)) / above
-        bounds = np.minimum(bounds, pattern_divergences(rates, order) + conversion)
-    return np.maximum(bounds, 0.0)
-
-
-def _upper(pair: _Pair, delta: float, window: int) -> float:
-    """Epsilon of the pair that the split pixels give; infinite if there is none or doubles cannot follow."""
     left = _finite_share(pair, delta)
     if left <= 0:
-        return math.inf
+        return math.inf, True
     if pair.a.size == 0:
-        return max(0.0, pair.shift + math.log1p(-left) + 1e-12 * abs(pair.shift))
+        return max(0.0, pair.shift + math.log1p(-left) + 1e-12 * abs(pair.shift)), True
     if not _can_follow(pair, left):
-        return math.inf
+        return math.inf, True
     jumps = pair.jumps()
-    interval = _interval(pair, jumps, left, window)
+    interval, is_finest = _interval(pair, jumps, left, window)
     if not interval < LARGEST_LOSS:
-        return math.inf
-    return _epsilon(_split(pair, jumps, interval), pair.shift, left, above=True)
+        return math.inf, is_finest
+    return _epsilon(_split(pair, jumps, interval), pair.shift, left, above=True), is_finest
 
 
 def _lower(pair: _Pair, delta: float) -> float:
@@ -246,7 +220,7 @@ def _lower(pair: _Pair, delta: float) -> float:
     if not _can_follow(pair, left):
         return 0.0
     jumps = pair.jumps()
-    routed = _routed(pair, jumps, _interval(pair, jumps, left, _FINE_WINDOW))
+    routed = _routed(pair, jumps, _interval(pair, jumps, left, _FINE_WINDOW)[0])
     return 0.0 if routed is None else _epsilon(routed, pair.shift, left, above=False)
 
 
@@ -261,17 +235,21 @@ def _can_follow(pair: _Pair, delta: float) -> bool:
     return longest < LARGEST_LOSS and _ROUNDING_PER_COUNT * (10 + float(np.sum(pair.a))) < delta / 2
 
 
-def _interval(pair: _Pair, jumps: np.ndarray, delta: float, window: int) -> float:
-    """The interval that adds `_ADDED_VARIANCE`, or the finest whose window fits; the longest jump lies on the grid."""
+def _interval(pair: _Pair, jumps: np.ndarray, delta: float, window: int) -> tuple[float, bool]:
+    """The interval that adds `_ADDED_VARIANCE`, or the finest whose window fits; the longest jump lies on the grid.
+
+    Also whether no larger window has a finer one.
+    """
     variance, counts = float(np.sum(pair.a * np.square(jumps))), float(np.sum(pair.a))
     log_tail = math.log(_TAIL * delta)
     low, width = float(jumps.min()), max(float(np.ptp(jumps)) / _BINS, 1e-300)
     bins = np.minimum((jumps - low) / width, _BINS - 1).astype(np.int64)
     rates, ends = np.bincount(bins, weights=pair.a, minlength=_BINS), low + width * np.arange(_BINS + 1)
     reach = _reach(rates, ends[1:], log_tail) + _reach(rates, -ends[:-1], log_tail)
-    interval = max(math.sqrt(6 * _ADDED_VARIANCE * variance / counts), 1.1 * reach / window)
+    wanted, possible = math.sqrt(6 * _ADDED_VARIANCE * variance / counts), 1.1 * reach / window
+    interval, is_finest = max(wanted, possible), wanted >= possible or window >= _FINE_WINDOW
     longest = float(np.abs(jumps).max())
-    return longest / math.floor(longest / interval) if interval < longest else interval
+    return (longest / math.floor(longest / interval) if interval < longest else interval), is_finest
 
 
 def _reach(intensities: np.ndarray, jumps: np.ndarray, log_tail: float) -> float:

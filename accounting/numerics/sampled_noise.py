@@ -42,8 +42,8 @@ from scipy.special import logsumexp
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds
 from accounting.numerics.closed_forms import gaussian_bounds, renyi_to_epsilon
+from accounting.numerics.lower_polygon import LARGEST_LOSS
 from accounting.numerics.privacy_loss import (
-    LARGEST_LOSS,
     NoisyStep,
     compose_bounds,
     compose_upper,

@@ -22,6 +22,7 @@ from typing import Any
 WORK = {
     "training.reports.run_report": {"write_report": "report and figures"},
     "training.runs.checkpoints": {"save_checkpoint": "checkpoints"},
+    "training.runs.stored_run": {"read_run": "reading the run"},
     "training.runs.run": {"evaluate_split": "evaluation passes", "load_run": "reading the run"},
     "training.feedback.trainer": {
         "FeedbackTrainer.step": "training steps",
@@ -29,6 +30,7 @@ WORK = {
     },
     "training.engine.plan": {"load_data": "loading data"},
     "accounting.numerics.poisson_loss": {"_worst": "accounting", "_lower": "accounting"},
+    "accounting.numerics.poisson_pairs": {"renyi_upper": "accounting"},
     "accounting.ledger.ledger": {"Ledger.pay": "ledger"},
     "numba.core.dispatcher": {"Dispatcher.compile": "loading kernels"},
     "matplotlib.figure": {"Figure.savefig": "drawing"},

@@ -17,11 +17,13 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.signal import lfilter
 
 from opusim.camera.speckle import grid_point, medium_weights
 from opusim.noise import LightPower
+from opusim.plugins import Deferred
 from opusim.randomness.streams import NoiseStream, SeededStream
+
+signal = Deferred("scipy.signal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,5 +115,5 @@ def frame_normals(frames: int, correlation: float, stream: NoiseStream) -> np.nd
     g: np.ndarray = stream.normal((frames,)).double().numpy()
     if correlation > 0:
         g[1:] *= math.sqrt(1 - correlation**2)
-        g = lfilter([1.0], [1.0, -correlation], g)
+        g = signal.lfilter([1.0], [1.0, -correlation], g)
     return g

@@ -7,12 +7,18 @@ on nested mappings (`merged`, `flat`, `nested`).
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
+import inspect
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from opusim.errors import ConfigError
 from opusim.files import DEPTH_LIMIT
@@ -23,7 +29,7 @@ _NAMED_KEY = re.compile(r"(?P<key>[a-z][a-z_0-9]*(?:\.[a-z_0-9]+)*)(?: = |: )")
 class Section(BaseModel):
     """A part of a configuration: frozen, unknown keys refused, numbers finite and at most `largest_number`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     largest_number: ClassVar[float] = 1e12
     """Products of two such numbers stay far below the largest float32, 3e38."""
@@ -44,7 +50,7 @@ class Section(BaseModel):
 class StrictSection(Section):
     """A section that converts no types: a string is no number, and 2.0 is no integer."""
 
-    model_config = ConfigDict(strict=True, populate_by_name=True, use_attribute_docstrings=False)
+    model_config = ConfigDict(strict=True, populate_by_name=True)
 
     largest_number: ClassVar[float] = float("inf")
 
@@ -108,6 +114,41 @@ def first_problem(
     if not key and (named := _NAMED_KEY.match(reason)) and _has_key(model, named["key"]):
         key, reason = named["key"], reason[named.end() :]
     return ConfigError(origin, key or whole, reason)
+
+
+@functools.cache
+def described_fields(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """Return the fields of a section, each with the docstring below it as its description.
+
+    pydantic's `use_attribute_docstrings` does so for every class when it is defined, which takes a tenth of a second of
+    each command; only help pages need it.
+    """
+    fields = section.model_fields
+    for cls in section.__mro__:
+        for name, text in _attribute_docstrings(cls.__module__).get(cls.__qualname__, {}).items():
+            if name in fields and fields[name].description is None:
+                fields[name].description = text
+    return fields
+
+
+@functools.cache
+def _attribute_docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Return the docstrings below annotated names, by class of a module and name; empty without its source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, KeyError):
+        return {}
+    return {node.name: _documented(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _documented(node: ast.ClassDef) -> dict[str, str]:
+    return {
+        first.target.id: inspect.cleandoc(second.value.value)
+        for first, second in pairwise(node.body)
+        if isinstance(first, ast.AnnAssign) and isinstance(first.target, ast.Name)
+        if isinstance(second, ast.Expr) and isinstance(second.value, ast.Constant)
+        if isinstance(second.value.value, str)
+    }
 
 
 def keys_of(section: type[BaseModel]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from opusim.description.section import described_fields
 from opusim.errors import ConfigError
 from training.config.kinds import KINDS, PROTECTIONS
 from training.config.reading import load_config, merged, named_trainer, nested
@@ -254,7 +255,7 @@ def with_signature(command: Callable[..., None], options: Sequence[KeyOption]) -
 
 def _fields(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     """Every key of a section and of the sections in it, with its field."""
-    for name, field in section.model_fields.items():
+    for name, field in described_fields(section).items():
         inner = _plain(field.annotation)
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _fields(inner, f"{prefix}{name}.")
@@ -344,7 +345,7 @@ def _all_rows() -> list[KeyRow]:
 
 def _topic_rows(topic: str) -> list[KeyRow]:
     if topic == "run":
-        plain = {key: field for key, field in RunConfig.model_fields.items() if _section(field) is None}
+        plain = {key: field for key, field in described_fields(RunConfig).items() if _section(field) is None}
         return [_row(key, field) for key, field in plain.items()]
     for name, kinds in KINDS.items():
         if topic in kinds.names():

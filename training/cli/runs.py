@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,10 +55,11 @@ def evaluate(
     trust_code: TrustCode = False,
 ) -> None:
     """Measure loss and accuracy of a run's model on test records."""
+    from training.runs.folder import RunFolder
     from training.runs.run import evaluate_run
 
     if trust_code:
-        _say_trusted([run])
+        say_trusted(RunFolder(run).read_facts())
     figures = evaluate_run(
         run,
         data=data,
@@ -105,14 +105,6 @@ def _figure(name: str, value: float) -> str:
     return f"{label} {100 * value:.2f} %" if name == "accuracy" else f"{label} {value:.4f}"
 
 
-def _say_trusted(runs: Sequence[Path]) -> None:
-    """Print the user-supplied code of runs, before any of it is executed."""
-    from training.runs.folder import RunFolder
-
-    for run in runs:
-        say_trusted(RunFolder(run).read_facts())
-
-
 @app.command()
 def report(
     runs: Annotated[
@@ -124,15 +116,12 @@ def report(
             help="The HTML file; by default report.html in the run folder, for several runs in this one."
         ),
     ] = None,
-    trust_code: TrustCode = False,
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from training.reports.run_report import run_name, write_comparison, write_report
-    from training.runs.run import load_run
+    from training.runs.stored_run import read_run
 
-    if trust_code:
-        _say_trusted(runs)
-    loaded = [load_run(path, trust_code=trust_code) for path in runs]
+    loaded = [read_run(path) for path in runs]
     if len(loaded) == 1 and out is None:
         typer.echo(write_report(loaded[0]))
         return

@@ -107,7 +107,7 @@ def check_clip(tau_h_max: float | None, tau_h_min: float) -> None:
 class DeviceChoice(BaseModel):
     """A device description by name or path, with some of its keys overridden."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="allow", defer_build=True)
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             keys=("device",),

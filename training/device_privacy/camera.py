@@ -17,18 +17,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from scipy.optimize import brentq
 
 from accounting import numerics
 from accounting.composition import guarantees
-from accounting.devices.counts import LabelArgmax, argmax_epsilon, at_brightest, known_counts_guarantee
+from accounting.devices.counts import (
+    LabelArgmax,
+    argmax_epsilon,
+    at_brightest,
+    known_counts_epsilon,
+    known_counts_guarantee,
+)
 from accounting.guarantee import Guarantee
 from accounting.tables import guarantee_rows, number, print_rows
 from opusim import checks
@@ -39,6 +44,7 @@ from opusim.devices.certificate import Certificate, FluctuatingCountLaw, PhotonC
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, LightPower
+from opusim.plugins import Deferred
 from training.protections.argmax_labels import (
     NO_LIGHT,
     ArgmaxReadout,
@@ -52,6 +58,11 @@ from training.protections.argmax_labels import (
 )
 from training.protections.counted_labels import CountsReadout, equidistant_pixels
 from training.protections.label_frames import POWER_SHARE, LabelFrames
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+drawing = Deferred("matplotlib.figure")
 
 LIGHTS = (1.0, 0.1, 0.01, 0.001)
 """Multiples of the described laser light in tables and figures."""
@@ -82,7 +93,7 @@ class LabelCounts:
         delta: Delta at which epsilon is stated, in (0, 1).
         kept: What is kept of each label. reading: the frames of a projection at all outputs. counts: one frame of it,
             at the pixels that `label-readout` keeps. argmax: the brightest group of pixels of that frame.
-        on_evaluation: Called before each evaluation of epsilon, which takes 10 to 50 ms; the argmax takes up to 1 s.
+        on_evaluation: Called before each evaluation of epsilon, which takes 2 to 40 ms; the argmax takes up to 1 s.
         frames: How training sees the labels, if one frame of each is kept.
         power: Law of the laser's power in a frame, of the largest spread that a certificate allows; None if constant.
         certificate: Whose limits count in place of the description's numbers, or None.
@@ -208,11 +219,17 @@ class LabelCounts:
     def epsilon(self, point: OperatingPoint) -> float:
         """Return epsilon of one reading of every label, at delta; of the argmax the pure one, over all powers."""
         if point not in self._known:
-            if self.kept == "argmax":
-                self.on_evaluation()
-                self._known[point] = self._argmax_epsilon(point, all_powers=True)
-            else:
-                self._known[point] = self.guarantee(point).epsilon
+            self.on_evaluation()
+            self._known[point] = (
+                self._argmax_epsilon(point, all_powers=True)
+                if self.kept == "argmax"
+                else known_counts_epsilon(
+                    self._credited(point),
+                    delta=self.delta,
+                    beta=self._beta,
+                    power_error=self._power_error,
+                )
+            )
         return self._known[point]
 
     @cached_property
@@ -232,7 +249,7 @@ class LabelCounts:
         if self.kept == "argmax":
             return self._argmax_epsilon(point, all_powers=False)
         rates = self._credited(point)
-        return max(known_counts_guarantee(rates[list(pair)], delta=self._left).epsilon for pair in pairs)
+        return max(known_counts_epsilon(rates[list(pair)], delta=self._left) for pair in pairs)
 
     def _worst_pair(self, point: OperatingPoint) -> list[tuple[int, int]]:
         """The labels that are told apart best; none of the argmax, which has no pairs."""
@@ -272,24 +289,26 @@ class LabelCounts:
         """
         pairs = self._worst_pair(at(low))
 
-        def excess(knob: float) -> float:
-            return min(math.log(max(self._epsilon_below(at(knob), pairs), 1e-300) / target), 700.0)
+        @cache
+        def excess(knob: float, n_pairs: int) -> float:
+            below = self._epsilon_below(at(knob), pairs[:n_pairs])
+            return min(math.log(max(below, 1e-300) / target), 700.0)
 
         while True:
-            if excess(low) <= 0:
+            if excess(low, len(pairs)) <= 0:
                 knob = low
-            elif excess(high) > 0:
+            elif excess(high, len(pairs)) > 0:
                 return None
             else:
-                knob = float(brentq(excess, low, high, xtol=_TOLERANCE))
+                knob = float(brentq(excess, low, high, args=(len(pairs),), xtol=_TOLERANCE))
+                if excess(knob, len(pairs)) > 0:  # the root lies within xtol on either side
+                    knob = min(knob + _TOLERANCE, high)
             others = [pair for pair in self._worst_pair(at(knob)) if pair not in pairs]
             if not others:
                 break
             pairs += others
         more = _TOLERANCE
-        while (
-            self.epsilon(at(knob)) > target
-        ):  # roots lie within xtol on either side; other powers may tell more
+        while self.epsilon(at(knob)) > target:  # other powers may tell more
             if knob >= high:
                 return None
             knob, more = min(knob + more, high), 4 * more
@@ -494,7 +513,7 @@ def temperature_epsilon_figure(counts: LabelCounts, targets: Sequence[float]) ->
             "is off, so epsilon does not depend on the temperature; leave the figure out",
         )
     temperatures = np.linspace(*counts.temperatures_c, _FIGURE_STEPS)
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure: Figure = drawing.Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for light, color in zip(LIGHTS, ("C0", "C1", "C2", "C3"), strict=True):
         points = [OperatingPoint(temperature_c=float(t), light=light) for t in temperatures]

@@ -82,39 +82,6 @@ class Objective:
         return (right & counts).sum(), int(counts.sum()) if self.target == "tokens" else y.numel()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """The figure that a table shows of a target.
-
-    Attributes:
-        key: Its name in metrics, behind "train_", "validation_" or "test_".
-        label: Its name in tables.
-        share: Whether it is a share, shown in percent.
-    """
-
-    key: str
-    label: str
-    share: bool = False
-
-    def shown(self, value: float | None, *, digits: int = 2) -> str:
-        """Return a value as text, or a dash if there is none."""
-        if value is None:
-            return "–"
-        return f"{100 * value:.{digits}f} %" if self.share else f"{value:.{digits + 2}g}"
-
-
-MAIN_FIGURES: dict[Target, Figure] = {
-    "class": Figure(key="accuracy", label="accuracy", share=True),
-    "tokens": Figure(key="bits_per_token", label="bits per token"),
-    "real": Figure(key="rmse", label="RMSE"),
-    "labels": Figure(key="accuracy", label="accuracy", share=True),
-}
-BITS_PER_BYTE = Figure(key="bits_per_byte", label="bits per byte")
-"""The figure of tokens that stand for a text."""
-LOSS_FIGURE = Figure(key="loss", label="loss")
-"""A figure that every target has."""
-
-
 def measure(
     objective: Objective, outputs: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, at_once: int
 ) -> dict[str, float]:

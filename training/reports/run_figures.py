@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from training.networks import objectives
-from training.networks.objectives import BITS_PER_BYTE, LOSS_FIGURE, MAIN_FIGURES
 from training.reports.line_chart import Line, LineChart
-from training.runs.run import Run
+from training.runs.stored_run import StoredRun
 
 _MIN_ACCURACY_RANGE = 2.0
 """Smallest range of an accuracy axis, in percentage points."""
@@ -15,13 +14,46 @@ _LEAST_ALIGNMENT, _MOST_ALIGNMENT = -0.05, 1.05
 """Ends of the axis of cosines, unless one is lower."""
 
 
-def main_figure(run: Run) -> objectives.Figure:
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """The figure that a table shows of a target.
+
+    Attributes:
+        key: Its name in metrics, behind "train_", "validation_" or "test_".
+        label: Its name in tables.
+        share: Whether it is a share, shown in percent.
+    """
+
+    key: str
+    label: str
+    share: bool = False
+
+    def shown(self, value: float | None, *, digits: int = 2) -> str:
+        """Return a value as text, or a dash if there is none."""
+        if value is None:
+            return "–"
+        return f"{100 * value:.{digits}f} %" if self.share else f"{value:.{digits + 2}g}"
+
+
+MAIN_FIGURES: Mapping[str, Figure] = {
+    "class": Figure(key="accuracy", label="accuracy", share=True),
+    "tokens": Figure(key="bits_per_token", label="bits per token"),
+    "real": Figure(key="rmse", label="RMSE"),
+    "labels": Figure(key="accuracy", label="accuracy", share=True),
+}
+BITS_PER_BYTE = Figure(key="bits_per_byte", label="bits per byte")
+"""The figure of tokens that stand for a text."""
+LOSS_FIGURE = Figure(key="loss", label="loss")
+"""A figure that every target has."""
+
+
+def main_figure(run: StoredRun) -> Figure:
     """Return the figure that a table shows of a run: that of its target, for a text bits per byte."""
     is_text = "bytes_per_token" in run.facts["data"].get("origin", {})
-    return BITS_PER_BYTE if is_text and run.config.loss == "cross-entropy" else MAIN_FIGURES[run.form.target]
+    return BITS_PER_BYTE if is_text and run.config.loss == "cross-entropy" else MAIN_FIGURES[run.target]
 
 
-def learning_curves(runs: Sequence[Run], names: Sequence[str]) -> LineChart | None:
+def learning_curves(runs: Sequence[StoredRun], names: Sequence[str]) -> LineChart | None:
     """Draw accuracy against epochs, on validation records if every run held some out, else on training records.
 
     Runs without class numbers show the figure of their target; runs of different targets show their losses.
@@ -60,7 +92,7 @@ def learning_curves(runs: Sequence[Run], names: Sequence[str]) -> LineChart | No
     )
 
 
-def alignment_curves(run: Run) -> LineChart | None:
+def alignment_curves(run: StoredRun) -> LineChart | None:
     """Draw the cosine between each layer's update and its backpropagation gradient (PDFA paper, Figure 2 right).
 
     Returns:
@@ -89,7 +121,7 @@ def alignment_curves(run: Run) -> LineChart | None:
     )
 
 
-def noise_curves(run: Run) -> LineChart | None:
+def noise_curves(run: StoredRun) -> LineChart | None:
     """Draw the mean norm of the signal that each hidden layer receives (for bp: of the error), and of its noise.
 
     Returns:

@@ -20,7 +20,7 @@ from training.config.reading import flat
 from training.reports import run_figures as figures
 from training.reports.line_chart import LineChart
 from training.runs.folder import RunFolder
-from training.runs.run import Run
+from training.runs.stored_run import StoredRun
 from training.zeroth_order.config import ZoConfig
 
 _NOT_WRITTEN = "–"
@@ -34,7 +34,7 @@ RELEASE_DASHES = (
 
 
 def write_report(
-    run: Run,
+    run: StoredRun,
     *,
     audit: RunAudit | None = None,
     one_run: OneRunAudit | None = None,
@@ -80,7 +80,7 @@ def write_report(
 
 
 def write_comparison(
-    runs: Sequence[Run],
+    runs: Sequence[StoredRun],
     path: Path,
     *,
     title: str,
@@ -138,7 +138,7 @@ def write_comparison(
     return path
 
 
-def run_name(run: Run) -> str:
+def run_name(run: StoredRun) -> str:
     """Name a run by its trainer, data set and device."""
     kind = run.config.trainer.kind
     noise = f", {run.facts['device']['name']} device" if run.facts.get("device") else ""
@@ -147,7 +147,7 @@ def run_name(run: Run) -> str:
     return f"{kind}{model} on {run.facts['data']['name']}{noise}"
 
 
-def summary_row(run: Run, label: str) -> dict[str, str]:
+def summary_row(run: StoredRun, label: str) -> dict[str, str]:
     """Return a run's figures as text, for tables on paper and on screen."""
     last = run.metrics[-1] if run.metrics else {}
     figures_of_run = run.summary or last
@@ -183,7 +183,7 @@ def same_columns(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 def _render(
     *,
     title: str,
-    runs: Sequence[Run],
+    runs: Sequence[StoredRun],
     pictures: list[dict[str, str]],
     audits: Sequence[RunAudit | None],
     one_runs: Sequence[OneRunAudit | None],
@@ -235,11 +235,11 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def _guarantee_rows(run: Run) -> list[dict[str, str]]:
+def _guarantee_rows(run: StoredRun) -> list[dict[str, str]]:
     return guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
 
 
-def _kept_audits(runs: Sequence[Run]) -> list[RunAudit | None]:
+def _kept_audits(runs: Sequence[StoredRun]) -> list[RunAudit | None]:
     """Read the audits in the run folders; an audit never writes into the folder of a release run."""
     return [
         read_audit(run.folder.audit_file)
@@ -249,7 +249,7 @@ def _kept_audits(runs: Sequence[Run]) -> list[RunAudit | None]:
     ]
 
 
-def _kept_one_runs(runs: Sequence[Run]) -> list[OneRunAudit | None]:
+def _kept_one_runs(runs: Sequence[StoredRun]) -> list[OneRunAudit | None]:
     """Read the audits of one training, as `_kept_audits` does."""
     return [
         read_one_run(run.folder.one_run_file)
@@ -263,7 +263,7 @@ def _trainings(audit: OneRunAudit) -> str:
     return "one training" if audit.trainings == 1 else f"{audit.trainings} trainings"
 
 
-def _warning(run: Run) -> list[str]:
+def _warning(run: StoredRun) -> list[str]:
     return [NOT_FOR_RELEASE] if run.config.mode == "release" else []
 
 
@@ -291,7 +291,7 @@ def data_url(picture: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(picture).decode()}"
 
 
-def _command(run: Run) -> str:
+def _command(run: StoredRun) -> str:
     """Return the command that repeats a run from its resolved configuration."""
     trainer = run.config.trainer
     texts_named = isinstance(trainer, ZoConfig) and trainer.language.model is not None
@@ -305,7 +305,7 @@ def _command(run: Run) -> str:
     )
 
 
-def _device_time_rows(run: Run, name: str) -> list[tuple[str, ...]]:
+def _device_time_rows(run: StoredRun, name: str) -> list[tuple[str, ...]]:
     """Return what the run was expected to take of its device, of the features' device, and what it took."""
     known = {
         "expected of training": run.facts.get("expected"),

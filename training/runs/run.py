@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.guarantee import Guarantee
 from opusim.plugins import Deferred
 from training.config.data import OWN_ARRAYS, DataConfig
-from training.config.run import LossName, RunConfig
+from training.config.run import LossName
 from training.config.sections import is_import_path
 from training.data import Dataset, Split
 from training.data.arrays import RecordForm, standardised
@@ -33,13 +32,13 @@ from training.data.features import map_from_facts
 from training.data.formats import read_arrays
 from training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
 from training.data.texts import bits_per_byte
-from training.errors import RunFolderError
 from training.networks.base import Network
 from training.networks.objectives import Objective, measure
 from training.networks.user_code import load_object, require_importable, require_trusted, warn_if_changed
-from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
+from training.runs.checkpoints import copy_parameters, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
+from training.runs.stored_run import StoredRun, newest_checkpoint
 
 if TYPE_CHECKING:
     from opusim.crossbar.layers import DeviceModel
@@ -89,7 +88,7 @@ def _evaluated(model: nn.Module | Network) -> tuple[Callable[[Tensor], Tensor], 
     return (model.outputs, model.records_at_once) if isinstance(model, Network) else (model, _CHUNK)
 
 
-class Run:
+class Run(StoredRun):
     """A run and its model.
 
     Attributes:
@@ -101,12 +100,9 @@ class Run:
     """
 
     def __init__(self, folder: RunFolder, network: Network, step: int) -> None:
-        self.folder = folder
-        self.config: RunConfig = folder.read_config()
-        self.facts: dict[str, Any] = folder.read_facts()
+        super().__init__(folder, step)
         self.model = network.model
         self._network = network
-        self.step = step
         features = self.facts["data"].get("features")
         self._public_map = None if features is None else map_from_facts(features)
         self._components = None
@@ -121,37 +117,6 @@ class Run:
         if self._components is not None:
             return self._components.n_features
         return int(self.facts["network"]["n_inputs"])
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """One mapping per epoch, as in `metrics.jsonl`."""
-        return self.folder.read_metrics()
-
-    @property
-    def guarantees(self) -> list[Guarantee]:
-        """Privacy guarantees of everything released so far, computed from the ledger.
-
-        Raises:
-            LedgerCorrupt: The ledger was changed, cut or reordered, is older than the newest checkpoint, or is missing.
-        """
-        return self.folder.read_ledger().guarantees()
-
-    @property
-    def summary(self) -> dict[str, Any] | None:
-        """Final figures, or None if the run is not finished."""
-        return self.folder.read_summary()
-
-    @property
-    def advice(self) -> str | None:
-        """What to do about a run that predicts real numbers worse than their mean does, R^2 < 0; else None."""
-        figures = {**(self.metrics[-1] if self.metrics else {}), **(self.summary or {})}
-        parts = [part for part in ("test", "validation") if figures.get(f"{part}_r2", 0.0) < 0]
-        if not parts:
-            return None
-        return (
-            f"R^2 of {figures[f'{parts[0]}_r2']:.3g} on {parts[0]} records is below 0, so their mean predicts better; "
-            f"standardise the targets, or lower optimizer.lr = {self.config.optimizer.lr:g}"
-        )
 
     def __repr__(self) -> str:
         """Return the folder, the trainer, the network, the data, the steps and the newest figures."""
@@ -252,7 +217,7 @@ class Run:
         """What records hold and what is predicted of them, by which further ones are read."""
         facts = self.facts["data"]
         return RecordForm(
-            target=facts.get("target", "class"),  # older runs know only classes
+            target=self.target,
             n_classes=facts["n_classes"],
             n_features=self.n_features,
             vocabulary=facts.get("vocabulary"),
@@ -298,23 +263,11 @@ def load_run(path: str | Path, *, model: nn.Module | None = None, trust_code: bo
     require_trusted(facts, trust_code=trust_code)
     require_importable(facts)
     config = folder.read_config()
-    only_last = config.mode == "release" and config.protection.last_iterate
-    if only_last and not folder.finished:
-        raise RunFolderError(
-            f"run folder {path} holds an unfinished run whose guarantee covers only the final model; finish it with: "
-            f"{folder.resume_command}"
-        )
-    checkpoints = list_checkpoints(folder.checkpoints)
-    if not checkpoints:
-        raise RunFolderError(
-            f"run folder {path} holds a finished run without its checkpoints, and so without a model; train it again"
-            if folder.finished
-            else f"run folder {path} has no checkpoint yet; resume it with: {folder.resume_command}"
-        )
+    newest = newest_checkpoint(folder, config)
     warn_if_changed(facts.get("code", []))
     network = config.trainer.implementation().rebuild_network(facts["network"], model)
-    checkpoint = read_checkpoint(checkpoints[-1])
-    copy_parameters(checkpoint, network.tensors, checkpoints[-1])
+    checkpoint = read_checkpoint(newest)
+    copy_parameters(checkpoint, network.tensors, newest)
     if is_import_path(config.loss):
         load_object(config.loss, key="loss")
     network.model.cpu()  # a user-supplied module may be on a GPU

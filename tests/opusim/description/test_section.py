@@ -5,7 +5,16 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
-from opusim.description.section import BadKey, Section, StrictSection, first_problem, flat, merged, nested
+from opusim.description.section import (
+    BadKey,
+    Section,
+    StrictSection,
+    described_fields,
+    first_problem,
+    flat,
+    merged,
+    nested,
+)
 from opusim.errors import ConfigError
 
 
@@ -69,6 +78,35 @@ def problem(content: Any, model: type[BaseModel] = Whole) -> str:
 )
 def test_the_first_problem_names_its_key(content: Any, message: str) -> None:
     assert problem(content).startswith(message)
+
+
+class Documented(Section):
+    """A section."""
+
+    width: int = 3
+    """Number of pixels,
+    at least 1."""
+    depth: int = 2
+    name: str = Field("a", description="Own words.")
+    """Not these."""
+
+
+class Derived(Documented):
+    """Inherits keys, and documents one again."""
+
+    depth: int = 4
+    """Number of layers."""
+
+
+def test_the_docstring_below_a_key_is_its_description() -> None:
+    found = described_fields(Derived)
+    assert found["width"].description == "Number of pixels,\nat least 1."
+    assert found["depth"].description == "Number of layers."
+    assert found["name"].description == "Own words."
+    assert described_fields(Documented)["depth"].description is None
+    assert Derived(width=7).depth == 4
+    local = type("Local", (Documented,), {"__module__": "nowhere"})  # without a source
+    assert described_fields(local)["width"].description is not None
 
 
 def test_a_strict_section_converts_nothing() -> None:

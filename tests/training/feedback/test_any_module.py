@@ -32,8 +32,10 @@ from training.networks.network import FullyConnected
 from training.networks.objectives import Objective, measure
 from training.networks.optimizers import make_optimizer
 from training.networks.user_code import require_trusted
+from training.reports.run_report import write_report
 from training.runs.folder import RunFolder
 from training.runs.listing import list_runs
+from training.runs.stored_run import read_run
 
 CONFIG: dict[str, Any] = {
     "threads": 1,
@@ -414,6 +416,7 @@ def test_code_of_the_user_executes_when_trusted_only(
             RunFolderError, match=rf"{name}:build from {file}, BLAKE2 [0-9a-f]{{32}}; .*--trust-code"
         ):
             attempt()
+    assert "focal" in write_report(read_run("run")).read_text()  # a report needs no code
     assert not mark.exists()
     run = training.train(data=images(), folder="run", resume=True, trust_code=True)
     assert mark.exists()

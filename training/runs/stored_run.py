@@ -1,0 +1,108 @@
+"""A run as its folder describes it, without its model: what reports need, and neither torch nor the user's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accounting.guarantee import Guarantee
+from training.config.run import RunConfig
+from training.errors import RunFolderError
+from training.runs.folder import RunFolder
+from training.runs.seal import list_checkpoints, read_header
+
+if TYPE_CHECKING:
+    from training.data.dataset import Target
+
+
+class StoredRun:
+    """What a run folder holds of a run besides its parameters.
+
+    Attributes:
+        folder: The run folder.
+        config: The resolved configuration.
+        facts: The whole of `config.json`: network, data, device, package versions.
+        step: Number of steps that the model was trained for.
+    """
+
+    def __init__(self, folder: RunFolder, step: int) -> None:
+        self.folder = folder
+        self.config: RunConfig = folder.read_config()
+        self.facts: dict[str, Any] = folder.read_facts()
+        self.step = step
+
+    @property
+    def target(self) -> Target:
+        """What the model predicts of a record."""
+        found: Target = self.facts["data"].get("target", "class")  # older runs know only classes
+        return found
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One mapping per epoch, as in `metrics.jsonl`."""
+        return self.folder.read_metrics()
+
+    @property
+    def guarantees(self) -> list[Guarantee]:
+        """Privacy guarantees of everything released so far, computed from the ledger.
+
+        Raises:
+            LedgerCorrupt: The ledger was changed, cut or reordered, is older than the newest checkpoint, or is missing.
+        """
+        return self.folder.read_ledger().guarantees()
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Final figures, or None if the run is not finished."""
+        return self.folder.read_summary()
+
+    @property
+    def advice(self) -> str | None:
+        """What to do about a run that predicts real numbers worse than their mean does, R^2 < 0; else None."""
+        figures = {**(self.metrics[-1] if self.metrics else {}), **(self.summary or {})}
+        parts = [part for part in ("test", "validation") if figures.get(f"{part}_r2", 0.0) < 0]
+        if not parts:
+            return None
+        return (
+            f"R^2 of {figures[f'{parts[0]}_r2']:.3g} on {parts[0]} records is below 0, so their mean predicts better; "
+            f"standardise the targets, or lower optimizer.lr = {self.config.optimizer.lr:g}"
+        )
+
+
+def read_run(path: str | Path) -> StoredRun:
+    """Read a run from its folder without its model; nothing in a folder is executed.
+
+    Args:
+        path: The run folder.
+
+    Raises:
+        RunFolderError: As `training.runs.run.load_run`, except that code and parameters are not read.
+    """
+    folder = RunFolder(path)
+    folder.read_facts()
+    folder.require_sealed()
+    return StoredRun(folder, read_header(newest_checkpoint(folder, folder.read_config())).step)
+
+
+def newest_checkpoint(folder: RunFolder, config: RunConfig) -> Path:
+    """Return the newest checkpoint of a run, whose model its guarantees cover.
+
+    Raises:
+        RunFolderError: There is no checkpoint, or the run is an unfinished release run whose guarantee covers only the
+            final model.
+    """
+    only_last = config.mode == "release" and config.protection.last_iterate
+    if only_last and not folder.finished:
+        raise RunFolderError(
+            f"run folder {folder.path} holds an unfinished run whose guarantee covers only the final model; finish it "
+            f"with: {folder.resume_command}"
+        )
+    checkpoints = list_checkpoints(folder.checkpoints)
+    if not checkpoints:
+        raise RunFolderError(
+            f"run folder {folder.path} holds a finished run without its checkpoints, and so without a model; train it "
+            "again"
+            if folder.finished
+            else f"run folder {folder.path} has no checkpoint yet; resume it with: {folder.resume_command}"
+        )
+    return checkpoints[-1]

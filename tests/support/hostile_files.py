@@ -47,7 +47,9 @@ def examples(number: int) -> Any:
     return settings(max_examples=number * (20 if FRESH else 1))
 
 
-def read_or_refused(read: Callable[[], Any], refusal: type[Exception], *, names: str = "") -> Any:
+def read_or_refused(
+    read: Callable[[], Any], refusal: type[Exception] | tuple[type[Exception], ...], *, names: str = ""
+) -> Any:
     """Return what a reader returns, or None if it refuses the file as it should.
 
     Args:

@@ -26,6 +26,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from accounting.ledger.journal import Position
+from opusim import checks
 from opusim.files import parse_json, require_regular
 from training.errors import RunFolderError
 from training.runs.storage import json_digest, record_from_json, record_json
@@ -119,7 +120,7 @@ def read_header(path: Path) -> Header:
         raise RunFolderError(f"{path} is not a readable checkpoint ({error}); {REMEDY}") from error
     if header is None:
         raise RunFolderError(
-            f"{path}: schema_version {version!r} is not {SCHEMA_VERSION}; read it with the opusim that wrote it"
+            f"{path}: schema_version {checks.short(version)} is not {SCHEMA_VERSION}; read it with the opusim that wrote it"
         )
     if found != digest or path.name != checkpoint_path(path, header.step).name:
         raise RunFolderError(

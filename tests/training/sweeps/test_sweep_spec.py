@@ -47,7 +47,9 @@ def test_a_series_takes_all_combinations_of_its_axes_and_those_of_the_sweep(tmp_
 
 def test_a_table_of_more_runs_than_anyone_can_mean_is_refused_at_once(tmp_path: Path) -> None:
     axes = "".join(f"optimizer.k{number} = {list(range(100))}\n" for number in range(20))
-    with pytest.raises(ConfigError, match=r"axes: make 10,000,000,.* runs, more than 10,000; divide the table"):
+    with pytest.raises(
+        ConfigError, match=r"axes: make 10,000,000,.* runs, more than 10,000; divide the table"
+    ):
         points(tmp_path, f'title = "t"\n[axes]\n{axes}')
 
 

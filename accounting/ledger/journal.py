@@ -243,7 +243,8 @@ def _verified(
         if content["schema_version"] != SCHEMA_VERSION:
             problem = f"schema_version {checks.short(content['schema_version'])} is not {SCHEMA_VERSION}"
         elif content["line"] != number or content["previous"] != previous:
-            problem = f"says it is line {checks.short(content['line'])} or follows another line: lines were moved or removed"
+            said = checks.short(content["line"])
+            problem = f"says it is line {said} or follows another line: lines were moved or removed"
         elif _line(number, previous, entry)[0] == line + b"\n":
             return dict(entry)
     except (ValueError, KeyError, TypeError):

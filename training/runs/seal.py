@@ -120,7 +120,8 @@ def read_header(path: Path) -> Header:
         raise RunFolderError(f"{path} is not a readable checkpoint ({error}); {REMEDY}") from error
     if header is None:
         raise RunFolderError(
-            f"{path}: schema_version {checks.short(version)} is not {SCHEMA_VERSION}; read it with the opusim that wrote it"
+            f"{path}: schema_version {checks.short(version)} is not {SCHEMA_VERSION}; read it with the opusim that "
+            "wrote it"
         )
     if found != digest or path.name != checkpoint_path(path, header.step).name:
         raise RunFolderError(

@@ -43,8 +43,8 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def examples(number: int) -> Any:
-    """Settings of a test: a third of so many examples, and twenty times as many in `make nightly`."""
-    return settings(max_examples=number * 20 if FRESH else number // 3)
+    """Settings of a test: a quarter of so many examples, and twenty times as many in `make nightly`."""
+    return settings(max_examples=number * 20 if FRESH else number // 4)
 
 
 def read_or_refused(

@@ -273,14 +273,15 @@ class _Scores:
             "run": str(folder.path.resolve()),
             "configuration": digest_of(folder.config_file.read_bytes()),
         }
-        kept = read_json(file) if file.exists() else None
-        if kept is not None and (not _are_scores(kept) or kept["asked"] != self._asked):
+        kept = read_json(file) if file.exists() else {}
+        if file.exists() and (not _are_scores(kept) or kept["asked"] != self._asked):
             raise RunFolderError(
                 f"{file} holds the scores of another audit; delete it, or choose another --out"
             )
-        if kept is not None and seed not in (None, kept["seed"]):
+        if kept and seed not in (None, kept["seed"]):
             raise RunFolderError(
-                f"{file} holds the scores of seed {kept['seed']}, not {seed}; take that, or choose another --out"
+                f"{file} holds the scores of another audit, of seed {kept['seed']} and not {seed}; take that seed, or "
+                "choose another --out"
             )
         self.seed: int = kept["seed"] if kept else secrets.randbits(63) if seed is None else seed
         self.found: list[float] = [float(score) for score in kept["scores"]] if kept else []

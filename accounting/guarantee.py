@@ -57,7 +57,7 @@ def _one_line(problem: Mapping[str, Any]) -> str:
     if cause:
         return str(cause)
     place, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
-    shown = "" if isinstance(value, dict | list) else f" = {value!r}"
+    shown = "" if isinstance(value, dict | list) else f" = {checks.short(value)}"
     return f"{place}{shown}: {problem['msg']}"
 
 

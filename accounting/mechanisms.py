@@ -302,8 +302,8 @@ def mechanism_class(kind: str) -> type[Mechanism]:
         return _load(kind)
     if kind not in _KINDS:
         raise ValueError(
-            f"kind = {kind!r}: must be one of {', '.join(mechanism_kinds())}; read it with the opusim that wrote "
-            "it, or install the package that has this mechanism"
+            f"kind = {checks.short(kind)}: must be one of {', '.join(mechanism_kinds())}; read it with the opusim that "
+            "wrote it, or install the package that has this mechanism"
         )
     return _KINDS[kind]
 
@@ -341,13 +341,14 @@ def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:
     found = mechanism_class(str(kind))
     if version != SCHEMA_VERSION:
         raise ValueError(
-            f"schema_version = {version!r}: must be {SCHEMA_VERSION}; read it with the opusim that wrote it"
+            f"schema_version = {checks.short(version)}: must be {SCHEMA_VERSION}; read it with the opusim that wrote it"
         )
     values = {**found.absent_means, **values}
     odd = set(values) ^ {parameter.name for parameter in parameters_of(found)}
     if odd:
+        listed = ", ".join(sorted(odd))[:200]
         raise ValueError(
-            f"{kind}: parameters missing or not known: {', '.join(sorted(odd))}; read it with the opusim that wrote it"
+            f"{kind}: parameters missing or not known: {listed}; read it with the opusim that wrote it"
         )
     return from_json(found, values)
 

@@ -24,7 +24,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
+    "mathml",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
@@ -44,6 +44,7 @@ html_title = f"opusim {release}"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_show_sphinx = False
+html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -120,7 +120,7 @@ def choice(allowed: Collection[Any], *, remedy: str = "", **values: Any) -> None
     for name, value in values.items():
         if value not in allowed:
             listed = ", ".join(repr(item) for item in allowed)
-            _refuse(name, repr(value), f"must be one of {listed}", remedy)
+            _refuse(name, short(value), f"must be one of {listed}", remedy)
 
 
 def instance(kind: type | tuple[type, ...], /, *, remedy: str = "", **values: Any) -> None:
@@ -134,7 +134,7 @@ def instance(kind: type | tuple[type, ...], /, *, remedy: str = "", **values: An
     for name, value in values.items():
         if not isinstance(value, kinds):
             rule = f"must be {expected}, not {type(value).__name__}"
-            raise TypeError(_message(name, _short(value), rule, remedy))
+            raise TypeError(_message(name, short(value), rule, remedy))
 
 
 def shape(expected: tuple[int | None, ...], *, remedy: str = "", **arrays: Any) -> None:
@@ -157,12 +157,12 @@ def _real_array(name: str, value: Any) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype.kind not in "iuf":
         raise TypeError(
-            _message(name, _short(value), f"must be a real number, not {type(value).__name__}", "")
+            _message(name, short(value), f"must be a real number, not {type(value).__name__}", "")
         )
     return array
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """Return the value in at most 60 characters, so that a message stays one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
@@ -170,7 +170,7 @@ def _short(value: Any) -> str:
 
 def _message(name: str, value: Any, rule: str, remedy: str) -> str:
     """``name = value: rule; remedy``."""
-    text = f"{name} = {value if isinstance(value, str) else _short(value)}: {rule}"
+    text = f"{name} = {value if isinstance(value, str) else short(value)}: {rule}"
     return f"{text}; {remedy}" if remedy else text
 
 

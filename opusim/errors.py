@@ -14,6 +14,8 @@ class OpusimError(Exception):
 class ConfigError(OpusimError, ValueError):
     """A configuration file, or a value given instead of one, that cannot be used.
 
+    What a hostile file puts into key and reason is cut in the middle, so that the message stays a line to read.
+
     Attributes:
         file: the file or the name the configuration was asked for by.
         key: the dotted key at fault, such as ``noise.sigma``.
@@ -21,6 +23,7 @@ class ConfigError(OpusimError, ValueError):
     """
 
     def __init__(self, file: str, key: str, reason: str) -> None:
+        key, reason = _cut(key), _cut(reason)
         super().__init__(f"{file}: {key}: {reason}")
         self.file = file
         self.key = key
@@ -29,6 +32,11 @@ class ConfigError(OpusimError, ValueError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
         """Pickle by the three parts, so that the error crosses process borders."""
         return type(self), (self.file, self.key, self.reason)
+
+
+def _cut(text: str, longest: int = 1200) -> str:
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
 class DeviceError(OpusimError):

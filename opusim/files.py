@@ -25,6 +25,8 @@ TEXT_LIMIT = 16 * 2**20
 """Bytes of a configuration, description, certificate or JSON file, at most."""
 DEPTH_LIMIT = 64
 """Tables and lists within each other in such a file, at most."""
+INTEGER_LIMIT = 2**64
+"""Whole numbers in such a file lie below it, and above its negative."""
 FIGURES = (".png", ".pdf", ".svg")
 """How the name of a figure's file may end."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -225,7 +227,10 @@ def open_to_read(path: str | Path) -> int:
     Raises:
         OSError: It cannot be opened, or is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a path with a NUL character, such as a file may name
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
     try:
         _require_regular(descriptor, path)
     except BaseException:
@@ -256,7 +261,8 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        json.JSONDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep.
+        json.JSONDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep, or holds a whole number beyond
+            `INTEGER_LIMIT` or half a character.
     """
     try:
         value = json.loads(text)
@@ -266,8 +272,9 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError(_TOO_DEEP, "", 0) from None
     except ValueError as error:  # not UTF-8, or a number with too many digits
         raise json.JSONDecodeError(str(error), "", 0) from None
-    if _is_deep(value):
-        raise json.JSONDecodeError(_TOO_DEEP, "", 0)
+    problem = _problem(value)
+    if problem:
+        raise json.JSONDecodeError(problem, "", 0)
     return value
 
 
@@ -275,7 +282,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        tomllib.TOMLDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep.
+        tomllib.TOMLDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep, or holds a whole number beyond
+            `INTEGER_LIMIT`.
     """
     try:
         value = tomllib.loads(text)
@@ -285,8 +293,9 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise tomllib.TOMLDecodeError(_TOO_DEEP) from None
     except ValueError as error:  # a number with too many digits, an impossible date
         raise tomllib.TOMLDecodeError(str(error)) from None
-    if _is_deep(value):
-        raise tomllib.TOMLDecodeError(_TOO_DEEP)
+    problem = _problem(value)
+    if problem:
+        raise tomllib.TOMLDecodeError(problem)
     return value
 
 
@@ -314,17 +323,24 @@ def _is_table(value: Any) -> bool:
     )
 
 
+_HALF = re.compile("[\ud800-\udfff]")
 _TOO_DEEP = f"more than {DEPTH_LIMIT} tables and lists within each other"
 
 
-def _is_deep(value: Any) -> bool:
+def _problem(value: Any) -> str | None:
+    """Return what no reader could work with or write again, or None."""
     level = [value]
     for _ in range(DEPTH_LIMIT + 1):
-        below = [list(v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        for item in level:
+            if isinstance(item, int) and abs(item) >= INTEGER_LIMIT:
+                return "a whole number of more than 64 bits"
+            if isinstance(item, str) and not item.isascii() and _HALF.search(item):
+                return "a text with half a character (a lone surrogate)"
+        below = [[*v, *v.values()] if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
         level = [item for values in below for item in values]
         if not level:
-            return False
-    return True
+            return None
+    return _TOO_DEEP
 
 
 def _require_regular(descriptor: int, path: str | Path) -> None:

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from accounting.composition import guarantees, merge
 from accounting.errors import LedgerCorrupt
@@ -14,6 +14,7 @@ from accounting.guarantee import Guarantee
 from accounting.ledger.evidence import Alarm, CertificateFacts, stated
 from accounting.ledger.journal import Position
 from accounting.mechanisms import CertifiedMechanism, Mechanism, mechanism_from_json
+from opusim import checks
 
 Mode = Literal["experiment", "release"]
 
@@ -175,7 +176,7 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
     for number, entry in enumerate(entries, start=1):
         try:
             if number == 1:
-                mode, delta, enforced = entry["mode"], float(entry["delta"]), bool(entry["enforced"])
+                mode, delta, enforced = _opening(entry)
             elif "returned" in entry:
                 if mode != "release" or not block_before:
                     raise ValueError("returns steps, but the line before reserves none in release mode")
@@ -229,20 +230,35 @@ def shortened(payment: Payment, first_step: int, steps: int) -> Payment:
     begin = payment.first_step
     if (
         begin is None
+        or {type(first_step), type(steps)} != {int}
         or not begin < first_step < begin + payment.steps
         or first_step + steps != begin + payment.steps
     ):
         raise ValueError(
-            f"returns {steps!r} steps from step {first_step!r}, which are not the end of the block in the line before"
+            f"returns {checks.short(steps)} steps from step {checks.short(first_step)}, which are not the end of the "
+            "block in the line before"
         )
     return replace(payment, steps=first_step - begin)
 
 
+def _opening(entry: dict[str, Any]) -> tuple[Mode, float, bool]:
+    mode, delta, enforced = entry["mode"], entry["delta"], entry["enforced"]
+    checks.choice(get_args(Mode), mode=mode)
+    checks.in_unit_interval(closed="left", delta=delta)
+    checks.instance(bool, enforced=enforced)
+    return mode, float(delta), enforced
+
+
 def _payment(entry: dict[str, Any]) -> Payment:
     mechanisms = tuple(mechanism_from_json(content) for content in entry["mechanisms"])
+    if not mechanisms:
+        raise ValueError("mechanisms = []: pays for nothing")
     if "name" in entry:
+        checks.instance(str, name=entry["name"])
         return Payment(first_step=None, steps=1, mechanisms=mechanisms, name=entry["name"])
     first_step, steps = entry["first_step"], entry["steps"]
     if type(first_step) is not int or type(steps) is not int or first_step < 0 or steps < 1:
-        raise ValueError(f"first_step = {first_step!r}, steps = {steps!r}: pays for no block of steps")
+        raise ValueError(
+            f"first_step = {checks.short(first_step)}, steps = {checks.short(steps)}: pays for no block of steps"
+        )
     return Payment(first_step=first_step, steps=steps, mechanisms=mechanisms)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from accounting.errors import LedgerCorrupt
+from opusim import checks
 from opusim.files import open_to_write, parse_json, read_bytes, sync_folder, write_all
 
 SCHEMA_VERSION = 1
@@ -240,11 +241,10 @@ def _verified(
         content = parse_json(line)
         entry = content["entry"]
         if content["schema_version"] != SCHEMA_VERSION:
-            problem = f"schema_version {content['schema_version']!r} is not {SCHEMA_VERSION}"
+            problem = f"schema_version {checks.short(content['schema_version'])} is not {SCHEMA_VERSION}"
         elif content["line"] != number or content["previous"] != previous:
-            problem = (
-                f"says it is line {content['line']} or follows another line: lines were moved or removed"
-            )
+            said = checks.short(content["line"])
+            problem = f"says it is line {said} or follows another line: lines were moved or removed"
         elif _line(number, previous, entry)[0] == line + b"\n":
             return dict(entry)
     except (ValueError, KeyError, TypeError):

@@ -65,7 +65,13 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
     columns = {column: _numbers(name, lines, _place(column, header)[0], column) for column in wanted}
     device = np.arange(len(lines) - 1)
     if _DEVICE in header:
-        cells = [row[header.index(_DEVICE)] for row in lines[1:]]
+        place = header.index(_DEVICE)
+        cells = [row[place] if place < len(row) else "" for row in lines[1:]]
+        if "" in cells:
+            line = cells.index("") + 2
+            raise ConfigError(
+                name, f"{_DEVICE}, line {line}", "names no device; give one, or remove the line"
+            )
         device = np.unique(cells, return_inverse=True)[1]
     try:
         if wanted == PRODUCTS:

@@ -167,6 +167,10 @@ class RunAudit:
     game: str = ""
     note: str = ""
 
+    def __post_init__(self) -> None:
+        if all(finding.role is not Role.RUN for finding in self.findings):
+            raise ValueError("findings: none is on the run itself")
+
     @property
     def strongest(self) -> Finding:
         """The finding on the run with the largest bound."""

@@ -52,6 +52,8 @@ def stored_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: It is not a valid configuration.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError("configuration", "config", f"holds a {type(values).__name__}, not a table of keys")
     return _validated(values, "configuration", given=())
 
 

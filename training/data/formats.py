@@ -15,6 +15,7 @@ import math
 import os
 import struct
 import tarfile
+import tokenize
 import warnings
 import zipfile
 import zlib
@@ -123,7 +124,8 @@ _NPZ_BYTES_ALLOWED = 2**30
 _NPZ_RATIO_LIMIT = 100
 """Bytes in memory per byte of the file, above `_NPZ_BYTES_ALLOWED`; measured data compress by 2 to 20."""
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
-_DAMAGED = (zipfile.BadZipFile, zlib.error)
+_DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, tokenize.TokenError, MemoryError)
+"""What zipfile, its decompressors and numpy's parser of headers raise."""
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -161,7 +163,7 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
         raise
     except (*_UNREADABLE, *_DAMAGED) as error:
         wanted = " and ".join(names)
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
         raise DataError(f"{path} is not an .npz file with arrays {wanted} ({reason})") from error
 
 

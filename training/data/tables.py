@@ -361,7 +361,7 @@ def _dataset(
 
 def _listed(names: Sequence[str]) -> str:
     """Return names for a message, at most eight of them."""
-    shown = ", ".join(names[:8])
+    shown = ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 

@@ -28,12 +28,13 @@ def read_save(folder: Path) -> dict[str, Any]:
     try:
         require_regular(file)
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        version = state["version"]
+        version, inode = state["version"], state["inode"]
     except Exception as error:  # torch.load has no error of its own
-        raise RunFolderError(f"{file} is not a readable save ({error}); restore it from a copy") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise RunFolderError(f"{file} is not a readable save ({reason}); restore it from a copy") from error
     if version != VERSION:
         raise RunFolderError(f"{file} is of another version; resume it with the opusim that wrote it")
-    if state["inode"] not in (None, folder.stat().st_ino):
+    if inode not in (None, folder.stat().st_ino):
         raise RunFolderError(
             f"folder {folder} is a copy, and no ledger counts what two copies release; resume in the folder "
             "where the loop was started, or start a new one"

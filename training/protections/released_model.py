@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ from training.runs.storage import write_array
 
 _ROWS, _COLUMNS = 4096, 1024
 """Records, and columns of S, of one matrix product."""
-_NOT_KEPT = (OSError, ValueError, KeyError, zipfile.BadZipFile)
+_NOT_KEPT = (OSError, ValueError, KeyError, IndexError, EOFError, TypeError, zipfile.BadZipFile, zlib.error)
 """What a design that was never kept, or was cut, raises."""
 _PAYMENT = "model"
 """What a ledger calls the one release."""

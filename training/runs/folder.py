@@ -14,7 +14,7 @@ from accounting.errors import LedgerCorrupt
 from accounting.ledger.content import LedgerContent
 from accounting.ledger.journal import Position, Witness
 from accounting.ledger.ledger import LEDGER_FILE, read_ledger
-from opusim import plugins
+from opusim import checks, plugins
 from opusim.errors import ConfigError
 from opusim.files import make_folder, read_bytes, write_file
 from opusim.processes import launched_rank
@@ -211,7 +211,7 @@ class RunFolder:
         found = facts.get("schema_version") if isinstance(facts, dict) else None
         if found != CONFIG_VERSION:
             raise RunFolderError(
-                f"{self.config_file}: schema_version {found!r} is not {CONFIG_VERSION}; "
+                f"{self.config_file}: schema_version {checks.short(found)} is not {CONFIG_VERSION}; "
                 "read it with the opusim that wrote it"
             )
         missing = [name for name in _PARTS if name not in facts]

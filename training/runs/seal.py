@@ -26,6 +26,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from accounting.ledger.journal import Position
+from opusim import checks
 from opusim.files import parse_json, require_regular
 from training.errors import RunFolderError
 from training.runs.storage import json_digest, record_from_json, record_json
@@ -113,14 +114,16 @@ def read_header(path: Path) -> Header:
         with safe_open(path, framework="np") as file:
             facts = parse_json((file.metadata() or {})[HEADER_KEY])
         version, digest = facts["schema_version"], facts.pop("digest")
+        found = json_digest(facts)
         header = record_from_json(Header, facts, SCHEMA_VERSION) if version == SCHEMA_VERSION else None
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise RunFolderError(f"{path} is not a readable checkpoint ({error}); {REMEDY}") from error
     if header is None:
         raise RunFolderError(
-            f"{path}: schema_version {version!r} is not {SCHEMA_VERSION}; read it with the opusim that wrote it"
+            f"{path}: schema_version {checks.short(version)} is not {SCHEMA_VERSION}; read it with the opusim that "
+            "wrote it"
         )
-    if json_digest(facts) != digest or path.name != checkpoint_path(path, header.step).name:
+    if found != digest or path.name != checkpoint_path(path, header.step).name:
         raise RunFolderError(
             f"{path} is damaged (its header does not match its digest or its name); {REMEDY}"
         )

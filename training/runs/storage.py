@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from accounting.guarantee import Guarantee, from_json, to_json
+from opusim import checks
 from opusim.devices.locks import LockHeld, held
 from opusim.files import (
     make_folder,
@@ -172,7 +173,7 @@ def record_from_json(kind: type[Record], content: Any, version: int) -> Record:
     """
     found = content.get("schema_version") if isinstance(content, Mapping) else None
     if found != version:
-        raise ValueError(f"schema_version {found!r} is not {version}")
+        raise ValueError(f"schema_version {checks.short(found)} is not {version}")
     return from_json(kind, content)
 
 

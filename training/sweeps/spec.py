@@ -6,6 +6,7 @@ Every error that can be found before a run starts is raised here, with the file,
 from __future__ import annotations
 
 import itertools
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from training.config.reading import flat, load_config, merged, nested
 from training.config.run import RunConfig
 from training.config.sections import Section
 from training.data.catalogue import CATALOGUE
+
+RUNS_LIMIT = 10_000
+"""Runs of a sweep, at most."""
 
 
 class SeriesSpec(Section):
@@ -139,6 +143,7 @@ def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
         ConfigError: An axis has no values or one value twice, two axes set the same key, a configuration does not
             take a key or a value, or a trainer, device or data set is not known.
     """
+    _require_few(spec, text.origin)
     points: list[Point] = []
     for series in spec.series or (SeriesSpec(name="runs"),):
         points += _series_points(spec, series, text.origin)
@@ -147,6 +152,20 @@ def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
         hint = f"take one of {', '.join(axes)}, or leave it out" if axes else "leave it out"
         raise ConfigError(text.origin, "noise", f"{spec.noise!r} is not an axis of this sweep; {hint}")
     return points
+
+
+def _require_few(spec: SweepSpec, origin: str) -> None:
+    """Refuse a table of more runs than a sweep can be meant to have, before they are made.
+
+    Raises:
+        ConfigError: There are more than `RUNS_LIMIT`.
+    """
+    runs = 0
+    for series in spec.series or (SeriesSpec(name="runs"),):
+        axes = (*flat(spec.axes).values(), *flat(series.axes).values())
+        runs += math.prod(len(values) for values in axes if isinstance(values, list))
+    if runs > RUNS_LIMIT:
+        raise ConfigError(origin, "axes", f"make {runs:,} runs, more than {RUNS_LIMIT:,}; divide the table")
 
 
 def one_at_a_time(points: Sequence[Point]) -> bool:

@@ -9,6 +9,7 @@ is trained, or low-rank updates of it (LoRA, Hu et al. 2022).
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from training.zeroth_order.config import LanguageConfig, ZoConfig
 PAD = -1.0
 _TEXTS_LIMIT = 2**30
 """Largest number of bytes of a file of texts."""
+_CLASS_NUMBER = re.compile("[0-9]{1,9}")
 TEXT, MASK = "{text}", "{mask}"
 
 
@@ -128,7 +130,7 @@ def read_texts(path: Path) -> tuple[list[str], Tensor]:
     texts, labels = [], []
     for number, line in enumerate(lines, start=1):
         text, tab, label = line.rpartition("\t")
-        if not tab or not label.strip().isdigit():
+        if not tab or not _CLASS_NUMBER.fullmatch(label.strip()):
             raise DataError(f"{path}: line {number} is not: text, tab, class number from 0")
         texts.append(text)
         labels.append(int(label))

@@ -114,6 +114,10 @@ def test_a_stopped_audit_resumes_and_is_kept(run: Path, tmp_path: Path) -> None:
     assert read_one_run(place / FINAL_MODEL_FILE) == found
     with pytest.raises(RunFolderError, match="another audit"):
         audit_final_model(run, **{**options, "seed": 8}, out=place)
+    for content in ("[1]", "null", '{"seed": 7, "asked": {}, "scores": [null]}'):
+        (tmp_path / SCORES_FILE).write_text(content)
+        with pytest.raises(RunFolderError, match="another audit"):
+            audit_final_model(run, **options, out=tmp_path)
     assert not (run / SCORES_FILE).exists()
     again = tmp_path / "run"
     for epsilon in (

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +16,11 @@ import pytest
 import training
 from opusim import load_description, open_device
 from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
+from tests.support.hostile_files import SECONDS, TooLong, within
 from training.cli import main
 from training.data import formats as data_folder
 from training.errors import RunFolderError
 from training.runs.folder import RunFolder
-
-SECONDS = 20
-"""In which each command must end; a healthy one takes a tenth of a second."""
-
-
-class TooLong(BaseException):
-    """A command that hangs; no handler of Exception takes it."""
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    def stop(number: int, frame: Any) -> None:
-        raise TooLong(f"still at work after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def bytes_of(content: bytes) -> Callable[[Path], None]:

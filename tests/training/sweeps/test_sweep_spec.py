@@ -45,6 +45,14 @@ def test_a_series_takes_all_combinations_of_its_axes_and_those_of_the_sweep(tmp_
     assert {p.config.threads for p in found} == {1}
 
 
+def test_a_table_of_more_runs_than_anyone_can_mean_is_refused_at_once(tmp_path: Path) -> None:
+    axes = "".join(f"optimizer.k{number} = {list(range(100))}\n" for number in range(20))
+    with pytest.raises(
+        ConfigError, match=r"axes: make 10,000,000,.* runs, more than 10,000; divide the table"
+    ):
+        points(tmp_path, f'title = "t"\n[axes]\n{axes}')
+
+
 def test_axes_may_be_quoted_dotted_or_tables(tmp_path: Path) -> None:
     quoted = SPEC.replace("device.noise.sigma =", '"device.noise.sigma" =')
     table = SPEC.replace("[series.axes]\ndevice.noise.sigma =", "[series.axes.device.noise]\nsigma =")

@@ -274,17 +274,33 @@ class _Scores:
             "configuration": digest_of(folder.config_file.read_bytes()),
         }
         kept = read_json(file) if file.exists() else {}
-        if kept and (kept.get("asked") != self._asked or seed not in (None, kept.get("seed"))):
+        if file.exists() and (not _are_scores(kept) or kept["asked"] != self._asked):
             raise RunFolderError(
                 f"{file} holds the scores of another audit; delete it, or choose another --out"
             )
-        self.seed: int = int(kept["seed"]) if kept else secrets.randbits(63) if seed is None else seed
-        self.found: list[float] = [float(score) for score in kept.get("scores", [])]
+        if kept and seed not in (None, kept["seed"]):
+            raise RunFolderError(
+                f"{file} holds the scores of another audit, of seed {kept['seed']} and not {seed}; take that seed, or "
+                "choose another --out"
+            )
+        self.seed: int = kept["seed"] if kept else secrets.randbits(63) if seed is None else seed
+        self.found: list[float] = [float(score) for score in kept["scores"]] if kept else []
 
     def keep(self, on_training: Callable[[int], None]) -> None:
         """Write the scores and tell their number."""
         write_json(self._file, {"seed": self.seed, "asked": self._asked, "scores": self.found})
         on_training(len(self.found))
+
+
+def _are_scores(kept: Any) -> bool:
+    """Whether a JSON document is what `_Scores.keep` writes."""
+    return (
+        isinstance(kept, dict)
+        and type(kept.get("seed")) is int
+        and "asked" in kept
+        and isinstance(kept.get("scores"), list)
+        and all(type(score) in (int, float) for score in kept["scores"])
+    )
 
 
 def play(

@@ -20,7 +20,8 @@ from benchmarks.results_file import load_results, save_results
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
-from training.device_privacy.camera import LIGHTS, LabelCounts, label_counts
+from training.device_privacy.camera import LabelCounts, label_counts
+from training.device_privacy.camera_tables import LIGHTS
 from training.protections.counted_labels import CountsReadout
 from training.protections.label_frames import LabelFrames
 

@@ -9,6 +9,7 @@ ended, and starts one that was stopped again. `kept` then computes what the cert
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import shutil
@@ -37,6 +38,7 @@ COLUMN_NAMES = (
     "device",
     "kept",
     "epsilon",
+    "features",
     "test [%]",
     "stated epsilon",
     "delta",
@@ -58,7 +60,9 @@ def documented(device: str, kept: str) -> list[list[str]]:
 
 def run_command(words: list[str], folder: Path) -> dict[str, Any]:
     """Run one command in a folder, unless it ended there before; return what it wrote."""
-    done = folder / "done" / (re.sub(r"[^\w.=-]+", "_", " ".join(words))[:150] + ".txt")
+    told = re.sub(r"[^\w.=-]+", "_", " ".join(words))[:120]
+    digest = hashlib.blake2b(shlex.join(words).encode(), digest_size=8).hexdigest()
+    done = folder / "done" / f"{told}-{digest}.txt"
     if not done.exists():
         if "--out" in words:
             shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
@@ -82,6 +86,7 @@ def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
         "device": device,
         "kept": kept,
         "epsilon": float(folder.name.removeprefix("private-")),
+        "components": run.config.data.components,
         "test": 100 * public["accuracy"],
         "stated_epsilon": guarantee.epsilon,
         "delta": guarantee.delta,
@@ -161,6 +166,7 @@ def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             f"`{run['device']}`",
             run["kept"],
             f"{run['epsilon']:g}",
+            f"{run['components']} components" if run["components"] else "pixels",
             f"{run['test']:.2f}",
             f"{run['stated_epsilon']:.4g}",
             f"{run['delta']:g}",

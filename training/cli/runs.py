@@ -351,7 +351,8 @@ def account_device(
     held = None if certificate is None else load_certificate(certificate)
     if description.camera is not None:
         from opusim.progress import Progress
-        from training.device_privacy.camera import evaluations, label_counts, print_account
+        from training.device_privacy.camera import label_counts
+        from training.device_privacy.camera_tables import evaluations, print_account
 
         with Progress("account device", "evaluations") as progress:
             counts = label_counts(

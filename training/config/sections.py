@@ -242,7 +242,8 @@ class OptimizerConfig(Section):
     name: Literal["sgd", "adam", "adamw", "nadam", "radam", "adamax"] = "sgd"
     """Class in torch.optim; adam by default for a model.name other than mlp."""
     lr: float = Field(0.01, gt=0.0)
-    """Learning rate; 0.002 by default for zo and for a model.name other than mlp, 1.9 for convex."""
+    """Learning rate; 0.002 by default for zo and for a model.name other than mlp, 1.9 for convex, 0.04 for an mlp whose
+    labels are read once (label-readout, label-randomized-response)."""
     momentum: float = Field(0.9, ge=0.0, lt=1.0)
     """Momentum (only sgd); 0 for zo and convex, which have none."""
     nesterov: bool = False
@@ -261,7 +262,7 @@ class OptimizerConfig(Section):
     """Factor by which the rate falls each time (only schedule = 'step')."""
     averaged_tail: float = Field(0.0, ge=0.0, lt=1.0)
     """The final model is the mean of the parameters over this last share of the steps; 0 takes the last parameters, and
-    so does a run that its budget ends early."""
+    so does a run that its budget ends early. 0.5 by default for an mlp whose labels are read once."""
 
 
 class SamplerConfig(Section):

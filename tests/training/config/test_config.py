@@ -23,6 +23,24 @@ def test_a_changed_kind_brings_its_own_defaults(tmp_path: Path) -> None:
     assert (changed.optimizer.lr, changed.optimizer.momentum, changed.sampler.batch_size) == (0.5, 0.9, 250)
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"protection": {"kind": "label-readout"}}, (0.04, 0.5)),
+        ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response"}}, (0.04, 0.5)),
+        ({"protection": {"kind": "label-amplified"}}, (0.01, 0.0)),
+        ({"protection": {"kind": "label-readout"}, "optimizer": {"lr": 0.01}}, (0.01, 0.5)),
+        ({"protection": {"kind": "label-readout"}, "optimizer": {"name": "adam"}}, (0.01, 0.0)),
+        ({"protection": {"kind": "label-readout"}, "model": {"name": "vit-small"}}, (0.002, 0.0)),
+    ],
+)
+def test_labels_that_are_read_once_take_larger_steps_and_a_mean(
+    values: dict[str, Any], expected: tuple[float, float]
+) -> None:
+    optimizer = load_config(merged(values, {"protection": {"epsilon": 3.0}})).optimizer
+    assert (optimizer.lr, optimizer.averaged_tail) == expected
+
+
 def test_a_changed_epsilon_is_calibrated_anew(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     values = {"trainer": {"kind": "bp"}, "protection": {"kind": "record", "epsilon": 3.0}}

@@ -120,19 +120,22 @@ class TunedRows:
                 flush=True,
             )
 
-    def measure(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0) -> None:
-        """Train each row's best point with the other seeds, and print the table."""
-        chosen = self._chosen(rows, epsilon)
+    def measure(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0, seeds: str = "") -> None:
+        """Train each row's best point with the other seeds, or with some (such as 3,4), and print the table."""
+        chosen, wanted = self._chosen(rows, epsilon), {int(seed) for seed in seeds.split(",") if seed}
         tasks = [
             (*cell, self.best_point(*cell), seed)
             for cell in chosen
             for seed in self.rows[cell[0]].seeds or self.seeds
+            if not wanted or seed in wanted
         ]
         own: list[dict[str, Any]] = []
         names = list(self.rows)
         for run in self._runs(tasks, jobs):
             own.append(run)
-            runs = [*self._others("runs", chosen), *own]
+            kept = [each for each in self.results.get("runs", []) if _cell(each) in chosen]
+            earlier = [each for each in kept if wanted and each["seed"] not in wanted]
+            runs = [*self._others("runs", chosen), *earlier, *own]
             runs.sort(key=lambda each: (names.index(each["row"]), -each["epsilon"], each["seed"]))
             self._save(runs=runs, cells=self.cells_of(runs))
         print_table("Test accuracy under protection", COLUMN_NAMES, table_rows(self.results["cells"]))
@@ -186,7 +189,7 @@ class TunedRows:
 
     def _others(self, kind: str, chosen: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
         """Return what the file now holds of other cells, which another process may be writing."""
-        return [each for each in self.results.get(kind, []) if (each["row"], each["epsilon"]) not in chosen]
+        return [each for each in self.results.get(kind, []) if _cell(each) not in chosen]
 
     def _chosen(self, rows: str, epsilon: float) -> list[tuple[str, float]]:
         """Return the cells whose row contains a text, at one epsilon or all."""
@@ -210,6 +213,11 @@ class TunedRows:
 
 
 COLUMN_NAMES = ("protection", "epsilon", "test [%]", "validation [%]", "frames", "kJ", "chosen point")
+
+
+def _cell(result: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the row and the epsilon of a run or a trial."""
+    return result["row"], result["epsilon"]
 
 
 def _shown(value: object) -> str:

@@ -157,12 +157,12 @@ class TunedRows:
         return dict(max(mine, key=lambda trial: trial["validation"])["point"])
 
     def cells_of(self, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return mean and standard error over seeds, by row and epsilon."""
+        """Return mean and standard error over seeds, None for one seed, by row and epsilon."""
         cells = []
         for row, plan in self.rows.items():
             for epsilon in plan.epsilons:
                 mine = [run for run in runs if (run["row"], run["epsilon"]) == (row, epsilon)]
-                if len(mine) < 2:
+                if not mine:
                     continue
                 test = [run["test"] for run in mine]
                 means = {
@@ -175,7 +175,10 @@ class TunedRows:
                         "row": row,
                         "epsilon": epsilon,
                         "test": statistics.mean(test),
-                        "test_standard_error": statistics.stdev(test) / len(test) ** 0.5,
+                        "seeds": len(test),
+                        "test_standard_error": statistics.stdev(test) / len(test) ** 0.5
+                        if len(test) > 1
+                        else None,
                         "point": mine[0]["point"],
                         **means,
                     }
@@ -224,13 +227,19 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
+def shown_accuracy(cell: Mapping[str, Any]) -> str:
+    """Return the test accuracy of a cell with its standard error, or with a word on its only seed."""
+    error = cell["test_standard_error"]
+    return f"{cell['test']:.2f} (one seed)" if error is None else f"{cell['test']:.2f} ± {error:.2f}"
+
+
 def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each cell, as text."""
     return [
         (
             cell["row"],
             f"{cell['epsilon']:g}",
-            f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f}",
+            shown_accuracy(cell),
             f"{cell['validation']:.2f}" if "validation" in cell else "-",
             f"{cell['frames']:,.0f}",
             f"{cell['joules'] / 1e3:.1f}",

@@ -57,6 +57,13 @@ CIFAR_RATE = 8.0
 their features are 16 x 63 for FashionMNIST and 4 x 125 for CIFAR-10."""
 EXPLORED = 90
 """Exploratory trials on the same held-out records of FashionMNIST, whose results are not kept."""
+ORIGINS = {
+    "mnist, ": "MNIST takes the settings chosen for FashionMNIST.",
+    "cifar-10, ": "CIFAR-10 (a copy in JPEG) takes them too, but for its rate, which follows from published recipes.",
+    "fashion-mnist, convolutions": "`convolutions` takes batch size, rate, clip and epochs from Tramer and Boneh's "
+    "repository and is not tuned here.",
+}
+"""Where settings that were not chosen on a row's own records come from, by the beginning of its name."""
 EPSILONS = (3.0, 1.0)
 LINEAR_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.0, 0.5)}
 COMPONENTS_GRID = {"optimizer.lr": (8.0, 16.0, 32.0), "optimizer.averaged_tail": (0.25,)}
@@ -151,6 +158,7 @@ def page_section() -> str:
     results = load_results(NAME)
     if not results.get("cells"):
         return ""
+    rows = [cell["row"] for cell in results["cells"]]
     fewer = ", ".join(
         f"{cell['seeds']} for `{cell['row']}`"
         for cell in results["cells"]
@@ -162,11 +170,10 @@ def page_section() -> str:
         f"{command(MODULE, 'tune')}, then `measure`). Settings of FashionMNIST were chosen on 10 % of its training "
         f"records with one other seed ({len(results.get('trials', []))} trials in the results file, after some "
         f"{EXPLORED} exploratory ones on those records: features, components, whitening, averages, batch sizes); the "
-        "choice is not paid for and no guarantee here covers it, as in the papers compared with. MNIST takes the "
-        "settings chosen for FashionMNIST, and so does CIFAR-10 (a copy in JPEG) but for its rate, which follows "
-        "from published recipes. `convolutions` takes batch size, rate, clip and epochs from Tramer and Boneh's "
-        "repository. None of these three was tuned here."
+        "choice is not paid for and no guarantee here covers it, as in the papers compared with."
     )
+    origins = [note for start, note in ORIGINS.items() if any(row.startswith(start) for row in rows)]
+    text = " ".join([text, *origins])
     grids = ", ".join(
         f"{key.split('.')[-1]} of {', '.join(f'{value:g}' for value in values)}"
         for key, values in COMPONENTS_GRID.items()

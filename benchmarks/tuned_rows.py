@@ -120,19 +120,22 @@ class TunedRows:
                 flush=True,
             )
 
-    def measure(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0) -> None:
-        """Train each row's best point with the other seeds, and print the table."""
-        chosen = self._chosen(rows, epsilon)
+    def measure(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0, seeds: str = "") -> None:
+        """Train each row's best point with the other seeds, or with some (such as 3,4), and print the table."""
+        chosen, wanted = self._chosen(rows, epsilon), {int(seed) for seed in seeds.split(",") if seed}
         tasks = [
             (*cell, self.best_point(*cell), seed)
             for cell in chosen
             for seed in self.rows[cell[0]].seeds or self.seeds
+            if not wanted or seed in wanted
         ]
         own: list[dict[str, Any]] = []
         names = list(self.rows)
         for run in self._runs(tasks, jobs):
             own.append(run)
-            runs = [*self._others("runs", chosen), *own]
+            kept = [each for each in self.results.get("runs", []) if _cell(each) in chosen]
+            earlier = [each for each in kept if wanted and each["seed"] not in wanted]
+            runs = [*self._others("runs", chosen), *earlier, *own]
             runs.sort(key=lambda each: (names.index(each["row"]), -each["epsilon"], each["seed"]))
             self._save(runs=runs, cells=self.cells_of(runs))
         print_table("Test accuracy under protection", COLUMN_NAMES, table_rows(self.results["cells"]))
@@ -154,12 +157,12 @@ class TunedRows:
         return dict(max(mine, key=lambda trial: trial["validation"])["point"])
 
     def cells_of(self, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return mean and standard error over seeds, by row and epsilon."""
+        """Return mean and standard error over seeds, None for one seed, by row and epsilon."""
         cells = []
         for row, plan in self.rows.items():
             for epsilon in plan.epsilons:
                 mine = [run for run in runs if (run["row"], run["epsilon"]) == (row, epsilon)]
-                if len(mine) < 2:
+                if not mine:
                     continue
                 test = [run["test"] for run in mine]
                 means = {
@@ -172,7 +175,10 @@ class TunedRows:
                         "row": row,
                         "epsilon": epsilon,
                         "test": statistics.mean(test),
-                        "test_standard_error": statistics.stdev(test) / len(test) ** 0.5,
+                        "seeds": len(test),
+                        "test_standard_error": statistics.stdev(test) / len(test) ** 0.5
+                        if len(test) > 1
+                        else None,
                         "point": mine[0]["point"],
                         **means,
                     }
@@ -186,7 +192,7 @@ class TunedRows:
 
     def _others(self, kind: str, chosen: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
         """Return what the file now holds of other cells, which another process may be writing."""
-        return [each for each in self.results.get(kind, []) if (each["row"], each["epsilon"]) not in chosen]
+        return [each for each in self.results.get(kind, []) if _cell(each) not in chosen]
 
     def _chosen(self, rows: str, epsilon: float) -> list[tuple[str, float]]:
         """Return the cells whose row contains a text, at one epsilon or all."""
@@ -212,8 +218,19 @@ class TunedRows:
 COLUMN_NAMES = ("protection", "epsilon", "test [%]", "validation [%]", "frames", "kJ", "chosen point")
 
 
+def _cell(result: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the row and the epsilon of a run or a trial."""
+    return result["row"], result["epsilon"]
+
+
 def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def shown_accuracy(cell: Mapping[str, Any]) -> str:
+    """Return the test accuracy of a cell with its standard error, or with a word on its only seed."""
+    error = cell["test_standard_error"]
+    return f"{cell['test']:.2f} (one seed)" if error is None else f"{cell['test']:.2f} ± {error:.2f}"
 
 
 def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -222,7 +239,7 @@ def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         (
             cell["row"],
             f"{cell['epsilon']:g}",
-            f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f}",
+            shown_accuracy(cell),
             f"{cell['validation']:.2f}" if "validation" in cell else "-",
             f"{cell['frames']:,.0f}",
             f"{cell['joules'] / 1e3:.1f}",

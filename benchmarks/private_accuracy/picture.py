@@ -24,7 +24,7 @@ def picture() -> Figure:
             axes.errorbar(
                 [cell["epsilon"] * 1.03**index for cell in found],
                 [cell["test"] for cell in found],
-                [cell["test_standard_error"] for cell in found],
+                [cell["test_standard_error"] or 0.0 for cell in found],
                 fmt="o-",
                 markersize=4,
                 label=row.partition(", ")[2],

@@ -338,11 +338,8 @@ class PrincipalComponents:
             )
         mean = values.mean(axis=0)
         values = values - mean
-        if len(values) < values.shape[1]:  # the same components of the smaller of the two matrices
-            variances, vectors = np.linalg.eigh(values @ values.T / len(values))
-            vectors = values.T @ vectors / np.sqrt(len(values) * np.maximum(variances, 1e-300))
-        else:
-            variances, vectors = np.linalg.eigh(values.T @ values / len(values))
+        few = len(values) < values.shape[1]  # then the smaller of two matrices has the same components
+        variances, vectors = np.linalg.eigh((values @ values.T if few else values.T @ values) / len(values))
         largest = np.argsort(variances)[::-1][:n_components]
         stds, vectors = np.sqrt(np.maximum(variances[largest], 0.0)), vectors[:, largest]
         if not stds[-1] > 1e-6 * stds[0]:
@@ -350,6 +347,8 @@ class PrincipalComponents:
                 f"data.components = {n_components}: the records vary only in {int(np.sum(stds > 1e-6 * stds[0]))} "
                 "directions; lower it"
             )
+        if few:
+            vectors = values.T @ (vectors / (np.sqrt(len(values)) * stds))
         signs = np.sign(vectors[np.argmax(np.abs(vectors), axis=0), np.arange(n_components)])
         scaled = stds ** (1 - whitening)
         axes = vectors * signs * stds**-whitening / np.sqrt(np.mean(scaled**2))

@@ -41,7 +41,6 @@ from opusim.devices.certificate import Certificate, FluctuatingCountLaw, PhotonC
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, LightPower
-from opusim.plugins import Deferred
 from training.protections.argmax_labels import (
     NO_LIGHT,
     ArgmaxReadout,

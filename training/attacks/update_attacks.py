@@ -316,16 +316,16 @@ class DifferenceAttack(Attack):
         """Whether they were the sums of the records' outer products in every simulated step, or None before any."""
         self._seen: tuple[Observation, _Groups] | None = None
         self._others: tuple[Observation, _Groups] | None = None
+        self._other_terms: tuple[Observation, list[OuterProducts] | None] | None = None
 
     def learn(self, trial: Trial) -> None:
         """See Attack.learn: estimate k and v of the groups, and test whether updates are sums over records."""
         observation, candidates = trial.observation, trial.candidates
         absent, step = self._worlds(observation, candidates)
-        if self.adds_up is not False:
-            _, own = self._sums(observation, candidates)
-            self.adds_up = _close(own, step)
         if self.has_terms is not False:
             self.has_terms = self._terms_hold(observation, candidates, absent, step)
+        if self.adds_up is not False:
+            self.adds_up = self.has_terms or _close(self._sums(observation, candidates)[1], step)
         released = self._released(observation)
         self._learnt.append(
             LearntProducts(
@@ -390,7 +390,9 @@ class DifferenceAttack(Attack):
     ) -> list[tuple[OuterProducts, OuterProducts]] | None:
         """Return g_0 and d of each layer as outer products, or None if they are none."""
         weights, replacement = observation.before, candidates.replacement
-        absent = self._shadow.terms(weights, observation.others)
+        if self._other_terms is None or self._other_terms[0] is not observation:
+            self._other_terms = observation, self._shadow.terms(weights, observation.others)
+        absent = self._other_terms[1]
         step = self._shadow.terms(weights, candidates.member)
         if absent is None or step is None or len(step) != len(self._groups):
             return None

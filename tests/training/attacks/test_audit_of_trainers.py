@@ -121,15 +121,15 @@ def test_single_records_stand_for_batches_only_if_updates_add_up(
     with noiseless_steps(run, run.plan) as noiseless, replayed_step(run, run.plan) as step:
         assert noiseless is not None
         attacks = [DifferenceAttack(noiseless, groups=groups) for _ in range(3)]
+        attacks[1].has_terms = False  # takes steps on single records
+        attacks[2].has_terms = attacks[2].adds_up = False  # takes steps on both batches
         game = MembershipGame(step, adjacency=adjacency, seed=3)
         for number in range(8):
             trial = game.play(number, first_world=False)
             for attack in attacks:
                 attack.learn(trial)
-        assert attacks[0].adds_up is protects
         assert attacks[0].has_terms is (protects and not planted)
-        attacks[1].has_terms = False  # takes steps on single records
-        attacks[2].has_terms = attacks[2].adds_up = False  # takes steps on both batches
+        assert [attack.adds_up for attack in attacks] == [protects, protects, False]
         for number in range(8, 16):
             trial = game.play(number, first_world=number % 2 == 0)
             of_terms, single, whole = (

@@ -36,6 +36,8 @@ CANARIES, EPSILON, N, FEATURES = 2000, 4.0, 400, 32
 TRAINERS = ("pdfa", "bp", "dfa", "tdfa", "ulr")
 OFTEN, ATTEMPTS, NULLS = ("pdfa", "bp"), 20, 50
 _NO_FAULT = "none"
+_NOISE: dict[str, float] = {}
+"""The calibrated noise multiplier of each trainer."""
 COLUMN_NAMES = (
     "fault",
     "trainer",
@@ -131,7 +133,10 @@ def run_plan(trainer: str, seed: int) -> RunPlan:
         "protection": {"kind": "record", "epsilon": EPSILON},
     }
     config = with_own_data(load_config(options), data)
-    return RunPlan.resolve(config, own_dataset(config.data, config.split, data, None))
+    dataset = own_dataset(config.data, config.split, data, None)
+    if trainer not in _NOISE:  # the same at every seed
+        _NOISE[trainer] = RunPlan.resolve(config, dataset).protection.noise_multiplier
+    return RunPlan.resolve(config.replaced(protection={"noise_multiplier": _NOISE[trainer]}), dataset)
 
 
 def attempt(cell: Cell, number: int) -> dict[str, Any]:

@@ -46,27 +46,47 @@ def steps_needed(options: OptimizerConfig) -> int:
     return _NESTEROV_STEPS if options.nesterov else 1
 
 
-def last_gradient(weights: Sequence[Tensor], options: OptimizerConfig, rate: float) -> Tensor:
-    """The gradient g of the last of several updates, float64, the weights' shape.
+class EarlierSteps:
+    """What the steps before an update tell of it: its momentum and its weight decay, the same for all updates.
 
     torch's SGD: b_t = mu b_(t-1) + g_t + wd W_t; W_(t+1) = W_t - rate b_t, with Nesterov's
-    W_(t+1) = W_t - rate (g_t + wd W_t + mu b_t).
+    W_(t+1) = W_t - rate (g_t + wd W_t + mu b_t). So g_t = s (W_t - W_(t+1)) / rate - c with s = 1, or
+    1 / (1 + mu) for Nesterov, and a c that W_t and the weights before it tell.
 
     Args:
-        weights: W_0 .. W_(k+1), consecutive, k at least `steps_needed`.
+        weights: W_0 .. W_t, consecutive, t at least `steps_needed`, by name.
         options: The optimizer, whose constants are public.
         rate: Learning rate of all these steps.
     """
-    mu, decay = options.momentum, options.weight_decay * weights[-2].double()
-    last = _change(weights[-2], weights[-1], rate)
+
+    def __init__(
+        self, weights: Sequence[Mapping[str, Tensor]], options: OptimizerConfig, rate: float
+    ) -> None:
+        scale = 1 / (1 + options.momentum) if options.nesterov else 1.0
+        self._factor = scale / rate
+        self._constants = {
+            name: tensor.double()
+            .mul(self._factor - options.weight_decay)
+            .sub_(_momentum([earlier[name] for earlier in weights], options, rate))
+            for name, tensor in weights[-1].items()
+        }
+
+    def gradient(self, name: str, after: Tensor) -> Tensor:
+        """Return g_t of a parameter, float64, from W_(t+1)."""
+        return torch.sub(self._constants[name], after, alpha=self._factor)
+
+
+def _momentum(weights: Sequence[Tensor], options: OptimizerConfig, rate: float) -> Tensor:
+    """Return what momentum adds to s (W_t - W_(t+1)) / rate."""
+    mu = options.momentum
     if mu == 0:
-        return last.sub_(decay)
+        return torch.zeros_like(weights[-1], dtype=torch.float64)
     if not options.nesterov:
-        return last.sub_(_change(weights[-3], weights[-2], rate), alpha=mu).sub_(decay)
-    momentum = torch.zeros_like(last)
-    for before, after in pairwise(weights[:-1]):  # change = (1 + mu) b_t - mu b_(t-1)
+        return _change(weights[-2], weights[-1], rate).mul_(mu)
+    momentum = torch.zeros_like(weights[-1], dtype=torch.float64)
+    for before, after in pairwise(weights):  # change = (1 + mu) b_t - mu b_(t-1)
         momentum = _change(before, after, rate).add_(momentum, alpha=mu).div_(1 + mu)
-    return last.sub_(momentum, alpha=mu**2).div_(1 + mu).sub_(decay)
+    return momentum.mul_(mu**2 / (1 + mu))
 
 
 def _change(before: Tensor, after: Tensor, rate: float) -> Tensor:
@@ -93,10 +113,17 @@ class Records:
     Attributes:
         x: Features as the network takes them, shape (n, d).
         y: Class numbers, shape (n,).
+        numbers: Of the records in the training set, int64, shape (n,); None if they have none.
     """
 
     x: Tensor
     y: Tensor
+    numbers: Tensor | None = None
+
+    def __getitem__(self, positions: Tensor) -> Records:
+        """Return the records at some positions."""
+        numbers = None if self.numbers is None else self.numbers[positions]
+        return Records(x=self.x[positions], y=self.y[positions], numbers=numbers)
 
     def followed_by(self, others: Records) -> Records:
         """These records and then others."""
@@ -108,26 +135,26 @@ class Observation:
     """What the attacker sees and knows in a trial.
 
     Attributes:
-        weights: The parameters before and after consecutive steps, oldest first, by name ("layer1.weight", ...).
-        step: Number of the last of these steps, which keys what is public of its randomness.
-        optimizer: The optimizer's constants.
-        rate: Its learning rate in these steps.
+        before: The parameters before the last step, by name ("layer1.weight", ...).
+        after: Those after it.
+        earlier: What the steps before it tell.
+        step: Its number, which keys what is public of its randomness.
         others: The records that are in the last step's batch in both worlds.
         batch_size: Records in that batch.
     """
 
-    weights: Sequence[Mapping[str, Tensor]]
+    before: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+    earlier: EarlierSteps
     step: int
-    optimizer: OptimizerConfig
-    rate: float
     others: Records
     batch_size: int
 
     def gradients(self, prefix: str = "") -> dict[str, Tensor]:
         """The last step's gradients, float64, of the parameters whose names begin so."""
         return {
-            name: last_gradient([parameters[name] for parameters in self.weights], self.optimizer, self.rate)
-            for name in self.weights[-1]
+            name: self.earlier.gradient(name, after)
+            for name, after in self.after.items()
             if name.startswith(prefix)
         }
 

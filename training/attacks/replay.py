@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,11 +20,14 @@ from torch import Tensor, nn
 
 from accounting.guarantee import Adjacency
 from opusim.randomness.streams import derive_seed
-from training.attacks.base import Candidates, Game, Observation, Records, Trial, steps_needed
+from training.attacks.base import Candidates, EarlierSteps, Game, Observation, Records, Trial, steps_needed
 from training.attacks.controls import noiseless_step
+from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts, noting
 from training.engine.plan import RunPlan
 from training.engine.trainer import Trainer
+from training.feedback.config import FeedbackConfig
 from training.networks.base import Network
+from training.networks.network import FullyConnected
 from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
 from training.runs.checkpoints import Checkpoint, copy_parameters
 
@@ -80,28 +84,31 @@ class ReplayedStep:
         self._trainer = trainer
         options = plan.config.optimizer
         set_learning_rate(trainer.optimizer, options, min(run.progress, _LATEST_PROGRESS))
-        self.rate = float(trainer.optimizer.param_groups[0]["lr"])
+        rate = float(trainer.optimizer.param_groups[0]["lr"])
         load_optimizer_tensors(trainer.optimizer, run.checkpoint.named("optimizer."))
         self._earlier = steps_needed(options)
-        self._history = [self._parameters()]
+        history = [self._parameters()]
         for number in range(self._earlier):
             index = plan.sampler.indices(number).to(self.dataset.train.x.device)
             self._step(index, number)
-            self._history.append(self._parameters())
+            history.append(self._parameters())
+        self.before = history[-1]
+        """The parameters that every trial starts from."""
+        self.earlier = EarlierSteps(history, options, rate)
         self._state = {name: tensor.clone() for name, tensor in trainer.state.items()}
         self._optimizer_state = {k: t.clone() for k, t in optimizer_tensors(trainer.optimizer).items()}
 
     def records(self, index: Tensor) -> Records:
         """Return training records by number."""
         x, y = self.dataset.train.batch(index)
-        return Records(x=x, y=y)
+        return Records(x=x, y=y, numbers=index)
 
     def step_of(self, trial: int) -> int:
         """Return the number of a trial's step, which keys its noise: no two trials share any."""
         return self._earlier + trial
 
-    def weights_after(self, index: Tensor, trial: int) -> list[Mapping[str, Tensor]]:
-        """Return consecutive weights up to those after a step on a batch, oldest first.
+    def weights_after(self, index: Tensor, trial: int) -> Mapping[str, Tensor]:
+        """Return the parameters after a step on a batch.
 
         Args:
             index: Numbers of the batch's training records.
@@ -109,7 +116,7 @@ class ReplayedStep:
         """
         self._restore()
         self._step(index, self.step_of(trial))
-        return [*self._history, self._parameters()]
+        return self._parameters()
 
     def _step(self, index: Tensor, number: int) -> None:
         self._trainer.step(*self.dataset.train.batch(index), step=number, observe=False, records=index)
@@ -121,7 +128,7 @@ class ReplayedStep:
         """Reset to the state after the warm-up; plain SGD keeps only its momentum."""
         with torch.no_grad():
             for name, tensor in self._trainer.tensors.items():
-                tensor.copy_(self._history[-1][name])
+                tensor.copy_(self.before[name])
             for name, tensor in self._trainer.state.items():
                 tensor.copy_(self._state[name])
             for name, tensor in optimizer_tensors(self._trainer.optimizer).items():
@@ -151,10 +158,16 @@ class NoiselessStep(Generic[NetworkT]):
     Args:
         network: A network of its own.
         trainer: Makes steps on it, at learning rate 1 and without momentum.
+        noted: The trainer's writer of gradients, if an update is a sum of outer products; None if it may be another.
+        n_records: Training records.
     """
 
-    def __init__(self, network: NetworkT, trainer: Trainer) -> None:
+    def __init__(
+        self, network: NetworkT, trainer: Trainer, noted: NotedTerms | None = None, n_records: int = 0
+    ) -> None:
         self._network, self._trainer = network, trainer
+        self._noted, self._n_records = noted, n_records
+        self._kept: KeptTerms | None = None
 
     def gradients(self, weights: Mapping[str, Tensor], records: Records, *, step: int) -> dict[str, Tensor]:
         """Return the gradients that a step takes, float64, by parameter.
@@ -164,13 +177,43 @@ class NoiselessStep(Generic[NetworkT]):
             records: The batch.
             step: The step's number.
         """
-        self.network_at(weights)
-        index = torch.zeros(len(records.x), dtype=torch.int64, device=records.x.device)
-        self._trainer.step(records.x, records.y, step=step, observe=False, records=index)
+        self._step(weights, records, step)
         return {
             name: weights[name].to(torch.float64, copy=True).sub_(t.detach())
             for name, t in self._trainer.tensors.items()
         }
+
+    def terms(self, weights: Mapping[str, Tensor], records: Records) -> list[OuterProducts] | None:
+        """Return what each record contributes to each layer's gradient, or None if it cannot be told.
+
+        The rows of a record are kept until other weights are asked for.
+
+        Args:
+            weights: As in `gradients`.
+            records: Of the training set.
+        """
+        noted, numbers = self._noted, records.numbers
+        if noted is None or numbers is None or not isinstance(self._network, FullyConnected):
+            return None
+        kept = self._kept
+        if kept is None or kept.weights is not weights:
+            kept = self._kept = KeptTerms(weights, self._network, self._n_records)
+        if not kept.make_room(numbers):
+            return None
+        missing = kept.missing(numbers)
+        if len(missing):
+            noted.writes = False
+            try:
+                self._step(weights, records[missing], 0)
+            finally:
+                noted.writes = True
+            kept.add(numbers[missing], noted.noted)
+        return kept.of(numbers)
+
+    def _step(self, weights: Mapping[str, Tensor], records: Records, step: int) -> None:
+        self.network_at(weights)
+        index = torch.zeros(len(records.x), dtype=torch.int64, device=records.x.device)
+        self._trainer.step(records.x, records.y, step=step, observe=False, records=index)
 
     def network_at(self, weights: Mapping[str, Tensor]) -> NetworkT:
         """Return the network with these parameters, until the next call."""
@@ -192,9 +235,13 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
     if silent is None:
         yield None
         return
+    if isinstance(silent.config.trainer, FeedbackConfig) and isinstance(plan.network, FullyConnected):
+        silent = replace(silent, wrap_writer=partial(noting, divisor=silent.config.divisor))
     silent = run.on_own_network(silent)
     with silent.opened_device() as device:
-        yield NoiselessStep(silent.network, silent.algorithm.trainer(device))
+        trainer, writer = silent.algorithm.trainer(device), silent.algorithm.writer
+        noted = writer if isinstance(writer, NotedTerms) else None
+        yield NoiselessStep(silent.network, trainer, noted, len(silent.dataset.train))
 
 
 _DRAWN = 4  # candidate, replacement, and two strangers
@@ -241,10 +288,10 @@ class MembershipGame(Game):
         step = self._step
         return Trial(
             observation=Observation(
-                weights=step.weights_after(batch, trial),
+                before=step.before,
+                after=step.weights_after(batch, trial),
+                earlier=step.earlier,
                 step=step.step_of(trial),
-                optimizer=step.plan.config.optimizer,
-                rate=step.rate,
                 others=step.records(others),
                 batch_size=len(others) + 1,
             ),
@@ -257,7 +304,7 @@ class MembershipGame(Game):
         seed = derive_seed(self._seed, "trial", trial)
         generator = np.random.default_rng(seed)
         drawn = generator.choice(self._n, _DRAWN, replace=False)
-        sampler = self._step.plan.unchecked(seed=seed, mode="experiment").sampler
+        sampler = replace(self._step.plan.sampler, seed=derive_seed(seed, "sampler"))
         batch = sampler.indices(0).numpy()
         others = batch[~np.isin(batch, drawn)]
         if sampler.sampling_probability is None:  # a batch of fixed size has room for the candidate

@@ -141,12 +141,12 @@ def _covariance(
 
 
 FEWEST_TRIALS = 40
-_STEP_TRIALS, _CONTROL_TRIALS = 400, 200
+_STEP_TRIALS, _CONTROL_TRIALS = 400, 100
 _REHEARSALS = 16
 _ERROR = 0.05
 """Probability that any bound on the run is too high, shared by its attacks."""
 _CONTROL_NOISE = 4.0
-"""Noise multiplier of the controls: its epsilon of 0.93 at delta 1e-5 is low enough for 200 trials to refute it."""
+"""Noise multiplier of the controls: its epsilon of 0.93 at delta 1e-5 is below 1.84, which 100 trials can show."""
 
 
 def audit_run(
@@ -177,7 +177,7 @@ def audit_run(
         model: A module like the run's, if its folder cannot describe that one.
         out: The folder for `audit.json`, or None for the run's own. A release run needs one that only its owner may
             enter: no guarantee covers what an attack finds about private records.
-        trials: Trials of the game on the run, at least 40: by default 400, and its controls take up to 200 each; of a
+        trials: Trials of the game on the run, at least 40: by default 400, and its controls take up to 100 each; of a
             game on labels or the last model 20,000, and its controls as many each.
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
             keeps.

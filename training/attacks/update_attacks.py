@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
+from training.attacks.record_terms import OuterProducts
 from training.attacks.replay import NoiselessStep
 from training.networks.clipping import ActivationClipping
 from training.networks.network import FullyConnected
@@ -183,7 +184,7 @@ class CovarianceAttack(Attack):
 
     def _sum(self, observation: Observation, records: Records) -> Tensor:
         """Return the first layer's summed update without noise; the run averages over its batch."""
-        gradients = self._shadow.gradients(observation.weights[-2], records, step=observation.step)
+        gradients = self._shadow.gradients(observation.before, records, step=observation.step)
         return layer_gradient(gradients, 0) * len(records.x)
 
     def _slopes(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -195,7 +196,7 @@ class CovarianceAttack(Attack):
 
     def _layer(self, observation: Observation, records: Records) -> tuple[Tensor, Tensor]:
         """Return the inputs as the first layer's update takes them, and its slopes, float64."""
-        weights = observation.weights[-2]
+        weights = observation.before
         slopes = self._slopes(weights, records.x)
         h = self._clipping(records.x, layer=0, depth=self._depth, n_layer=slopes.shape[1])
         return with_constant(h, bias=self._bias).double(), slopes
@@ -259,13 +260,22 @@ class Products:
         released_step: <g, d>.
         others_step: <g_0, d>.
         step: ||d||^2.
-        released_others: <g, g_0>.
-        others: ||g_0||^2.
     """
 
     released_step: np.ndarray
     others_step: np.ndarray
     step: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearntProducts(Products):
+    """Those of a simulated step.
+
+    Attributes:
+        released_others: <g, g_0>.
+        others: ||g_0||^2.
+    """
+
     released_others: np.ndarray
     others: np.ndarray
 
@@ -284,8 +294,9 @@ class DifferenceAttack(Attack):
     (directions, probes of a likelihood ratio) counts as public, since no guarantee rests on it.
 
     If a batch's update is the sum of its records' own updates, as protected records with a fixed divisor make it, d is
-    the candidate's own update, and a step on one record gives it. The attacker tests this on every simulated step and
-    computes whole batches if it ever fails, so a divisor that depends on the batch does not escape it.
+    the candidate's own update, and a step on one record gives it. If a record's update is an outer product in each
+    layer, the inner products follow from what `record_terms` keeps. The attacker tests both on every simulated step and
+    computes whole batches if a test ever fails, so a divisor that depends on the batch does not escape it.
 
     Args:
         noiseless: Computes updates without the credited noise.
@@ -298,24 +309,37 @@ class DifferenceAttack(Attack):
 
     def __init__(self, noiseless: NoiselessStep[Any], *, groups: Sequence[Sequence[str]]) -> None:
         self._shadow, self._groups = noiseless, groups
-        self._learnt: list[Products] = []
+        self._learnt: list[LearntProducts] = []
         self.adds_up: bool | None = None
         """Whether updates were sums over records in every simulated step, or None before any."""
-        self._seen: tuple[Observation, _Groups, _Groups] | None = None
+        self.has_terms: bool | None = None
+        """Whether they were the sums of the records' outer products in every simulated step, or None before any."""
+        self._seen: tuple[Observation, _Groups] | None = None
+        self._others: tuple[Observation, _Groups] | None = None
+        self._other_terms: tuple[Observation, list[OuterProducts] | None] | None = None
 
     def learn(self, trial: Trial) -> None:
         """See Attack.learn: estimate k and v of the groups, and test whether updates are sums over records."""
         observation, candidates = trial.observation, trial.candidates
         absent, step = self._worlds(observation, candidates)
+        if self.has_terms is not False:
+            self.has_terms = self._terms_hold(observation, candidates, absent, step)
         if self.adds_up is not False:
-            _, own = self._sums(observation, candidates)
-            self.adds_up = _close(own, step)
-        self._learnt.append(self._products(observation, absent, step))
+            self.adds_up = self.has_terms or _close(self._sums(observation, candidates)[1], step)
+        released = self._released(observation)
+        self._learnt.append(
+            LearntProducts(
+                released_step=_dots(released, step),
+                others_step=_dots(absent, step),
+                step=_dots(step, step),
+                released_others=_dots(released, absent),
+                others=_dots(absent, absent),
+            )
+        )
 
     def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score."""
-        worlds = self._sums if self.adds_up else self._worlds
-        seen, k = self._products(observation, *worlds(observation, candidates)), self._share()
+        seen, k = self._products(observation, candidates), self._share()
         along = k * (seen.released_step - k * seen.others_step)
         ratio = float(np.sum((along - k**2 * seen.step / 2) / self._variance(k)))
         return min(max(ratio, -_MAX_LOG_RATIO), _MAX_LOG_RATIO)
@@ -342,44 +366,89 @@ class DifferenceAttack(Attack):
         ]
         return np.maximum(np.mean(squares, axis=0), _MIN_NORM)
 
-    def _products(self, observation: Observation, absent: _Groups, step: _Groups) -> Products:
-        released, _ = self._known(observation)
+    def _products(self, observation: Observation, candidates: Candidates) -> Products:
+        released = self._released(observation)
+        terms = self._terms(observation, candidates) if self.has_terms else None
+        if terms is not None:
+            return Products(
+                released_step=np.array(
+                    [one.dot_parts(parts) for (_, one), parts in zip(terms, released, strict=True)]
+                ),
+                others_step=np.array([absent.dot(one) for absent, one in terms]),
+                step=np.array([one.dot(one) for _, one in terms]),
+            )
+        worlds = self._sums if self.adds_up else self._worlds
+        absent, step = worlds(observation, candidates)
         return Products(
             released_step=_dots(released, step),
             others_step=_dots(absent, step),
             step=_dots(step, step),
-            released_others=_dots(released, absent),
-            others=_dots(absent, absent),
+        )
+
+    def _terms(
+        self, observation: Observation, candidates: Candidates
+    ) -> list[tuple[OuterProducts, OuterProducts]] | None:
+        """Return g_0 and d of each layer as outer products, or None if they are none."""
+        weights, replacement = observation.before, candidates.replacement
+        if self._other_terms is None or self._other_terms[0] is not observation:
+            self._other_terms = observation, self._shadow.terms(weights, observation.others)
+        absent = self._other_terms[1]
+        step = self._shadow.terms(weights, candidates.member)
+        if absent is None or step is None or len(step) != len(self._groups):
+            return None
+        if replacement is None:
+            return list(zip(absent, step, strict=True))
+        other = self._shadow.terms(weights, replacement)
+        if other is None:
+            return None
+        return [
+            (without.with_products(away), one.with_products(away, -1.0))
+            for without, one, away in zip(absent, step, other, strict=True)
+        ]
+
+    def _terms_hold(
+        self, observation: Observation, candidates: Candidates, absent: _Groups, step: _Groups
+    ) -> bool:
+        """Return whether the outer products give g_0 and d."""
+        terms = self._terms(observation, candidates)
+        if terms is None:
+            return False
+        bias = [len(group) > 1 for group in self._groups]
+        return all(
+            _close([one[which].parts(bias=own) for one, own in zip(terms, bias, strict=True)], whole)
+            for which, whole in enumerate((absent, step))
         )
 
     def _worlds(self, observation: Observation, candidates: Candidates) -> tuple[_Groups, _Groups]:
         """Return g_0 and d from the updates of both worlds' batches."""
         first, second = candidates.batches(observation.others)
-        _, others = self._known(observation)
+        others = self._known(observation)
         absent = others if candidates.replacement is None else self._update(observation, second)
         return absent, _added(self._update(observation, first), absent, -1)
 
     def _sums(self, observation: Observation, candidates: Candidates) -> tuple[_Groups, _Groups]:
         """Return g_0 and d from the others' update and those of single records."""
-        _, others = self._known(observation)
+        others = self._known(observation)
         step = self._update(observation, candidates.member)
         if candidates.replacement is None:
             return others, step
         replacement = self._update(observation, candidates.replacement)
         return _added(others, replacement, 1), _added(step, replacement, -1)
 
-    def _known(self, observation: Observation) -> tuple[_Groups, _Groups]:
-        """Return the released update and that of the others, computed once per trial."""
+    def _released(self, observation: Observation) -> _Groups:
+        """Return the released update, computed once per trial."""
         if self._seen is None or self._seen[0] is not observation:
-            self._seen = (
-                observation,
-                self._grouped(observation.gradients()),
-                self._update(observation, observation.others),
-            )
-        return self._seen[1:]
+            self._seen = observation, self._grouped(observation.gradients())
+        return self._seen[1]
+
+    def _known(self, observation: Observation) -> _Groups:
+        """Return the update of the others, computed once per trial."""
+        if self._others is None or self._others[0] is not observation:
+            self._others = observation, self._update(observation, observation.others)
+        return self._others[1]
 
     def _update(self, observation: Observation, records: Records) -> _Groups:
-        return self._grouped(self._shadow.gradients(observation.weights[-2], records, step=observation.step))
+        return self._grouped(self._shadow.gradients(observation.before, records, step=observation.step))
 
     def _grouped(self, gradients: Mapping[str, Tensor]) -> _Groups:
         """Return the parameters of each group as vectors."""
@@ -396,7 +465,7 @@ def _dots(first: _Groups, second: _Groups) -> np.ndarray:
     )
 
 
-def _added(first: _Groups, second: _Groups, factor: int) -> _Groups:
+def _added(first: Sequence[Sequence[Tensor]], second: _Groups, factor: int) -> _Groups:
     """Return first + factor second."""
     return [
         [torch.add(a, b, alpha=factor) for a, b in zip(one, other, strict=True)]
@@ -404,7 +473,7 @@ def _added(first: _Groups, second: _Groups, factor: int) -> _Groups:
     ]
 
 
-def _close(first: _Groups, second: _Groups) -> bool:
+def _close(first: Sequence[Sequence[Tensor]], second: _Groups) -> bool:
     """Return whether every group's difference is small relative to the second's norm."""
     apart = _added(first, second, -1)
     return bool((_dots(apart, apart) <= _SUM_TOLERANCE**2 * _dots(second, second)).all())

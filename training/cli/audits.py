@@ -25,7 +25,7 @@ KindOption = Annotated[
 Trials = Annotated[
     int | None,
     typer.Option(
-        help="Trials on the run, 400 by default, the controls up to 200 each; of games on labels or the last model "
+        help="Trials on the run, 400 by default, the controls up to 100 each; of games on labels or the last model "
         "20,000 each. With --final-model: trainings, 400 by default."
     ),
 ]

@@ -13,6 +13,7 @@ added to every entry of the sum, and a constant divides it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,21 @@ def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Seque
     return torch.stack(squares).sqrt()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClippedSignals:
+    """A batch's signals as they are summed: sum_i f_i J_i^T delta_i for each layer.
+
+    Attributes:
+        deltas: delta_l of each layer, 0 for a record whose contribution is not finite.
+        inputs: h_(l-1) of each layer, 0 for such a record.
+        clips: The factors f_i of each layer.
+    """
+
+    deltas: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    clips: Sequence[Clip]
+
+
 class RecordGradients(PrivateGradients):
     """Writes clipped, noised gradients into a network.
 
@@ -165,6 +181,16 @@ class RecordGradients(PrivateGradients):
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
         """See PrivateGradients._write; takes any layered network."""
+        found = self.clipped(network, deltas, inputs)
+        for layer, (delta, h, clip) in enumerate(zip(found.deltas, found.inputs, found.clips, strict=True)):
+            with full_precision():
+                network.set_gradient(layer, delta, h, self._divisor, clip)
+        self._finish([p for layer in range(len(deltas)) for p in network.layer_parameters(layer)])
+
+    def clipped(
+        self, network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> ClippedSignals:
+        """Return signals and inputs with the factor of each record in each layer; arguments as in `set_gradients`."""
         with full_precision():
             norms = layer_norms(network, deltas, inputs)
         finite = torch.isfinite(norms).all(dim=0)
@@ -173,11 +199,8 @@ class RecordGradients(PrivateGradients):
             self.left_out += int((~finite).sum())
             deltas = [finite_rows(delta, finite) for delta in deltas]
             inputs = [finite_rows(h, finite) for h in inputs]
-        for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True)):
-            with full_precision():
-                clip = Clip(factors=factors[layer], norms=norms[layer])
-                network.set_gradient(layer, delta, h, self._divisor, clip)
-        self._finish([p for layer in range(len(deltas)) for p in network.layer_parameters(layer)])
+        clips = [Clip(factors=factor, norms=norm) for factor, norm in zip(factors, norms, strict=True)]
+        return ClippedSignals(deltas=deltas, inputs=inputs, clips=clips)
 
     def set_recorded_gradients(self, tape: RecordTape) -> None:
         """Write the private gradient of every parameter of a module, from the batch that a tape has recorded.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import training
@@ -16,11 +17,14 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import RecordCentral, RecordReplaced
+from training.attacks import record_terms
 from training.attacks.findings import Finding, Role, RunAudit
+from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts
 from training.attacks.replay import MembershipGame, noiseless_steps, replayed_step
 from training.attacks.run_audit import audit_run, read_run
 from training.attacks.update_attacks import DifferenceAttack
 from training.convex.trainer import ConvexTrainer, Descent
+from training.networks.network import FullyConnected
 from training.protections.record import RecordGradients
 from training.runs.folder import RunFolder
 from training.zeroth_order.trainer import ScalarRelease
@@ -91,30 +95,78 @@ def test_a_protected_step_stays_below_its_theorem(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
-@pytest.mark.parametrize(("protects", "adds_up"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("protects", "kind", "planted"),
+    [(True, "pdfa", False), (True, "bp", False), (True, "pdfa", True), (False, "pdfa", False)],
+)
 def test_single_records_stand_for_batches_only_if_updates_add_up(
-    tmp_path: Path, adjacency: Adjacency, protects: bool, adds_up: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    adjacency: Adjacency,
+    protects: bool,
+    kind: str,
+    planted: bool,
 ) -> None:
-    """Both ways of a record-protected step give the same products; a mean over the batch is looked at in full."""
+    """All ways to look at a record-protected step agree; a mean over the batch, or wrong terms, are looked at in full.
+
+    Planted: the terms of the last layer are 5 % too small.
+    """
     protection = {"kind": "record", "noise_multiplier": 1.0, "relation": adjacency.value} if protects else {}
-    config = {**COMMON, "trainer": {"kind": "pdfa"}, "model": {"hidden": [24]}, "protection": protection}
+    config = {**COMMON, "trainer": {"kind": kind}, "model": {"hidden": [24]}, "protection": protection}
     training.train(config, data=data(), folder=tmp_path)
+    if planted:
+        _weaken_terms(monkeypatch)
     run = read_run(RunFolder(tmp_path), data())
     groups = [["layer1.weight", "layer1.bias"], ["layer2.weight", "layer2.bias"]]
     with noiseless_steps(run, run.plan) as noiseless, replayed_step(run, run.plan) as step:
         assert noiseless is not None
-        whole, single = (DifferenceAttack(noiseless, groups=groups) for _ in range(2))
+        attacks = [DifferenceAttack(noiseless, groups=groups) for _ in range(3)]
+        attacks[1].has_terms = False  # takes steps on single records
+        attacks[2].has_terms = attacks[2].adds_up = False  # takes steps on both batches
         game = MembershipGame(step, adjacency=adjacency, seed=3)
         for number in range(8):
             trial = game.play(number, first_world=False)
-            whole.learn(trial)
-            single.learn(trial)
-        assert single.adds_up is adds_up
-        whole.adds_up = False  # computes both batches
+            for attack in attacks:
+                attack.learn(trial)
+        assert attacks[0].has_terms is (protects and not planted)
+        assert [attack.adds_up for attack in attacks] == [protects, protects, False]
         for number in range(8, 16):
             trial = game.play(number, first_world=number % 2 == 0)
-            scores = [attack.score(trial.observation, trial.candidates) for attack in (whole, single)]
-            assert scores[1] == pytest.approx(scores[0], rel=0.02, abs=0.02)
+            of_terms, single, whole = (
+                attack.score(trial.observation, trial.candidates) for attack in attacks
+            )
+            assert of_terms == pytest.approx(single, rel=0.02, abs=0.02)
+            assert single == pytest.approx(whole, rel=0.02, abs=0.02)
+
+
+def _weaken_terms(patch: pytest.MonkeyPatch) -> None:
+    before = NotedTerms._write
+
+    def write(self: NotedTerms, *arguments: Any, **options: Any) -> None:
+        before(self, *arguments, **options)
+        self.noted = [
+            *self.noted[:-1],
+            *(replace(one, signals=0.95 * one.signals) for one in self.noted[-1:]),
+        ]
+
+    patch.setattr(NotedTerms, "_write", write)
+
+
+def test_terms_that_do_not_fit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for four of ten records, every batch of four still gets its own rows, and one of five gets none."""
+    network = FullyConnected(nn.Sequential(nn.Linear(2, 3)))
+    monkeypatch.setattr(record_terms, "_MOST_NUMBERS", 4 * 6)
+    kept = KeptTerms({}, network, 10)
+    for first in (0, 2, 6, 1):
+        numbers = torch.arange(first, first + 4)
+        assert kept.make_room(numbers)
+        missing = numbers[kept.missing(numbers)]
+        rows = missing[:, None].float()
+        kept.add(missing, [OuterProducts(signals=rows.expand(-1, 3), inputs=-rows.expand(-1, 3))])
+        (found,) = kept.of(numbers)
+        assert found.signals[:, 0].tolist() == numbers.tolist()
+        assert found.inputs[:, 2].tolist() == (-numbers).tolist()
+    assert not kept.make_room(torch.arange(5))
 
 
 def _weaker_scalars(patch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,26 @@ def test_a_stopped_audit_resumes_and_is_kept(run: Path, tmp_path: Path) -> None:
             audit_final_model(again, **options, out=tmp_path / "kept")
     with pytest.raises(RunFolderError, match="another audit"):
         audit_final_model(again, **options, out=tmp_path / "kept")
+
+
+def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": data(), "seed": 7, "out": tmp_path}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = audit_final_model(run, **options, trainings=20)
+        assert audit_final_model(run, **options, trainings=20) == replace(
+            first, cpu_s=pytest.approx(0, abs=60)
+        )
+    assert first.looks == 1
+    assert first.confidence == pytest.approx(0.95)
+    with pytest.warns(
+        UserWarning, match=r"outcome of 20 trainings was read before; .* confidence 0\.90 only"
+    ):
+        extended = audit_final_model(run, **options, trainings=24)
+    assert extended.looks == 2
+    assert extended.confidence == pytest.approx(0.9)
+    assert "read 2 times" in one_run_paragraphs(extended)[0]
+    assert read_one_run(tmp_path / FINAL_MODEL_FILE) == extended
 
 
 @pytest.mark.slow

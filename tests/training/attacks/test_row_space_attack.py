@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opusim.errors import ConfigError
-from training.attacks.base import Scores, last_gradient, steps_needed
+from training.attacks.base import EarlierSteps, Scores, steps_needed
 from training.attacks.update_attacks import Rows, residual, row_space
 from training.config.sections import OptimizerConfig
 from training.networks.optimizers import make_optimizer
@@ -38,10 +38,15 @@ def test_momentum_and_decay_are_undone_from_weights_alone(options: dict) -> None
         optimizer.step()
         history.append(parameter.detach().clone())
     seen = history[-(steps_needed(config) + 2) :]  # what went before is not shown
-    torch.testing.assert_close(last_gradient(seen, config, RATE), gradients[-1], rtol=0, atol=1e-9)
-    without = last_gradient(seen, config.model_copy(update={"weight_decay": 0.0, "momentum": 0.0}), RATE)
+    torch.testing.assert_close(_last_gradient(seen, config), gradients[-1], rtol=0, atol=1e-9)
+    without = _last_gradient(seen, config.model_copy(update={"weight_decay": 0.0, "momentum": 0.0}))
     plain = options == {"momentum": 0.0}
     assert (float((without - gradients[-1]).abs().max()) > 0.1) != plain  # planted: nothing undone
+
+
+def _last_gradient(weights: list[Tensor], options: OptimizerConfig) -> Tensor:
+    named = [{"w": tensor} for tensor in weights]
+    return EarlierSteps(named[:-1], options, RATE).gradient("w", weights[-1])
 
 
 def test_an_optimizer_that_cannot_be_undone_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 import tempfile
@@ -239,6 +240,12 @@ def known_law(mechanisms: Sequence[Mechanism], relation: Adjacency, delta: float
     """
     if not isinstance(mechanisms[0], ClippedRecords) or delta == 0:
         return Law.ANY
+    return _law(tuple(mechanisms), relation, delta)
+
+
+@functools.lru_cache(maxsize=32)
+def _law(mechanisms: tuple[Mechanism, ...], relation: Adjacency, delta: float) -> Law:
+    """See `known_law`; kept, since the audits of a table share their mechanism."""
     claimed = claimed_epsilon(composed(mechanisms, delta=delta), relation)
     if claimed is None:
         return Law.GAUSSIAN

@@ -24,6 +24,7 @@ import math
 import secrets
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -218,7 +219,9 @@ def audit_final_model(
     """Train many times as a run was trained, with a crafted record or without it, and attack the final models.
 
     The result is kept as `final-model.json`, the scores so far as `final-model-scores.json`: an audit that was stopped
-    resumes if it is called again with the same options.
+    resumes if it is called again with the same options. If it is called with another number of trainings after its
+    outcome was read, it warns: who extends an audit until the outcome pleases errs more often than one bound tells.
+    Each reading adds its own error, and the result's confidence counts them all (`OneRunAudit.looks`).
 
     Args:
         path: The run folder.
@@ -254,11 +257,19 @@ def audit_final_model(
     scores = _Scores(kept, worst_case=worst_case, seed=seed, folder=folder)
     game = FinalModelGame.of(started_again(run, scores.seed), seed=scores.seed, worst_case=worst_case)
     on_start(trainings, min(len(scores.found), trainings))
+    if scores.looks and trainings not in scores.looks:
+        warnings.warn(
+            f"{kept}: the outcome of {scores.looks[-1]} trainings was read before; with this one the bounds hold "
+            f"together with confidence {1 - (1 - CONFIDENCE) * (len(scores.looks) + 1):.2f} only. For {CONFIDENCE} "
+            "start anew in another folder (--out)",
+            stacklevel=2,
+        )
     started = time.process_time()
     keep = partial(scores.keep, on_training)
     play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
     delta = run.plan.config.protection.delta if delta is None else delta
     found = read_scores(game, scores.found[:trainings], delta=delta, cpu_s=time.process_time() - started)
+    found = replace(found, looks=scores.looked(trainings))
     write_json(place / FINAL_MODEL_FILE, found.to_json())
     return found
 
@@ -285,11 +296,24 @@ class _Scores:
             )
         self.seed: int = kept["seed"] if kept else secrets.randbits(63) if seed is None else seed
         self.found: list[float] = [float(score) for score in kept["scores"]] if kept else []
+        self.looks: list[int] = list(kept.get("looks", [])) if kept else []
+        """Numbers of trainings after which the outcome was read, in their order."""
 
     def keep(self, on_training: Callable[[int], None]) -> None:
         """Write the scores and tell their number."""
-        write_json(self._file, {"seed": self.seed, "asked": self._asked, "scores": self.found})
+        self._write()
         on_training(len(self.found))
+
+    def looked(self, trainings: int) -> int:
+        """Write that the outcome of a number of trainings is read; returns how many such numbers there are."""
+        if trainings not in self.looks:
+            self.looks.append(trainings)
+            self._write()
+        return len(self.looks)
+
+    def _write(self) -> None:
+        content = {"seed": self.seed, "asked": self._asked, "looks": self.looks, "scores": self.found}
+        write_json(self._file, content)
 
 
 def _are_scores(kept: Any) -> bool:
@@ -300,6 +324,8 @@ def _are_scores(kept: Any) -> bool:
         and "asked" in kept
         and isinstance(kept.get("scores"), list)
         and all(type(score) in (int, float) for score in kept["scores"])
+        and isinstance(kept.get("looks", []), list)
+        and all(type(trainings) is int for trainings in kept.get("looks", []))
     )
 
 

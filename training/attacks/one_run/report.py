@@ -42,6 +42,7 @@ class OneRunAudit:
         seed: Repeats the audit.
         cpu_s: Processor seconds of the training.
         trainings: Trainings, with one crafted record each if there are several.
+        looks: How often the scores were read, each time with more trainings, this time included.
     """
 
     readings: tuple[Reading, ...]
@@ -53,6 +54,7 @@ class OneRunAudit:
     seed: int
     cpu_s: float
     trainings: int = 1
+    looks: int = 1
 
     def reading(self, adversary: str) -> OneRunResult:
         """Return the result of an adversary.
@@ -64,9 +66,9 @@ class OneRunAudit:
 
     @property
     def confidence(self) -> float:
-        """That of all bounds together: the sum of their errors bounds the error."""
+        """That of all bounds together, at every look: the sum of their errors bounds the error."""
         plans = [reading.result.plan for reading in self.readings]
-        return 1 - sum(
+        return 1 - self.looks * sum(
             (1 - plan.confidence) * sum(method.is_bound for method in plan.methods) for plan in plans
         )
 
@@ -182,6 +184,11 @@ def one_run_paragraphs(audit: OneRunAudit) -> list[str]:
         f"{audit.confidence:.4g}. The ceiling is what ideal scores would give at the claimed "
         "epsilon with as many scores; a number near it says that no better attack would have shown more."
     )
+    if audit.looks > 1:
+        game += (
+            f" The scores were read {audit.looks} times, each time with more trainings, and who stops once the outcome "
+            f"pleases errs more often; {audit.confidence:.4g} counts the bounds of all {audit.looks} times."
+        )
     sights = [f"Adversary {r.adversary!r} {r.result.plan.adversary}." for r in audit.readings]
     refuted = [
         f"{reading.adversary!r} by {bound.method.value}: at least {bound.epsilon:.2f}"

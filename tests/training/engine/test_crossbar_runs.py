@@ -132,6 +132,51 @@ def test_forward_passes_train_a_network_in_place(
     assert programmings[1] == 2
 
 
+IN_PLACE = {
+    "ulr": ({"kind": "ulr", "copies": 4, "sigma": 0.3}, 0.02),
+    "zo": ({"kind": "zo", "perturbation": 0.1}, 0.0),
+    "pdfa": ({"kind": "pdfa"}, 0.05),
+}
+
+
+@pytest.mark.parametrize("kind", [*IN_PLACE, pytest.param("without", id="planted fault")])
+def test_a_resumed_run_in_place_equals_an_undisturbed_one(
+    kind: str, tmp_path: Path, stop_at: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed on chips that the new process opened: conductances, scales and noise are those of before, to the bit."""
+    trainer, step = IN_PLACE["ulr" if kind == "without" else kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+    config = {
+        "epochs": 1,
+        "threads": 1,
+        "data": {"name": "digits"},
+        "trainer": trainer,
+        "checkpoint": {"every_steps": 3},
+    }
+
+    def end_of(folder: str, **options: Any) -> tuple[list[torch.Tensor], Any]:
+        with opusim.convert(model, "pcm", seed=1, programming_step=step) as analog:
+            analog.wait(60.0)
+            found = training.train(model=analog.model, folder=tmp_path / folder, **options)
+            held = [tensor for layer in analog.layers for tensor in layer.get_extra_state().values()]
+            x = torch.rand(5, 64, generator=torch.Generator().manual_seed(1))
+            return [*held, *(p.detach() for p in analog.parameters()), analog(x).detach()], found.summary
+
+    whole, summary = end_of("whole", config=config)
+    with pytest.raises(KeyboardInterrupt):
+        end_of("cut", config=config, watcher=stop_at(4))
+    if kind == "without":
+        monkeypatch.setattr("training.runs.checkpoints.hold_on_devices", lambda model, states: None)
+    cut, summary_of_cut = end_of("cut", resume=True)
+    equal = [torch.equal(*pair) for pair in zip(whole, cut, strict=True)]
+    if kind == "without":
+        assert not any(equal[-5:])
+        return
+    assert all(equal)
+    assert summary["test_accuracy"] == summary_of_cut["test_accuracy"]
+
+
 def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:
     """The signals at outputs reach the parameters digitally: the device is not read for it."""
     convolution = nn.Conv2d(2, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))

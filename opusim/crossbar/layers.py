@@ -210,7 +210,7 @@ class DeviceLinear(nn.Module):
         *rest: Any,
     ) -> None:
         """Load parameters and state; those of a digital layer have no state, and the device keeps what it holds."""
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
         missing[:] = [key for key in missing if key != f"{prefix}_extra_state"]
 
     def extra_repr(self) -> str:

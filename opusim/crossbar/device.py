@@ -122,11 +122,11 @@ class CrossbarDevice(ProgrammableDevice):
 
     def held_state(self) -> dict[str, torch.Tensor]:
         """See `ProgrammableDevice.held_state`: also which programming and look this is, and the noise's position."""
-        position = self._stream.position if isinstance(self._stream, SeededStream) else ()
-        return super().held_state() | {
-            "programming": torch.tensor([self._number, self._looks]),
-            "position": torch.from_numpy(np.array(position, dtype=np.uint64).view(np.int64)),
-        }
+        state = super().held_state() | {"programming": torch.tensor([self._number, self._looks])}
+        if isinstance(self._stream, SeededStream):
+            position = np.array(self._stream.position, dtype=np.uint64)
+            state["position"] = torch.from_numpy(position.view(np.int64))
+        return state
 
     def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
         """See `ProgrammableDevice.restore`; the conductances are those of before, and nothing is counted.
@@ -140,9 +140,8 @@ class CrossbarDevice(ProgrammableDevice):
         self._looks = looks - 1
         self._weights, self._scale, self._elapsed_s = self._look(elapsed_s), 1.0, elapsed_s
         self._begin_monitor(None)
-        position = state["position"].numpy().view(np.uint64).tolist()
-        if position and isinstance(self._stream, SeededStream):
-            self._stream.seek(*position)
+        if "position" in state and isinstance(self._stream, SeededStream):
+            self._stream.seek(*state["position"].numpy().view(np.uint64).tolist())
 
     def _program(self, matrix: torch.Tensor) -> torch.Tensor:
         self._pairs = Pairs(matrix, self._settings, chip=self._chip, number=self._number)

@@ -14,7 +14,15 @@ import opusim
 import training
 from opusim.errors import CapabilityMissing, ConfigError
 from tests.support.command import opusim as run_command
+from training.errors import RunFolderError
 from training.networks.layers import jacobian_of
+from training.runs.checkpoints import (
+    Checkpoint,
+    hold_on_devices,
+    layers_on_devices,
+    list_checkpoints,
+    read_checkpoint,
+)
 from training.runs.run import evaluate_run, load_run
 
 CONFIG: dict[str, Any] = {"epochs": 20, "threads": 1, "data": {"name": "digits"}, "model": {"hidden": [32]}}
@@ -175,6 +183,42 @@ def test_a_resumed_run_in_place_equals_an_undisturbed_one(
         return
     assert all(equal)
     assert summary["test_accuracy"] == summary_of_cut["test_accuracy"]
+
+
+def test_a_run_in_place_resumes_in_release(tmp_path: Path, stop_at: type) -> None:
+    """The conductances are those of before, and the noise of products is fresh."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+    trainer, step = IN_PLACE["ulr"]
+    config = {"epochs": 1, "threads": 1, "data": {"name": "digits"}, "trainer": trainer}
+    held: list[torch.Tensor] = []
+    with opusim.convert(model, "pcm", seed=1, mode="release", programming_step=step) as analog:
+        with pytest.raises(KeyboardInterrupt):
+            training.train(
+                config | {"checkpoint": {"every_steps": 4}},
+                model=analog.model,
+                folder=tmp_path,
+                watcher=stop_at(4),
+            )
+        held = [layer.device.require("matrix").matrix() for layer in analog.layers]
+    with opusim.convert(model, "pcm", seed=1, mode="release", programming_step=step) as analog:
+        hold_on_devices(
+            analog.model,
+            {name: newest(tmp_path).named(f"device.{name}.") for name in layers_on_devices(analog.model)},
+        )
+        found = [layer.device.require("matrix").matrix() for layer in analog.layers]
+    assert all(torch.equal(*pair) for pair in zip(held, found, strict=True))
+    with (
+        opusim.convert(model, "pcm", seed=2, mode="release") as other,
+        pytest.raises(
+            RunFolderError, match="layer '0' cannot resume: .*medium.seed: is that of another chip"
+        ),
+    ):
+        training.train(folder=tmp_path, resume=True, model=other.model)
+
+
+def newest(folder: Path) -> Checkpoint:
+    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1])
 
 
 def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:

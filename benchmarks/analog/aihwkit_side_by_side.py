@@ -8,14 +8,19 @@ only. Required: within 2 %. They need aihwkit's Python files only:
     python -m benchmarks.analog.aihwkit_side_by_side --aihwkit aihwkit-1.2.0/src
 
 Product: 4096 x 4096, batch 256, one thread, without voltage drop, the tile of `StandardHWATrainingPreset` against the
-crossbar `pcm`. Required: at least 5 times faster. This needs a compiled aihwkit (`pip install aihwkit`, or its source
-distribution with cmake, pybind11 and OpenBLAS); without one it is left out.
+crossbar `pcm`; both have converters of 8 bits and the same noise. Required: at least 5 times faster. This needs a
+compiled aihwkit; without one it is left out. The wheel of aihwkit 1.1.0 runs beside torch 2.10, so that an environment
+of its own, with opusim's other requirements, measures the product and keeps the moments:
+
+    pip install torch==2.10.0 && pip install --no-deps aihwkit==1.1.0
+    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python -m benchmarks.analog.aihwkit_side_by_side --only-product
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 import time
@@ -105,12 +110,13 @@ def compared(source: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def product_seconds() -> dict[str, float] | None:
-    """Return seconds of a product in both, or None without a compiled aihwkit."""
+def product_times() -> dict[str, Any] | None:
+    """Return seconds of a product in both and the versions that ran, or None without a compiled aihwkit."""
     for package in [each for each in sys.modules if each.partition(".")[0] == "aihwkit"]:
         del sys.modules[package]
     try:
         linear = importlib.import_module("aihwkit.nn").AnalogLinear
+        version = importlib.metadata.version("aihwkit")
         config = importlib.import_module("aihwkit.simulator.presets").StandardHWATrainingPreset()
     except ImportError:
         return None
@@ -123,7 +129,8 @@ def product_seconds() -> dict[str, float] | None:
     ):
         crossbar = device.require("multiply")
         work = {"pcm": lambda: crossbar.multiply(x), "aihwkit": lambda: layer(x)}
-        return interleaved(work, repeats=5, warm_up=1, clock=time.process_time)
+        seconds = interleaved(work, repeats=5, warm_up=1, clock=time.process_time)
+    return {"seconds": seconds, "aihwkit": version, "torch": torch.__version__}
 
 
 def largest(rows: list[dict[str, Any]], name: str, what: str) -> float:
@@ -149,13 +156,15 @@ def page_section() -> str:
         return ""
     rows = found["rows"]
     worst = max(largest(rows, row["device"], what) for row in rows for what in ("mean", "std"))
-    seconds = found.get("seconds")
-    timed = (
-        "aihwkit's tile was not compiled here, so its product was not timed"
-        if seconds is None
-        else f"a product takes aihwkit's tile {seconds['aihwkit'] / seconds['pcm']:.1f} times as long as `pcm` "
-        f"(required {FASTER:g}, {verdict(seconds['aihwkit'] >= FASTER * seconds['pcm'])})"
-    )
+    product = found.get("product")
+    timed = "aihwkit's tile was not compiled here, so its product was not timed"
+    if product is not None:
+        ratio = product["seconds"]["aihwkit"] / product["seconds"]["pcm"]
+        timed = (
+            f"a product of {SIZE} x {SIZE} at batch {BATCH} without voltage drop takes the tile of aihwkit "
+            f"{product['aihwkit']} {ratio:.1f} times as long as `pcm` (one thread, processor time, torch "
+            f"{product['torch'].partition('+')[0]}; required {FASTER:g}, {verdict(ratio >= FASTER)})"
+        )
     text = (
         f"Mean and spread of weights {', '.join(f'{weight:g}' for weight in WEIGHTS)} on {DEVICES:,} pairs at 1 s to 1 "
         f"year, against the noise models of aihwkit {found['aihwkit']} ({found['date']}, {command(MODULE)}). Required: "
@@ -171,23 +180,33 @@ def main() -> None:
         "--aihwkit", type=Path, help="folder that holds the package aihwkit; the installed one"
     )
     parser.add_argument("--no-save", action="store_true", help="leave the results file as it is")
+    parser.add_argument("--only-product", action="store_true", help="time the product and keep the moments")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    source = given.aihwkit
-    if source is None:
-        installed = importlib.util.find_spec("aihwkit")
-        if installed is None or installed.origin is None:
+    found = load_results(NAME)
+    content = {key: found[key] for key in ("aihwkit", "rows", "product") if key in found}
+    if not given.only_product:
+        source = given.aihwkit or installed_source()
+        if source is None:
             parser.error(
                 "aihwkit is not installed; give --aihwkit with the folder src of its source distribution"
             )
-        source = Path(installed.origin).parents[1]
-    rows = compared(source)
-    print_table("Moments against aihwkit", HEADER, table(rows))
-    seconds = product_seconds()
-    print("no compiled aihwkit: its product is not timed" if seconds is None else seconds)
-    if not given.no_save:
+        rows = compared(source)
+        print_table("Moments against aihwkit", HEADER, table(rows))
         version = (source / "aihwkit" / "VERSION.txt").read_text().strip()
-        save_results(NAME, {"aihwkit": version, "rows": rows, "seconds": seconds})
+        content |= {"aihwkit": version, "rows": rows}
+    product = product_times()
+    print("no compiled aihwkit: its product is not timed" if product is None else product)
+    if product is not None:
+        content["product"] = product
+    if not given.no_save:
+        save_results(NAME, content)
+
+
+def installed_source() -> Path | None:
+    """Return the folder that holds the installed package aihwkit, or None."""
+    installed = importlib.util.find_spec("aihwkit")
+    return None if installed is None or installed.origin is None else Path(installed.origin).parents[1]
 
 
 if __name__ == "__main__":

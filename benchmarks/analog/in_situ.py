@@ -1,12 +1,15 @@
 """How well does a network learn on analog devices, forward and feedback, and what does programming cost?
 
-FashionMNIST, 784-128-10 with tanh, batch 128, 5 epochs, one thread; Adam 0.002, for zeroth order plain descent, falling
-to 0 by a cosine. "In place": both layers run on a device from the first step on; their weights live in a digital
-accumulator, and a layer is programmed again once a weight has moved by the programming step, relative to the largest of
-its row. The backward pass is straight-through, or photonic DFA with a random matrix on a second device of the same
-kind; or there is none, and likelihood ratios or zeroth order take forward passes only. "Digital": the forward pass is
-exact. Required: `reram` in place by photonic DFA at least 85 %; digital photonic DFA with a crossbar within 1 point of
-the Gaussian device. Accuracies in place are those on the device after training.
+FashionMNIST, 784-128-10 with tanh, batch 128, 5 epochs, one thread; Adam 0.002, falling to 0 by a cosine. "In place":
+both layers run on a device from the first step on; their weights live in a digital accumulator, and a layer is
+programmed again once a weight has moved by the programming step, relative to the largest of its row. The backward pass
+is straight-through, or photonic DFA with a random matrix on a second device of the same kind; or there is none, and
+likelihood ratios take forward passes only. "Digital": the forward pass is exact. Required: `reram` in place by photonic
+DFA at least 85 %; digital photonic DFA with a crossbar within 1 point of the Gaussian device. Accuracies in place are
+those on the device after training.
+
+Zeroth order in place is left out: digitally it reaches 75 % on MNIST in 10 epochs (`benchmarks.zeroth_order.mnist`),
+and on devices each of its steps would program both layers twice. The tests train a smaller network by it.
 
 Results are written after each run; a second call measures what is missing.
 """
@@ -31,16 +34,12 @@ from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import SeededStream
 from opusim.tables import duration, energy, print_table
 from training.config.data import DataConfig
-from training.config.sections import OptimizerConfig
 from training.data import Dataset
 from training.data.catalogue import build_dataset
 from training.feedback.points import FeedbackAlignment
-from training.networks.base import ModuleNetwork
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
 from training.ulr.trainer import PlainUpdate, UlrTrainer
-from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE, NAME = "benchmarks.analog.in_situ", "analog_in_situ"
 EPOCHS, RATE, BATCH = 5, 2e-3, 128
@@ -49,8 +48,6 @@ STEP = 0.02
 """Of a row's largest weight; smaller ones program more often."""
 COPIES, SIGMA = 16, 0.3
 """Of likelihood ratios: antithetic pairs for each record and layer, and standard deviation of their noise."""
-PERTURBATION, ZO_RATE = 0.02, 0.002
-"""Of zeroth order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ class Setting:
 
     Attributes:
         forward: device of both layers, or "digital".
-        backward: "straight-through", "pdfa", "ulr" or "zo".
+        backward: "straight-through", "pdfa" or "ulr".
         feedback: device of the random matrix, or "none".
         seed: of the weights, the order of records and all devices.
     """
@@ -82,8 +79,6 @@ SETTINGS = (
     Setting(forward="reram", backward="ulr", feedback="none"),
     Setting(forward="pcm", backward="ulr", feedback="none"),
     Setting(forward="digital", backward="ulr", feedback="none"),
-    Setting(forward="reram", backward="zo", feedback="none"),
-    Setting(forward="digital", backward="zo", feedback="none"),
     *(
         Setting(forward="digital", backward="pdfa", feedback=device, seed=seed)
         for seed in (2, 3)
@@ -100,8 +95,7 @@ def run(setting: Setting, data: Dataset, epochs: int, seed: int) -> dict[str, An
     with ExitStack() as stack:
         analog = None
         if setting.forward != "digital":
-            step = 0.0 if setting.backward == "zo" else STEP
-            analog = stack.enter_context(convert(model, setting.forward, seed=seed, programming_step=step))
+            analog = stack.enter_context(convert(model, setting.forward, seed=seed, programming_step=STEP))
             model = analog.model
         if setting.backward in FORWARD_ONLY:
             learner = FORWARD_ONLY[setting.backward](model, seed)
@@ -159,18 +153,7 @@ def likelihood_ratios(model: nn.Module, seed: int) -> UlrTrainer:
     return UlrTrainer(network, torch.optim.Adam(model.parameters(), lr=RATE), update)
 
 
-def zeroth_order(model: nn.Module, seed: int) -> ZoTrainer:
-    """Return the trainer by random directions of all parameters; each side of each is programmed."""
-    return ZoTrainer(
-        ModuleNetwork(model, 784),
-        ZoConfig(perturbation=PERTURBATION, directions=1),
-        OptimizerConfig(lr=ZO_RATE),
-        ScalarRelease(clip=None, divisor=BATCH),
-        root=seed,
-    )
-
-
-FORWARD_ONLY = {"ulr": likelihood_ratios, "zo": zeroth_order}
+FORWARD_ONLY = {"ulr": likelihood_ratios}
 
 
 def measure(epochs: int, *, save: bool) -> list[dict[str, Any]]:
@@ -260,7 +243,7 @@ def page_section() -> str:
     text = (
         f"FashionMNIST, 784-128-10, {settings['epochs']} epochs ({found['date']}, {command(MODULE)}). A "
         f"layer is programmed again once a weight has moved by {100 * settings['programming_step']:g} % of its row's "
-        f"largest; with `zo` at any change. Both devices of the feedback have matrices of their own; the Gaussian one "
+        f"largest. Both devices of the feedback have matrices of their own; the Gaussian one "
         f"shows two frames for each row of errors, the crossbars one. "
         f"Time and energy of programming are orders of magnitude. {'; '.join(remarks)}."
     )

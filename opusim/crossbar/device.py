@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from opusim.crossbar.conductances import Pairs, weight_variance
@@ -14,7 +16,7 @@ from opusim.description.schema import DeviceDescription
 from opusim.devices.inputs import real_batch
 from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise
-from opusim.randomness.streams import noise_stream
+from opusim.randomness.streams import SeededStream, noise_stream
 
 _FAR = 8.0
 """Standard deviations of a tile's noise between its largest output and the converter's limit that make clipping
@@ -117,6 +119,29 @@ class CrossbarDevice(ProgrammableDevice):
             self.n_inputs * work.programming_us_per_row * 1e-6,
             devices * work.programming_nj_per_device * 1e-9,
         )
+
+    def held_state(self) -> dict[str, torch.Tensor]:
+        """See `ProgrammableDevice.held_state`: also which programming and look this is, and the noise's position."""
+        state = super().held_state() | {"programming": torch.tensor([self._number, self._looks])}
+        if isinstance(self._stream, SeededStream):
+            position = np.array(self._stream.position, dtype=np.uint64)
+            state["position"] = torch.from_numpy(position.view(np.int64))
+        return state
+
+    def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+        """See `ProgrammableDevice.restore`; the conductances are those of before, and nothing is counted.
+
+        In ``experiment`` the noise of products continues as it would have done.
+        """
+        checked = self._checked_matrix(matrix).contiguous()
+        self._number, looks = (int(number) for number in state["programming"])
+        elapsed_s = float(state["elapsed_s"])
+        self._pairs = Pairs(checked, self._settings, chip=self._chip, number=self._number - 1)
+        self._looks = looks - 1
+        self._weights, self._scale, self._elapsed_s = self._look(elapsed_s), 1.0, elapsed_s
+        self._begin_monitor(None)
+        if "position" in state and isinstance(self._stream, SeededStream):
+            self._stream.seek(*state["position"].numpy().view(np.uint64).tolist())
 
     def _program(self, matrix: torch.Tensor) -> torch.Tensor:
         self._pairs = Pairs(matrix, self._settings, chip=self._chip, number=self._number)

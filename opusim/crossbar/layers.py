@@ -1,4 +1,4 @@
-"""Layers whose product runs on a programmable device: put a trained network on devices, or train it in place.
+"""Layers whose product runs on a programmable device.
 
 A layer y = W x + b keeps its parameters in digital memory. Row i of W is programmed divided by s_i = max_j |W_ij|, an
 input is shown divided by r = max_j |x_j|, and the reading is multiplied by s_i r; biases are added digitally. The
@@ -19,24 +19,17 @@ an offset of the errors of a row. Joshi et al. adapt the statistics of batch nor
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from opusim import checks
-from opusim.description.loading import load_description
+from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.base import NoisyDevice
-from opusim.devices.registry import open_device
-from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
-from opusim.randomness import derive_seed
 
 _REFERENCE_VECTORS = 64
 _MOST_HALVINGS = 6
@@ -165,6 +158,61 @@ class DeviceLinear(nn.Module):
             product[repeated] = self._multiplies.multiply(rows[repeated] / 2**halvings) * 2**halvings
         return product
 
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """Return what a state_dict holds besides the parameters: scales, corrections, and what the device holds."""
+        identity = " ".join(self.device.identity).encode()
+        state = {
+            "wanted": self._wanted,
+            "rows": torch.stack(
+                [self._row_scale, *(e.to(self._row_scale) for e in (self._row_gain, self._row_offset))]
+            ),
+            "gain": torch.tensor(self._gain, dtype=torch.float64),
+            "identity": torch.tensor(list(identity), dtype=torch.uint8),
+        }
+        if isinstance(self.device, ProgrammableDevice):
+            state |= {f"device.{name}": value for name, value in self.device.held_state().items()}
+        return state
+
+    def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
+        """Let layer and device hold what they held when `get_extra_state` was called.
+
+        A crossbar continues to the bit, in ``release`` with fresh noise of products. A device of another kind, such as
+        a served one, is programmed again with the matrix that it held.
+
+        Raises:
+            ConfigError: the state is another chip's.
+        """
+        identity = bytes(state["identity"].tolist()).decode()
+        if identity != " ".join(self.device.identity):
+            raise ConfigError(
+                self.device.name,
+                "medium.seed",
+                "is that of another chip than the layer was saved with; convert the network with the same device and "
+                "seed, or leave out the keys of the state that end in _extra_state",
+            )
+        self._wanted = state["wanted"].to(self.weight)
+        self._row_scale, self._row_gain, self._row_offset = state["rows"].to(self.weight).unbind()
+        self._gain = float(state["gain"])
+        if isinstance(self.device, ProgrammableDevice):
+            named = {name.removeprefix("device."): value for name, value in state.items()}
+            self.device.restore(self._wanted, named)
+        else:
+            self._programmable.program(self._wanted)
+            self._measure_gain()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        *rest: Any,
+    ) -> None:
+        """Load parameters and state; those of a digital layer have no state, and the device keeps what it holds."""
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        missing[:] = [key for key in missing if key != f"{prefix}_extra_state"]
+
     def extra_repr(self) -> str:
         """Return size and device."""
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}, device={self.device.name}"
@@ -243,153 +291,6 @@ class DeviceConv2d(nn.Module):
         return patches
 
 
-class DeviceModel(nn.Module):
-    """A module whose linear and convolutional layers run on devices; made by `convert`.
-
-    Use it as a context manager, or call `close`.
-
-    Args:
-        model: a module that holds device layers.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        return self.model(*args, **kwargs)
-
-    @property
-    def layers(self) -> tuple[DeviceLinear, ...]:
-        """The products that run on devices, in the order of the module."""
-        return tuple(module for module in self.modules() if isinstance(module, DeviceLinear))
-
-    @property
-    def usage(self) -> Usage:
-        """What all devices have used; they work one after the other."""
-        return sum((layer.device.usage for layer in self.layers), start=Usage())
-
-    def program(self) -> None:
-        """Write the present weights to all devices."""
-        for layer in self.layers:
-            layer.program()
-
-    def wait(self, seconds: float) -> None:
-        """Let time pass on all devices, from the last programming on; see `DeviceLinear.wait`."""
-        for layer in self.layers:
-            layer.wait(seconds)
-
-    def compensate(self, *args: Any, **kwargs: Any) -> None:
-        """Run the module on inputs, and correct every output of every device by a gain and an offset found with them.
-
-        The corrections take two numbers for each output, act from this pass on and last until a layer is programmed.
-        A device that waited may be compensated again. A hundred images or more keep the fit's own error small.
-
-        Args:
-            *args: Arguments of the module, such as records of the training set; no labels are used.
-            **kwargs: Keyword arguments of the module.
-        """
-        with ExitStack() as stack, torch.no_grad():
-            for layer in self.layers:
-                stack.enter_context(layer.compensating())
-            self.model(*args, **kwargs)
-
-    def seek(self, step: int) -> None:
-        """Position the noise of all devices at a step; see `NoisyDevice.seek`."""
-        for layer in self.layers:
-            layer.device.seek(step)
-
-    def close(self) -> None:
-        """Close all devices."""
-        for layer in self.layers:
-            layer.device.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def convert(
-    model: nn.Module,
-    device: str | Path,
-    *,
-    seed: int = 0,
-    mode: str = "experiment",
-    compensate_drift: bool = True,
-    programming_step: float | None = None,
-    **overrides: Any,
-) -> DeviceModel:
-    """Put a copy of a network on devices: one for each nn.Linear and nn.Conv2d; other layers stay digital.
-
-    Subclasses of these two stay digital too: torch's attention reads the weights of its projections itself.
-
-        >>> import torch, opusim
-        >>> with opusim.convert(torch.nn.Linear(4, 3), "pcm") as analog:
-        ...     analog.wait(3600.0)
-        ...     analog(torch.ones(2, 4)).shape, analog.usage.programmings
-        (torch.Size([2, 3]), 1)
-
-    Args:
-        model: the trained network; it is left as it is. A noise-aware one is converted without its injected noise.
-        device: name or path of a description with the capabilities `program` and `multiply`.
-        seed: which chips and which noise, in [0, 2^64); each layer gets a chip of its own.
-        mode: ``experiment`` or ``release``, for the noise of products.
-        compensate_drift: see `DeviceLinear`.
-        programming_step: see `DeviceLinear`; for training in place.
-        **overrides: sections laid over the description's, as for `open_device`.
-
-    Returns:
-        The network on open devices, programmed.
-
-    Raises:
-        ConfigError: the device cannot be used, or is smaller than a layer.
-        ValueError: the network has no layer that can run on a device.
-    """
-    converted = copy.deepcopy(model)
-    _without_parametrizations(converted)
-    found = convertible_layers(converted)
-    medium = load_description(device, overrides or None).medium
-    chip = 0 if medium is None else medium.seed
-    options = {"compensate_drift": compensate_drift, "programming_step": programming_step}
-    for name, module in found:
-        opened = open_device(
-            device,
-            mode=mode,
-            seed=derive_seed(seed, "device of layer", name),
-            n_inputs=module.in_features if isinstance(module, nn.Linear) else patch_size(module),
-            n_outputs=module.out_features if isinstance(module, nn.Linear) else module.out_channels,
-            **{**overrides, "medium": {"seed": derive_seed(seed, "chip of layer", name, chip) >> 1}},
-        )
-        layer = DeviceLinear if isinstance(module, nn.Linear) else DeviceConv2d
-        converted = _replaced(converted, name, layer(module, opened, **options))  # type: ignore[arg-type]
-    return DeviceModel(converted)
-
-
-def convertible_layers(model: nn.Module) -> list[tuple[str, nn.Linear | nn.Conv2d]]:
-    """Return the layers of a model that `convert` puts on devices, and their names.
-
-    Subclasses of nn.Linear and nn.Conv2d are left out, except for those that torch makes for parametrized weights.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and _plain_class(module) in (nn.Linear, nn.Conv2d)
-    ]
-    if not found:
-        raise ValueError(
-            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d; give a network with one"
-        )
-    return found
-
-
 def zero_padding(convolution: nn.Conv2d) -> tuple[int, ...]:
     """Return the zeros that a convolution adds on either side of each axis.
 
@@ -408,32 +309,3 @@ def patch_size(convolution: nn.Conv2d) -> int:
     """Return the numbers of an unfolded patch: in_channels * kernel height * width."""
     height, width = convolution.kernel_size
     return convolution.in_channels * height * width
-
-
-def _plain_class(module: nn.Module) -> type:
-    """Return the class of a module; of a parametrized one the class from which torch derived it."""
-    return type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
-
-
-def _without_parametrizations(model: nn.Module) -> None:
-    """Make parametrized layers of a copied model plain ones that hold their parameters of evaluation mode.
-
-    `torch.nn.utils.parametrize.remove_parametrizations` would also change the class of the layers that were copied.
-    """
-    for module in list(model.modules()):
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and parametrize.is_parametrized(module):
-            module.eval()
-            held = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
-            module.__class__ = _plain_class(module)
-            del module.parametrizations
-            for name, value in held.items():
-                module.register_parameter(name, nn.Parameter(value))
-
-
-def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Return the model with the module of a name replaced; the layer itself if it is the whole model."""
-    if not name:
-        return layer
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)
-    return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -112,13 +113,7 @@ class ProgrammableDevice(NoisyDevice):
             TypeError, ValueError: another shape, or an entry that is not a number in [-1, 1].
             DeviceUnavailable: the device is closed.
         """
-        self._require_open()
-        checks.instance(torch.Tensor, matrix=matrix)
-        checks.shape(
-            (self.n_outputs, self.n_inputs), matrix=matrix, remedy="pad it with zeros, or open another window"
-        )
-        checks.in_range(-1, 1, matrix=matrix.detach().cpu(), remedy="divide by the largest magnitude")
-        self._write(matrix.detach().to(device=self._torch_device, dtype=torch.float32), scale=1.0)
+        self._write(self._checked_matrix(matrix), scale=1.0)
         return self._held()
 
     def multiply(self, x: Array) -> Array:  # (batch, n_inputs) -> (batch, n_outputs)
@@ -176,6 +171,27 @@ class ProgrammableDevice(NoisyDevice):
             self._begin_monitor(None)
         return self.matrix()
 
+    def held_state(self) -> dict[str, torch.Tensor]:
+        """Return what `restore` needs besides the matrix that was programmed last: tensors on the CPU, by name."""
+        return {"elapsed_s": torch.tensor(self._elapsed_s, dtype=torch.float64)}
+
+    def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+        """Hold a matrix as this device held it when `held_state` was called, such as in a run that is resumed.
+
+        The matrix is programmed again and the same time passes, so programming noise is drawn again. A subclass that
+        can do better overrides this.
+
+        Args:
+            matrix: as it was given to `program`.
+            state: what `held_state` returned.
+
+        Raises:
+            TypeError, ValueError, DeviceUnavailable: as for `program`.
+        """
+        self.program(matrix)
+        if elapsed_s := float(state["elapsed_s"]):
+            self.wait(elapsed_s)
+
     # For subclasses
 
     @abstractmethod
@@ -197,6 +213,16 @@ class ProgrammableDevice(NoisyDevice):
         raise NotImplementedError(
             f"{type(self).__name__} declares the capability 'wait' and does not override _wait"
         )
+
+    def _checked_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return a matrix to program, float32, on the device's torch device; see `program`."""
+        self._require_open()
+        checks.instance(torch.Tensor, matrix=matrix)
+        checks.shape(
+            (self.n_outputs, self.n_inputs), matrix=matrix, remedy="pad it with zeros, or open another window"
+        )
+        checks.in_range(-1, 1, matrix=matrix.detach().cpu(), remedy="divide by the largest magnitude")
+        return matrix.detach().to(device=self._torch_device, dtype=torch.float32)
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         self._held()

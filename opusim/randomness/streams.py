@@ -148,11 +148,16 @@ class SeededStream(NoiseStream):
         self._step = 0
         self._reading = 0
 
-    def seek(self, step: int) -> None:
-        """Position the stream at reading 0 of a training step, in [0, 2^64)."""
+    def seek(self, step: int, reading: int = 0) -> None:
+        """Position the stream at a reading, in [0, 2^32], of a training step, in [0, 2^64)."""
         checks.integer(step=step, minimum=0, maximum=2**64 - 1)
-        self._step = int(step)
-        self._reading = 0
+        checks.integer(reading=reading, minimum=0, maximum=_MAX_READINGS)
+        self._step, self._reading = int(step), int(reading)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Training step and the number of its next reading: what `seek` takes to continue from here."""
+        return self._step, self._reading
 
     def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return the next reading of this step; see the base class."""

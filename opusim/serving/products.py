@@ -30,12 +30,21 @@ class RemoteProducts(NoisyDevice):
         super().__init__(*arguments, **window)
         self._law: NoiseModel | None = None
         self._converter = Converter()
+        self._saturated: torch.Tensor | None = None
         self._is_changed = False
 
     @property
     def converter(self) -> Converter:
         """Bits and bounds of inputs and outputs, as the server states them; exact if it states none."""
         return self._converter
+
+    @property
+    def saturated(self) -> torch.Tensor | None:
+        """Which rows of the last `multiply` met a converter's bound, shape (batch,); None if the server tells nothing.
+
+        Clients that share a device are told of all its outputs.
+        """
+        return self._saturated
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
         """Return the served device's matrix, float32; one of its capabilities.
@@ -98,7 +107,10 @@ class RemoteProducts(NoisyDevice):
         shape = (len(batch), outputs)
 
         def read() -> torch.Tensor:
-            return self._tensor(self._call(act, batch.numpy()))
+            answer = self._call(act, batch.numpy())
+            if act == "multiply":
+                self._saturated = _told_rows(answer, len(batch))
+            return self._tensor(answer)
 
         return like_input(self._read(read, shape, readings=len(batch)), x)
 
@@ -129,3 +141,10 @@ class RemoteProducts(NoisyDevice):
         if not (found.flags.writeable and found.flags.aligned):  # else the message's own memory serves
             found = found.copy()
         return torch.from_numpy(found).to(self._torch_device)
+
+
+def _told_rows(answer: Message, rows: int) -> torch.Tensor | None:
+    """Return which rows an answer, behind its reading, tells to be saturated, or None."""
+    if len(answer.arrays) < 2 or answer.arrays[1].shape != (rows,):
+        return None
+    return torch.from_numpy(answer.arrays[1] != 0)

@@ -115,6 +115,7 @@ class Work:
         self.is_opening = message.kind == "open"
         self.begun = self.dropped = False
         self._done: list[np.ndarray] = []
+        self._saturated: list[np.ndarray | None] = []
         self._rows = 0
 
     def advance(self, instrument: Instrument) -> tuple[np.ndarray, ...] | None:
@@ -183,14 +184,20 @@ class Work:
         return found
 
     def _read(self, read: Callable[[np.ndarray], np.ndarray], view: View) -> tuple[np.ndarray, ...] | None:
-        """Read a batch; a simulation, whose noise belongs to the call as a whole, reads the call in one."""
+        """Read a batch; a simulation, whose noise belongs to the call as a whole, reads the call in one.
+
+        Behind products stands which rows met the bound of a converter, if the device tells it.
+        """
         x = self._array()
         stop = min(len(x), self._rows + ROWS_AT_ONCE) if view.shared else len(x)
         self._done.append(read(x[self._rows : stop]))
+        self._saturated.append(view.saturated if self.message.values["act"] == "multiply" else None)
         self._rows = stop
         if stop < len(x):
             return None
-        return (self._done[0] if len(self._done) == 1 else np.concatenate(self._done),)
+        saturated = [part for part in self._saturated if part is not None]
+        told = (saturated,) if len(saturated) == len(self._done) else ()
+        return tuple(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in (self._done, *told))
 
     def _array(self) -> np.ndarray:
         if len(self.message.arrays) != 1:

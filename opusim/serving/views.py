@@ -155,6 +155,12 @@ class View:
         y = self.count(lambda: device.multiply(torch.from_numpy(self._shown(x))))
         return self._seen(y.cpu().numpy())
 
+    @property
+    def saturated(self) -> np.ndarray | None:
+        """Which rows of the last `multiply` met a converter's bound at any output of the device, uint8, or None."""
+        found = getattr(self.device, "saturated", None)
+        return None if found is None else found.cpu().numpy().astype(np.uint8)
+
     def multiply_transposed(self, x: np.ndarray) -> np.ndarray:  # (batch, n_outputs) -> (batch, n_inputs)
         """Return `MultipliesTransposed.multiply_transposed` of the view; the outputs of others stay dark."""
         device = self.device.require("multiply_transposed")

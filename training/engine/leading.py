@@ -23,6 +23,7 @@ from training.engine.plan import RunPlan, fingerprint
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import RunFolderError
 from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors
+from training.runs.checkpoints import held_by_devices, hold_on_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ def require_same(plan: RunPlan, ranks: Ranks) -> None:
 
 
 def share_state(trainer: Trainer, ranks: Ranks) -> None:
-    """Give every process the parameters, the optimizer's state and the trainer's state of the first."""
+    """Give every process the first one's parameters, optimizer, trainer's state, and what its devices hold."""
     if ranks.world == 1:
         return
     sent = ranks.on_first(
@@ -100,6 +101,7 @@ def share_state(trainer: Trainer, ranks: Ranks) -> None:
             _on_cpu(trainer.tensors),
             _on_cpu(trainer.state),
             _on_cpu(optimizer_tensors(trainer.optimizer)),
+            {name: _on_cpu(held) for name, held in held_by_devices(trainer.model).items()},
         )
     )
     if ranks.is_first:
@@ -109,6 +111,7 @@ def share_state(trainer: Trainer, ranks: Ranks) -> None:
             for name, tensor in own.items():
                 tensor.copy_(values[name])
     load_optimizer_tensors(trainer.optimizer, sent[2])
+    hold_on_devices(trainer.model, sent[3])
 
 
 def lead(

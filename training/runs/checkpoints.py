@@ -15,9 +15,11 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from accounting.ledger.journal import head_file, read_position
+from opusim.crossbar.layers import DeviceLinear
+from opusim.errors import ConfigError
 from opusim.files import require_regular, write_file
 from training.errors import RunFolderError
 from training.networks.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
@@ -28,6 +30,7 @@ from training.runs.seal import REMEDY, Header, Seal, checkpoint_path, list_check
 class Trained(Protocol):
     """What a checkpoint keeps of a trainer (`training.engine.trainer.Trainer`)."""
 
+    model: nn.Module
     optimizer: torch.optim.Optimizer
 
     @property
@@ -45,7 +48,7 @@ class Checkpoint:
 
     Attributes:
         header: Its facts.
-        tensors: "model.*", "optimizer.*", "state.*" and "average.*" tensors.
+        tensors: "model.*", "optimizer.*", "state.*", "average.*" and "device.*" tensors.
     """
 
     header: Header
@@ -81,7 +84,7 @@ def save_checkpoint(
     Args:
         folder: The folder of the checkpoints.
         step: Steps done.
-        trainer: Its parameters, the optimizer's state and the trainer's own state are written.
+        trainer: Its parameters, the optimizer's state, the trainer's own state and what devices hold are written.
         average: The running average of the parameters is written.
         progress: The engine's running sums and the usage of the device, as JSON.
         seal: The other files of the run.
@@ -97,6 +100,8 @@ def save_checkpoint(
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(trainer.optimizer).items()}
     tensors |= {f"state.{name}": tensor for name, tensor in trainer.state.items()}
     tensors |= {f"average.{name}": tensor for name, tensor in average.state.items()}
+    for name, held in held_by_devices(trainer.model).items():
+        tensors |= {f"device.{name}.{key}": tensor for key, tensor in held.items()}
     tensors = _on_cpu(tensors)
     header = Header(step=step, progress=progress, tensors=_digest(tensors), seal=seal)
     write_file(checkpoint_path(folder, step), save(tensors, metadata=header.to_metadata()))
@@ -173,6 +178,34 @@ def restore(trainer: Trained, average: TailAverage, checkpoint: Checkpoint, path
     load_optimizer_tensors(trainer.optimizer, checkpoint.named("optimizer."))
     place = next(iter(trainer.tensors.values())).device
     average.load(checkpoint.named("average."), place)
+    hold_on_devices(
+        trainer.model,
+        {name: checkpoint.named(f"device.{name}.") for name in layers_on_devices(trainer.model)},
+    )
+
+
+def layers_on_devices(model: nn.Module) -> dict[str, DeviceLinear]:
+    """Return the layers of a model whose products run on devices, by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, DeviceLinear)}
+
+
+def held_by_devices(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return what the devices under a model's layers hold, by the layers' names (`DeviceLinear.get_extra_state`)."""
+    return {name: layer.get_extra_state() for name, layer in layers_on_devices(model).items()}
+
+
+def hold_on_devices(model: nn.Module, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Let devices hold what they held; a layer whose state is empty, as in older checkpoints, keeps what it holds.
+
+    Raises:
+        RunFolderError: The state is another chip's.
+    """
+    for name, layer in layers_on_devices(model).items():
+        try:
+            if states.get(name):
+                layer.set_extra_state(states[name])
+        except ConfigError as error:
+            raise RunFolderError(f"layer {name!r} cannot resume: {error}") from error
 
 
 def adopt_ledger(folder: RunFolder, source: Path) -> None:

@@ -41,9 +41,9 @@ from training.runs.storage import read_array
 from training.runs.stored_run import StoredRun, newest_checkpoint
 
 if TYPE_CHECKING:
-    from opusim.crossbar.layers import DeviceModel
+    from opusim.crossbar.conversion import DeviceModel
 
-layers = Deferred("opusim.crossbar.layers")
+conversion = Deferred("opusim.crossbar.conversion")
 
 _CHUNK = 4096
 
@@ -206,7 +206,7 @@ class Run(StoredRun):
             ConfigError: The device cannot be used, or is smaller than a layer.
             ValueError: The model has no layer that can run on a device.
         """
-        analog: DeviceModel = layers.convert(self.model, device, seed=seed)
+        analog: DeviceModel = conversion.convert(self.model, device, seed=seed)
         if after_s:
             analog.wait(after_s)
         self.model = self._network.model = analog

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import tempfile
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 import opusim
-from opusim.crossbar.layers import DeviceConv2d, DeviceLinear, DeviceModel, convert
+from opusim.crossbar.conversion import DeviceModel, convert
+from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
 from opusim.crossbar.noise_aware import noise_aware
+from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
 from opusim.errors import CapabilityMissing, ConfigError
@@ -109,6 +112,62 @@ def test_compensation_gives_back_what_drift_takes() -> None:
             ratios[compensate] = float((found * expected).sum() / expected.square().sum())
     assert abs(ratios[True] - 1) < 0.1
     assert ratios[False] < 0.6
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_state_dict_holds_what_the_devices_hold(mode: str) -> None:
+    """Loaded on chips that were opened anew, the next reading, look and programming are those of the saved network."""
+    x, file = batch(), io.BytesIO()
+    with convert(network(), "pcm", seed=1, mode=mode, programming_step=0.1) as analog, torch.no_grad():
+        analog.wait(3600.0)
+        analog.compensate(x)
+        analog.layers[0].weight.add_(0.01)  # less than a programming step: digital and held weights differ
+        torch.save(analog.state_dict(), file)
+        file.seek(0)
+        with convert(network(seed=2), "pcm", seed=1, mode=mode, programming_step=0.1) as loaded:
+            loaded.load_state_dict(torch.load(file, weights_only=True))
+            for act in (lambda net: None, lambda net: net.wait(3600.0), DeviceModel.program):
+                act(analog), act(loaded)
+                pairs = list(zip(analog.layers, loaded.layers, strict=True))
+                assert all(torch.equal(one.device.matrix(), other.device.matrix()) for one, other in pairs)
+                assert torch.equal(analog(x), loaded(x)) is (mode == "experiment")
+                if mode == "experiment":
+                    states = [net.state_dict() for net in (analog, loaded)]
+                    assert all(
+                        torch.equal(*pair)
+                        for keys in zip(*(s.values() for s in states), strict=True)
+                        for pair in (
+                            zip(*(k.values() for k in keys), strict=True)
+                            if isinstance(keys[0], dict)
+                            else [keys]
+                        )
+                    )
+
+
+def test_a_state_is_for_its_own_chip_and_digital_weights_load_without_one() -> None:
+    with convert(network(), "pcm", seed=1) as analog, convert(network(), "pcm", seed=2) as other:
+        with pytest.raises(ConfigError, match="medium.seed: is that of another chip"):
+            other.load_state_dict(analog.state_dict())
+        held = other.model[3].device.matrix()
+        digital = {
+            key: value for key, value in analog.state_dict().items() if not key.endswith("_extra_state")
+        }
+        other.load_state_dict(digital)
+        assert torch.equal(other.model[3].weight, analog.model[3].weight)
+        assert torch.equal(other.model[3].device.matrix(), held)
+
+
+def test_a_device_of_another_package_is_programmed_again() -> None:
+    """Without a state of its own, the matrix is written again and the same time passes; noise of programming is new."""
+    with open_device("pcm", n_inputs=6, n_outputs=4) as device:
+        matrix = torch.rand(4, 6) * 2 - 1
+        device.program(matrix)
+        device.wait(60.0)
+        state = ProgrammableDevice.held_state(device)
+        before = device.usage.programmings
+        ProgrammableDevice.restore(device, matrix, state)
+        assert (device.elapsed_s, device.usage.programmings) == (60.0, before + 1)
+        assert float((device.matrix() - matrix).abs().max()) < 0.5
 
 
 def test_inputs_correct_gain_and_offset_of_every_output() -> None:

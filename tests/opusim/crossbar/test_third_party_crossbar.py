@@ -11,7 +11,7 @@ import torch
 
 from accounting import NoGuarantee
 from accounting.devices.readings import DeviceReadings, device_readings_guarantee
-from opusim.crossbar.layers import convert
+from opusim.crossbar.conversion import convert
 from opusim.description.loading import load_description
 from opusim.devices import kinds
 from opusim.devices.base import NoisyDevice

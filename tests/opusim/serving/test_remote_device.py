@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
 
 from opusim import open_device
+from opusim.crossbar.layers import DeviceLinear
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.errors import CapabilityMissing, ConfigError, DeviceFault, DeviceUnavailable
@@ -242,6 +243,36 @@ def test_products_are_those_of_the_local_device(lab: Laboratory) -> None:
         assert torch.equal(remote.require("wait").wait(60.0), local.require("wait").wait(60.0))
         assert remote.noise == local.noise
         assert remote.usage == local.usage
+
+
+def test_a_served_device_tells_which_products_met_a_bound(lab: Laboratory) -> None:
+    """A layer on it shows such inputs again at half their size, as on the local device."""
+    overrides: dict[str, Any] = {
+        "n_inputs": 12,
+        "n_outputs": 40,
+        "crossbar": {"converter": {"adc_bound": 2.0}},
+    }
+    torch.manual_seed(1)
+    linear, x = torch.nn.Linear(12, 40), torch.rand(6, 12) * torch.tensor([0.01, 1.0]).repeat(3)[:, None]
+    matrix, sizes = torch.ones(40, 12), torch.linspace(0, 1, 2500)[:, None].expand(-1, 12)
+    with (
+        serving(lab, "pcm", overrides) as address,
+        open_device(address) as remote,
+        open_device("pcm", **overrides) as local,
+    ):
+        layers = [DeviceLinear(linear, device) for device in (remote, local)]
+        assert torch.equal(layers[0](x), layers[1](x))
+        assert remote.usage == local.usage
+        assert remote.usage.frames > 64 + 6  # of the reference vectors and of x
+    overrides["access"] = {"exclusive": True}
+    with serving(lab, "pcm", overrides) as address, open_device(f"{address}?exclusive") as shared:
+        shared.require("program").program(matrix)
+        shared.require("multiply").multiply(sizes)  # read in three batches
+        met = cast(RemoteDevice, shared).saturated
+    assert met is not None
+    assert met.shape == (2500,)
+    assert not met[:200].any()
+    assert met[-1500:].all()
 
 
 def test_long_calls_of_a_shared_device_come_back_whole(lab: Laboratory) -> None:

@@ -14,7 +14,15 @@ import opusim
 import training
 from opusim.errors import CapabilityMissing, ConfigError
 from tests.support.command import opusim as run_command
+from training.errors import RunFolderError
 from training.networks.layers import jacobian_of
+from training.runs.checkpoints import (
+    Checkpoint,
+    hold_on_devices,
+    layers_on_devices,
+    list_checkpoints,
+    read_checkpoint,
+)
 from training.runs.run import evaluate_run, load_run
 
 CONFIG: dict[str, Any] = {"epochs": 20, "threads": 1, "data": {"name": "digits"}, "model": {"hidden": [32]}}
@@ -130,6 +138,87 @@ def test_forward_passes_train_a_network_in_place(
     assert figures[0] - figures[1] > 5 * (2 * 0.25 / 359) ** 0.5
     assert programmings[0] > 10
     assert programmings[1] == 2
+
+
+IN_PLACE = {
+    "ulr": ({"kind": "ulr", "copies": 4, "sigma": 0.3}, 0.02),
+    "zo": ({"kind": "zo", "perturbation": 0.1}, 0.0),
+    "pdfa": ({"kind": "pdfa"}, 0.05),
+}
+
+
+@pytest.mark.parametrize("kind", [*IN_PLACE, pytest.param("without", id="planted fault")])
+def test_a_resumed_run_in_place_equals_an_undisturbed_one(
+    kind: str, tmp_path: Path, stop_at: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed on chips that the new process opened: conductances, scales and noise are those of before, to the bit."""
+    trainer, step = IN_PLACE["ulr" if kind == "without" else kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+    config = {
+        "epochs": 1,
+        "threads": 1,
+        "data": {"name": "digits"},
+        "trainer": trainer,
+        "checkpoint": {"every_steps": 3},
+    }
+
+    def end_of(folder: str, **options: Any) -> tuple[list[torch.Tensor], Any]:
+        with opusim.convert(model, "pcm", seed=1, programming_step=step) as analog:
+            analog.wait(60.0)
+            found = training.train(model=analog.model, folder=tmp_path / folder, **options)
+            held = [tensor for layer in analog.layers for tensor in layer.get_extra_state().values()]
+            x = torch.rand(5, 64, generator=torch.Generator().manual_seed(1))
+            return [*held, *(p.detach() for p in analog.parameters()), analog(x).detach()], found.summary
+
+    whole, summary = end_of("whole", config=config)
+    with pytest.raises(KeyboardInterrupt):
+        end_of("cut", config=config, watcher=stop_at(4))
+    if kind == "without":
+        monkeypatch.setattr("training.runs.checkpoints.hold_on_devices", lambda model, states: None)
+    cut, summary_of_cut = end_of("cut", resume=True)
+    equal = [torch.equal(*pair) for pair in zip(whole, cut, strict=True)]
+    if kind == "without":
+        assert not any(equal[-5:])
+        return
+    assert all(equal)
+    assert summary["test_accuracy"] == summary_of_cut["test_accuracy"]
+
+
+def test_a_run_in_place_resumes_in_release(tmp_path: Path, stop_at: type) -> None:
+    """The conductances are those of before, and the noise of products is fresh."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+    trainer, step = IN_PLACE["ulr"]
+    config = {"epochs": 1, "threads": 1, "data": {"name": "digits"}, "trainer": trainer}
+    held: list[torch.Tensor] = []
+    with opusim.convert(model, "pcm", seed=1, mode="release", programming_step=step) as analog:
+        with pytest.raises(KeyboardInterrupt):
+            training.train(
+                config | {"checkpoint": {"every_steps": 4}},
+                model=analog.model,
+                folder=tmp_path,
+                watcher=stop_at(4),
+            )
+        held = [layer.device.require("matrix").matrix() for layer in analog.layers]
+    with opusim.convert(model, "pcm", seed=1, mode="release", programming_step=step) as analog:
+        hold_on_devices(
+            analog.model,
+            {name: newest(tmp_path).named(f"device.{name}.") for name in layers_on_devices(analog.model)},
+        )
+        found = [layer.device.require("matrix").matrix() for layer in analog.layers]
+    assert all(torch.equal(*pair) for pair in zip(held, found, strict=True))
+    with (
+        opusim.convert(model, "pcm", seed=2, mode="release") as other,
+        pytest.raises(
+            RunFolderError, match="layer '0' cannot resume: .*medium.seed: is that of another chip"
+        ),
+    ):
+        training.train(folder=tmp_path, resume=True, model=other.model)
+
+
+def newest(folder: Path) -> Checkpoint:
+    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1])
 
 
 def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:

@@ -263,7 +263,7 @@ def load_run(path: str | Path, *, model: nn.Module | None = None, trust_code: bo
     require_trusted(facts, trust_code=trust_code)
     require_importable(facts)
     config = folder.read_config()
-    newest = newest_checkpoint(folder, config)
+    newest = newest_checkpoint(folder)
     warn_if_changed(facts.get("code", []))
     network = config.trainer.implementation().rebuild_network(facts["network"], model)
     checkpoint = read_checkpoint(newest)

@@ -81,16 +81,17 @@ def read_run(path: str | Path) -> StoredRun:
     folder = RunFolder(path)
     folder.read_facts()
     folder.require_sealed()
-    return StoredRun(folder, read_header(newest_checkpoint(folder, folder.read_config())).step)
+    return StoredRun(folder, read_header(newest_checkpoint(folder)).step)
 
 
-def newest_checkpoint(folder: RunFolder, config: RunConfig) -> Path:
+def newest_checkpoint(folder: RunFolder) -> Path:
     """Return the newest checkpoint of a run, whose model its guarantees cover.
 
     Raises:
         RunFolderError: There is no checkpoint, or the run is an unfinished release run whose guarantee covers only the
             final model.
     """
+    config = folder.read_config()
     only_last = config.mode == "release" and config.protection.last_iterate
     if only_last and not folder.finished:
         raise RunFolderError(

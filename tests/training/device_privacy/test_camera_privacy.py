@@ -319,6 +319,8 @@ def test_the_command_takes_a_certificate_and_refuses_that_of_another_device(tmp_
     assert found.exit_code == 0, found.output
     assert "of the described light" in found.output
     assert "temperature" not in found.output  # a certificate holds at one temperature
+    small = CliRunner().invoke(app, ["account", "device", "camera_low_light", *call, "--delta", "0.001"])
+    assert "must exceed beta = 0.001, the certificate's own error; raise delta" in str(small.exception)
     refused = CliRunner().invoke(app, ["account", "device", "camera_fluctuating", *call])
     assert "is that of 'camera_low_light'; calibrate this device" in str(refused.exception)
 

@@ -74,7 +74,8 @@ class RenyiBounds:
     """Epsilon of every ordered pair by Renyi divergences.
 
     Attributes:
-        bounds: Shape (patterns, patterns), 0 on the diagonal; infinite if a rate is 0 for some patterns only.
+        bounds: Shape (patterns, patterns), 0 on the diagonal; infinite if a rate is 0 for some patterns only
+            or sums of rates overflow.
         above: The order of the largest bound, less 1; not a number if there is none.
     """
 
@@ -99,10 +100,11 @@ class RenyiBounds:
         if lit.min() <= 0:
             return cls(bounds=_without_diagonal(np.full((len(rates), len(rates)), np.inf)), above=math.nan)
         logs = np.log(lit)
-        spread = np.square(logs - logs.mean(axis=0)).mean(axis=0) @ lit.mean(axis=0)
-        best = math.sqrt(
-            -math.log(delta) / max(float(spread), 1e-12)
-        )  # the loss's variance is twice the spread
+        with np.errstate(over="ignore", invalid="ignore"):
+            spread = float(np.square(logs - logs.mean(axis=0)).mean(axis=0) @ lit.mean(axis=0))
+        if not math.isfinite(spread):  # a sum of rates overflows
+            return cls(bounds=_without_diagonal(np.full((len(rates), len(rates)), np.inf)), above=math.nan)
+        best = math.sqrt(-math.log(delta) / max(spread, 1e-12))  # the loss's variance is twice the spread
         found = _best_of(lit, delta, best * _RENYI_ORDERS)
         if nearby and math.isfinite(found[1]):
             again = _best_of(lit, delta, found[1] * _NEARBY_ORDERS)

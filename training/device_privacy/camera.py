@@ -33,6 +33,7 @@ from accounting.devices.counts import (
     known_counts_epsilon,
     known_counts_guarantee,
 )
+from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from opusim.camera.exposure import CountLaw, OperatingPoint
 from opusim.description.schema import DeviceDescription
@@ -322,7 +323,13 @@ def label_counts(
     Raises:
         ConfigError: The device has no camera, or no shot noise, the certificate is not its own, or training would
             refuse to keep that of its labels.
+        NoGuarantee: delta does not exceed the certificate's beta.
     """
+    if certificate is not None and delta <= certificate.beta:
+        raise NoGuarantee(
+            f"delta = {delta:g}: must exceed beta = {certificate.beta:g}, the certificate's own error; raise delta, "
+            "or calibrate with a smaller --beta"
+        )
     with open_described(description, n_inputs=n_classes, n_outputs=n_outputs) as device:
         if not isinstance(device, CameraDevice):
             raise ConfigError(

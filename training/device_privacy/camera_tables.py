@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +32,8 @@ _EVALUATIONS_PER_TARGET = 55
 """Evaluations of epsilon for a target, on average, in four searches."""
 _EVALUATIONS_PER_FIGURE = 100
 """Evaluations of epsilon for the curves of the figure."""
+_DOWN, _UP = (Context(prec=3, rounding=rounding) for rounding in (ROUND_FLOOR, ROUND_CEILING))
+"""Settings are printed with three digits, rounded so that epsilon stays within the target."""
 
 
 def evaluations(n_targets: int, *, figure: bool) -> int:
@@ -101,12 +104,17 @@ def _by_share(
         return _row(
             counts, target, way, f"none: even {MIN_SHARE:g} of the described {way} still gives {left}"
         )
-    anchor_e = law.recovery.unit_dn / law.sensor.gain_dn_per_e
-    texts = {
-        "light": f"{found:.3g} of the described light: an anchor frame of {found * anchor_e:.3g} e⁻",
-        "exposure": f"{found * law.exposure_us:.3g} µs instead of {law.exposure_us:g}",
-    }
-    return _row(counts, target, way, texts[knob], with_share(knob, found))
+    if knob == "light":
+        share, anchor_e = _rounded(found, _DOWN), law.recovery.unit_dn / law.sensor.gain_dn_per_e
+        text = f"{share:.3g} of the described light: an anchor frame of {share * anchor_e:.3g} e⁻"
+    else:
+        wanted_us = _rounded(found * law.exposure_us, _DOWN)
+        share, text = wanted_us / law.exposure_us, f"{wanted_us:.3g} µs instead of {law.exposure_us:g}"
+    return _row(counts, target, way, text, with_share(knob, share))
+
+
+def _rounded(value: float, digits: Context) -> float:
+    return float(digits.create_decimal_from_float(value))
 
 
 def _by_certified_light(counts: LabelCounts, target: float) -> dict[str, str]:
@@ -128,6 +136,7 @@ def _by_bias(counts: LabelCounts, target: float) -> dict[str, str]:
     if bias is None or bias > well:
         wanted = f"more than {MAX_BIAS_E:g} e⁻" if bias is None else f"{bias:.3g} e⁻ a frame"
         return _row(counts, target, "bias light", f"none: it takes {wanted}, but a pixel holds {well:.5g}")
+    bias = _rounded(bias, _UP)
     return _row(counts, target, "bias light", f"{bias:.3g} e⁻ a frame", OperatingPoint(bias_e=bias))
 
 
@@ -143,9 +152,10 @@ def _useful_lights(counts: LabelCounts, target: float) -> list[float]:
 def _by_temperature(counts: LabelCounts, target: float, light: float) -> dict[str, str]:
     way = "temperature" if light == 1 else f"temperature, at {light:g} of the light"
     found = counts.temperature_for(target, light)
-    if found is not None:
-        return _row(counts, target, way, f"{found:.2f} °C", OperatingPoint(temperature_c=found, light=light))
     low, high = counts.temperatures_c or (math.nan, math.nan)
+    if found is not None:
+        warm = min(float(Decimal(found).quantize(Decimal("0.01"), ROUND_CEILING)), high)
+        return _row(counts, target, way, f"{warm:.2f} °C", OperatingPoint(temperature_c=warm, light=light))
     ends = [number(counts.epsilon(OperatingPoint(temperature_c=t, light=light))) for t in (low, high)]
     return _row(counts, target, way, f"none: {low:g} to {high:g} °C give {ends[0]} to {ends[1]}")
 

@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import poisson
 
 from accounting import numerics
+from accounting.devices.counts import known_counts_epsilon
 from accounting.numerics import poisson_loss, poisson_pairs
 from accounting.numerics.poisson_pairs import RenyiBounds, tilted_bounds
 
@@ -118,3 +119,12 @@ def test_pixels_that_stay_dark_and_pixels_that_only_some_patterns_light() -> Non
     assert numerics.pattern_upper(np.hstack([rates, np.full((5, 1), 1.0)]), DELTA) == numerics.pattern_upper(
         rates, DELTA
     )
+
+
+def test_rates_whose_sum_overflows_hide_no_pair_and_give_no_number_that_is_none() -> None:
+    rates = np.column_stack([np.full(4, 1.5e308), [1.0, 1.0, 1.1, 9.0]])
+    assert math.isinf(numerics.renyi_upper(rates, DELTA))
+    pairs = permutations(range(len(rates)), 2)
+    largest = max(numerics.poisson_bounds(rates[i], rates[j], DELTA).upper for i, j in pairs)
+    assert numerics.pattern_upper(rates, DELTA) == largest
+    assert math.isinf(known_counts_epsilon(rates, delta=1e-300))

@@ -114,6 +114,24 @@ def test_tables_say_what_no_temperature_can_do(counts: LabelCounts) -> None:
     assert strict["exposure"].startswith(f"none: even {MIN_SHARE:g} of the described exposure still gives")
 
 
+def test_settings_stay_within_the_target_as_they_are_printed(counts: LabelCounts) -> None:
+    ways = {
+        "temperature, at 0.01 of the light": lambda t: OperatingPoint(temperature_c=t, light=0.01),
+        "laser light": lambda share: OperatingPoint(light=share),
+        "exposure": lambda us: OperatingPoint(exposure=us / counts.law.exposure_us),
+        "bias light": lambda bias: OperatingPoint(bias_e=bias),
+    }
+    checked = set()
+    for target in (3.0, 5.0):
+        for row in target_rows(counts, [target]):
+            if row["by"] in ways and row["epsilon"]:
+                epsilon = counts.epsilon(ways[row["by"]](float(row["setting"].split()[0])))
+                assert 0.98 * target <= epsilon <= target, row
+                assert float(row["epsilon"]) == pytest.approx(epsilon, abs=5.1e-4)
+                checked.add(row["by"])
+    assert {"temperature, at 0.01 of the light", "laser light", "exposure"} <= checked
+
+
 def test_a_camera_without_dark_current_has_no_temperatures() -> None:
     description = load_description("camera_low_light", {"camera": {"dark": None}})
     found = label_counts(description, n_classes=3, n_outputs=16, delta=DELTA)
@@ -301,6 +319,8 @@ def test_the_command_takes_a_certificate_and_refuses_that_of_another_device(tmp_
     assert found.exit_code == 0, found.output
     assert "of the described light" in found.output
     assert "temperature" not in found.output  # a certificate holds at one temperature
+    small = CliRunner().invoke(app, ["account", "device", "camera_low_light", *call, "--delta", "0.001"])
+    assert "must exceed beta = 0.001, the certificate's own error; raise delta" in str(small.exception)
     refused = CliRunner().invoke(app, ["account", "device", "camera_fluctuating", *call])
     assert "is that of 'camera_low_light'; calibrate this device" in str(refused.exception)
 

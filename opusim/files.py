@@ -261,17 +261,22 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        json.JSONDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep, or holds a whole number beyond
-            `INTEGER_LIMIT` or half a character.
+        json.JSONDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep, or holds a whole number of
+            `INTEGER_LIMIT` or more in magnitude, or half a character.
     """
     try:
-        value = json.loads(text)
+        decoded = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
+        value = _JSON.decode(decoded)
     except json.JSONDecodeError:
         raise
     except RecursionError:
         raise json.JSONDecodeError(_TOO_DEEP, "", 0) from None
     except ValueError as error:  # not UTF-8, or a number with too many digits
         raise json.JSONDecodeError(str(error), "", 0) from None
+    # The lines of a long ledger need no walk through what they hold
+    is_shallow = decoded.count("{") + decoded.count("[") <= DEPTH_LIMIT
+    if is_shallow and decoded.isascii() and "\\u" not in decoded:
+        return value
     problem = _problem(value)
     if problem:
         raise json.JSONDecodeError(problem, "", 0)
@@ -282,8 +287,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        tomllib.TOMLDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep, or holds a whole number beyond
-            `INTEGER_LIMIT`.
+        tomllib.TOMLDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep, or holds a whole number of
+            `INTEGER_LIMIT` or more in magnitude.
     """
     try:
         value = tomllib.loads(text)
@@ -323,8 +328,17 @@ def _is_table(value: Any) -> bool:
     )
 
 
+def _bounded(digits: str) -> int:
+    number = int(digits)
+    if abs(number) >= INTEGER_LIMIT:
+        raise ValueError(_TOO_LONG)
+    return number
+
+
 _HALF = re.compile("[\ud800-\udfff]")
+_JSON = json.JSONDecoder(parse_int=_bounded)
 _TOO_DEEP = f"more than {DEPTH_LIMIT} tables and lists within each other"
+_TOO_LONG = "a whole number of more than 64 bits"
 
 
 def _problem(value: Any) -> str | None:
@@ -333,7 +347,7 @@ def _problem(value: Any) -> str | None:
     for _ in range(DEPTH_LIMIT + 1):
         for item in level:
             if isinstance(item, int) and abs(item) >= INTEGER_LIMIT:
-                return "a whole number of more than 64 bits"
+                return _TOO_LONG
             if isinstance(item, str) and not item.isascii() and _HALF.search(item):
                 return "a text with half a character (a lone surrogate)"
         below = [[*v, *v.values()] if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]

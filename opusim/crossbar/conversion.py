@@ -63,7 +63,8 @@ class DeviceModel(nn.Module):
         A device that waited may be compensated again. A hundred images or more keep the fit's own error small.
 
         Args:
-            *args: Arguments of the module, such as records of the training set; no labels are used.
+            *args: Arguments of the module, such as records of the training set; no labels are used. Before a run that
+                protects whole records, give public ones: checkpoints hold the corrections, which no guarantee covers.
             **kwargs: Keyword arguments of the module.
         """
         with ExitStack() as stack, torch.no_grad():

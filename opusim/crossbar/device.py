@@ -128,7 +128,7 @@ class CrossbarDevice(ProgrammableDevice):
             state["position"] = torch.from_numpy(position.view(np.int64))
         return state
 
-    def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
         """See `ProgrammableDevice.restore`; the conductances are those of before, and nothing is counted.
 
         In ``experiment`` the noise of products continues as it would have done.
@@ -142,6 +142,7 @@ class CrossbarDevice(ProgrammableDevice):
         self._begin_monitor(None)
         if "position" in state and isinstance(self._stream, SeededStream):
             self._stream.seek(*state["position"].numpy().view(np.uint64).tolist())
+        return True
 
     def _program(self, matrix: torch.Tensor) -> torch.Tensor:
         self._pairs = Pairs(matrix, self._settings, chip=self._chip, number=self._number)

@@ -89,8 +89,7 @@ class DeviceLinear(nn.Module):
             self._row_scale = weight.abs().amax(dim=1).clamp_min(LEAST_SCALE)
             self._wanted = weight / self._row_scale[:, None]
             self._programmable.program(self._wanted)
-        self._row_gain, self._row_offset = torch.ones(len(weight)), torch.zeros(len(weight))
-        self._measure_gain()
+        self._begin_corrections()
 
     def wait(self, seconds: float) -> None:
         """Let time pass on the device, then measure the compensation of drift again.
@@ -164,7 +163,7 @@ class DeviceLinear(nn.Module):
         state = {
             "wanted": self._wanted,
             "rows": torch.stack(
-                [self._row_scale, *(e.to(self._row_scale) for e in (self._row_gain, self._row_offset))]
+                [each.cpu().double() for each in (self._row_scale, self._row_gain, self._row_offset)]
             ),
             "gain": torch.tensor(self._gain, dtype=torch.float64),
             "identity": torch.tensor(list(identity), dtype=torch.uint8),
@@ -177,7 +176,8 @@ class DeviceLinear(nn.Module):
         """Let layer and device hold what they held when `get_extra_state` was called.
 
         A crossbar continues to the bit, in ``release`` with fresh noise of products. A device of another kind, such as
-        a served one, is programmed again with the matrix that it held.
+        a served one, is programmed again with the matrix that it held: the compensation of drift is measured again, and
+        corrections by `DeviceModel.compensate` end.
 
         Raises:
             ConfigError: the state is another chip's.
@@ -191,14 +191,18 @@ class DeviceLinear(nn.Module):
                 "seed, or leave out the keys of the state that end in _extra_state",
             )
         self._wanted = state["wanted"].to(self.weight)
-        self._row_scale, self._row_gain, self._row_offset = state["rows"].to(self.weight).unbind()
+        rows = state["rows"].to(self.weight.device)
+        self._row_scale = rows[0].to(self.weight.dtype)
+        self._row_gain, self._row_offset = rows[1:].float().unbind()
         self._gain = float(state["gain"])
         if isinstance(self.device, ProgrammableDevice):
             named = {name.removeprefix("device."): value for name, value in state.items()}
-            self.device.restore(self._wanted, named)
+            is_same = self.device.restore(self._wanted, named)
         else:
             self._programmable.program(self._wanted)
-            self._measure_gain()
+            is_same = False
+        if not is_same:
+            self._begin_corrections()
 
     def _load_from_state_dict(
         self,
@@ -226,6 +230,12 @@ class DeviceLinear(nn.Module):
         """Return the largest change of a weight since it was programmed, in units of its row's scale."""
         with torch.no_grad():
             return float((self.weight / self._row_scale[:, None] - self._wanted).abs().max())
+
+    def _begin_corrections(self) -> None:
+        """Drop the corrections of outputs, which were fitted to other conductances, and measure the gain."""
+        rows = len(self._wanted)
+        self._row_gain, self._row_offset = torch.ones(rows), torch.zeros(rows)
+        self._measure_gain()
 
     def _measure_gain(self) -> None:
         """Measure the compensation of drift from readings of the reference vectors."""

@@ -175,7 +175,7 @@ class ProgrammableDevice(NoisyDevice):
         """Return what `restore` needs besides the matrix that was programmed last: tensors on the CPU, by name."""
         return {"elapsed_s": torch.tensor(self._elapsed_s, dtype=torch.float64)}
 
-    def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
         """Hold a matrix as this device held it when `held_state` was called, such as in a run that is resumed.
 
         The matrix is programmed again and the same time passes, so programming noise is drawn again. A subclass that
@@ -185,12 +185,16 @@ class ProgrammableDevice(NoisyDevice):
             matrix: as it was given to `program`.
             state: what `held_state` returned.
 
+        Returns:
+            Whether the realised matrix is that of before; if not, corrections that were measured with it are void.
+
         Raises:
             TypeError, ValueError, DeviceUnavailable: as for `program`.
         """
         self.program(matrix)
         if elapsed_s := float(state["elapsed_s"]):
             self.wait(elapsed_s)
+        return False
 
     # For subclasses
 

@@ -37,7 +37,7 @@ from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from training.engine.certified import certificate_of, credit_of, monitored
 from training.errors import RunFolderError
-from training.networks.base import Network
+from training.networks.base import Network, require_fresh_noise
 from training.networks.user_code import require_trusted
 from training.protections.base import PrivateGradients, Protection
 from training.runs.folder import RunFolder
@@ -123,6 +123,8 @@ class RunPlan:
             sampler=build_sampler(config, dataset),
             certificate=certificate,
         )
+        if config.mode == "release":
+            require_fresh_noise(plan.network.model)
         require_applied(plan.algorithm)
         plan.algorithm.require_covered()
         return plan

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opusim.devices.base import NoisyDevice
 from training.data import Dataset
 
 
@@ -145,6 +146,25 @@ def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_c
             f"model gives {found} for {len(records)} records of {n_classes} classes; it must give class scores of "
             "shape (batch, n_classes)"
         )
+
+
+def require_fresh_noise(model: nn.Module) -> None:
+    """Refuse devices under a module whose noise can be rebuilt, as a run in release mode must.
+
+    A record that is added or removed moves the rows behind it to other noise. If that noise is known, what these rows
+    give changes too, and no clip of single records bounds the sum. Checkpoints also hold how far such noise was drawn.
+
+    Raises:
+        ValueError: A layer reads a device of mode ``experiment``.
+    """
+    for name, module in model.named_modules():
+        device = getattr(module, "device", None)
+        if isinstance(device, NoisyDevice) and device.mode != "release":
+            raise ValueError(
+                f"model: {f'layer {name!r}' if name else type(module).__name__} reads device {device.name!r} in mode = "
+                f"{device.mode!r}, whose noise can be rebuilt from its seed; for a release run open the device, or "
+                "convert the model, with mode='release'"
+            )
 
 
 def parameters_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from opusim import checks
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
+from training.networks.base import require_fresh_noise
 from training.private_loop.accountants import NamedAccountant
 from training.private_loop.inputs import example_of, require_arguments, require_own_parameters
 from training.private_loop.loader import batch_size_of
@@ -136,6 +137,8 @@ def make_private(
                 }
             )
         shared.require_devices_of_all(module)
+        if mode == "release":
+            require_fresh_noise(module)
         place = Path(folder)
         settings = shared.ranks.on_first(
             lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)

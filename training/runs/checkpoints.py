@@ -168,20 +168,25 @@ def copy_parameters(
 
 
 def restore(trainer: Trained, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
-    """Restore a trainer, its optimizer and the running average from a checkpoint.
+    """Restore a trainer, its optimizer, the running average and what devices hold from a checkpoint.
 
     Raises:
-        RunFolderError: The checkpoint is of another network.
+        RunFolderError: The checkpoint is of another network, or of other devices.
     """
     copy_parameters(checkpoint, trainer.tensors, path)
     copy_parameters(checkpoint, trainer.state, path, prefix="state.")
     load_optimizer_tensors(trainer.optimizer, checkpoint.named("optimizer."))
     place = next(iter(trainer.tensors.values())).device
     average.load(checkpoint.named("average."), place)
-    hold_on_devices(
-        trainer.model,
-        {name: checkpoint.named(f"device.{name}.") for name in layers_on_devices(trainer.model)},
-    )
+    layers = layers_on_devices(trainer.model)
+    ending = ".identity"  # every layer on a device has this
+    saved = [key.removesuffix(ending) for key in checkpoint.named("device.") if key.endswith(ending)]
+    if digital := sorted(set(saved) - layers.keys()):
+        raise RunFolderError(
+            f"{path}: layer {digital[0]!r} ran on a device, and is digital in the model that is given; convert the "
+            "model with the same device and seed (opusim.convert)"
+        )
+    hold_on_devices(trainer.model, {name: checkpoint.named(f"device.{name}.") for name in layers})
 
 
 def layers_on_devices(model: nn.Module) -> dict[str, DeviceLinear]:

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import opusim
 from opusim.crossbar.conversion import DeviceModel, convert
+from opusim.crossbar.device import CrossbarDevice
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
 from opusim.crossbar.noise_aware import noise_aware
 from opusim.crossbar.programmable import ProgrammableDevice
@@ -168,6 +169,24 @@ def test_a_device_of_another_package_is_programmed_again() -> None:
         ProgrammableDevice.restore(device, matrix, state)
         assert (device.elapsed_s, device.usage.programmings) == (60.0, before + 1)
         assert float((device.matrix() - matrix).abs().max()) < 0.5
+
+
+def test_corrections_end_with_the_conductances_that_they_were_measured_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device that is programmed again, gains and offsets of outputs would correct errors that are gone."""
+    x = batch()
+    for same in (True, False):
+        with convert(network(), "pcm", seed=1) as analog, torch.no_grad():
+            analog.compensate(x)
+            state = analog.state_dict()
+            if not same:
+                monkeypatch.setattr(CrossbarDevice, "restore", ProgrammableDevice.restore)
+            analog.load_state_dict(state)
+            assert all(bool(layer._row_offset.any()) is same for layer in analog.layers)
+            gains = [layer._gain for layer in analog.layers]
+            analog.program()
+            assert all(gain != layer._gain for gain, layer in zip(gains, analog.layers, strict=True))
 
 
 def test_inputs_correct_gain_and_offset_of_every_output() -> None:

@@ -150,6 +150,7 @@ def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path,
         extended = audit_final_model(run, **options, trainings=24)
     assert extended.looks == 2
     assert extended.confidence == pytest.approx(0.9)
+    assert replace(extended, looks=30).confidence == 0
     assert "read 2 times" in one_run_paragraphs(extended)[0]
     assert read_one_run(tmp_path / FINAL_MODEL_FILE) == extended
 

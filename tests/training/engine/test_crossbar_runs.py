@@ -202,9 +202,12 @@ def test_a_run_in_place_resumes_in_release(tmp_path: Path, stop_at: type) -> Non
             )
         held = [layer.device.require("matrix").matrix() for layer in analog.layers]
     with opusim.convert(model, "pcm", seed=1, mode="release", programming_step=step) as analog:
+        saved = newest(tmp_path)
+        assert [key for key in saved.tensors if "elapsed_s" in key]
+        assert not [key for key in saved.tensors if "position" in key]  # of noise that could be rebuilt
         hold_on_devices(
             analog.model,
-            {name: newest(tmp_path).named(f"device.{name}.") for name in layers_on_devices(analog.model)},
+            {name: saved.named(f"device.{name}.") for name in layers_on_devices(analog.model)},
         )
         found = [layer.device.require("matrix").matrix() for layer in analog.layers]
     assert all(torch.equal(*pair) for pair in zip(held, found, strict=True))
@@ -215,6 +218,51 @@ def test_a_run_in_place_resumes_in_release(tmp_path: Path, stop_at: type) -> Non
         ),
     ):
         training.train(folder=tmp_path, resume=True, model=other.model)
+
+
+class OwnNetwork(nn.Module):
+    """A module that opusim knows only by its class and its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(self.first(x).tanh())
+        return scores
+
+
+def test_a_run_in_place_does_not_resume_without_devices(tmp_path: Path, stop_at: type) -> None:
+    model = OwnNetwork()
+    config = {"epochs": 1, "threads": 1, "data": {"name": "digits"}, "trainer": {"kind": "zo"}}
+    with opusim.convert(model, "reram", programming_step=0.1) as analog, pytest.raises(KeyboardInterrupt):
+        training.train(config, model=analog.model, folder=tmp_path, watcher=stop_at(2))
+    with pytest.raises(RunFolderError, match="layer 'first' ran on a device, and is digital in the model"):
+        training.train(folder=tmp_path, resume=True, model=model)
+
+
+@pytest.mark.filterwarnings("ignore:model. Sequential gives different outputs for the same records")
+def test_a_release_run_takes_only_devices_whose_noise_cannot_be_rebuilt(tmp_path: Path) -> None:
+    """The checkpoint of a run on other devices would hold how far noise was drawn from a seed."""
+    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+    protection = {"kind": "record", "epsilon": 3.0, "clip_norm": 1.0}
+    config = {
+        "mode": "release",
+        "epochs": 1,
+        "threads": 1,
+        "data": {"name": "digits"},
+        "trainer": {"kind": "zo"},
+        "protection": protection,
+    }
+    with (
+        opusim.convert(model, "reram", seed=1) as analog,
+        pytest.raises(ValueError, match="layer '0' reads device 'reram' in mode = 'experiment'"),
+    ):
+        training.train(config, model=analog.model, folder=tmp_path / "experiment")
+    assert not (tmp_path / "experiment").exists()
+    with opusim.convert(model, "reram", seed=1, mode="release") as analog:
+        training.train(config, model=analog.model, folder=tmp_path / "release")
+    assert not [key for key in newest(tmp_path / "release").tensors if "position" in key]
 
 
 def newest(folder: Path) -> Checkpoint:

@@ -220,7 +220,7 @@ def audit_final_model(
 
     The result is kept as `final-model.json`, the scores so far as `final-model-scores.json`: an audit that was stopped
     resumes if it is called again with the same options. If it is called with another number of trainings after its
-    outcome was read, it warns: who extends an audit until the outcome pleases errs more often than one bound tells.
+    outcome was read, it warns: an audit that is extended until its outcome pleases errs more often than a bound tells.
     Each reading adds its own error, and the result's confidence counts them all (`OneRunAudit.looks`).
 
     Args:
@@ -258,9 +258,10 @@ def audit_final_model(
     game = FinalModelGame.of(started_again(run, scores.seed), seed=scores.seed, worst_case=worst_case)
     on_start(trainings, min(len(scores.found), trainings))
     if scores.looks and trainings not in scores.looks:
+        together = max(0.0, 1 - (1 - CONFIDENCE) * (len(scores.looks) + 1))
         warnings.warn(
             f"{kept}: the outcome of {scores.looks[-1]} trainings was read before; with this one the bounds hold "
-            f"together with confidence {1 - (1 - CONFIDENCE) * (len(scores.looks) + 1):.2f} only. For {CONFIDENCE} "
+            f"together with confidence {together:.2f} only. For {CONFIDENCE} "
             "start anew in another folder (--out)",
             stacklevel=2,
         )

@@ -42,7 +42,7 @@ class OneRunAudit:
         seed: Repeats the audit.
         cpu_s: Processor seconds of the training.
         trainings: Trainings, with one crafted record each if there are several.
-        looks: How often the scores were read, each time with more trainings, this time included.
+        looks: How often the scores were read, with other numbers of trainings, this time included.
     """
 
     readings: tuple[Reading, ...]
@@ -66,11 +66,10 @@ class OneRunAudit:
 
     @property
     def confidence(self) -> float:
-        """That of all bounds together, at every look: the sum of their errors bounds the error."""
+        """That of all bounds together, at every look: the sum of their errors bounds the error, up to 1."""
         plans = [reading.result.plan for reading in self.readings]
-        return 1 - self.looks * sum(
-            (1 - plan.confidence) * sum(method.is_bound for method in plan.methods) for plan in plans
-        )
+        error = sum((1 - plan.confidence) * sum(method.is_bound for method in plan.methods) for plan in plans)
+        return max(0.0, 1 - self.looks * error)
 
     @property
     def refuted(self) -> bool:
@@ -186,8 +185,8 @@ def one_run_paragraphs(audit: OneRunAudit) -> list[str]:
     )
     if audit.looks > 1:
         game += (
-            f" The scores were read {audit.looks} times, each time with more trainings, and who stops once the outcome "
-            f"pleases errs more often; {audit.confidence:.4g} counts the bounds of all {audit.looks} times."
+            f" The scores were read {audit.looks} times, with other numbers of trainings, and stopping once the "
+            f"outcome pleases errs more often; {audit.confidence:.4g} counts the bounds of all {audit.looks} times."
         )
     sights = [f"Adversary {r.adversary!r} {r.result.plan.adversary}." for r in audit.readings]
     refuted = [

@@ -202,6 +202,7 @@ def test_small_changes_add_up_over_checks(seed: int) -> None:
     assert checks_until_stop(faulty("gaussian", Fault.LIGHT_CHANGED, 1.0, seed, **noise), 100) is None
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "change", ["light lost", "correlation", "silent outputs", "variance gained", "variance lost"]
 )

@@ -407,25 +407,33 @@ def _lines_of_trainings() -> list[tuple[str, ...]]:
                 "–",
             )
         )
-    for row in load_results(final_model.NAME).get("cells", {}).values():
-        if row["less_noise"] == 1:
-            gaussian = row["epsilon"][bound]
-            weights = "worst-case" if row["worst_case"] else "drawn"
-            found.append(
-                (
-                    f"records, {row['trainer']} (`record_central`)",
-                    f"only the final model, {weights} initial weights; {len(row['scores'])} trainings",
-                    *(
-                        f"{value:.2f}"
-                        for value in (row["proven"], row["epsilon"][Method.ANY_MECHANISM.name], gaussian)
-                    ),
-                    f"{gaussian / row['proven']:.2f}",
-                    f"{row['ceiling'][bound]:.2f}",
-                    "–",
-                    f"{row['null']:.2f}",
-                    "–",
-                )
+    for games in final_model.sound_games():
+        first = games[0]
+        any_mechanism, gaussian, null = (
+            float(np.median(values))
+            for values in zip(
+                *(
+                    (row["epsilon"][Method.ANY_MECHANISM.name], row["epsilon"][bound], row["null"])
+                    for row in games
+                ),
+                strict=True,
             )
+        )
+        weights = "worst-case" if first["worst_case"] else "drawn"
+        trainings = f"{len(first['scores'])} trainings"
+        found.append(
+            (
+                f"records, {first['trainer']} (`record_central`)",
+                f"only the final model, {weights} initial weights; "
+                + (trainings if len(games) == 1 else f"{len(games)} games of {trainings}, medians"),
+                *(f"{value:.2f}" for value in (first["proven"], any_mechanism, gaussian)),
+                f"{gaussian / first['proven']:.2f}",
+                f"{first['ceiling'][bound]:.2f}",
+                "–",
+                f"{null:.2f}",
+                "–",
+            )
+        )
     return found
 
 

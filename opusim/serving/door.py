@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import threading
 import time
 from typing import Any
 
@@ -24,6 +25,8 @@ _MESSAGES_AT_ONCE = 256
 _ANSWERS_WAITING = 8
 """Messages that wait for a client that does not read; it asks again for what is dropped."""
 _LINGER_MS = 1000
+ENDING_S = 4.0
+"""Seconds that libzmq gets to end, at most."""
 _LINES = 60
 """Lines about one cause that the log gets in each `_LINES_S` seconds; a number stands for the others."""
 _LINES_S = 60.0
@@ -181,13 +184,21 @@ class Door:
         self._router.send_multipart([route, *frames], copy=False)
 
     def close(self) -> None:
-        """Send what is under way for up to a second, and close."""
+        """Send what is under way for up to a second, and close.
+
+        Once in some hundred times, on a busy machine, libzmq 4.3.5 waits for ever for a socket that is closed. Its
+        threads are then left to the end of the process.
+        """
         self._router.disable_monitor()
         self._events.close(linger=0)
         self._bell.close(linger=0)
         self._router.close(linger=_LINGER_MS)
         self._zap.close(linger=0)
-        self._context.term()
+        ending = threading.Thread(target=self._context.term, name="opusim-door", daemon=True)
+        ending.start()
+        ending.join(ENDING_S)
+        if ending.is_alive():
+            _LOG.warning("libzmq did not end within %g s; its threads end with this process", ENDING_S)
 
 
 def _allow_many_connections() -> None:

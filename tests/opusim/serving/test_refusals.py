@@ -427,3 +427,15 @@ def test_options_of_an_address_are_checked(lab: Laboratory) -> None:
             open_device(address, options={"speed": 3}, **WINDOW)
         with open_device(address, options={"outputs_from": 3, "run": "seven"}, **WINDOW) as device:
             assert device.description.options["run"] == "seven"
+
+
+def test_a_server_ends_although_libzmq_does_not(
+    lab: Laboratory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("opusim.serving.door.ENDING_S", 0.2)
+    door = Door(Users(lab.keys), "tcp://127.0.0.1:*", largest=2**20, silence_s=20.0)
+    with door.bell():  # an open socket, for which libzmq waits
+        door.close()
+        assert "libzmq did not end within 0.2 s" in caplog.text
+        again = Door(Users(lab.keys), door.endpoint, largest=2**20, silence_s=20.0)  # the port is free
+    again.close()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from training.networks.clipping import by_record
 from training.networks.network import FullyConnected
-from training.protections.base import PrivateGradients
+from training.protections.base import PrivateGradients, WrappedGradients
 from training.protections.record import RecordGradients
 
 _MOST_NUMBERS = 6e7
@@ -70,7 +70,7 @@ class OuterProducts:
         return [whole[:, :-1].flatten(), whole[:, -1]] if bias else [whole.flatten()]
 
 
-class NotedTerms(PrivateGradients):
+class NotedTerms(WrappedGradients):
     """Notes the outer products of a batch's records, and writes the gradients only if asked to.
 
     Args:
@@ -79,21 +79,13 @@ class NotedTerms(PrivateGradients):
     """
 
     def __init__(self, writer: RecordGradients, divisor: float) -> None:
-        super().__init__(writer._noise)
-        self._writer, self._divisor = writer, divisor
+        super().__init__(writer)
+        self._writer: RecordGradients = writer
+        self._divisor = divisor
         self.writes = True
         """Whether gradients are written."""
         self.noted: list[OuterProducts] = []
         """Those of the last batch that was not written, layer by layer, a row for each record."""
-
-    def seek(self, step: int) -> None:
-        """See PrivateGradients.seek."""
-        self._writer.seek(step)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """See PrivateGradients.state."""
-        return self._writer.state
 
     def _write(
         self,

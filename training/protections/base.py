@@ -279,6 +279,27 @@ NOISE_RANGE = (1e-30, 1e30)
 """Range of a standard deviation of noise, far from the numbers that float32 rounds to 0 or to infinity."""
 
 
+class WrappedGradients(PrivateGradients):
+    """Lets another writer write, with its noise and its state, and sees or changes what it is given.
+
+    Args:
+        writer: The other writer.
+    """
+
+    def __init__(self, writer: PrivateGradients) -> None:
+        super().__init__(writer._noise)
+        self._writer = writer
+
+    def seek(self, step: int) -> None:
+        """See PrivateGradients.seek."""
+        self._writer.seek(step)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See PrivateGradients.state."""
+        return self._writer.state
+
+
 def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0) -> float:
     """Return z C, the standard deviation of the noise on a sum, once float32 can hold it.
 

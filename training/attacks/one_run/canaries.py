@@ -25,7 +25,7 @@ from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
 from training.networks.base import Network
 from training.networks.layers import LayeredNetwork
-from training.protections.base import PrivateGradients
+from training.protections.base import PrivateGradients, WrappedGradients
 
 _EXCESS = 2.0**10
 """Norm of a crafted gradient before the clip, in units of C."""
@@ -138,7 +138,7 @@ def _entries(shape: tuple[int, str, int, int], count: int, generator: np.random.
     )
 
 
-class CraftedGradients(PrivateGradients):
+class CraftedGradients(WrappedGradients):
     """Replaces the canaries' signals by crafted ones, and notes what the other records contribute to the entries.
 
     The adversary of a theorem knows all other records and which batches they are in. What it would compute from that,
@@ -154,22 +154,13 @@ class CraftedGradients(PrivateGradients):
     def __init__(
         self, writer: PrivateGradients, canaries: Canaries, *, clip_norm: float, by_layer: bool
     ) -> None:
-        super().__init__(writer._noise)
+        super().__init__(writer)
         self.reference = writer.reference
-        self._writer, self._canaries = writer, canaries
+        self._canaries = canaries
         self._clip_norm, self._by_layer = clip_norm, by_layer
         self._planted = canaries.planted
         self.others = np.zeros(len(canaries.inside))
         """What other records contributed along each canary's direction in the last step, in units of C, shape (m,)."""
-
-    def seek(self, step: int) -> None:
-        """See PrivateGradients.seek."""
-        self._writer.seek(step)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """See PrivateGradients.state."""
-        return self._writer.state
 
     def _write(
         self,

@@ -33,7 +33,7 @@ COMMANDS = {
     "account device camera_low_light": ["account", "device", "camera_low_light"],
     "account device gaussian": ["account", "device", "gaussian"],
     "device show camera": ["device", "show", "camera"],
-    "explain label-randomized-response": ["explain", "label-randomized-response"],
+    "explain randomized-response": ["explain", "randomized-response"],
 }
 """Arguments of each command; RUN stands for the run that `train` makes."""
 REQUIRED = {"evaluate": 0.4, "report": 0.4, "account device camera_low_light": 0.2}

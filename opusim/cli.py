@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -12,13 +13,13 @@ from opusim.serving.cli import add_to as add_serving_commands
 from opusim.tables import print_table, wrapped
 
 app = typer.Typer(
-    name="device", help="Show, record, calibrate, check and share devices.", no_args_is_help=True
+    name="device", help="Show, copy, record, calibrate, check and share devices.", no_args_is_help=True
 )
 
 
 @app.callback()
 def device() -> None:
-    """Show, record, calibrate, check and share the devices that opusim can simulate or drive."""
+    """Show, copy, record, calibrate, check and share the devices that opusim can simulate or drive."""
 
 
 @app.command("list")
@@ -91,6 +92,32 @@ def show_command(
     typer.echo(
         f"time of a call: {', '.join(parts)}, 1,000 vectors {_time(frames.call_seconds(1000, outputs))}{known}"
     )
+
+
+@app.command("copy")
+def copy_command(
+    name: Annotated[str, typer.Argument(help="A device's name, or a path ending in .toml.")],
+    out: Annotated[Path, typer.Option("--out", help="The description to write, a new .toml file.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the description; repeatable."),
+    ] = None,
+) -> None:
+    """Write a device's description into a file of your own, with some keys changed."""
+    from opusim.description.loading import load_description
+    from opusim.description.section import merged, parse_setting
+    from opusim.errors import ConfigError
+    from opusim.files import require_writable, to_toml
+
+    require_writable(out, "--out", (".toml",))
+    if out.exists():
+        raise ConfigError(str(out), "--out", "exists already; give another file, or remove this one")
+    changes: dict[str, Any] = {"name": out.stem}
+    for setting in settings or []:
+        changes = merged(changes, parse_setting(setting))
+    description = load_description(name, changes)
+    out.write_text(to_toml(description.dump()), encoding="utf-8")
+    typer.echo(f"description: {out}; opusim device show {out}")
 
 
 def _time(seconds: float) -> str:

@@ -1,10 +1,11 @@
 """What does the documented way from a camera's frames to a private network reach, command by command?
 
-Runs the commands of docs/camera.md, "From frames to a private network", on FashionMNIST: record, calibrate, check,
-account, train at epsilon 8, 3 and 1, statement and audit, for a camera of steady light and for one whose laser
-fluctuates, with kept counts and with their argmax. Every command runs as printed, but for the device, what is kept, and
-the thread that training takes. Folders are kept under runs/chain; a second call resumes: it repeats no command that
-ended, and starts one that was stopped again. `kept` then computes what the certificate costs the argmax.
+Runs the commands of docs/camera.md, "From frames to a private network", on FashionMNIST: warm the sensor, record,
+calibrate, check, account, train at epsilon 8, 3 and 1, statement and audit, for a camera of steady light and for one
+whose laser fluctuates, with kept counts and with their argmax. Every command runs as printed, but for the device, what
+is kept, and the thread that training takes. Training runs five times: a release draws from the system's entropy, so
+every run is another one. Folders are kept under runs/chain; a second call resumes: it repeats no command that ended,
+and starts one that was stopped again. `kept` then computes what the certificate costs the argmax.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import hashlib
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +32,20 @@ from training.protections.label_frames import LabelFrames
 from training.runs.run import evaluate_run
 
 NAME, FOLDER = "device_chain", Path("runs/chain")
+CERTIFICATE = Path("bench") / "warm.certificate.toml"
 PAGE = Path(__file__).parents[2] / "docs" / "camera.md"
 DEVICES, KEPT = ("camera_low_light", "camera_fluctuating"), ("counts", "argmax")
 _MAIN = "import sys; sys.argv[0] = 'opusim'; from training.cli import main; main()"
 _SHARED = ("device",)
 """Commands about the device only, which serve both ways of keeping."""
+_LENT = ("bench", "warm.toml")
+"""What they write and the others read."""
+REPEATS = 5
 COLUMN_NAMES = (
     "device",
     "kept",
     "epsilon",
-    "features",
+    "runs",
     "test [%]",
     "stated epsilon",
     "delta",
@@ -65,7 +72,8 @@ def run_command(words: list[str], folder: Path) -> dict[str, Any]:
     done = folder / "done" / f"{told}-{digest}.txt"
     if not done.exists():
         if "--out" in words:
-            shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
+            unfinished = folder / words[words.index("--out") + 1]
+            unfinished.unlink(missing_ok=True) if unfinished.is_file() else shutil.rmtree(unfinished, True)
         more = ["--set", "threads=1"] if words[0] == "train" else []
         called = [sys.executable, "-c", _MAIN, *words, *more]
         ended = subprocess.run(called, cwd=folder, capture_output=True, text=True, check=False)
@@ -76,17 +84,26 @@ def run_command(words: list[str], folder: Path) -> dict[str, Any]:
     return {"command": f"opusim {shlex.join(words)}", "output": done.read_text()}
 
 
+def repeated(words: list[str], repeat: int) -> list[str]:
+    """Return a command with another run folder for each repeat but the first."""
+    if repeat == 1:
+        return words
+    place = words.index("--out") + 1
+    return [*words[:place], f"{words[place]}-run-{repeat}", *words[place + 1 :]]
+
+
 def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
     """Return what a finished run under the certificate reached, and on what its statement rests."""
     run = opusim.load_run(folder)
     (guarantee,) = run.guarantees
     public = evaluate_run(folder, data="fashion-mnist")  # a release keeps no accuracies
-    certificate = load_certificate(folder.parent / "bench" / f"{device}.certificate.toml")
+    certificate = load_certificate(folder.parent / CERTIFICATE)
+    epsilon, _, repeat = folder.name.removeprefix("private-").partition("-run-")
     return {
         "device": device,
         "kept": kept,
-        "epsilon": float(folder.name.removeprefix("private-")),
-        "components": run.config.data.components,
+        "epsilon": float(epsilon),
+        "repeat": int(repeat or 1),
         "test": 100 * public["accuracy"],
         "stated_epsilon": guarantee.epsilon,
         "delta": guarantee.delta,
@@ -97,31 +114,37 @@ def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
     }
 
 
-def measure(devices: str = "", kept: str = "", only: str = "") -> None:
+def measure(devices: str = "", kept: str = "", only: str = "", repeats: int = REPEATS) -> None:
     """Run what is missing of the sequences, in the page's order; `only` names the commands that are run now."""
     results = load_results(NAME)
     runs: list[dict[str, Any]] = results.get("runs", [])
     audits: dict[str, str] = results.get("audits", {})
-    for device in devices.split() or DEVICES:
-        for way in kept.split() or KEPT:
-            folder = FOLDER / device
-            folder.mkdir(parents=True, exist_ok=True)
-            for words in documented(device, way):
-                if only and words[0] not in only.split():
-                    continue
-                own = words[0] in _SHARED
-                place = folder if own else folder / way
-                place.mkdir(exist_ok=True)
-                bench = place / "bench"
-                if not own and not bench.exists():
-                    bench.symlink_to((folder / "bench").resolve())
-                found = run_command(words, place)
-                print(found["command"], flush=True)
-                if words[0] == "train":
-                    _replace(runs, run_facts(place / words[words.index("--out") + 1], device, way))
-                if words[0] == "audit":
-                    audits[f"{device}, {way}"] = found["output"].strip().splitlines()[-1]
-                save_results(NAME, {"argmax": results.get("argmax", {}), "runs": runs, "audits": audits})
+    for repeat in range(1, repeats + 1):
+        for device in devices.split() or DEVICES:
+            for way in kept.split() or KEPT:
+                for words in documented(device, way):
+                    if (only and words[0] not in only.split()) or (repeat > 1 and words[0] != "train"):
+                        continue
+                    words = repeated(words, repeat)
+                    place = _place(device, way, words[0])
+                    found = run_command(words, place)
+                    print(found["command"], flush=True)
+                    if words[0] == "train":
+                        _replace(runs, run_facts(place / words[words.index("--out") + 1], device, way))
+                    if words[0] == "audit":
+                        audits[f"{device}, {way}"] = found["output"].strip().splitlines()[-1]
+                    save_results(NAME, {"argmax": results.get("argmax", {}), "runs": runs, "audits": audits})
+
+
+def _place(device: str, way: str, command: str) -> Path:
+    """Return the folder in which a command runs, with what the device's commands wrote."""
+    folder = FOLDER / device
+    place = folder if command in _SHARED else folder / way
+    place.mkdir(parents=True, exist_ok=True)
+    for name in _LENT if place != folder else ():
+        if not (place / name).exists():
+            (place / name).symlink_to((folder / name).resolve())
+    return place
 
 
 def measure_kept(device: str = DEVICES[0]) -> None:
@@ -129,7 +152,7 @@ def measure_kept(device: str = DEVICES[0]) -> None:
 
     `boxes` is what a certificate without the limits of groups gives: each output has its own limits.
     """
-    certificate = load_certificate(FOLDER / device / "bench" / f"{device}.certificate.toml")
+    certificate = load_certificate(FOLDER / device / CERTIFICATE)
     law = certificate.noise
     if not isinstance(law, PhotonCountLaw):
         raise TypeError(f"device {device!r}: its certificate states no steady counts")
@@ -137,7 +160,7 @@ def measure_kept(device: str = DEVICES[0]) -> None:
     boxes = certificate.model_copy(update={"noise": law.model_copy(update=none)})
     found: dict[str, dict[str, float]] = {}
     for name, held in (("described", None), ("boxes", boxes), ("groups", certificate)):
-        with opusim.open_device(device, n_inputs=10, n_outputs=128) as opened:
+        with opusim.open_device(FOLDER / device / "warm.toml", n_inputs=10, n_outputs=128) as opened:
             if held is not None:
                 opened.attach_certificate(held)
             frames = LabelFrames.of(opened, 10)
@@ -151,30 +174,42 @@ def measure_kept(device: str = DEVICES[0]) -> None:
 
 
 def _replace(runs: list[dict[str, Any]], found: dict[str, Any]) -> None:
-    """Put a run in the place of the earlier one of its device, way and epsilon, in the order of the table."""
+    """Put a run in the place of the earlier one of its device, way, epsilon and number, in the order of the table."""
 
-    def key(run: dict[str, Any]) -> tuple[int, int, float]:
-        return DEVICES.index(run["device"]), KEPT.index(run["kept"]), -run["epsilon"]
+    def key(run: dict[str, Any]) -> tuple[int, int, float, int]:
+        return DEVICES.index(run["device"]), KEPT.index(run["kept"]), -run["epsilon"], run["repeat"]
 
     runs[:] = sorted([*(run for run in runs if key(run) != key(found)), found], key=key)
 
 
 def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each run."""
-    return [
-        (
-            f"`{run['device']}`",
-            run["kept"],
-            f"{run['epsilon']:g}",
-            f"{run['components']} components" if run["components"] else "pixels",
-            f"{run['test']:.2f}",
-            f"{run['stated_epsilon']:.4g}",
-            f"{run['delta']:g}",
-            f"{run['beta']:g}",
-            f"`{run['certificate'][:8]}…`",
+    """Return a line for each device, way of keeping and epsilon."""
+    rows = []
+    for (device, kept, epsilon), group in groupby(
+        runs, key=lambda run: (run["device"], run["kept"], run["epsilon"])
+    ):
+        same = list(group)
+        rows.append(
+            (
+                f"`{device}`",
+                kept,
+                f"{epsilon:g}",
+                f"{len(same)}",
+                _figure([run["test"] for run in same]),
+                f"{max(run['stated_epsilon'] for run in same):.4g}",
+                f"{same[0]['delta']:g}",
+                f"{same[0]['beta']:g}",
+                f"`{same[0]['certificate'][:8]}…`",
+            )
         )
-        for run in runs
-    ]
+    return rows
+
+
+def _figure(values: list[float]) -> str:
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return f"{mean:.2f}"
+    return f"{mean:.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
 
 
 def docs_table() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -65,6 +66,24 @@ def under_power(boxes: PhotonCountNoise, power: LightPower) -> FluctuatingCountN
         weight=boxes.weight,
         added_variance=boxes.added_variance,
         added_variance_high=boxes.added_variance_high,
+    )
+
+
+def rescaled(
+    law: PhotonCountNoise | FluctuatingCountNoise, factor: np.ndarray
+) -> PhotonCountNoise | FluctuatingCountNoise:
+    """Return the law of readings that are `factor` times as large at each output: the same counts in other units.
+
+    Args:
+        law: of readings that are weighted sums of counts.
+        factor: above 0, shape (n_outputs,).
+    """
+    square, most = np.square(factor), law.added_variance_high
+    return replace(
+        law,
+        weight=None if law.weight is None else law.weight * factor,
+        added_variance=law.added_variance * square,
+        added_variance_high=None if most is None else most * square,
     )
 
 

@@ -2,7 +2,7 @@
 
 Descriptions of devices, certificates, runs and sweeps are all pydantic models read from TOML or JSON. They share what
 stands here: `Section`, `first_problem`, which turns pydantic's list of errors into one `ConfigError`, and the functions
-on nested mappings (`merged`, `flat`, `nested`).
+on nested mappings (`merged`, `flat`, `nested`, `parse_setting`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Self, get_args
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from opusim.errors import ConfigError
-from opusim.files import DEPTH_LIMIT
+from opusim.files import DEPTH_LIMIT, parse_toml
 
 _NAMED_KEY = re.compile(r"(?P<key>[a-z][a-z_0-9]*(?:\.[a-z_0-9]+)*)(?: = |: )")
 
@@ -185,6 +186,22 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(parts):
         value = {part: value}
     return value
+
+
+def parse_setting(setting: str) -> dict[str, Any]:
+    """Turn "a.b=1.5" into {"a": {"b": 1.5}}.
+
+    Raises:
+        ConfigError: There is no "=" or no key.
+    """
+    key, separator, text = setting.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError("--set", setting, "is not of the form key=value, as in trainer.threshold=0.1")
+    try:
+        value = parse_toml(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    return nested(key.strip(), value)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

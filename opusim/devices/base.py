@@ -238,6 +238,10 @@ class NoisyDevice(ABC):
         except NoiseUnknown:
             return None
 
+    def _law_as_decoded(self) -> NoiseModel | None:
+        """Return the law that this opening's readings follow, in its own units, for the monitor."""
+        return self.stated_noise
+
     @property
     @abstractmethod
     def described_noise(self) -> NoiseModel:
@@ -587,7 +591,7 @@ class NoisyDevice(ABC):
             self.name,
             n_inputs=self._n_inputs,
             read=self._read_vectors,
-            law=lambda: self.stated_noise,
+            law=self._law_as_decoded,
             saturated=self._saturated_share,
             baseline=baseline,
             certified=self._certified is not None,

@@ -15,6 +15,7 @@ from opusim.camera.described_law import (
     require_fixed_rates,
     require_lawful_readings,
     require_unsaturated,
+    rescaled,
     under_power,
 )
 from opusim.camera.exposure import CountLaw, Exposure, Recovery, saturated_shares
@@ -35,7 +36,7 @@ from opusim.devices.inputs import BinaryFrames, ternary_batch
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
-from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
+from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 from opusim.randomness.streams import noise_stream
 from opusim.temperature import TemperatureLaw
 
@@ -136,6 +137,13 @@ class CameraDevice(NoisyDevice):
         require_fixed_rates(self.name, self._settings)
         boxes = count_boxes(self.exposure, self.ideal_recovery(), self._largest_fields())
         return boxes if self._laser is None else under_power(boxes, self._laser.law.power)
+
+    def _law_as_decoded(self) -> NoiseModel | None:
+        """The law with the measured anchor, in whose units this opening's readings are, in place of the exact one."""
+        law = super()._law_as_decoded()
+        if not isinstance(law, PhotonCountNoise | FluctuatingCountNoise):
+            return law
+        return rescaled(law, self.recovery.decode()[0] / self.ideal_recovery().decode()[0])
 
     def _largest_fields(self) -> np.ndarray:
         """Upper limits of the fields of a reading's frames, shape (frames, pixels)."""

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -43,6 +44,39 @@ def test_show_says_what_the_noise_is(name: str, line: str) -> None:
 def test_show_json_is_the_description() -> None:
     result = RUNNER.invoke(app, ["show", "gaussian", "--json"])
     assert json.loads(result.stdout) == load_description("gaussian").dump()
+
+
+def test_copy_writes_a_description_with_changed_keys(tmp_path: Path) -> None:
+    out = tmp_path / "warm.toml"
+    words = ["copy", "camera_low_light", "--set", "camera.dark.temperature_c=45", "--out", str(out)]
+    assert RUNNER.invoke(app, words).exit_code == 0
+    found, source = load_description(out), load_description("camera_low_light")
+    assert found.name == "warm"
+    assert found.camera is not None
+    assert found.camera.dark.temperature_c == 45
+    assert found.provenance["camera.dark.temperature_c"].status == "override"
+    same = source.dump() | {"name": "warm"}
+    changed = {key for key in same if same[key] != found.dump()[key]}
+    assert changed == {"camera", "provenance"}
+    again = RUNNER.invoke(app, words)
+    assert isinstance(again.exception, ConfigError)
+    assert "exists already" in str(again.exception)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("camera.dark.temprature_c=45", "did you mean 'temperature_c'"),
+        ("camera.dark.temperature_c=145", "must lie in"),
+        ("temperature", "is not of the form key=value"),
+    ],
+)
+def test_copy_refuses_a_wrong_key_and_writes_nothing(setting: str, words: str, tmp_path: Path) -> None:
+    out = tmp_path / "warm.toml"
+    result = RUNNER.invoke(app, ["copy", "camera_low_light", "--set", setting, "--out", str(out)])
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
+    assert not out.exists()
 
 
 def test_an_unknown_device_is_left_to_the_commands_top() -> None:

@@ -14,6 +14,7 @@ from opusim.description.section import BadKey, first_problem
 from opusim.description.section import flat as flat
 from opusim.description.section import merged as merged
 from opusim.description.section import nested as nested
+from opusim.description.section import parse_setting as parse_setting
 from opusim.errors import ConfigError
 from opusim.files import parse_json, parse_toml, read_text
 from training.config.kinds import KINDS, completed, without_derived
@@ -102,22 +103,6 @@ def _sections(values: Mapping[str, Any]) -> dict[str, type[BaseModel]]:
         return {}
     known = {name: whole[name] for name in KINDS if isinstance(whole.get(name), Mapping)}
     return {name: KINDS[name].find(section["kind"]) for name, section in known.items()}
-
-
-def parse_setting(setting: str) -> dict[str, Any]:
-    """Turn "a.b=1.5" into {"a": {"b": 1.5}}.
-
-    Raises:
-        ConfigError: There is no "=" or no key.
-    """
-    key, separator, text = setting.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError("--set", setting, "is not of the form key=value, as in trainer.threshold=0.1")
-    try:
-        value = parse_toml(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    return nested(key.strip(), value)
 
 
 def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[dict[str, Any], bool]:

@@ -11,6 +11,8 @@ from opusim.calibration.estimates import decorrelation_time, sparse_patterns
 from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
 from opusim.calibration.report import write_report
 from opusim.description.loading import load_description
+from opusim.devices.base import NoisyDevice
+from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import PhotonCountLaw, load_certificate
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
@@ -117,6 +119,36 @@ def test_a_device_that_has_not_changed_agrees_with_its_certificate(seed: int) ->
     old, new = calibration("camera_low_light", seed), calibration("camera_low_light", seed + 1)
     assert all(row.agrees for row in compare(old.certificate, new))
     require_noise(old.certificate, new)
+
+
+def test_a_warm_camera_whose_anchor_is_measured_with_errors_is_as_noisy_as_certified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Planted: the law in the units of the exact anchor; errors of a few per cent then count as missing noise.
+
+    Every run draws another anchor error, so some of the eight meet outputs whose readings are scaled down.
+    """
+    warm = {"camera": {"dark": {"temperature_c": 60.0}, "anchor": {"frames": 20}}, "n_outputs": 128}
+    path = tmp_path / "certificate.toml"
+    found = calibration("camera_low_light", seed, **warm).certificate
+    assert isinstance(found.noise, PhotonCountLaw)
+    tight = {"dark_e_low": 247.0, "dark_mean_e_low": 249.0}  # of 251: the limits of 256 frames a level
+    found.model_copy(update={"noise": found.noise.model_copy(update=tight)}).write(path)
+
+    def is_stopped(run: int) -> bool:
+        watch = {"every_steps": 1, "false_alarm_per_run": 1e-6, "checks": 100}
+        options = {**WINDOW, **warm, "certificate": path, "monitor": watch}
+        with open_device("camera_low_light", seed=seed + run, **options) as device:
+            try:
+                for step in range(10):
+                    device.seek(step)
+            except NoiseBelowCertificate:
+                return True
+        return False
+
+    assert not any(map(is_stopped, range(4)))
+    monkeypatch.setattr(CameraDevice, "_law_as_decoded", NoisyDevice._law_as_decoded)
+    assert any(map(is_stopped, range(8)))
 
 
 def test_a_colder_or_brighter_device_is_below_its_certificate(seed: int) -> None:

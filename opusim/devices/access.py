@@ -6,6 +6,7 @@ can be opened on this machine at all, before anything heavy is imported.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import logging
@@ -17,7 +18,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from opusim.description.schema import AccessSettings, DeviceDescription
 from opusim.devices.locks import LockHeld, held
-from opusim.errors import DeviceBusy, DeviceTimeout, DeviceUnavailable
+from opusim.errors import DeviceBusy, DeviceError, DeviceTimeout, DeviceUnavailable
 from opusim.files import parse_json, read_bytes
 
 FOLDER_VARIABLE = "OPUSIM_LOCKS"
@@ -163,6 +164,26 @@ Result = TypeVar("Result")
 TRANSIENT = (DeviceTimeout, DeviceUnavailable, DeviceBusy)
 """Failures that may pass; a fault (impossible readings, weak noise) is reported at once."""
 _LONGEST_WAIT_S = 86_400.0
+
+
+@contextlib.contextmanager
+def driver_errors(name: str) -> Iterator[None]:
+    """Raise what a driver reports as errors of the operating system as errors of a device, which a run survives.
+
+    Raises:
+        DeviceTimeout: for a TimeoutError.
+        DeviceUnavailable: for every other OSError.
+    """
+    try:
+        yield
+    except DeviceError:
+        raise
+    except TimeoutError as error:
+        raise DeviceTimeout(f"device {name!r} did not answer in time ({error}); check its cables") from error
+    except OSError as error:
+        raise DeviceUnavailable(
+            f"device {name!r} failed ({error}); check its cables and power, or its driver"
+        ) from error
 
 
 class Access:

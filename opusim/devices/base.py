@@ -15,7 +15,7 @@ import torch
 
 from opusim import checks
 from opusim.description.schema import DeviceDescription
-from opusim.devices.access import Access
+from opusim.devices.access import Access, Result, driver_errors
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from opusim.devices.inputs import (
@@ -276,13 +276,11 @@ class NoisyDevice(ABC):
         """
         if self._is_open:
             return self
+        self._require_own_names()
         if self._access is not None:
             self._access.acquire()
         try:
-            if self._access is None:
-                self._open()
-            else:
-                self._access.once(self._open)
+            self._connect()
             self._is_open = True
             self._begin_monitor(None)
             if self._certified is not None:
@@ -568,7 +566,7 @@ class NoisyDevice(ABC):
             readings: how many it holds, or None if it holds n_outputs numbers for each.
         """
         with torch.no_grad(), torch.autocast(self._torch_device.type, enabled=False):
-            y = act() if self._access is None else self._access.call(act)
+            y = self._guarded(act) if self._access is None else self._access.call(lambda: self._guarded(act))
         check_reading(y, shape, self.name)
         if readings is None:
             readings = -(-math.prod(shape) // self._n_outputs)
@@ -579,8 +577,17 @@ class NoisyDevice(ABC):
         """Close the device in any state and open it again; the lock stays."""
         with contextlib.suppress(DeviceError):  # it may be lost already
             self._close()
-        if self._access is not None:
-            self._access.once(self._open)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Call `_open`, within the time that the description allows."""
+        connect = partial(self._guarded, self._open)
+        connect() if self._access is None else self._access.once(connect)
+
+    def _guarded(self, act: Callable[[], Result]) -> Result:
+        """Return what a call of the subclass returns; a driver's OSError becomes a DeviceError."""
+        with driver_errors(self.name):
+            return act()
 
     def _begin_monitor(self, baseline: Baseline | None) -> None:
         settings = self._description.monitor
@@ -602,6 +609,19 @@ class NoisyDevice(ABC):
         batch = vectors.to(self._torch_device)
         y = self._read(lambda: self._project(batch), (batch.shape[0], self._n_outputs))
         return y.cpu().double().numpy()
+
+    def _require_own_names(self) -> None:
+        """Refuse an object whose attributes hide methods that the base class calls."""
+        hidden = sorted(
+            name
+            for name, value in vars(self).items()
+            if callable(getattr(NoisyDevice, name, None)) and not callable(value)
+        )
+        if hidden:
+            raise TypeError(
+                f"{type(self).__name__} sets self.{hidden[0]}, which hides a method of NoisyDevice; "
+                "rename the attribute"
+            )
 
     def _require_open(self) -> None:
         if not self._is_open:

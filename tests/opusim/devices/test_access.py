@@ -15,7 +15,7 @@ import torch
 from opusim.description.loading import load_description
 from opusim.devices.access import FOLDER_VARIABLE, lock_file
 from opusim.devices.simulated import GaussianDevice
-from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, DeviceUnavailable
+from opusim.errors import DeviceBusy, DeviceError, DeviceFault, DeviceTimeout, DeviceUnavailable
 
 X = torch.randint(-1, 2, (4, 12), generator=torch.Generator().manual_seed(2))
 
@@ -63,6 +63,39 @@ def test_a_failure_that_passes_is_survived_by_reconnecting(kind: type[Exception]
         healthy.seek(5)
         assert torch.equal(device.project(X), healthy.project(X))
         assert device.opened == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError("no frame within 100 ms"), DeviceUnavailable),
+        (ConnectionResetError("cable"), DeviceUnavailable),
+        (TimeoutError("camera"), DeviceTimeout),
+    ],
+)
+def test_a_drivers_own_error_is_a_devices(error: OSError, kind: type[DeviceError]) -> None:
+    with scripted(attempts=2, backoff_s=0.0) as device, scripted() as impatient:
+        device.before = Failing(error, 1)
+        assert device.project(X).shape == (4, 40)
+        impatient.before = Failing(error, 1)
+        with pytest.raises(kind, match=rf"'gaussian' .*{error}"):
+            impatient.project(X)
+
+
+def test_a_drivers_error_at_opening_is_a_devices() -> None:
+    class Unplugged(Scripted):
+        def _open(self) -> None:
+            raise OSError("no such camera")
+
+    with pytest.raises(DeviceUnavailable, match="no such camera"):
+        Unplugged(load_description("gaussian"), n_inputs=12, n_outputs=40).open()
+
+
+def test_an_attribute_that_hides_a_method_is_named() -> None:
+    device = Scripted(load_description("gaussian"), n_inputs=12, n_outputs=40)
+    device._read = 0.5  # type: ignore[assignment,method-assign]  # planted: read noise, say
+    with pytest.raises(TypeError, match=r"Scripted sets self\._read, .*rename the attribute"):
+        device.open()
 
 
 def test_a_failure_that_stays_is_reported_with_its_tries() -> None:

@@ -78,7 +78,10 @@ def calibrate_command(
     ] = 1e-6,
     seed: _SEED = 0,
 ) -> None:
-    """Calibrate a device from its frames; write a dated certificate (TOML) and a report with the curves."""
+    """Calibrate a device from its frames; write a dated certificate (TOML) and a report with the curves.
+
+    Exits with 3 if no law of the noise can be certified; the constants are written all the same.
+    """
     from opusim.calibration.calibrate import Plan, calibrate, frames_of
     from opusim.calibration.report import print_calibration, write_report
     from opusim.devices.registry import open_window
@@ -98,6 +101,9 @@ def calibrate_command(
     write_report(found, report)
     print_calibration(found)
     typer.echo(f"certificate: {certificate}\nreport: {report}")
+    if found.certificate.noise is None:
+        typer.echo("no law is certified: private training cannot rest on this device's noise", err=True)
+        raise typer.Exit(3)
 
 
 def check_command(

@@ -17,7 +17,7 @@ from opusim.calibration.flat_series import COUNT
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.devices.certificate import Certificate, GaussianLaw
 from opusim.p_values import FAMILY_ALARM
-from opusim.tables import print_table, unit_of
+from opusim.tables import print_table, unit_of, wrapped
 from opusim.temperature import TemperatureLaw
 
 
@@ -185,15 +185,19 @@ def print_calibration(found: Calibration) -> None:
             print(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
     for remark in found.certificate.remarks:
         if "law" in remark:
-            print(remark)
+            print(wrapped(remark))
     if law is None:
-        print("certified noise: none, a test speaks against the described law")
+        failed = "; ".join(test.text for test in needed if not test.holds)
+        print(
+            wrapped(
+                f"certified noise: none; this does not hold: {failed}" if failed else "certified noise: none"
+            )
+        )
         return
     numbered = law.model_dump(exclude_none=True)
     numbers = ", ".join(f"{key} {_number(value)}" for key, value in numbered.items() if key != "law")
-    print(
-        f"certified noise: {law.law.replace('_', ' ')}, {numbers}; wrong with probability {found.certificate.beta:g}"
-    )
+    stated = f"certified noise: {law.law.replace('_', ' ')}, {numbers}"
+    print(wrapped(f"{stated}; wrong with probability {found.certificate.beta:g}"))
     if isinstance(law, GaussianLaw):
         print(
             f"it is a lower limit; more --readings than {noise.readings} bring it closer to {noise.smallest_std:.5g}, "

@@ -322,7 +322,8 @@ def _device_time_rows(run: StoredRun, name: str) -> list[tuple[str, ...]]:
 def _times_and_energy(used: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return device time, the same with its host, and energy, as text; zeros if the numbers are missing."""
     seconds, host = used.get("seconds", 0.0), used.get("host_seconds", 0.0)
-    return duration(seconds), duration(seconds + host), energy(used.get("joules", 0.0))
+    with_host = duration(seconds + host) if host or not seconds else "not known"
+    return duration(seconds), with_host, energy(used.get("joules", 0.0))
 
 
 def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str, str]]:

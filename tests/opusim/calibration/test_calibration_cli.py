@@ -32,6 +32,13 @@ def test_a_camera_is_calibrated_and_checked(tmp_path: Path) -> None:
     assert isinstance(other.exception, ConfigError)
 
 
+def test_a_calibration_that_certifies_no_law_ends_with_3(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["calibrate", "ideal", "--out", str(tmp_path), *SMALL])
+    assert result.exit_code == 3, result.output
+    assert "this does not hold: each output is Gaussian (constant outputs)" in result.stdout
+    assert (tmp_path / "ideal.certificate.toml").exists()
+
+
 def test_a_check_fails_where_the_noise_is_gone(tmp_path: Path) -> None:
     RUNNER.invoke(app, ["calibrate", "gaussian", "--out", str(tmp_path), *SMALL])
     certificate = tmp_path / "gaussian.certificate.toml"

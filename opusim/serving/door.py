@@ -117,6 +117,7 @@ class Door:
         router.setsockopt(zmq.MAXMSGSIZE, largest)
         router.setsockopt(zmq.RCVHWM, 8)  # messages of each client
         router.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING)
+        router.setsockopt(zmq.LINGER, _LINGER_MS)  # before it binds, see `close`
         router.setsockopt(zmq.BACKLOG, 4096)
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         notice_dead_peers(router, silence_s)
@@ -192,7 +193,7 @@ class Door:
         self._router.disable_monitor()
         self._events.close(linger=0)
         self._bell.close(linger=0)
-        self._router.close(linger=_LINGER_MS)
+        self._router.close()
         self._zap.close(linger=0)
         ending = threading.Thread(target=self._context.term, name="opusim-door", daemon=True)
         ending.start()

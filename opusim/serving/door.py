@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import threading
 import time
 from typing import Any
 
@@ -25,8 +24,6 @@ _MESSAGES_AT_ONCE = 256
 _ANSWERS_WAITING = 8
 """Messages that wait for a client that does not read; it asks again for what is dropped."""
 _LINGER_MS = 1000
-ENDING_S = 4.0
-"""Seconds that libzmq gets to end, at most."""
 _LINES = 60
 """Lines about one cause that the log gets in each `_LINES_S` seconds; a number stands for the others."""
 _LINES_S = 60.0
@@ -117,6 +114,9 @@ class Door:
         router.setsockopt(zmq.MAXMSGSIZE, largest)
         router.setsockopt(zmq.RCVHWM, 8)  # messages of each client
         router.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING)
+        # Before it binds: a connection keeps the linger of that moment. If it breaks while the socket closes, it waits
+        # that long for its queue to empty, by libzmq's default for ever (zeromq/libzmq#2733).
+        router.setsockopt(zmq.LINGER, _LINGER_MS)
         router.setsockopt(zmq.BACKLOG, 4096)
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         notice_dead_peers(router, silence_s)
@@ -184,21 +184,13 @@ class Door:
         self._router.send_multipart([route, *frames], copy=False)
 
     def close(self) -> None:
-        """Send what is under way for up to a second, and close.
-
-        Once in some hundred times, on a busy machine, libzmq 4.3.5 waits for ever for a socket that is closed. Its
-        threads are then left to the end of the process.
-        """
+        """Send what is under way for up to a second, and close."""
         self._router.disable_monitor()
         self._events.close(linger=0)
         self._bell.close(linger=0)
-        self._router.close(linger=_LINGER_MS)
+        self._router.close()
         self._zap.close(linger=0)
-        ending = threading.Thread(target=self._context.term, name="opusim-door", daemon=True)
-        ending.start()
-        ending.join(ENDING_S)
-        if ending.is_alive():
-            _LOG.warning("libzmq did not end within %g s; its threads end with this process", ENDING_S)
+        self._context.term()
 
 
 def _allow_many_connections() -> None:

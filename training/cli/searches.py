@@ -20,9 +20,11 @@ from training.cli.options import (
     resolved,
     with_signature,
 )
+from training.cli.train import usage_line
 from training.config.reading import merged
 
 if TYPE_CHECKING:
+    from training.sweeps.execution import SweepForecast
     from training.sweeps.rows import Row
     from training.tuning import Search, SearchResult
 
@@ -169,6 +171,7 @@ def curve(
                 jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
                 cluster=cluster,
                 retry_failed=retry_failed,
+                on_forecast=progress.foretell,
                 on_start=progress.start,
                 on_row=progress.advance,
             )
@@ -211,6 +214,18 @@ class SweepProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.__exit__(kind, error, trace)
+
+    def foretell(self, found: SweepForecast) -> None:
+        """Say what the runs will take of their devices, if some have one."""
+        from accounting.mechanisms import counted
+
+        silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
+        if found.runs:
+            more = silent and f"; without {silent}, not known before"
+            line = usage_line(found.usage, counted(found.runs, "run"), is_mean=found.is_mean, more=more)
+            self._progress.say(line)
+        elif silent:
+            self._progress.say(f"device: what {silent} will take is not known before they start")
 
     def start(self, done: int, total: int) -> None:
         """Show how many of the runs are finished already."""

@@ -202,13 +202,13 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
         print_run(run, report_file)
 
 
-def usage_line(expected: Usage, steps: int, *, is_mean: bool) -> str:
-    """Say what a device's work in some steps will take, in human units, as wide as the output."""
+def usage_line(expected: Usage, what_for: str, *, is_mean: bool, more: str = "") -> str:
+    """Say what a device's work for something will take, in human units, as wide as the output."""
     from opusim.tables import wrapped
 
     mean = ", on average (batch sizes are random)" if is_mean else ""
-    work = work_text(expected, f" in {steps:,} steps")
-    return wrapped(f"device: about {work}{mean}; a simulation takes its own time")
+    work = work_text(expected, f" in {what_for}")
+    return wrapped(f"device: about {work}{mean}; a simulation takes its own time{more}")
 
 
 def work_text(expected: Usage, what_for: str = "") -> str:
@@ -354,4 +354,4 @@ class AnnouncedUsage(PassedOn):
 
     def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
         """See UsageWatcher.on_usage."""
-        print(usage_line(expected, steps, is_mean=is_mean), file=sys.stderr, flush=True)
+        print(usage_line(expected, f"{steps:,} steps", is_mean=is_mean), file=sys.stderr, flush=True)

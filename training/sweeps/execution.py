@@ -11,18 +11,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Self
 
 import joblib
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from accounting.errors import BudgetExceeded
+from opusim.devices.usage import Usage
 from training.config.data import DataConfig, SplitRule
 from training.config.run import RunConfig
 from training.config.sections import is_import_path
 from training.data import Dataset
 from training.data.catalogue import build_dataset
+from training.engine.forecast import Forecast
+from training.engine.plan import RunPlan
 from training.engine.session import train_on
 from training.errors import FolderBusy, RunInterrupted, SweepStopped
 from training.networks.user_code import require_trusted
@@ -40,6 +45,48 @@ _POLL_S = 1.0
 """Seconds between two looks at a run folder that another process is writing."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepForecast:
+    """What the runs of a sweep are going to take of their devices.
+
+    Attributes:
+        usage: The sum over the runs that tell it before they start. A run that resumes counts as a whole.
+        runs: How many those are.
+        is_mean: Whether it is a mean, because batch sizes are random.
+        silent: Number of runs on a device that do not tell: their trainer knows only after a step, their data or their
+            device is not to be had here, or they cannot run at all.
+    """
+
+    usage: Usage
+    runs: int
+    is_mean: bool
+    silent: int
+
+    @classmethod
+    def of(cls, points: Sequence[Point]) -> Self:
+        """Return the forecast of some runs; opens the device of each setting once, for all its seeds."""
+        settings = {point.config.replaced(seed=0).digest(): point.config for point in points}
+        counts = Counter(point.config.replaced(seed=0).digest() for point in points)
+        usage, runs, is_mean, silent = Usage(), 0, False, 0
+        for setting, config in settings.items():
+            if not config.uses_device:
+                continue
+            try:
+                plan = RunPlan.checked(config, _dataset(config.data, config.split))
+                with plan.opened_device() as device:
+                    found = Forecast.of(plan, device)
+                    each = None if found is None else found.usage()
+            except Exception:  # the run itself says why, in its row
+                found = each = None
+            if found is None or each is None:
+                silent += counts[setting]
+                continue
+            usage += each.times(counts[setting])
+            runs += counts[setting]
+            is_mean |= found.is_mean
+        return cls(usage=usage, runs=runs, is_mean=is_mean, silent=silent)
+
+
 def run_sweep(
     points: Sequence[Point],
     folder: SweepFolder,
@@ -48,6 +95,7 @@ def run_sweep(
     cluster: str | None = None,
     retry_failed: bool = False,
     patience_s: float = 10.0,
+    on_forecast: Callable[[SweepForecast], None] | None = None,
     on_start: Callable[[int, int], None] = lambda done, total: None,
     on_row: Callable[[Row, float | None], None] = lambda row, left: None,
 ) -> dict[str, Row]:
@@ -60,6 +108,7 @@ def run_sweep(
         cluster: Address of a Dask scheduler whose workers see the same folder; None uses local processes.
         retry_failed: Whether to try runs again that failed before.
         patience_s: Seconds to wait for the scheduler's answer.
+        on_forecast: Called first, with what the missing runs will take of their devices; None asks no device.
         on_start: Called with the number of runs that are done already, and the total.
         on_row: Called with each new row, and the estimated seconds left (None if unknown).
 
@@ -74,6 +123,8 @@ def run_sweep(
         rows = folder.rows(list(distinct.values()))
         if retry_failed:
             rows = {identity: row for identity, row in rows.items() if row.status != "failed"}
+        if on_forecast is not None:
+            on_forecast(SweepForecast.of([point for key, point in distinct.items() if key not in rows]))
         on_start(len(rows), len(distinct))
         deaths: Counter[str] = Counter()
         idle = 0

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
+from opusim.tables import energy
+from training.cli import main
 from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import RunInterrupted, SweepStopped
@@ -24,7 +27,7 @@ from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run, load_run
 from training.sweeps import curves, execution
 from training.sweeps.curves import SweepResult
-from training.sweeps.execution import run_point, run_sweep
+from training.sweeps.execution import SweepForecast, run_point, run_sweep
 from training.sweeps.rows import Row, SweepFolder
 from training.sweeps.spec import Point, SweepSpec, points_of, read_spec
 
@@ -248,6 +251,56 @@ def test_a_killed_sweep_goes_on_without_repeating_or_mixing_runs(
         for name in ("metrics.jsonl", "ledger.jsonl"):
             mine, theirs = (f.run_path(point) / name for f in (folder, unbroken))
             assert len(mine.read_text().splitlines()) == len(theirs.read_text().splitlines())
+
+
+FORETOLD = """\
+title = "Digits"
+[config]
+epochs = 1
+model.hidden = [4]
+[axes]
+seed = [0, 1]
+[[series]]
+name = "photonic"
+[series.axes]
+device.noise.sigma = [0.0, 1.0]
+[[series]]
+name = "monitored"
+config = { device.monitor.every_steps = 3 }
+[[series]]
+name = "no device"
+config = { trainer.kind = "bp" }
+[[series]]
+name = "cannot run"
+config = { sampler.batch_size = 100_000 }
+"""
+
+
+def test_a_sweep_tells_what_its_runs_take_of_their_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sum of what its runs say; the second time only of runs that are missing."""
+    file, folder = tmp_path / "spec.toml", SweepFolder(tmp_path / "sweep")
+    file.write_text(FORETOLD)
+    command = ["opusim", "curve", str(file), "--jobs", "1", "--out", str(folder.path)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    points = points_of(*read_spec(file))
+    facts = [
+        RunFolder(folder.run_path(p)).read_facts() for p in points if p.series in ("photonic", "monitored")
+    ]
+    frames, joules = (sum(each["expected"][key] for each in facts) for key in ("frames", "joules"))
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"device: about {frames:,} frames in 6 runs, " in told
+    assert f", {energy(joules)}; a simulation takes its own time; without 2 runs on a device" in told
+    shutil.rmtree(folder.run_path(points[0]))
+    folder.row_path(points[0]).unlink()
+    told_again: list[SweepForecast] = []
+    run_sweep(points, folder, jobs=1, on_forecast=told_again.append)
+    assert [(each.usage.frames, each.runs, each.silent) for each in told_again] == [
+        (facts[0]["expected"]["frames"], 1, 0)
+    ]
 
 
 def _table(path: Path) -> list[dict[str, str]]:

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -31,8 +32,6 @@ MODULE, NAME = "benchmarks.analog.pictures", "analog_sweeps"
 DOCS = Path(__file__).parents[2] / "docs"
 SCALES, BITS, IMAGES = (0.0, 0.5, 1.0, 2.0, 4.0), (4, 5, 6, 7, 8, 9), 2000
 _COLOURS = {"pcm": "C0", "hermes": "C2", "reram": "C3"}
-WIDTH = 512
-"""Inputs and outputs of the product whose energy is compared: a tile of the presets."""
 GPU_W, GPU_OPERATIONS_PER_S = 400.0, 312e12
 
 
@@ -59,9 +58,9 @@ def lifetimes_figure(panels: Mapping[str, Mapping[tuple[str, str], Mapping[str, 
 
 
 def sweeps_figure(found: Mapping[str, Any]) -> Figure:
-    """Draw accuracy against programming noise and against the bits of the ADC."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    noise, bits = figure.subplots(1, 2)
+    """Draw accuracy against programming noise and against the bits of the ADC, and the energy of a product."""
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    noise, bits, energies = figure.subplots(1, 3)
     noise.plot(SCALES, found["noise"], "o-")
     noise.set(xlabel="programming noise, multiples of that of pcm", ylabel="test accuracy [%]")
     bits.plot(BITS, found["bits"], "o-")
@@ -70,6 +69,18 @@ def sweeps_figure(found: Mapping[str, Any]) -> Figure:
         side.axhline(found["digital"], color="k", linestyle="--", linewidth=0.8, label="digital")
         side.grid(alpha=0.3)
         side.legend()
+    names, joules, sources = zip(*reversed(energy_rows()), strict=True)
+    labels = [f"{name}\n{fill(source, 34)}" for name, source in zip(names, sources, strict=True)]
+    picojoules = [1e12 * each for each in joules]
+    bars = energies.barh(labels, picojoules, height=0.5)
+    energies.bar_label(bars, [f"{each:.3g} pJ" for each in picojoules], padding=3)
+    energies.set(
+        xscale="log",
+        xlim=(0.01, 20),
+        xlabel="energy of a multiplication and addition [pJ], stated by the source",
+    )
+    energies.tick_params(axis="y", labelsize="small")
+    energies.grid(alpha=0.3, axis="x")
     return figure
 
 

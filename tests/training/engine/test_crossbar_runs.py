@@ -76,7 +76,7 @@ def test_the_command_evaluates_on_a_device(run: Path) -> None:
     assert '"accuracy"' in result.stdout
     refused = run_command("evaluate", str(run), "--device", "reram", "--after", "soon", cwd=run.parent)
     assert refused.returncode == 2
-    assert "'soon' is no duration" in refused.stderr
+    assert "'soon': must be like 1s, 30min, 1h, 1d or 1y" in refused.stderr
 
 
 def learnt_in_place(gain: float) -> tuple[float, int]:

@@ -29,6 +29,7 @@ def test_a_transformer_in_evaluation_reads_every_device() -> None:
     assert all(frames >= 2 * 3 for frames in frames_of_encoder())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_fused_kernel_of_a_transformer_would_read_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_without_fused_kernels", lambda model: None)
     assert frames_of_encoder() == [0] * 4

@@ -67,18 +67,12 @@ def device_levels(
         ConfigError: The device has no Gaussian law, its matrix is not known, or the certificate is not its own.
     """
     settings = description.noise
-    if description.crossbar is not None:
-        raise ConfigError(
-            description.name,
-            "noise",
-            "depends on inputs and weights, and a converter rounds it: no theorem credits it, so its status is none; "
-            "protect runs by central noise, such as --protect record",
-        )
     if settings is None:
         raise ConfigError(
             description.name,
             "noise",
-            f"a device of kind {description.kind!r} has no Gaussian sigma and no photon counts; take "
+            f"a device of kind {description.kind!r} has no Gaussian sigma and no photon counts, and no theorem credits "
+            "other noise: its status is none; protect runs by central noise, such as --protect record, or take "
             "'gaussian', 'gaussian_temperature', 'camera' or 'camera_low_light'",
         )
     with open_described(

@@ -74,11 +74,7 @@ def sweeps_figure(found: Mapping[str, Any]) -> Figure:
     picojoules = [1e12 * each for each in joules]
     bars = energies.barh(labels, picojoules, height=0.5)
     energies.bar_label(bars, [f"{each:.3g} pJ" for each in picojoules], padding=3)
-    energies.set(
-        xscale="log",
-        xlim=(0.01, 20),
-        xlabel="energy of a multiplication and addition [pJ], stated by the source",
-    )
+    energies.set(xscale="log", xlim=(0.01, 20), xlabel="stated energy of a multiply-add [pJ]")
     energies.tick_params(axis="y", labelsize="small")
     energies.grid(alpha=0.3, axis="x")
     return figure
@@ -87,7 +83,10 @@ def sweeps_figure(found: Mapping[str, Any]) -> Figure:
 def energy_rows() -> list[tuple[str, float, str]]:
     """Return device, joules of a multiplication with its addition, and the source."""
     rows = []
-    for name, what in (("hermes", "Le Gallo 2023, one-phase read mode, 256 x 256 core"), ("camera", "")):
+    for name, label, what in (
+        ("hermes", "hermes", "Le Gallo 2023, one-phase read mode, 64 cores of 256 x 256"),
+        ("camera", "camera (an OPU)", ""),
+    ):
         description = load_description(name)
         frames = description.frames
         if description.crossbar is not None:
@@ -95,9 +94,9 @@ def energy_rows() -> list[tuple[str, float, str]]:
         else:
             operations = description.n_inputs * description.n_outputs
             source = description.provenance["frames.power_w"]
-            what = f"{source.status}: {source.source}; {description.n_inputs:,} x {description.n_outputs:,}"
+            what = f"{source.source}; {description.n_inputs:,} x {description.n_outputs:,}"
         joules = frames.frames_per_projection * frames.frame_period_us * 1e-6 * frames.power_w / operations
-        rows.append((name, joules, what))
+        rows.append((label, joules, what))
     gpu = 2 * GPU_W / GPU_OPERATIONS_PER_S
     rows.append(("GPU (A100)", gpu, "NVIDIA A100 data sheet: 312 TFLOPS bfloat16, dense, at 400 W"))
     return rows

@@ -72,8 +72,9 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(figures))
     else:
+        where = "" if device is None else f" on {device}, {after} after programming"
         typer.echo(
-            f"{figures.pop('records'):,} records of {figures.pop('data')}: "
+            f"{figures.pop('records'):,} records of {figures.pop('data')}{where}: "
             f"{', '.join(_figure(name, figures[name]) for name in _FIGURES if name in figures)}"
         )
 

@@ -88,6 +88,8 @@ def test_a_noise_aware_network_is_trained_with_its_noise_and_evaluated_on_a_devi
 def test_the_command_evaluates_on_a_device(run: Path) -> None:
     result = run_command("evaluate", str(run), "--device", "reram", "--after", "1h", "--json", cwd=run.parent)
     assert '"accuracy"' in result.stdout
+    result = run_command("evaluate", str(run), "--device", "reram", "--after", "1h", cwd=run.parent)
+    assert "records of digits on reram, 1h after programming: accuracy" in result.stdout
     refused = run_command("evaluate", str(run), "--device", "reram", "--after", "soon", cwd=run.parent)
     assert refused.returncode == 2
     assert "'soon': must be like 1s, 30min, 1h, 1d or 1y" in refused.stderr

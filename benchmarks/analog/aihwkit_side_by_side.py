@@ -9,10 +9,11 @@ only. Required: within 2 %. They need aihwkit's Python files only:
 
 Product: 4096 x 4096, batch 256, one thread, without voltage drop, the tile of `StandardHWATrainingPreset` against the
 crossbar `pcm`; both have converters of 8 bits and the same noise. Required: at least 5 times faster. This needs a
-compiled aihwkit; without one it is left out. The wheel of aihwkit 1.1.0 runs beside torch 2.10, so that an environment
-of its own, with opusim's other requirements, measures the product and keeps the moments:
+compiled aihwkit; without one it is left out. The wheel of aihwkit 1.1.0 runs beside torch 2.10, so an environment of
+its own measures the product and writes it to a file of its own:
 
-    pip install torch==2.10.0 && pip install --no-deps aihwkit==1.1.0
+    python3.11 -m venv aihwkit && . aihwkit/bin/activate
+    pip install torch==2.10.0 && pip install -e . && pip install --no-deps aihwkit==1.1.0
     OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python -m benchmarks.analog.aihwkit_side_by_side --only-product
 """
 

@@ -89,9 +89,8 @@ def show_command(
     shown = {one: 1, "a ternary projection": frames.frames_per_projection}
     parts = [f"{what} {_time(frames.call_seconds(count, outputs))}" for what, count in shown.items()]
     known = "" if frames.host_us_per_frame is not None else "; frame times only, the host's own is not known"
-    typer.echo(
-        f"time of a call: {', '.join(parts)}, 1,000 vectors {_time(frames.call_seconds(1000, outputs))}{known}"
-    )
+    thousand = f"1,000 vectors {_time(frames.call_seconds(1000, outputs))}"
+    typer.echo(wrapped(f"time of a call: {', '.join(parts)}, {thousand}{known}", indent="  "))
 
 
 @app.command("copy")

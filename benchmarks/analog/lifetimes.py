@@ -15,6 +15,7 @@ Results are written after each chip; a second call measures what is missing.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import statistics
 from itertools import product
@@ -87,13 +88,18 @@ def train(
     return model.eval()
 
 
-def trained(name: str, data: Dataset, noise: str | None, epochs: tuple[int, int], seed: int) -> nn.Module:
-    """Return a network that was trained clean and then, clean or with the noise of a device, to the end."""
+def trained_clean(name: str, data: Dataset, epochs: int, seed: int) -> nn.Module:
+    """Return a network that was trained clean for the first epochs."""
     torch.manual_seed(seed)
-    model = train(network(name), data, epochs[0], 2e-3, falling=False, seed=seed)
+    return train(network(name), data, epochs, 2e-3, falling=False, seed=seed)
+
+
+def trained(begun: nn.Module, data: Dataset, noise: str | None, epochs: int, seed: int) -> nn.Module:
+    """Return a copy of a network that was trained further, clean or with the noise of a device."""
+    model = copy.deepcopy(begun)
     if noise is not None:
         noise_aware(model, noise, after_s=TIMES_S["1 d"], clip=CLIP, seed=seed)
-    return train(model, data, epochs[1], 1e-3, falling=True, seed=seed + 1)
+    return train(model, data, epochs, 1e-3, falling=True, seed=seed + 1)
 
 
 def accuracy(model: nn.Module, data: Dataset) -> float:
@@ -125,6 +131,7 @@ def measure(epochs: tuple[int, int], chips: int, *, save: bool) -> list[dict[str
     rows = list(earlier.get("rows", [])) if earlier.get("settings") == settings else []
     known = {(row["network"], row["training"], row["device"], row["chip"]): row for row in rows}
     data = build_dataset(DataConfig(name="fashion-mnist"))
+    begun: dict[str, nn.Module] = {}
     models: dict[tuple[str, str | None], nn.Module] = {}
     for kind, name, chip, device, training in product(KINDS, NETWORKS, range(chips), DEVICES, TRAININGS):
         key = (name, training, device, chip)
@@ -132,7 +139,9 @@ def measure(epochs: tuple[int, int], chips: int, *, save: bool) -> list[dict[str
             continue
         noise = device if training == "device noise" else None
         if (name, noise) not in models:
-            models[name, noise] = trained(name, data, noise, epochs, seed=1)
+            if name not in begun:
+                begun[name] = trained_clean(name, data, epochs[0], seed=1)
+            models[name, noise] = trained(begun[name], data, noise, epochs[1], seed=1)
         model = models[name, noise]
         if key not in known:
             known[key] = {"network": name, "training": training, "device": device, "chip": chip}

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -31,8 +32,6 @@ MODULE, NAME = "benchmarks.analog.pictures", "analog_sweeps"
 DOCS = Path(__file__).parents[2] / "docs"
 SCALES, BITS, IMAGES = (0.0, 0.5, 1.0, 2.0, 4.0), (4, 5, 6, 7, 8, 9), 2000
 _COLOURS = {"pcm": "C0", "hermes": "C2", "reram": "C3"}
-WIDTH = 512
-"""Inputs and outputs of the product whose energy is compared: a tile of the presets."""
 GPU_W, GPU_OPERATIONS_PER_S = 400.0, 312e12
 
 
@@ -59,9 +58,9 @@ def lifetimes_figure(panels: Mapping[str, Mapping[tuple[str, str], Mapping[str, 
 
 
 def sweeps_figure(found: Mapping[str, Any]) -> Figure:
-    """Draw accuracy against programming noise and against the bits of the ADC."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    noise, bits = figure.subplots(1, 2)
+    """Draw accuracy against programming noise and against the bits of the ADC, and the energy of a product."""
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    noise, bits, energies = figure.subplots(1, 3)
     noise.plot(SCALES, found["noise"], "o-")
     noise.set(xlabel="programming noise, multiples of that of pcm", ylabel="test accuracy [%]")
     bits.plot(BITS, found["bits"], "o-")
@@ -70,13 +69,24 @@ def sweeps_figure(found: Mapping[str, Any]) -> Figure:
         side.axhline(found["digital"], color="k", linestyle="--", linewidth=0.8, label="digital")
         side.grid(alpha=0.3)
         side.legend()
+    names, joules, sources = zip(*reversed(energy_rows()), strict=True)
+    labels = [f"{name}\n{fill(source, 34)}" for name, source in zip(names, sources, strict=True)]
+    picojoules = [1e12 * each for each in joules]
+    bars = energies.barh(labels, picojoules, height=0.5)
+    energies.bar_label(bars, [f"{each:.3g} pJ" for each in picojoules], padding=3)
+    energies.set(xscale="log", xlim=(0.01, 20), xlabel="stated energy of a multiply-add [pJ]")
+    energies.tick_params(axis="y", labelsize="small")
+    energies.grid(alpha=0.3, axis="x")
     return figure
 
 
 def energy_rows() -> list[tuple[str, float, str]]:
     """Return device, joules of a multiplication with its addition, and the source."""
     rows = []
-    for name, what in (("hermes", "Le Gallo 2023, one-phase read mode, 256 x 256 core"), ("camera", "")):
+    for name, label, what in (
+        ("hermes", "hermes", "Le Gallo 2023, one-phase read mode, 64 cores of 256 x 256"),
+        ("camera", "camera (an OPU)", ""),
+    ):
         description = load_description(name)
         frames = description.frames
         if description.crossbar is not None:
@@ -84,9 +94,9 @@ def energy_rows() -> list[tuple[str, float, str]]:
         else:
             operations = description.n_inputs * description.n_outputs
             source = description.provenance["frames.power_w"]
-            what = f"{source.status}: {source.source}; {description.n_inputs:,} x {description.n_outputs:,}"
+            what = f"{source.source}; {description.n_inputs:,} x {description.n_outputs:,}"
         joules = frames.frames_per_projection * frames.frame_period_us * 1e-6 * frames.power_w / operations
-        rows.append((name, joules, what))
+        rows.append((label, joules, what))
     gpu = 2 * GPU_W / GPU_OPERATIONS_PER_S
     rows.append(("GPU (A100)", gpu, "NVIDIA A100 data sheet: 312 TFLOPS bfloat16, dense, at 400 W"))
     return rows

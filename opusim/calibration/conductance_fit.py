@@ -12,10 +12,11 @@ reading of a product x w is x (g+ - g-) + s_0 z_3, where a pair of devices holds
 under the same laws, as if it were normal.
 
 Degree and law of time are chosen by Akaike's information criterion, corrected for few lines, with at most one constant
-for eight lines. Limits come from a parametric bootstrap that draws whole devices, so that several readings of one
-device count as such: an estimate e with the bootstrap quantiles q_low, q_high has the limits 2 e - q_high and
-2 e - q_low. They hold for the chosen form. The same bootstrap says how often data that obey the fitted law deviate from
-it as much as the measurements do, by residuals in groups of conductance and time.
+for eight lines, or three, besides the noise of outputs. Limits come from a parametric bootstrap that draws whole
+devices, so that several readings of one device count as such: an estimate e with the bootstrap quantiles q_low, q_high
+has the limits 2 e - q_high and 2 e - q_low, those of a standard deviation at least 0. They hold for the chosen form.
+The same bootstrap says how often data that obey the fitted law deviate from it as much as the measurements do, by
+residuals in groups of conductance and time.
 
 Sources of the forms: Nandakumar et al., ICECS 2019; Le Gallo et al., Nature Electronics 2023; Wan et al., Nature 2022.
 """
@@ -41,6 +42,8 @@ LEAST_P_VALUE = 0.01
 _LINES_PER_CONSTANT = 8
 _LEAST_SPREAD, _LEAST_G = 1e-6, 1e-3
 _GAIN_TOLERANCE = 0.25
+_DEVIATIONS = ("programming[0]", "relaxed[0]", "nu_std", "output_std")
+"""Constants that are standard deviations; the coefficients [0] are those of a target of 0."""
 _RIDGE = 1e-3
 _LARGEST_LOG, _LARGEST_LOSS = 10.0, 50.0
 """Limits of exponents in the search, far beyond what measurements give."""
@@ -199,7 +202,10 @@ def fit(
     low, high = np.percentile(np.array(drawn), tails, axis=0)
     estimates = law.numbers()
     limits = {
-        name: (2 * estimates[name] - float(high[k]), 2 * estimates[name] - float(low[k]))
+        name: (
+            max(2 * estimates[name] - float(high[k]), 0.0 if name in _DEVIATIONS else -math.inf),
+            2 * estimates[name] - float(low[k]),
+        )
         for k, name in enumerate(names)
     }
     residuals = _residuals(law, data)
@@ -233,7 +239,7 @@ def _check_units(data: Measurements) -> None:
 
 
 def _shapes(data: Measurements) -> list[Shape]:
-    """Return the forms with at most one constant for eight lines."""
+    """Return the forms with at most one constant for eight lines, or three; products have that of outputs besides."""
     highest = min(3, len(np.unique(abs(data.target))) - 1)
     laws: list[tuple[TimeLaw, bool]] = [("none", False)]
     if data.elapsed.max() > 0:
@@ -242,7 +248,7 @@ def _shapes(data: Measurements) -> list[Shape]:
         Shape(degree=degree, time=time, slope=slope)
         for degree, (time, slope) in itertools.product(range(highest + 1), laws)
     ]
-    most = max(3, len(data.target) // _LINES_PER_CONSTANT)
+    most = max(3, len(data.target) // _LINES_PER_CONSTANT) + (data.factor is not None)  # noise of outputs
     return [shape for shape in found if len(_first_guess(data, shape)) <= most]
 
 

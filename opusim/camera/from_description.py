@@ -287,6 +287,9 @@ def noise_line(description: DeviceDescription) -> str:
     noise = description.noise
     if description.camera is not None:
         return camera_lines(description.camera)
+    if description.crossbar is not None:
+        rounded = "" if description.crossbar.converter.adc_bits is None else ", then rounded by the converter"
+        return f"noise: Gaussian, its standard deviation depends on input and weights{rounded}"
     if noise is None:
         return (
             "noise: none"

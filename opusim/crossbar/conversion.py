@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from opusim.crossbar.layers import DeviceConv2d, DeviceLinear, patch_size
+from opusim.crossbar.layers import DeviceConv2d, DeviceLinear, patch_size, zero_padding
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage
@@ -99,11 +100,14 @@ def convert(
     mode: str = "experiment",
     compensate_drift: bool = True,
     programming_step: float | None = None,
+    digital: Collection[str] = (),
     **overrides: Any,
 ) -> DeviceModel:
     """Put a copy of a network on devices: one for each nn.Linear and nn.Conv2d; other layers stay digital.
 
-    Subclasses of these two stay digital too: torch's attention reads the weights of its projections itself.
+    Subclasses of these two stay digital too: torch's attention reads the weights of its projections itself. A layer
+    that stands at several places of the network is one device. The fused kernel of nn.TransformerEncoderLayer, which
+    reads weights and not devices, is not used in the copy.
 
         >>> import torch, opusim
         >>> with opusim.convert(torch.nn.Linear(4, 3), "pcm") as analog:
@@ -118,6 +122,7 @@ def convert(
         mode: ``experiment`` or ``release``, for the noise of products.
         compensate_drift: see `DeviceLinear`.
         programming_step: see `DeviceLinear`; for training in place.
+        digital: names of layers that stay digital, as `named_modules` of the network tells them.
         **overrides: sections laid over the description's, as for `open_device`.
 
     Returns:
@@ -125,46 +130,71 @@ def convert(
 
     Raises:
         ConfigError: the device cannot be used, or is smaller than a layer.
-        ValueError: the network has no layer that can run on a device.
+        ValueError: the network has no layer that can run on a device, a convolution has groups or another padding than
+            zeros given in numbers, or `digital` names no such layer.
     """
     converted = copy.deepcopy(model)
+    found = convertible_layers(converted, digital)
+    for _, module in found:
+        if isinstance(module, nn.Conv2d):
+            zero_padding(module)
     _without_parametrizations(converted)
-    found = convertible_layers(converted)
+    _without_fused_kernels(converted)
     medium = load_description(device, overrides or None).medium
     chip = 0 if medium is None else medium.seed
     options = {"compensate_drift": compensate_drift, "programming_step": programming_step}
-    for name, module in found:
-        opened = open_device(
-            device,
-            mode=mode,
-            seed=derive_seed(seed, "device of layer", name),
-            n_inputs=module.in_features if isinstance(module, nn.Linear) else patch_size(module),
-            n_outputs=module.out_features if isinstance(module, nn.Linear) else module.out_channels,
-            **{**overrides, "medium": {"seed": derive_seed(seed, "chip of layer", name, chip) >> 1}},
-        )
-        layer = DeviceLinear if isinstance(module, nn.Linear) else DeviceConv2d
-        converted = _replaced(converted, name, layer(module, opened, **options))  # type: ignore[arg-type]
+    with ExitStack() as devices:
+        for name, module in found:
+            opened = open_device(
+                device,
+                mode=mode,
+                seed=derive_seed(seed, "device of layer", name),
+                n_inputs=module.in_features if isinstance(module, nn.Linear) else patch_size(module),
+                n_outputs=module.out_features if isinstance(module, nn.Linear) else module.out_channels,
+                **{**overrides, "medium": {"seed": derive_seed(seed, "chip of layer", name, chip) >> 1}},
+            )
+            devices.callback(opened.close)
+            layer = DeviceLinear if isinstance(module, nn.Linear) else DeviceConv2d
+            converted = _replaced(converted, module, layer(module, opened, **options))  # type: ignore[arg-type]
+        devices.pop_all()
     return DeviceModel(converted)
 
 
-def convertible_layers(model: nn.Module) -> list[tuple[str, nn.Linear | nn.Conv2d]]:
+def convertible_layers(
+    model: nn.Module, digital: Collection[str] = ()
+) -> list[tuple[str, nn.Linear | nn.Conv2d]]:
     """Return the layers of a model that `convert` puts on devices, and their names.
 
     Subclasses of nn.Linear and nn.Conv2d are left out, except for those that torch makes for parametrized weights.
 
+    Args:
+        model: the network.
+        digital: names of layers that are left out too.
+
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or `digital` names what is no such layer.
     """
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
+    named = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, (nn.Linear, nn.Conv2d)) and _plain_class(module) in (nn.Linear, nn.Conv2d)
-    ]
+    }
+    if isinstance(digital, str) or (unknown := [name for name in digital if name not in named]):
+        wrong = digital if isinstance(digital, str) else unknown[0]
+        raise ValueError(
+            f"digital = {wrong!r}: must be a list of names of layers, from {', '.join(map(repr, named))}"
+        )
+    kept = {named[name] for name in digital}
+    found: dict[nn.Linear | nn.Conv2d, str] = {}
+    for name, module in named.items():
+        if module not in kept:
+            found.setdefault(module, name)
     if not found:
         raise ValueError(
-            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d; give a network with one"
+            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d to put on a device; give a network "
+            "with one"
         )
-    return found
+    return [(name, module) for module, name in found.items()]
 
 
 def _plain_class(module: nn.Module) -> type:
@@ -187,10 +217,24 @@ def _without_parametrizations(model: nn.Module) -> None:
                 module.register_parameter(name, nn.Parameter(value))
 
 
-def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Return the model with the module of a name replaced; the layer itself if it is the whole model."""
-    if not name:
+def _without_fused_kernels(model: nn.Module) -> None:
+    """Have the encoder layers of a copied transformer call their linear layers in evaluation mode too.
+
+    torch.nn.TransformerEncoderLayer otherwise gives the weights of its layers to one kernel.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def _replaced(model: nn.Module, module: nn.Module, layer: nn.Module) -> nn.Module:
+    """Return the model with a module replaced wherever it stands; the layer itself if it is the whole model."""
+    if module is model:
         return layer
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)
+    for name, child in list(model.named_modules(remove_duplicate=False)):
+        if child is module:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, layer)
     return model

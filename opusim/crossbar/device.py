@@ -105,9 +105,9 @@ class CrossbarDevice(ProgrammableDevice):
 
     def weight_std(self, matrix: torch.Tensor, seconds: float) -> torch.Tensor:
         """Return the spread at a time, to which drift's spread adds; see `conductances.weight_variance`."""
-        sides = (matrix.clamp(min=0), (-matrix).clamp(min=0))
-        plus, minus = (weight_variance(side, seconds, self._settings) for side in sides)
-        return plus.add_(minus).sqrt_()
+        larger = weight_variance(matrix.abs(), seconds, self._settings)
+        other = weight_variance(matrix.new_zeros(1), seconds, self._settings)  # its target is 0
+        return larger.add_(other).sqrt_()
 
     def programming_cost(self) -> tuple[float, float]:
         """Return seconds and joules of writing two devices for each weight."""

@@ -310,7 +310,8 @@ def zero_padding(convolution: nn.Conv2d) -> tuple[int, ...]:
     padding = convolution.padding
     if convolution.groups != 1 or convolution.padding_mode != "zeros" or isinstance(padding, str):
         raise ValueError(
-            f"{convolution}: a device takes one group and zero padding given in numbers; keep this layer digital"
+            f"{convolution}: a device takes one group and zero padding given in numbers; keep this layer digital by "
+            "giving its name in digital=[...]"
         )
     return padding
 

@@ -13,6 +13,7 @@ passes the limit as if it were not there.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def noise_aware(
     after_s: float = 0.0,
     clip: float | None = None,
     seed: int = 0,
+    digital: Collection[str] = (),
 ) -> nn.Module:
     """Inject noise into a network in training mode, so that it learns to bear that of a device.
 
@@ -52,6 +54,7 @@ def noise_aware(
         after_s: seconds since programming that the network is to bear, at least 0; only for a device.
         clip: limit of weights, standard deviations of their row, above 0; None sets no limit.
         seed: seed of the noise, in [0, 2^64).
+        digital: names of layers that get no noise, because `convert` will be told to leave them digital.
 
     Returns:
         The model itself. `convert` takes it as it is, with limited weights.
@@ -61,7 +64,7 @@ def noise_aware(
             already, or has a convolution that `convert` refuses, if noise names a device.
         ConfigError: the device has no programming noise to tell.
     """
-    layers = convertible_layers(model)
+    layers = convertible_layers(model, digital)
     checks.non_negative(after_s=after_s)
     if clip is not None:
         checks.positive(clip=clip)

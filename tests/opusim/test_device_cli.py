@@ -28,14 +28,19 @@ def test_show_gives_each_number_its_unit_status_and_source() -> None:
     line = next(line for line in result.stdout.splitlines() if "exposure_us" in line)
     assert all(word in line for word in ("400", "µs", "measured"))
     assert "can: project, draw, intensities, matrix" in result.stdout
-    assert "1,000 vectors 500 ms; frame times only, the host's own is not known" in result.stdout
+    shown = " ".join(result.stdout.split())
+    assert "1,000 vectors 500 ms; frame times only, the host's own is not known" in shown
     assert "1,000 vectors 4.3 s" in RUNNER.invoke(app, ["show", "camera"]).stdout
     assert "at 25 °C the dark current makes 0.030% of its variance" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("ideal", "noise: none"), ("gaussian", "noise: Gaussian, standard deviation 0.1 projection units")],
+    [
+        ("ideal", "noise: none"),
+        ("gaussian", "noise: Gaussian, standard deviation 0.1 projection units"),
+        ("reram", "standard deviation depends on input and weights, then rounded by the converter"),
+    ],
 )
 def test_show_says_what_the_noise_is(name: str, line: str) -> None:
     assert line in RUNNER.invoke(app, ["show", name]).stdout

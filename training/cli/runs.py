@@ -72,8 +72,9 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(figures))
     else:
+        where = "" if device is None else f" on {device}, {after} after programming"
         typer.echo(
-            f"{figures.pop('records'):,} records of {figures.pop('data')}: "
+            f"{figures.pop('records'):,} records of {figures.pop('data')}{where}: "
             f"{', '.join(_figure(name, figures[name]) for name in _FIGURES if name in figures)}"
         )
 
@@ -89,10 +90,7 @@ def _seconds(duration: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", duration.strip())
     if found is None or found[2] not in _UNITS_S:
-        raise typer.BadParameter(
-            f"{duration!r} is no duration; write a number and one of {', '.join(_UNITS_S)}, such as 1h",
-            param_hint="--after",
-        )
+        raise typer.BadParameter(f"{duration!r}: must be like 1s, 30min, 1h, 1d or 1y", param_hint="--after")
     return float(found[1]) * _UNITS_S[found[2]]
 
 

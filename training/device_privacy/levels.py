@@ -71,7 +71,8 @@ def device_levels(
         raise ConfigError(
             description.name,
             "noise",
-            f"a device of kind {description.kind!r} has no Gaussian sigma and no photon counts; take "
+            f"a device of kind {description.kind!r} has no Gaussian sigma and no photon counts, and no theorem credits "
+            "other noise: its status is none; protect runs by central noise, such as --protect record, or take "
             "'gaussian', 'gaussian_temperature', 'camera' or 'camera_low_light'",
         )
     with open_described(

@@ -40,9 +40,11 @@ def devices(lines: int, seed: int, *, scale: float = 1.0, kind: str = "power") -
     return Measurements(target=g, value=value, time_s=time_s, factor=None, device=np.arange(lines))
 
 
-def products(lines: int, seed: int) -> Measurements:
+def products(lines: int, seed: int, least: float = 0.0) -> Measurements:
+    """Inputs and weights between `least` and 1 in magnitude."""
     generator = np.random.default_rng(seed)
     x, w = generator.uniform(-1, 1, (2, lines))
+    x, w = (np.sign(each) * (least + (1 - least) * abs(each)) for each in (x, w))
     time_s = np.resize(TIMES_S, lines)
 
     def side(g: np.ndarray) -> np.ndarray:
@@ -88,6 +90,15 @@ def test_products_give_the_same_constants_and_the_noise_of_outputs() -> None:
 def test_the_law_of_time_is_chosen(kind: str, time: str) -> None:
     found = fit(devices(120, 4, kind=kind), replicates=20)
     assert found.law.shape.time == time
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_twenty_products_show_drift(seed: int) -> None:
+    found = fit(products(20, seed, least=0.5), replicates=20)
+    assert found.law.shape.time == "drift"
+    assert abs(found.law.nu_offset - NU) <= SURE * error_of(found, "nu_offset")
+    assert found.limits["nu_std"][0] >= 0
+    assert found.limits["programming[0]"][0] >= 0
 
 
 @pytest.mark.parametrize("kind", ["exponential", "stuck"])

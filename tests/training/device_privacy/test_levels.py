@@ -93,3 +93,11 @@ def test_a_device_of_fixed_noise_says_by_how_much_it_misses(tmp_path: Path, name
     train({**base, "device": chosen}, folder=tmp_path / "run")
     (reached,) = load_run(tmp_path / "run").guarantees
     assert 2.9 < reached.epsilon <= 3.0
+
+
+@pytest.mark.parametrize("name", ["pcm", "hermes", "reram"])
+def test_a_crossbar_is_told_why_its_noise_earns_nothing(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{name}: noise: .*no theorem credits other noise: its status is none"
+    ):
+        device_levels(load_description(name), n_classes=10, n_outputs=20, targets=[3.0], delta=1e-5)

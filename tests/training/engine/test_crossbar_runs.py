@@ -71,12 +71,28 @@ def test_a_model_is_evaluated_on_a_device_over_time(run: Path) -> None:
         evaluate_run(run, device="gaussian")
 
 
+def test_a_noise_aware_network_is_trained_with_its_noise_and_evaluated_on_a_device(tmp_path: Path) -> None:
+    config = {"epochs": 2, "threads": 1, "data": {"name": "digits"}, "trainer": {"kind": "bp"}}
+    weights = []
+    for noise in (0.0, 0.2):
+        torch.manual_seed(1)
+        model = opusim.noise_aware(nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)), noise)
+        found = training.train(config, model=model, folder=tmp_path / str(noise))
+        weights.append(found.model[0].weight.detach())
+        assert found.put_on_device("pcm", after_s=3600.0).usage.programmings == 2
+        x, y = load_digits(return_X_y=True)
+        assert found.evaluate(x.astype("float32"), y)["accuracy"] > 0.2
+    assert not torch.allclose(*weights, atol=1e-3)
+
+
 def test_the_command_evaluates_on_a_device(run: Path) -> None:
     result = run_command("evaluate", str(run), "--device", "reram", "--after", "1h", "--json", cwd=run.parent)
     assert '"accuracy"' in result.stdout
+    result = run_command("evaluate", str(run), "--device", "reram", "--after", "1h", cwd=run.parent)
+    assert "records of digits on reram, 1h after programming: accuracy" in result.stdout
     refused = run_command("evaluate", str(run), "--device", "reram", "--after", "soon", cwd=run.parent)
     assert refused.returncode == 2
-    assert "'soon' is no duration" in refused.stderr
+    assert "'soon': must be like 1s, 30min, 1h, 1d or 1y" in refused.stderr
 
 
 def learnt_in_place(gain: float) -> tuple[float, int]:

@@ -414,22 +414,26 @@ def with_principal_components(config: RunConfig, dataset: Dataset, folder: RunFo
         dataset: The records as they were loaded.
         folder: The folder of a run that has started, whose components are taken.
     """
-    wanted = config.data.components
+    wanted, options = config.data.components, config.data
     if wanted is None:
         return dataset
     if dataset.holds_tokens:
         reason = f"{wanted} is for features, and these records hold tokens; leave it out"
         raise ConfigError("configuration", "data.components", reason)
-    public = config.data.components_from == "synthetic"
+    public = options.components_from == "synthetic"
     if folder is not None:
         components = PrincipalComponents.from_array(read_array(folder.components_file), public=public)
         return reduced(dataset, components)
-    whitening = config.data.whitening
     if public:
-        cached = not config.data.is_own
-        components = synthetic_components(dataset, wanted, whitening=whitening, cached=cached)
+        components = synthetic_components(
+            dataset,
+            wanted,
+            whitening=options.whitening,
+            mirrored=options.components_mirrored,
+            cached=not options.is_own,
+        )
     else:
-        components = PrincipalComponents.fit(dataset.train.x, wanted, whitening=whitening)
+        components = PrincipalComponents.fit(dataset.train.x, wanted, whitening=options.whitening)
     return reduced(dataset, components)
 
 

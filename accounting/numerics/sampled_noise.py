@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import dp_accounting
 import numpy as np
@@ -37,6 +37,7 @@ from dp_accounting.pld.privacy_loss_mechanism import (
     LaplacePrivacyLoss,
     MonotonePrivacyLoss,
 )
+from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from scipy.special import logsumexp
 
 from accounting.errors import NoGuarantee
@@ -47,6 +48,7 @@ from accounting.numerics.privacy_loss import (
     NoisyStep,
     compose_bounds,
     compose_upper,
+    composed_curve,
     resolution,
 )
 
@@ -79,6 +81,16 @@ class NoisySum:
     scale: float
     probability: float = 1.0
     steps: int = 1
+
+    @classmethod
+    def of_mu(cls, mu: float, steps: int) -> Self:
+        """Return the Gaussian noise on all records that is mu-GDP at each step if a record is replaced.
+
+        Args:
+            mu: Above 0, finite.
+            steps: At least 1.
+        """
+        return cls(law="gaussian", scale=2 / mu, steps=steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +197,64 @@ def _renyi_epsilon(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float)
     if not usable.any():
         return math.inf
     return renyi_to_epsilon(np.array(_ORDERS, dtype=float)[usable], curve[usable], delta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseCurves:
+    """What a noisy sum reveals, in both directions, from above.
+
+    Attributes:
+        orders: Renyi orders, above 1.
+        renyi: The divergence at each order; infinite where it is not known.
+        inner: epsilon(delta) at the delta that was asked for.
+        deltas: delta(epsilon) at each epsilon that was asked for.
+    """
+
+    orders: np.ndarray
+    renyi: np.ndarray
+    inner: float
+    deltas: np.ndarray
+
+
+def renyi_orders() -> np.ndarray:
+    """Return the Renyi orders of `noise_curves`."""
+    return np.array(_ORDERS, dtype=float)
+
+
+def noise_curves(one: NoisySum, adjacency: Adjacency, *, delta: float, epsilons: np.ndarray) -> NoiseCurves:
+    """Return the Renyi curve of a sum, and points of its curve delta(epsilon).
+
+    The points come from the privacy loss distribution. Where its arrays grow too large, they come from the Renyi curve.
+
+    Args:
+        one: All steps.
+        adjacency: The relation.
+        delta: Where epsilon is wanted, above 0; from 1 on it is 0.
+        epsilons: Where delta is wanted, at least 0, shape (n,).
+
+    Raises:
+        NoGuarantee: The numerics have no answer for this law and relation.
+    """
+    orders = renyi_orders()
+    nothing = NoiseCurves(
+        orders=orders, renyi=np.full(len(orders), math.inf), inner=math.inf, deltas=np.ones(len(epsilons))
+    )
+    if one.scale < _LEAST_NOISE:
+        return nothing
+    one = replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
+    with np.errstate(all="ignore"):
+        curve = _renyi_curve(one, adjacency) if one.law == "gaussian" else nothing.renyi
+        renyi = np.where(np.isfinite(curve) & (curve > 0), curve, math.inf)
+        found = composed_curve([_noisy_step(one, adjacency)])
+    if found is not None:
+        inner = 0.0 if delta >= 1 else found.epsilon(delta)
+        return NoiseCurves(orders=orders, renyi=renyi, inner=inner, deltas=found.deltas(epsilons))
+    usable = np.isfinite(renyi)
+    if not usable.any():
+        return nothing
+    deltas = [compute_delta(orders[usable], renyi[usable], epsilon)[0] for epsilon in epsilons.tolist()]
+    inner = 0.0 if delta >= 1 else renyi_to_epsilon(orders[usable], renyi[usable], delta)
+    return NoiseCurves(orders=orders, renyi=renyi, inner=inner, deltas=np.array(deltas))
 
 
 def _renyi_curve(one: NoisySum, adjacency: Adjacency) -> np.ndarray:

@@ -47,16 +47,16 @@ def search(folder: Path) -> Search:
 
 
 @pytest.fixture(scope="module")
-def selection() -> PrivateSelection:
-    """The calibration of every search here, computed once."""
-    return searching.selection_within(release(), 3.0)
+def priced() -> tuple[PrivateSelection, dict[tuple[str, ...], searching.Trial]]:
+    """The price of every search here, computed once."""
+    return searching.priced_trials(release(), CHOICES, 3.0)
 
 
 @pytest.fixture(autouse=True)
-def two_trials(monkeypatch: pytest.MonkeyPatch, selection: PrivateSelection) -> None:
+def two_trials(monkeypatch: pytest.MonkeyPatch, priced: object) -> None:
     """Every draw gives two trials, so that no test depends on the system's entropy."""
     monkeypatch.setattr(searching, "draw_trials", lambda *_, **__: Draw(trials=TRIALS, seed=None))
-    monkeypatch.setattr(searching, "selection_within", lambda *_: selection)
+    monkeypatch.setattr(searching, "priced_trials", lambda *_: priced)
 
 
 def stop_in_trial(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
@@ -219,7 +219,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_prints_no_other_runs_epsilon(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = f"tune --data digits --epsilon 8 --trials 2 --epochs 1 --release --out {run_folder}"
+    arguments = f"tune convex --data digits --epsilon 8 --trials 2 --epochs 1 --release --out {run_folder}"
     monkeypatch.setattr(sys, "argv", ["opusim", *arguments.split()])
     before = sorted(run_folder.rglob("*"))
     with pytest.raises(SystemExit) as stop:

@@ -27,8 +27,8 @@ def synthetic_components(
     """Return principal components of invented images of a data set's shape: standardised like its own, and mapped.
 
     With f(x) the features of an image and f(x') those of its mirror image, `mirrored` takes the components of
-    (f(x) + f(x')) / 2. If mirroring permutes features, f(x') = P f(x), every axis v has P v = v, so that f(x) v = f(x') v:
-    a model of the components answers the same for both images.
+    (f(x) + f(x')) / 2. If mirroring permutes features, f(x') = P f(x), every axis v has P v = v, so that f(x) v =
+    f(x') v: a model of the components answers the same for both images.
 
     Args:
         dataset: Images (c, h, w), standardised, behind a public map or not. No record of it is read.

@@ -123,11 +123,24 @@ class RunPlan:
             sampler=build_sampler(config, dataset),
             certificate=certificate,
         )
-        if config.mode == "release":
-            require_fresh_noise(plan.network.model)
-        require_applied(plan.algorithm)
-        plan.algorithm.require_covered()
-        return plan
+        return plan._require_covered()
+
+    def _require_covered(self) -> Self:
+        """Refuse a run whose guarantee its network or algorithm does not carry, and return it."""
+        if self.config.mode == "release":
+            require_fresh_noise(self.network.model)
+        require_applied(self.algorithm)
+        self.algorithm.require_covered()
+        return self
+
+    def varied(self, config: RunConfig) -> Self:
+        """Return the checked plan of another run on the same data set, with a network of its own.
+
+        Args:
+            config: It differs in no key of the sections data and device.
+        """
+        network = config.trainer.implementation().build_network(config, self.dataset, None)
+        return self.configured(config).on_network(network)._require_covered()
 
     @classmethod
     def stored(

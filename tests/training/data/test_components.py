@@ -230,7 +230,9 @@ def test_mirrored_components_are_the_same_for_mirror_images(tmp_path: Path) -> N
 
 def test_mirrored_components_are_those_of_invented_images(tmp_path: Path) -> None:
     config = merged(CONFIG, {"data": {"components": SMALL, "components_mirrored": True}})
-    with pytest.raises(ConfigError, match="data.components_mirrored.*does nothing here: it needs .*'synthetic'"):
+    with pytest.raises(
+        ConfigError, match="data.components_mirrored.*does nothing here: it needs .*'synthetic'"
+    ):
         training.train(config, data=data(), folder=tmp_path / "run")
 
 

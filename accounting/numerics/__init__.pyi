@@ -25,4 +25,3 @@ from .sampled_noise import mixture_bounds as mixture_bounds
 from .sampled_noise import mixture_renyi_curve as mixture_renyi_curve
 from .sampled_noise import noise_bounds as noise_bounds
 from .sampled_noise import noise_curves as noise_curves
-from .sampled_noise import renyi_orders as renyi_orders

@@ -19,6 +19,7 @@ D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_(2a-1)(Q || R).
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -191,12 +192,13 @@ def _renyi_epsilon(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float)
     Raises:
         NoGuarantee: Some noise is not Gaussian: dp_accounting has no Renyi divergence for it.
     """
-    curve = sum((_renyi_curve(one, adjacency) for one in sums), np.zeros(len(_ORDERS)))
+    orders = np.array(_ORDERS, dtype=float)
+    curve = sum((_renyi_curve(one, adjacency, orders) for one in sums), np.zeros(len(orders)))
     # a failed order is scored 0 or less, which would win the minimum
     usable = np.isfinite(curve) & (curve > 0)
     if not usable.any():
         return math.inf
-    return renyi_to_epsilon(np.array(_ORDERS, dtype=float)[usable], curve[usable], delta)
+    return renyi_to_epsilon(orders[usable], curve[usable], delta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,24 +206,25 @@ class NoiseCurves:
     """What a noisy sum reveals, in both directions, from above.
 
     Attributes:
-        orders: Renyi orders, above 1.
-        renyi: The divergence at each order; infinite where it is not known.
+        renyi: The divergence at each Renyi order that was asked for; infinite where it is not known.
         inner: epsilon(delta) at the delta that was asked for.
         deltas: delta(epsilon) at each epsilon that was asked for.
     """
 
-    orders: np.ndarray
     renyi: np.ndarray
     inner: float
     deltas: np.ndarray
 
 
-def renyi_orders() -> np.ndarray:
-    """Return the Renyi orders of `noise_curves`."""
-    return np.array(_ORDERS, dtype=float)
-
-
-def noise_curves(one: NoisySum, adjacency: Adjacency, *, delta: float, epsilons: np.ndarray) -> NoiseCurves:
+@functools.lru_cache(maxsize=64)
+def noise_curves(
+    one: NoisySum,
+    adjacency: Adjacency,
+    *,
+    orders: tuple[float, ...],
+    delta: float,
+    epsilons: tuple[float, ...],
+) -> NoiseCurves:
     """Return the Renyi curve of a sum, and points of its curve delta(epsilon).
 
     The points come from the privacy loss distribution. Where its arrays grow too large, they come from the Renyi curve.
@@ -229,40 +232,38 @@ def noise_curves(one: NoisySum, adjacency: Adjacency, *, delta: float, epsilons:
     Args:
         one: All steps.
         adjacency: The relation.
+        orders: Renyi orders, above 1.
         delta: Where epsilon is wanted, above 0; from 1 on it is 0.
-        epsilons: Where delta is wanted, at least 0, shape (n,).
+        epsilons: Where delta is wanted, at least 0.
 
     Raises:
         NoGuarantee: The numerics have no answer for this law and relation.
     """
-    orders = renyi_orders()
-    nothing = NoiseCurves(
-        orders=orders, renyi=np.full(len(orders), math.inf), inner=math.inf, deltas=np.ones(len(epsilons))
-    )
+    grid = np.array(orders)
+    nothing = NoiseCurves(renyi=np.full(len(grid), math.inf), inner=math.inf, deltas=np.ones(len(epsilons)))
     if one.scale < _LEAST_NOISE:
         return nothing
     one = replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
     with np.errstate(all="ignore"):
-        curve = _renyi_curve(one, adjacency) if one.law == "gaussian" else nothing.renyi
+        curve = _renyi_curve(one, adjacency, grid) if one.law == "gaussian" else nothing.renyi
         renyi = np.where(np.isfinite(curve) & (curve > 0), curve, math.inf)
         found = composed_curve([_noisy_step(one, adjacency)])
     if found is not None:
         inner = 0.0 if delta >= 1 else found.epsilon(delta)
-        return NoiseCurves(orders=orders, renyi=renyi, inner=inner, deltas=found.deltas(epsilons))
+        return NoiseCurves(renyi=renyi, inner=inner, deltas=found.deltas(np.array(epsilons)))
     usable = np.isfinite(renyi)
     if not usable.any():
         return nothing
-    deltas = [compute_delta(orders[usable], renyi[usable], epsilon)[0] for epsilon in epsilons.tolist()]
-    inner = 0.0 if delta >= 1 else renyi_to_epsilon(orders[usable], renyi[usable], delta)
-    return NoiseCurves(orders=orders, renyi=renyi, inner=inner, deltas=np.array(deltas))
+    deltas = [compute_delta(grid[usable], renyi[usable], epsilon)[0] for epsilon in epsilons]
+    inner = 0.0 if delta >= 1 else renyi_to_epsilon(grid[usable], renyi[usable], delta)
+    return NoiseCurves(renyi=renyi, inner=inner, deltas=np.array(deltas))
 
 
-def _renyi_curve(one: NoisySum, adjacency: Adjacency) -> np.ndarray:
+def _renyi_curve(one: NoisySum, adjacency: Adjacency, orders: np.ndarray) -> np.ndarray:
     if one.law != "gaussian":
         raise NoGuarantee(
             "Laplace noise: no Renyi divergence is known for it here; use delta = 0 or fewer steps"
         )
-    orders = np.array(_ORDERS, dtype=float)
     if adjacency is not Adjacency.REPLACE_ONE:
         return one_way_curve(one, orders)
     doubled, below = one_way_curve(one, 2 * orders), one_way_curve(one, 2 * orders - 1)

@@ -36,6 +36,11 @@ from accounting.mechanisms import (
 from accounting.theorems import Theorem, about_relation
 from opusim import checks
 
+_ORDERS = (
+    *(1 + k / 10 for k in range(1, 10)), *(2 + k / 2 for k in range(20)), *map(float, range(12, 33)),
+    *(40.0, 48.0, 64.0, 96.0, 128.0, 256.0),
+)  # fmt: skip
+"""Renyi orders, few of them: fractional ones take dp_accounting most of the time."""
 _SEARCHED = (
     "the number of trials is Poisson, drawn once, before any trial and independent of the data",
     "every trial draws its settings independently from the same law, which does not depend on the data",
@@ -292,9 +297,13 @@ def models_bounds(
         return selection_bounds(max(mus), mean, delta)
     if delta == 0:
         return EpsilonBounds(lower=math.inf, upper=math.inf, method="no numbers")
-    orders = numerics.renyi_orders()
-    epsilons = np.concatenate([[0.0], np.log1p(1 / (orders - 1))])
-    curves = [numerics.noise_curves(one, adjacency, delta=delta / mean, epsilons=epsilons) for one in sums]
+    orders = np.array(_ORDERS)
+    wanted: dict[str, Any] = {
+        "orders": _ORDERS,
+        "delta": delta / mean,
+        "epsilons": (0.0, *np.log1p(1 / (orders - 1)).tolist()),
+    }
+    curves = [numerics.noise_curves(one, adjacency, **wanted) for one in sums]
     deltas = np.max([curve.deltas for curve in curves], axis=0)
     spent = np.max([curve.renyi for curve in curves], axis=0) + mean * deltas[1:]
     spent += max(math.log(mean), 0.0) / (orders - 1)
@@ -351,14 +360,14 @@ def priced_search(
         unit=stated[0].unit,
         device_noise=device_noise,
     )
-    search, _ = calibrate_noise(start, target_epsilon=epsilon, delta=delta)
+    search = _calibrated(start, epsilon, delta)
     if all(_is_gaussian(one) for one in sums):
         scales = [_shift(search.adjacency) * math.sqrt(one.steps) / search.mu for one in sums]
     else:
         found = {one: _affordable(search, [one], epsilon, delta)[0] for one in dict.fromkeys(sums)}
-        together = _affordable(search, list(found.values()), epsilon, delta)
-        by_sum = dict(zip(found, together, strict=True))
-        scales = [by_sum[one].scale for one in sums]
+        if len(found) > 1:
+            found = dict(zip(found, _affordable(search, list(found.values()), epsilon, delta), strict=True))
+        scales = [found[one].scale for one in sums]
     noisy = tuple(
         trial.with_noise(trial.noise * scale / one.scale * (1 + 1e-9))
         for trial, one, scale in zip(trials, sums, scales, strict=True)
@@ -368,6 +377,12 @@ def priced_search(
     return PricedSearch(selection=search, trials=noisy)
 
 
+@lru_cache(maxsize=64)
+def _calibrated(search: PrivateSelection, epsilon: float, delta: float) -> PrivateSelection:
+    """Return the search with the least noise; one that is asked for again is not calibrated again."""
+    return calibrate_noise(search, target_epsilon=epsilon, delta=delta)[0]
+
+
 def _affordable(
     search: PrivateSelection, sums: Sequence[numerics.NoisySum], epsilon: float, delta: float
 ) -> list[numerics.NoisySum]:
@@ -375,8 +390,7 @@ def _affordable(
     trials = tuple(
         NoisyTrial(law=one.law, scale=one.scale, probability=one.probability, steps=one.steps) for one in sums
     )
-    found, _ = calibrate_noise(replace(search, trials=trials), target_epsilon=epsilon, delta=delta)
-    return [trial.as_noise() for trial in found.trials]
+    return [trial.as_noise() for trial in _calibrated(replace(search, trials=trials), epsilon, delta).trials]
 
 
 def _is_gaussian(one: numerics.NoisySum) -> bool:

@@ -188,7 +188,9 @@ def test_bad_choices_are_named(line: str) -> None:
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = "tune convex --data digits --epsilon 6 --trials 3 --epochs 1 --choose trainer.clip=0.4,0.6 --seed 2"
+    arguments = (
+        "tune convex --data digits --epsilon 6 --trials 3 --epochs 1 --choose trainer.clip=0.4,0.6 --seed 2"
+    )
     monkeypatch.setattr(sys, "argv", ["opusim", *arguments.split(), "--out", str(tmp_path / "search")])
     monkeypatch.setenv("COLUMNS", "300")  # so that no cell is folded
     with pytest.raises(SystemExit) as stop:

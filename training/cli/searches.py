@@ -111,7 +111,7 @@ def _tune_command(kind: str, section: type[TrainerSection]) -> Any:
             values["protect"] = values["protect"] or protection
         changes = changes_of([*options, EPSILON], {**values, "epsilon": epsilon})
         config = resolved(kind, file, settings, changes)
-        _search(config, choose or _CHOICES.get(kind, ()), out=out, trials=trials, quiet=values["quiet"])
+        _search(config, [*(choose or _CHOICES.get(kind, ()))], out=out, trials=trials, quiet=values["quiet"])
 
     choice = "trainer.clip=0.35,0.5 --choose epochs=5,10" if kind == "convex" else "optimizer.lr=1,2,4"
     return built(

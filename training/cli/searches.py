@@ -40,7 +40,9 @@ Choose = Annotated[
     ),
 ]
 Trials = Annotated[float, typer.Option(help="Expected number of trials; the number itself is Poisson.")]
-_CHOICES = {"convex": ("trainer.clip=0.35,0.5,0.7", "optimizer.schedule=constant,linear")}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "convex": ("trainer.clip=0.35,0.5,0.7", "optimizer.schedule=constant,linear")
+}
 _COMPUTED = ("epsilon", "noise-multiplier")
 """Options of `opusim train KIND` that a search gives another meaning, or computes."""
 _EPILOG_OF_TUNE = """[bold]Example[/bold]

@@ -456,7 +456,10 @@ def priced_trials(
 
 def _records(config: RunConfig) -> Dataset:
     """Return the records that a configuration names."""
-    stated, data, _ = default_inputs(config, None, None)
+    stated, data, model = default_inputs(config, None, None)
+    if model is not None:
+        reason = "is not for a search yet; search settings of another model, or leave it out"
+        raise ConfigError("configuration", "trainer.language.model", reason)
     dataset = load_data(stated, data)
     if dataset.target != "class":
         raise ConfigError(

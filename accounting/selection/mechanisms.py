@@ -95,7 +95,7 @@ NOISY_SUMS = Theorem(
         "a trial spends at most what was paid for it: the steps and the noise in its ledger are compared",
         _ONE_RELEASE,
     ),
-    trusted=(_NOT_REPEATED, "the assumptions of the trials' own theorem hold"),
+    trusted=(_NOT_REPEATED,),
 )
 
 
@@ -188,6 +188,7 @@ class PrivateSelection(CertifiedMechanism):
     adjacency: Annotated[Adjacency, Doc("the trials' relation.")] = Adjacency.REPLACE_ONE
     release: Annotated[Release, Doc("what is released of the best trial.")] = Release.LAST_ITERATE
     unit: Annotated[Unit, Doc("what is protected.")] = Unit.RECORD  # type: ignore[misc]  # that of the trials
+    rests_on: Annotated[str, Doc("name of the theorem that a trial rests on, or empty.")] = ""
     device_noise: Annotated[bool, Doc("Whether the trials' noise is a device's, of Gaussian law.")] = False
 
     absent_means: ClassVar[Mapping[str, Any]] = {
@@ -196,6 +197,7 @@ class PrivateSelection(CertifiedMechanism):
         "adjacency": Adjacency.REPLACE_ONE,
         "release": Release.LAST_ITERATE,
         "unit": Unit.RECORD,
+        "rests_on": "",
     }
     kind: ClassVar[str] = "private_selection"
     audited: ClassVar[bool] = True
@@ -229,11 +231,11 @@ class PrivateSelection(CertifiedMechanism):
         """Return the sum of all searches' least bounds at equal shares of delta.
 
         Raises:
-            NoGuarantee: Their units, relations or releases differ.
+            NoGuarantee: Their units, relations, releases or the theorems of their trials differ.
         """
         first = mechanisms[0]
         theorem = NOISY_SUMS if any(one.trials for one in mechanisms) else PRIVATE_SELECTION
-        for name in ("unit", "adjacency", "release"):
+        for name in ("unit", "adjacency", "release", "rests_on"):
             if len({getattr(one, name) for one in mechanisms}) > 1:
                 raise NoGuarantee(f"searches: {name} differs between them; state each separately")
         bounds, reason = spend_certificates(
@@ -247,7 +249,7 @@ class PrivateSelection(CertifiedMechanism):
                 delta=delta,
                 adjacency=first.adjacency,
                 assumptions=(
-                    *theorem.assumptions(enforced=enforced),
+                    *theorem.assumptions(enforced=enforced, trusted=_of_trials(first.rests_on)),
                     *about_relation(first.adjacency, enforced=enforced),
                 ),
                 device_model=any(mechanism.device_noise for mechanism in mechanisms),
@@ -255,6 +257,12 @@ class PrivateSelection(CertifiedMechanism):
                 release=first.release,
             )
         ]
+
+
+def _of_trials(theorem: str) -> tuple[str, ...]:
+    """Return what a search takes on trust of its trials."""
+    whose = f"of theorem {theorem}, on which each trial rests," if theorem else "of the trials' own theorem"
+    return (f"the assumptions {whose} hold",)
 
 
 def _searches(mechanisms: Sequence[PrivateSelection], delta: float) -> EpsilonBounds:
@@ -350,7 +358,7 @@ def priced_search(
     """
     sums = [trial.as_noise() for trial in trials]
     stated = [guarantees([trial], delta=delta)[0] for trial in dict.fromkeys(trials)]
-    if len({(one.unit, one.adjacency, one.release) for one in stated}) > 1:
+    if len({(one.unit, one.adjacency, one.release, one.theorem) for one in stated}) > 1:
         raise NoGuarantee("--choose: the trials differ in what they protect or release; choose other keys")
     start = PrivateSelection(
         mean=mean,
@@ -358,6 +366,7 @@ def priced_search(
         adjacency=stated[0].adjacency,
         release=stated[0].release,
         unit=stated[0].unit,
+        rests_on=stated[0].theorem or "",
         device_noise=device_noise,
     )
     search = _calibrated(start, epsilon, delta)

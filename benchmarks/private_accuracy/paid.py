@@ -69,8 +69,8 @@ def page_section() -> str:
         f"`{ROW}` at epsilon {EPSILON:g}, delta 1e-5 ({results['date']}, {command(MODULE)}). Above, its settings are "
         f"chosen on held-out records *without paying*: {shown_accuracy(unpaid)} %. Here the choice of the rate from "
         f"{', '.join(CHOICES['optimizer.lr'])} is *paid for* by `opusim tune bp`, {MEAN:g} trials expected, one search "
-        "a line: epsilon covers all trials and their noised scores, and a tenth of the records only score. The third way "
-        "is to *transfer* settings from another data set, which costs nothing: the rows of MNIST above."
+        "a line: epsilon covers all trials and their noised scores, and a tenth of the records only score. The third "
+        "way is to *transfer* settings from another data set, which costs nothing: the rows of MNIST above."
     )
     rows = [
         (

@@ -373,10 +373,11 @@ def priced_search(
     if all(_is_gaussian(one) for one in sums):
         scales = [_shift(search.adjacency) * math.sqrt(one.steps) / search.mu for one in sums]
     else:
-        found = {one: _affordable(search, [one], epsilon, delta)[0] for one in dict.fromkeys(sums)}
+        shapes = [replace(one, scale=1.0) for one in sums]  # trainers guess their noise differently
+        found = {one: _affordable(search, [one], epsilon, delta)[0] for one in dict.fromkeys(shapes)}
         if len(found) > 1:
             found = dict(zip(found, _affordable(search, list(found.values()), epsilon, delta), strict=True))
-        scales = [found[one].scale for one in sums]
+        scales = [found[one].scale for one in shapes]
     noisy = tuple(
         trial.with_noise(trial.noise * scale / one.scale * (1 + 1e-9))
         for trial, one, scale in zip(trials, sums, scales, strict=True)

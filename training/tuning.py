@@ -283,6 +283,11 @@ class Search:
                 raise RunFolderError(
                     f"{self._folder / LEDGER_FILE} does not hold the payment of this search; restore it from a copy"
                 )
+            if ledger.content.payments[state.payment - 1].mechanisms != (self._selection,):
+                raise RunFolderError(
+                    f"search folder {self._folder} was paid for at another price than this opusim asks; finish it with "
+                    "the opusim that started it"
+                )
             return state, ledger.guarantees()[0], searches
 
     def _require_empty(self) -> None:

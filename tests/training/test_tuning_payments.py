@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,19 @@ def test_a_trial_is_not_trained_twice(tmp_path: Path, monkeypatch: pytest.Monkey
             search(tmp_path).run()
     shutil.rmtree(tmp_path / "trial-1")
     with pytest.raises(RunFolderError, match="trial-1 is missing, although its training was started"):
+        search(tmp_path).run()
+
+
+def test_a_search_at_another_price_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by a version whose trials have other noise than the payment was for."""
+    with monkeypatch.context() as patch:
+        stop_in_trial(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            search(tmp_path).run()
+    selection, trials = searching.priced_trials(release(), CHOICES, 3.0)
+    cheaper = replace(selection, mu=1.1 * selection.mu)
+    monkeypatch.setattr(searching, "priced_trials", lambda *_: (cheaper, trials))
+    with pytest.raises(RunFolderError, match="paid for at another price"):
         search(tmp_path).run()
 
 

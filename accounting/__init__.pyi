@@ -31,6 +31,7 @@ from .records.additive_noise import PoissonLaplace as PoissonLaplace
 from .records.mechanisms import RecordCentral as RecordCentral
 from .records.mechanisms import RecordReplaced as RecordReplaced
 from .records.mechanisms import Unprotected as Unprotected
+from .selection.mechanisms import NoisyTrial as NoisyTrial
 from .selection.mechanisms import PrivateSelection as PrivateSelection
 from .theorems import Theorem as Theorem
 from .theorems import require_poisson as require_poisson

@@ -41,6 +41,7 @@ from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, 
 
 from typing_extensions import Doc
 
+from accounting import numerics
 from accounting.errors import NoGuarantee
 from accounting.guarantee import (
     Adjacency,
@@ -203,6 +204,19 @@ class Mechanism(ABC):
         raise NoGuarantee(
             f"mechanism {self.kind!r}: states no guarantee for an attacker who knows the batch; "
             f"override known_batch in {type(self).__name__}"
+        )
+
+    def as_noise(self) -> numerics.NoisySum:
+        """Return a noisy sum whose privacy loss dominates that of all steps, under the relation of the guarantee.
+
+        `opusim tune` prices a choice between trials by it.
+
+        Raises:
+            NoGuarantee: The class names none.
+        """
+        raise NoGuarantee(
+            f"mechanism {self.kind.replace('_', '-')}: names no noisy sum that dominates it, so that no private choice "
+            f"between its trials has a price; take another protection, or override as_noise in {type(self).__name__}"
         )
 
     def to_json(self) -> dict[str, Any]:

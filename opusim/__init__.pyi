@@ -15,6 +15,7 @@ from accounting import Ledger as Ledger
 from accounting import LedgerCorrupt as LedgerCorrupt
 from accounting import Mechanism as Mechanism
 from accounting import NoGuarantee as NoGuarantee
+from accounting import NoisyTrial as NoisyTrial
 from accounting import PdfaWithoutFormula as PdfaWithoutFormula
 from accounting import PoissonGaussian as PoissonGaussian
 from accounting import PoissonLaplace as PoissonLaplace

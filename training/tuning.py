@@ -1,8 +1,9 @@
-"""A private search: train K ~ Poisson(m) trials of a last-iterate run, and keep the best with its score.
+"""A private search: train K ~ Poisson(m) trials of a protected run, and keep the best with its score.
 
-Each trial is mu-GDP in its model and score together. The model is mu-GDP in the training records by its last-iterate
-guarantee. The score is mu-GDP in the n held-out records: it is their accuracy plus N(0, (1 / (n mu))^2), and one record
-changes the accuracy by at most 1 / n. The two sets are disjoint. `accounting.selection` prices the choice.
+A trial's model protects the training records by the guarantee of its run. Its score protects the held-out records: it
+is the number of them that the model classifies rightly plus N(0, 1 / mu^2), which one record changes by at most 1, over
+a public number. No record is in both sets. `accounting.selection` prices the choice, and gives trials and scores the
+least noise that keeps the whole search within its epsilon.
 
 **Every search is paid for before its number of trials is drawn.** A stopped search resumes without a second payment as
 long as its `tuning.json` exists: the draw stands, finished trials keep their scores, and an unfinished trial resumes
@@ -28,18 +29,18 @@ from typing import Any
 
 import numpy as np
 
-from accounting import numerics
-from accounting.calibration import calibrate_noise
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
+from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.guarantee import Adjacency, Guarantee
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
-from accounting.selection.mechanisms import PrivateSelection
+from accounting.mechanisms import Mechanism
+from accounting.selection.mechanisms import PrivateSelection, priced_search
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
 from training.config.reading import load_config, parse_setting
 from training.config.run import RunConfig
-from training.engine.plan import RunPlan, load_data
+from training.data import Dataset
+from training.engine.plan import RunPlan, default_inputs, for_this_machine, load_data, with_maps
 from training.engine.session import train
 from training.errors import RunFolderError
 from training.runs.checkpoints import adopt_ledger
@@ -50,7 +51,12 @@ from training.runs.storage import LOCK_FILE, only_writer, read_record, record_js
 STATE_FILE = "tuning.json"
 SCHEMA_VERSION = 2
 OnTrial = Callable[[int, int], None]
-_TUNABLE = ("trainer", "optimizer", "sampler", "epochs")
+_TUNABLE = ("trainer", "model", "optimizer", "sampler", "protection", "epochs")
+_FIXED = (
+    "trainer.kind",
+    *(f"protection.{key}" for key in ("kind", "epsilon", "delta", "noise_multiplier", "relation", "noise")),
+)
+"""What every trial of a search has in common."""
 _PAYMENT = "search"
 """Name of a search's payment in the ledger."""
 _LEDGER_FILES = (LEDGER_FILE, "ledger.head")
@@ -84,9 +90,11 @@ def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
         key, values = key.strip(), [value.strip() for value in text.split(",") if value.strip()]
         if not key or not values or key in choices:
             raise ConfigError("--choose", line, "must be KEY=VALUE,VALUE,... with each key once")
-        if key.split(".")[0] not in _TUNABLE or key == "trainer.kind":
+        if key.split(".")[0] not in _TUNABLE or key in _FIXED:
             raise ConfigError(
-                "--choose", key, f"cannot be chosen by a search; choose keys of {', '.join(_TUNABLE)}"
+                "--choose",
+                key,
+                f"cannot be chosen by a search; choose keys of {', '.join(_TUNABLE)}, but for {', '.join(_FIXED)}",
             )
         for value in values:
             parse_setting(f"{key}={value}")
@@ -116,12 +124,12 @@ def best_of(scores: Mapping[int, float]) -> int:
     return max(scores, key=lambda number: scores[number])
 
 
-def noisy_score(accuracy: float, n_records: int, mu: float, *, mode: str, seed: int) -> float:
+def noisy_score(accuracy: float, n_records: float, mu: float, *, mode: str, seed: int) -> float:
     """Return an accuracy plus N(0, (1 / (n mu))^2), which is mu-GDP in the held-out records.
 
     Args:
         accuracy: On the held-out records.
-        n_records: n, at least 1.
+        n_records: n, at least 1; one record changes the accuracy by at most 1 / n.
         mu: Above 0.
         mode: Of the run; release mode draws from the system.
         seed: Of the trial.
@@ -191,14 +199,14 @@ class Search:
     """A search in its folder, started or resumed by `run`.
 
     Args:
-        config: Configuration of all trials, with protection.kind = "last-iterate" and the protection.epsilon of the
-            whole search.
+        config: Configuration of all trials, with a protection and the protection.epsilon of the whole search.
         choices: Values to choose from, by key.
         mean: Expected number of trials m, above 0.
         folder: The folder of the search; if it holds the same search, that search is resumed.
 
     Raises:
-        ConfigError: The configuration has another protection or holds no records out, or a choice is wrong.
+        ConfigError: The configuration protects nothing, predicts no classes or holds no records out, or a choice is
+            wrong.
         NoGuarantee: No trial can be private enough for epsilon, or no theorem covers one of the choices.
         RunFolderError: The folder holds other work, or another search.
     """
@@ -211,9 +219,8 @@ class Search:
         self._asked = {"config": config.digest(), "choices": self._choices, "mean": mean}
         require_kind(folder, "search")
         self._check_asked(SearchState.read(folder))
-        self._selection = selection_within(config, mean)
-        self._config = _base(config, self._selection.mu)
-        self._require_trainable(choices)
+        self._config = config
+        self._selection, self._trials = priced_trials(config, self._choices, mean)
 
     def run(self, on_trial: OnTrial | None = None) -> SearchResult:
         """Pay for the search and draw its trials, or resume it; train the missing trials and keep the best.
@@ -276,6 +283,11 @@ class Search:
                 raise RunFolderError(
                     f"{self._folder / LEDGER_FILE} does not hold the payment of this search; restore it from a copy"
                 )
+            if ledger.content.payments[state.payment - 1].mechanisms != (self._selection,):
+                raise RunFolderError(
+                    f"search folder {self._folder} was paid for at another price than this opusim asks; finish it with "
+                    "the opusim that started it"
+                )
             return state, ledger.guarantees()[0], searches
 
     def _require_empty(self) -> None:
@@ -309,14 +321,6 @@ class Search:
         state.write(self._folder)
         return state
 
-    def _require_trainable(self, choices: Mapping[str, Sequence[str]]) -> None:
-        """Refuse a choice that cannot be trained, before the search is paid for and drawn."""
-        dataset, keys = load_data(self._config, None), list(choices)
-        for values in itertools.product(*choices.values()):
-            lines = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-            trial = load_config(self._config, lines)
-            RunPlan.checked(trial, dataset)
-
     def _score(self, state: SearchState, number: int) -> float:
         """Train or resume a trial, and score it."""
         folder = RunFolder(self._folder / f"trial-{number}")
@@ -329,19 +333,33 @@ class Search:
         if number not in state.started:
             state.started.append(number)
             state.write(self._folder)
+        trial = self._trials[state.draw.trials[number]]
         run = self._trained(state, number, folder)
-        held_out = load_data(run.config, None).validation
-        accuracy = evaluate_split(run.model, held_out, run.config.loss)["accuracy"]
-        seed = _seed(state.draw, number)
-        return noisy_score(accuracy, len(held_out), self._selection.mu, mode=run.config.mode, seed=seed)
+        _require_within(run, trial.whole)
+        held_out = with_maps(run.config, _records(run.config), folder).validation
+        correct = 0.0
+        if len(held_out):
+            correct = len(held_out) * evaluate_split(run.model, held_out, run.config.loss)["accuracy"]
+        return noisy_score(
+            correct / trial.held_out,
+            trial.held_out,
+            self._selection.mu,
+            mode=run.config.mode,
+            seed=_seed(state.draw, number),
+        )
 
     def _trained(self, state: SearchState, number: int, folder: RunFolder) -> Run:
-        if folder.finished:
-            return load_run(folder.path)
-        if folder.started:
-            return train(folder=folder.path, resume=True)
-        config = load_config(self._config, state.draw.trials[number])
-        return train(config.replaced(seed=_seed(state.draw, number)), folder=folder.path)
+        """Train or resume a trial. One whose budget ends before its last step, after a kill, has the model so far."""
+        if not folder.started:
+            config = self._trials[state.draw.trials[number]].config
+            return train(config.replaced(seed=_seed(state.draw, number)), folder=folder.path)
+        if not folder.finished:
+            try:
+                return train(folder=folder.path, resume=True)
+            except BudgetExceeded:
+                if not folder.finished:
+                    raise
+        return load_run(folder.path)
 
     def _keep_best(self, state: SearchState) -> tuple[Run | None, float | None, tuple[str, ...]]:
         """Copy the best trial to `best` with the ledger of the search, since its own epsilon ignores the choice."""
@@ -391,26 +409,100 @@ def _seed(draw: Draw, number: int) -> int:
     return 0 if draw.seed is None else derive_seed(draw.seed, "trial", number) >> 1
 
 
-def selection_within(config: RunConfig, mean: float) -> PrivateSelection:
-    """Return the selection with the largest mu per trial that the epsilon of the whole search allows.
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A trial's run before it is seeded.
+
+    Attributes:
+        config: Its configuration, with the noise or the epsilon that the search leaves it.
+        whole: What its training releases at most.
+        held_out: The public number that its score is divided by: the number of held-out records, or about that if the
+            relation hides how many records there are.
+    """
+
+    config: RunConfig
+    whole: Mechanism
+    held_out: float
+
+
+def priced_trials(
+    config: RunConfig, choices: Mapping[str, Sequence[str]], mean: float
+) -> tuple[PrivateSelection, dict[tuple[str, ...], Trial]]:
+    """Return the search within its epsilon, and the trial of each choice; nothing is trained, drawn or paid for.
 
     Raises:
-        NoGuarantee: No mu is small enough.
+        ConfigError: A choice cannot be trained.
+        NoGuarantee: No theorem covers a choice, or no noise is enough.
     """
+    dataset, keys = _records(config), list(choices)
+    plan = RunPlan.checked(config, dataset)
+    grid = [
+        tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+        for values in itertools.product(*choices.values())
+    ]
+    plans = {lines: plan.varied(for_this_machine(load_config(config, lines))) for lines in grid}
     options = config.protection
-    start = PrivateSelection(mean=mean, mu=0.5, device_noise=options.noise == "device")
-    found, _ = calibrate_noise(start, target_epsilon=options.epsilon or math.nan, delta=options.delta)
-    return found
-
-
-def _base(config: RunConfig, mu: float) -> RunConfig:
-    """Return the configuration of a trial, with the epsilon of mu-GDP."""
-    bounds = numerics.gaussian_bounds(mu * (1 - 1e-6), config.protection.delta)
-    if not bounds.lower > 0:
-        raise NoGuarantee(
-            f"epsilon = {config.protection.epsilon}: leaves no budget for a trial; raise it, or ask for fewer trials"
+    priced = priced_search(
+        [each.protection.whole_run() for each in plans.values()],
+        mean=mean,
+        epsilon=options.epsilon or math.nan,
+        delta=options.delta,
+        device_noise=options.noise != "digital",
+    )
+    n_held_out, trials = len(dataset.validation), {}
+    for (lines, each), whole in zip(plans.items(), priced.trials, strict=True):
+        trials[lines] = Trial(
+            config=each.config.replaced(protection=each.protection.keys_of(whole)),
+            whole=whole,
+            held_out=_public_number(each, n_held_out),
         )
-    return config.replaced(protection={"epsilon": bounds.lower})
+    return priced.selection, trials
+
+
+def _records(config: RunConfig) -> Dataset:
+    """Return the records that a configuration names."""
+    stated, data, model = default_inputs(config, None, None)
+    if model is not None:
+        reason = "is not for a search yet; search settings of another model, or leave it out"
+        raise ConfigError("configuration", "trainer.language.model", reason)
+    dataset = load_data(stated, data)
+    if dataset.target != "class":
+        raise ConfigError(
+            "configuration",
+            "data.target",
+            f"{dataset.target!r} has no number of right answers, which scores a trial; take records with classes",
+        )
+    return dataset
+
+
+def _public_number(plan: RunPlan, n_held_out: int) -> float:
+    """Return what a count of held-out records is divided by: their number, or what public constants make of it."""
+    config = plan.config
+    if config.relation is not Adjacency.ADD_OR_REMOVE_ONE or config.protection.protects == "labels":
+        return float(n_held_out)
+    share = config.data.validation_fraction
+    return max(1.0, config.divisor / plan.sampling_probability * share / (1 - share))
+
+
+def _require_within(run: Run, whole: Mechanism) -> None:
+    """Refuse a trial that released more than what the search paid for.
+
+    Raises:
+        LedgerCorrupt: It has more steps, or less noise.
+    """
+    paid = whole.as_noise()
+    for mechanism in run.folder.read_ledger().mechanisms:
+        spent = mechanism.as_noise()
+        if not (
+            spent.law == paid.law
+            and spent.scale >= paid.scale * (1 - 1e-9)
+            and spent.probability <= paid.probability
+            and spent.steps <= paid.steps
+        ):
+            raise LedgerCorrupt(
+                f"{run.folder.ledger_file}: {mechanism.describe()} is more than the search paid for "
+                f"({whole.describe()}); restore the folder from a copy, or start another search"
+            )
 
 
 def _require_searchable(config: RunConfig) -> None:
@@ -419,7 +511,10 @@ def _require_searchable(config: RunConfig) -> None:
             config.device.certificate is not None,
             "is not for a search yet, whose trials a device's alarm would stop one by one; leave it out",
         ),
-        "protection.kind": (not config.protection.last_iterate, "must be 'last-iterate' for a search"),
+        "protection.kind": (
+            config.protection.protects == "nothing",
+            f"{config.protection.kind!r} has no guarantee that a search could keep; set --protect or protection.kind",
+        ),
         "protection.epsilon": (
             config.protection.epsilon is None,
             "is missing; give the epsilon of the whole search",

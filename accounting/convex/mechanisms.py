@@ -112,6 +112,14 @@ class ConvexLastIterate(CertifiedMechanism):
             f"lambda {self.regularisation:g}{runs}"
         )
 
+    def as_noise(self) -> numerics.NoisySum:
+        """See Mechanism.as_noise; the last iterate of each run is mu-GDP.
+
+        Raises:
+            NoGuarantee: The learning rate is too large.
+        """
+        return numerics.NoisySum.of_mu(proven_mu(self) / math.sqrt(self.steps), self.steps)
+
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return the proven guarantee of all runs together, then the paper's claim."""

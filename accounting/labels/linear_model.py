@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Self
 
 from typing_extensions import Doc
 
+from accounting import numerics
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee, Unit
 from accounting.labels.mechanisms import DEVICE_LAW, PUBLIC_FEATURES, gaussian_label_guarantee
@@ -69,6 +70,10 @@ class LabelRelease(CertifiedMechanism):
         """Return what ran, in a few words."""
         times = "one noisy linear model" if self.steps == 1 else f"{self.steps:,} noisy linear models"
         return f"{times} of public features, mu = {self.mu:g}"
+
+    def as_noise(self) -> numerics.NoisySum:
+        """See Mechanism.as_noise."""
+        return numerics.NoisySum.of_mu(self.mu, self.steps)
 
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:

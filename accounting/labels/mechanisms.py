@@ -177,18 +177,19 @@ class LabelAmplified(CertifiedMechanism):
             f"batches (q = {self.sampling_probability:g}), {counted(self.steps, 'step')}"
         )
 
+    def as_noise(self) -> numerics.NoisySum:
+        """See Mechanism.as_noise."""
+        return numerics.NoisySum(
+            law="gaussian",
+            scale=self.noise_multiplier,
+            probability=self.sampling_probability,
+            steps=self.steps,
+        )
+
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return epsilon of all steps together by the dominating pair, replace_one."""
-        sums = [
-            numerics.NoisySum(
-                law="gaussian",
-                scale=mechanism.noise_multiplier,
-                probability=mechanism.sampling_probability,
-                steps=mechanism.steps,
-            )
-            for mechanism in mechanisms
-        ]
+        sums = [mechanism.as_noise() for mechanism in mechanisms]
         device = any(mechanism.device_noise for mechanism in mechanisms)
         bounds, reason = spend_certificates(
             delta,
@@ -248,6 +249,10 @@ class LabelBudget(CertifiedMechanism):
         times = "" if self.steps == 1 else f", spent {counted(self.steps, 'time')}"
         return f"noisy signals and a budget of mu = {self.budget_mu:g} for each record's label{times}"
 
+    def as_noise(self) -> numerics.NoisySum:
+        """See Mechanism.as_noise."""
+        return numerics.NoisySum.of_mu(self.budget_mu, self.steps)
+
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return sqrt(sum of steps B^2)-GDP for labels: the budget, never the largest spending."""
@@ -289,6 +294,10 @@ class LabelReadout(CertifiedMechanism):
         """Return what ran, in a few words."""
         times = "once" if self.steps == 1 else f"{self.steps:,} times"
         return f"every label projected {times}, mu = {self.mu:g}, and reused"
+
+    def as_noise(self) -> numerics.NoisySum:
+        """See Mechanism.as_noise."""
+        return numerics.NoisySum.of_mu(self.mu, self.steps)
 
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:

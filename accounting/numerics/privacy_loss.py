@@ -69,13 +69,50 @@ def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | 
 
 def compose_upper(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
     """Return `compose_bounds` with a lower bound of 0, for pairs whose loss is no monotone function of one output."""
+    if _slack(parts) > delta / 2 or (found := composed_curve(parts)) is None:
+        return None
+    method = f"privacy loss distribution, interval {found.interval:.3g}"
+    return EpsilonBounds(lower=0.0, upper=found.epsilon(delta), method=method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposedCurve:
+    """delta(epsilon) of all steps together in both directions, from above.
+
+    Attributes:
+        composed: dp_accounting's pessimistic distribution of the composed loss.
+        slack: By how much rounding may change delta.
+        interval: Of the grid.
+    """
+
+    composed: distributions.PrivacyLossDistribution
+    slack: float
+    interval: float
+
+    def epsilon(self, delta: float) -> float:
+        """Return the epsilon at a delta, infinite where delta is within the rounding."""
+        return float(self.composed.get_epsilon_for_delta(max(delta - self.slack, 0.0)))
+
+    def deltas(self, epsilons: np.ndarray) -> np.ndarray:
+        """Return the delta at each epsilon, from 0 to 1."""
+        rising, places = np.unique(
+            epsilons, return_inverse=True
+        )  # dp_accounting takes them in ascending order
+        found = np.asarray(self.composed.get_delta_for_epsilon(rising.tolist()), dtype=float)
+        return np.clip(found + self.slack, 0.0, 1.0)[places]
+
+
+def composed_curve(parts: Sequence[NoisyStep]) -> ComposedCurve | None:
+    """Return the curve of all parts, or None if arrays are too large.
+
+    Args:
+        parts: What is composed, at least one.
+    """
     interval = _interval(parts)
-    if _slack(parts) > delta / 2 or interval is None:
+    if interval is None:
         return None
     composed = _compose([part.upper(interval) for part in parts], parts)
-    highest = float(composed.get_epsilon_for_delta(delta - _slack(parts)))
-    method = f"privacy loss distribution, interval {interval:.3g}"
-    return EpsilonBounds(lower=0.0, upper=highest, method=method)
+    return ComposedCurve(composed=composed, slack=_slack(parts), interval=interval)
 
 
 def resolution(parts: Sequence[NoisyStep]) -> float:

@@ -19,12 +19,13 @@ D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_(2a-1)(Q || R).
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import dp_accounting
 import numpy as np
@@ -37,6 +38,7 @@ from dp_accounting.pld.privacy_loss_mechanism import (
     LaplacePrivacyLoss,
     MonotonePrivacyLoss,
 )
+from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from scipy.special import logsumexp
 
 from accounting.errors import NoGuarantee
@@ -47,6 +49,7 @@ from accounting.numerics.privacy_loss import (
     NoisyStep,
     compose_bounds,
     compose_upper,
+    composed_curve,
     resolution,
 )
 
@@ -79,6 +82,16 @@ class NoisySum:
     scale: float
     probability: float = 1.0
     steps: int = 1
+
+    @classmethod
+    def of_mu(cls, mu: float, steps: int) -> Self:
+        """Return the Gaussian noise on all records that is mu-GDP at each step if a record is replaced.
+
+        Args:
+            mu: Above 0, finite.
+            steps: At least 1.
+        """
+        return cls(law="gaussian", scale=2 / mu, steps=steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,20 +192,78 @@ def _renyi_epsilon(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float)
     Raises:
         NoGuarantee: Some noise is not Gaussian: dp_accounting has no Renyi divergence for it.
     """
-    curve = sum((_renyi_curve(one, adjacency) for one in sums), np.zeros(len(_ORDERS)))
+    orders = np.array(_ORDERS, dtype=float)
+    curve = sum((_renyi_curve(one, adjacency, orders) for one in sums), np.zeros(len(orders)))
     # a failed order is scored 0 or less, which would win the minimum
     usable = np.isfinite(curve) & (curve > 0)
     if not usable.any():
         return math.inf
-    return renyi_to_epsilon(np.array(_ORDERS, dtype=float)[usable], curve[usable], delta)
+    return renyi_to_epsilon(orders[usable], curve[usable], delta)
 
 
-def _renyi_curve(one: NoisySum, adjacency: Adjacency) -> np.ndarray:
+@dataclass(frozen=True, kw_only=True)
+class NoiseCurves:
+    """What a noisy sum reveals, in both directions, from above.
+
+    Attributes:
+        renyi: The divergence at each Renyi order that was asked for; infinite where it is not known.
+        inner: epsilon(delta) at the delta that was asked for.
+        deltas: delta(epsilon) at each epsilon that was asked for.
+    """
+
+    renyi: np.ndarray
+    inner: float
+    deltas: np.ndarray
+
+
+@functools.lru_cache(maxsize=64)
+def noise_curves(
+    one: NoisySum,
+    adjacency: Adjacency,
+    *,
+    orders: tuple[float, ...],
+    delta: float,
+    epsilons: tuple[float, ...],
+) -> NoiseCurves:
+    """Return the Renyi curve of a sum, and points of its curve delta(epsilon).
+
+    The points come from the privacy loss distribution. Where its arrays grow too large, they come from the Renyi curve.
+
+    Args:
+        one: All steps.
+        adjacency: The relation.
+        orders: Renyi orders, above 1.
+        delta: Where epsilon is wanted, above 0; from 1 on it is 0.
+        epsilons: Where delta is wanted, at least 0.
+
+    Raises:
+        NoGuarantee: The numerics have no answer for this law and relation.
+    """
+    grid = np.array(orders)
+    nothing = NoiseCurves(renyi=np.full(len(grid), math.inf), inner=math.inf, deltas=np.ones(len(epsilons)))
+    if one.scale < _LEAST_NOISE:
+        return nothing
+    one = replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
+    with np.errstate(all="ignore"):
+        curve = _renyi_curve(one, adjacency, grid) if one.law == "gaussian" else nothing.renyi
+        renyi = np.where(np.isfinite(curve) & (curve > 0), curve, math.inf)
+        found = composed_curve([_noisy_step(one, adjacency)])
+    if found is not None:
+        inner = 0.0 if delta >= 1 else found.epsilon(delta)
+        return NoiseCurves(renyi=renyi, inner=inner, deltas=found.deltas(np.array(epsilons)))
+    usable = np.isfinite(renyi)
+    if not usable.any():
+        return nothing
+    deltas = [compute_delta(grid[usable], renyi[usable], epsilon)[0] for epsilon in epsilons]
+    inner = 0.0 if delta >= 1 else renyi_to_epsilon(grid[usable], renyi[usable], delta)
+    return NoiseCurves(renyi=renyi, inner=inner, deltas=np.array(deltas))
+
+
+def _renyi_curve(one: NoisySum, adjacency: Adjacency, orders: np.ndarray) -> np.ndarray:
     if one.law != "gaussian":
         raise NoGuarantee(
             "Laplace noise: no Renyi divergence is known for it here; use delta = 0 or fewer steps"
         )
-    orders = np.array(_ORDERS, dtype=float)
     if adjacency is not Adjacency.REPLACE_ONE:
         return one_way_curve(one, orders)
     doubled, below = one_way_curve(one, 2 * orders), one_way_curve(one, 2 * orders - 1)

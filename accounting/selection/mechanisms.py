@@ -1,31 +1,52 @@
-"""Choosing the best of a random number of trials, each mu-GDP in its output and score together.
+"""Choosing the best of a random number of trials by a noised score.
 
 With Q the density of a trial's (output, score) and a(y) = Q(score > y), a search over K ~ Poisson(m) trials releases
-the density A(y) = m e^(-m a(y)) Q(y). Of three bounds on its hockey-stick divergence the least counts (theorem
-private-selection).
+the density A(y) = m e^(-m a(y)) Q(y).
+
+- Trials that are mu-GDP: of three bounds on the hockey-stick divergence of A the least counts (theorem
+  private-selection).
+- Other trials, such as sampled Gaussian noise: the lesser of two bounds, from their curve delta(epsilon) and from their
+  Renyi divergences (theorem selection-of-noisy-sums).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release
+from accounting.calibration import calibrate_noise
+from accounting.composition import guarantees
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
 from accounting.mechanisms import (
     CertifiedMechanism,
+    Mechanism,
     Positive,
     certificate_errors,
     proven_guarantee,
     spend_certificates,
 )
-from accounting.theorems import Theorem
+from accounting.theorems import Theorem, about_relation
+from opusim import checks
+
+_ORDERS = (
+    *(1 + k / 10 for k in range(1, 10)), *(2 + k / 2 for k in range(20)), *map(float, range(12, 33)),
+    *(40.0, 48.0, 64.0, 96.0, 128.0, 256.0),
+)  # fmt: skip
+"""Renyi orders, few of them: fractional ones take dp_accounting most of the time."""
+_SEARCHED = (
+    "the number of trials is Poisson, drawn once, before any trial and independent of the data",
+    "every trial draws its settings independently from the same law, which does not depend on the data",
+)
+_ONE_RELEASE = "only the best trial's model and score are released; with no trial, nothing is"
+_NOT_REPEATED = "the search is not repeated after seeing its outcome"
 
 PRIVATE_SELECTION = Theorem(
     name="private-selection",
@@ -43,63 +64,353 @@ PRIVATE_SELECTION = Theorem(
     code="accounting.selection.mechanisms.selection_bounds",
     page="convex.md, section 4",
     checked_by_code=(
-        "the number of trials is Poisson, drawn once, before any trial and independent of the data",
-        "every trial draws its settings independently from the same law, which does not depend on the data",
+        *_SEARCHED,
         "a trial's score is part of what makes it mu-GDP: Gaussian noise hides the held-out records in it",
-        "only the best trial's model and score are released; with no trial, nothing is",
+        _ONE_RELEASE,
     ),
-    trusted=("the search is not repeated after seeing its outcome",),
+    trusted=(_NOT_REPEATED,),
+)
+NOISY_SUMS = Theorem(
+    name="selection-of-noisy-sums",
+    title="private selection with a Poisson number of trials of noisy sums",
+    statement="Let K ~ Poisson(m) trials release models whose privacy losses are dominated by noisy sums, and scores"
+    " that are mu-GDP in the held-out records, which no training sees. Let delta(.) be the largest delta of the trials'"
+    " settings, and R(.) their largest Renyi divergence, each in both directions. The best trial is (epsilon, "
+    "delta)-DP for the larger of two epsilons: that of theorem private-selection at mu, and the lesser of (1) epsilon^ "
+    "+ m delta(0) with m delta(epsilon^) = delta, and (2) R(lambda) + m delta(log(1 + 1/(lambda - 1))) + log(m) / "
+    "(lambda - 1), converted to epsilon. Several searches add their epsilons at equal shares of delta.",
+    proof="A record is in the training set or held out, under both neighbours. If it is held out, models have the same "
+    "law and the score is mu-GDP. If it is in the training set, a score is computed from the model, public numbers and "
+    "other records, so that it costs nothing. A trial names its settings, so a hockey-stick divergence of the trial is "
+    "the mean over settings, and e^((lambda - 1) R) likewise: both are at most the largest. (1) The other world's tail "
+    "a'(y) = Q'(score > y) exceeds a(y) by at most delta(0), so A - e^(epsilon^ + m delta(0)) A' is at most m (Q - "
+    "e^epsilon^ Q'). (2) is Theorem 6 of Papernot and Steinke.",
+    reference="Koskela, Redberg and Wang 2024; Papernot and Steinke 2022",
+    code="accounting.selection.mechanisms.models_bounds",
+    page="privacy-records.md, section 6",
+    checked_by_code=(
+        *_SEARCHED,
+        "Gaussian noise on the number of held-out records that a model classifies rightly hides each of them",
+        "a record that is held out enters no training, and whether it is does not depend on other records",
+        "a trial spends at most what was paid for it: the steps and the noise in its ledger are compared",
+        _ONE_RELEASE,
+    ),
+    trusted=(_NOT_REPEATED,),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoisyTrial:
+    """Settings that a trial may have: the noisy sum that dominates all that its training releases.
+
+    Attributes:
+        law: Of the noise.
+        scale: Its standard deviation, or scale b for Laplace noise, over the largest norm C that one record adds.
+        probability: q in (0, 1], the sampling probability.
+        steps: At least 1.
+        what: The mechanism in words, or empty.
+    """
+
+    law: Literal["gaussian", "laplace"]
+    scale: float
+    probability: float
+    steps: int
+    what: str = ""
+
+    def __post_init__(self) -> None:
+        checks.positive(scale=self.scale)
+        checks.in_unit_interval(closed="right", probability=self.probability)
+        checks.integer(minimum=1, steps=self.steps)
+
+    @classmethod
+    def of(cls, whole: Mechanism) -> Self:
+        """Return the trial that releases a mechanism, all of its steps.
+
+        Raises:
+            NoGuarantee: No noisy sum dominates it.
+        """
+        found = whole.as_noise()
+        return cls(
+            law=found.law,
+            scale=found.scale,
+            probability=found.probability,
+            steps=found.steps,
+            what=whole.describe(),
+        )
+
+    @classmethod
+    def from_text(cls, text: str) -> NoisyTrial:
+        """Return the trial that LAW,SCALE,Q,STEPS names.
+
+        Raises:
+            ValueError: The text has another form.
+        """
+        parts = text.split(",")
+        if len(parts) == 4 and parts[0] in ("gaussian", "laplace"):
+            law: Any = parts[0]
+            try:
+                return cls(law=law, scale=float(parts[1]), probability=float(parts[2]), steps=int(parts[3]))
+            except ValueError as error:
+                raise ValueError(f"--trial {text}: {error}") from error
+        raise ValueError(
+            f"--trial {text}: must be LAW,SCALE,Q,STEPS with the law gaussian or laplace, such as gaussian,4,0.1,400"
+        )
+
+    def as_noise(self) -> numerics.NoisySum:
+        """Return the noise in numbers."""
+        return numerics.NoisySum(
+            law=self.law, scale=self.scale, probability=self.probability, steps=self.steps
+        )
+
+    def describe(self) -> str:
+        """Return what a trial releases, in a few words."""
+        return self.what or (
+            f"{self.law.capitalize()} noise of scale {self.scale:g}, q = {self.probability:g}, {self.steps:,} steps"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrivateSelection(CertifiedMechanism):
-    """The best of K ~ Poisson(m) trials, each mu-GDP with its score; a step counts whole searches."""
+    """The best of K ~ Poisson(m) trials, each private with its score; a step counts whole searches.
+
+    A trial is mu-GDP, or one of several noisy sums; then mu is that of its score only. `noise` is the scale of the
+    first noisy sum if there is one; more of it scales all of them, and leaves the score's noise as it is.
+    """
 
     mean: Annotated[Positive, Doc("m > 0, expected number of trials.")]
-    mu: Annotated[Positive, Doc("mu > 0 of one trial, for replacing a record.")]
+    mu: Annotated[Positive, Doc("mu > 0 of one trial with its score; with --trial, of its score only.")]
+    trials: Annotated[
+        tuple[NoisyTrial, ...],
+        Doc(
+            "LAW,SCALE,Q,STEPS: noise of the settings that a trial may have, scale over C; none if it is mu-GDP."
+        ),
+    ] = ()
+    adjacency: Annotated[Adjacency, Doc("the trials' relation.")] = Adjacency.REPLACE_ONE
+    release: Annotated[Release, Doc("what is released of the best trial.")] = Release.LAST_ITERATE
+    unit: Annotated[Unit, Doc("what is protected.")] = Unit.RECORD  # type: ignore[misc]  # that of the trials
+    rests_on: Annotated[str, Doc("name of the theorem that a trial rests on, or empty.")] = ""
     device_noise: Annotated[bool, Doc("Whether the trials' noise is a device's, of Gaussian law.")] = False
 
+    absent_means: ClassVar[Mapping[str, Any]] = {
+        **CertifiedMechanism.absent_means,
+        "trials": (),
+        "adjacency": Adjacency.REPLACE_ONE,
+        "release": Release.LAST_ITERATE,
+        "unit": Unit.RECORD,
+        "rests_on": "",
+    }
     kind: ClassVar[str] = "private_selection"
     audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "mu"
     noise_is_inverse: ClassVar[bool] = True
 
+    @property
+    def noise(self) -> float:
+        """See the class and `Mechanism.noise`."""
+        return self.trials[0].scale if self.trials else super().noise
+
+    def with_noise(self, noise: float) -> Self:
+        """See the class and `Mechanism.with_noise`."""
+        if not self.trials:
+            return super().with_noise(noise)
+        factor = noise / self.trials[0].scale
+        scaled = (replace(trial, scale=factor * trial.scale, what="") for trial in self.trials)
+        return replace(self, trials=tuple(scaled))
+
     def describe(self) -> str:
         """Return what ran, in a few words."""
         searches = "" if self.steps == 1 else f", {self.steps:,} searches"
-        return (
-            f"the best of a Poisson number of trials (mean {self.mean:g}), each {self.mu:.4g}-GDP{searches}"
-        )
+        best = f"the best of a Poisson number of trials (mean {self.mean:g})"
+        if not self.trials:
+            return f"{best}, each {self.mu:.4g}-GDP{searches}"
+        each = "; or ".join(trial.describe() for trial in self.trials)
+        return f"{best}, scores {self.mu:.4g}-GDP{searches}, each trial: {each}"
 
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return the sum of all searches' least bounds at equal shares of delta."""
+        """Return the sum of all searches' least bounds at equal shares of delta.
+
+        Raises:
+            NoGuarantee: Their units, relations, releases or the theorems of their trials differ.
+        """
+        first = mechanisms[0]
+        theorem = NOISY_SUMS if any(one.trials for one in mechanisms) else PRIVATE_SELECTION
+        for name in ("unit", "adjacency", "release", "rests_on"):
+            if len({getattr(one, name) for one in mechanisms}) > 1:
+                raise NoGuarantee(f"searches: {name} differs between them; state each separately")
         bounds, reason = spend_certificates(
             delta, certificate_errors(mechanisms), lambda left: _searches(mechanisms, left)
         )
         return [
             proven_guarantee(
                 mechanisms,
-                theorem=PRIVATE_SELECTION,
+                theorem=theorem,
                 bounds=bounds,
                 delta=delta,
-                adjacency=Adjacency.REPLACE_ONE,
-                assumptions=PRIVATE_SELECTION.assumptions(enforced=enforced),
+                adjacency=first.adjacency,
+                assumptions=(
+                    *theorem.assumptions(enforced=enforced, trusted=_of_trials(first.rests_on)),
+                    *about_relation(first.adjacency, enforced=enforced),
+                ),
                 device_model=any(mechanism.device_noise for mechanism in mechanisms),
                 reason=reason,
-                release=Release.LAST_ITERATE,
+                release=first.release,
             )
         ]
+
+
+def _of_trials(theorem: str) -> tuple[str, ...]:
+    """Return what a search takes on trust of its trials."""
+    whose = f"of theorem {theorem}, on which each trial rests," if theorem else "of the trials' own theorem"
+    return (f"the assumptions {whose} hold",)
 
 
 def _searches(mechanisms: Sequence[PrivateSelection], delta: float) -> EpsilonBounds:
     """Return the sum of all searches' least bounds at equal shares of delta."""
     share = delta / sum(mechanism.steps for mechanism in mechanisms)
-    found = [(one.steps, selection_bounds(one.mu, one.mean, share)) for one in mechanisms]
+    found = [(one.steps, search_bounds(one, share)) for one in mechanisms]
     epsilon = math.fsum(steps * bounds.upper for steps, bounds in found)
     lower = 0.0 if math.isfinite(epsilon) else math.inf
     return EpsilonBounds(lower=lower, upper=epsilon, method=found[0][1].method)
+
+
+def search_bounds(one: PrivateSelection, delta: float) -> EpsilonBounds:
+    """Return the epsilon of one search: the larger of that of its scores and that of its models.
+
+    Args:
+        one: The search.
+        delta: In [0, 1).
+    """
+    scores = selection_bounds(one.mu, one.mean, delta)
+    if not one.trials:
+        return scores
+    models = models_bounds(one.trials, one.adjacency, one.mean, delta)
+    return max(models, scores, key=lambda bounds: bounds.upper)
+
+
+def models_bounds(
+    trials: Sequence[NoisyTrial], adjacency: Adjacency, mean: float, delta: float
+) -> EpsilonBounds:
+    """Return the epsilon of the best of K ~ Poisson(m) trials for a record of the training set.
+
+    Args:
+        trials: The settings that a trial may have, at least one.
+        adjacency: Their relation.
+        mean: m > 0.
+        delta: In [0, 1).
+    """
+    sums = [trial.as_noise() for trial in trials]
+    if all(_is_gaussian(one) for one in sums):
+        mus = (_shift(adjacency) * math.sqrt(one.steps) / one.scale for one in sums)
+        return selection_bounds(max(mus), mean, delta)
+    if delta == 0:
+        return EpsilonBounds(lower=math.inf, upper=math.inf, method="no numbers")
+    orders = np.array(_ORDERS)
+    wanted: dict[str, Any] = {
+        "orders": _ORDERS,
+        "delta": delta / mean,
+        "epsilons": (0.0, *np.log1p(1 / (orders - 1)).tolist()),
+    }
+    curves = [numerics.noise_curves(one, adjacency, **wanted) for one in sums]
+    deltas = np.max([curve.deltas for curve in curves], axis=0)
+    spent = np.max([curve.renyi for curve in curves], axis=0) + mean * deltas[1:]
+    spent += max(math.log(mean), 0.0) / (orders - 1)
+    usable = np.isfinite(spent)
+    candidates = {
+        "curve of delta": max(curve.inner for curve in curves) + mean * float(deltas[0]),
+        "Renyi divergence": numerics.renyi_to_epsilon(orders[usable], spent[usable], delta)
+        if usable.any()
+        else math.inf,
+    }
+    method = min(candidates, key=lambda name: candidates[name])
+    lower = 0.0 if math.isfinite(candidates[method]) else math.inf
+    return EpsilonBounds(lower=lower, upper=candidates[method], method=method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedSearch:
+    """A search that costs at most an epsilon, and what its trials may release.
+
+    Attributes:
+        selection: The search.
+        trials: What the whole training of a trial releases, for each of the settings asked about, in their order.
+    """
+
+    selection: PrivateSelection
+    trials: tuple[Mechanism, ...]
+
+
+def priced_search(
+    trials: Sequence[Mechanism], *, mean: float, epsilon: float, delta: float, device_noise: bool = False
+) -> PricedSearch:
+    """Return the search whose trials and scores have the least noise that stays within epsilon.
+
+    Args:
+        trials: What the whole training of a trial releases, for each of the settings that it may have; their noise is
+            where the search for it starts.
+        mean: m > 0, expected number of trials.
+        epsilon: Of the whole search, above 0.
+        delta: Of the whole search.
+        device_noise: Whether the noise is a device's.
+
+    Raises:
+        NoGuarantee: No theorem prices a choice between these trials, or no noise is enough.
+    """
+    sums = [trial.as_noise() for trial in trials]
+    stated = [guarantees([trial], delta=delta)[0] for trial in dict.fromkeys(trials)]
+    if len({(one.unit, one.adjacency, one.release, one.theorem) for one in stated}) > 1:
+        raise NoGuarantee("--choose: the trials differ in what they protect or release; choose other keys")
+    start = PrivateSelection(
+        mean=mean,
+        mu=0.5,
+        adjacency=stated[0].adjacency,
+        release=stated[0].release,
+        unit=stated[0].unit,
+        rests_on=stated[0].theorem or "",
+        device_noise=device_noise,
+    )
+    search = _calibrated(start, epsilon, delta)
+    if all(_is_gaussian(one) for one in sums):
+        scales = [_shift(search.adjacency) * math.sqrt(one.steps) / search.mu for one in sums]
+    else:
+        shapes = [replace(one, scale=1.0) for one in sums]  # trainers guess their noise differently
+        found = {one: _affordable(search, [one], epsilon, delta)[0] for one in dict.fromkeys(shapes)}
+        if len(found) > 1:
+            found = dict(zip(found, _affordable(search, list(found.values()), epsilon, delta), strict=True))
+        scales = [found[one].scale for one in shapes]
+    noisy = tuple(
+        trial.with_noise(trial.noise * scale / one.scale * (1 + 1e-9))
+        for trial, one, scale in zip(trials, sums, scales, strict=True)
+    )
+    if not all(_is_gaussian(one) for one in sums):
+        search = replace(search, trials=tuple(dict.fromkeys(NoisyTrial.of(trial) for trial in noisy)))
+    return PricedSearch(selection=search, trials=noisy)
+
+
+@lru_cache(maxsize=64)
+def _calibrated(search: PrivateSelection, epsilon: float, delta: float) -> PrivateSelection:
+    """Return the search with the least noise; one that is asked for again is not calibrated again."""
+    return calibrate_noise(search, target_epsilon=epsilon, delta=delta)[0]
+
+
+def _affordable(
+    search: PrivateSelection, sums: Sequence[numerics.NoisySum], epsilon: float, delta: float
+) -> list[numerics.NoisySum]:
+    """Return sums with the least noise, in the given proportion, that keep the search within epsilon."""
+    trials = tuple(
+        NoisyTrial(law=one.law, scale=one.scale, probability=one.probability, steps=one.steps) for one in sums
+    )
+    return [trial.as_noise() for trial in _calibrated(replace(search, trials=trials), epsilon, delta).trials]
+
+
+def _is_gaussian(one: numerics.NoisySum) -> bool:
+    """Whether a sum is mu-GDP."""
+    return one.law == "gaussian" and one.probability == 1
+
+
+def _shift(adjacency: Adjacency) -> float:
+    """Return by how much a neighbour moves a sum, in units of C."""
+    return 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
 
 
 def selection_bounds(mu: float, mean: float, delta: float) -> EpsilonBounds:

@@ -146,18 +146,19 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
             f"with multiplier {self.noise_multiplier:g}, {self._batches()}"
         )
 
+    def as_noise(self) -> numerics.NoisySum:
+        """See Mechanism.as_noise; all directions of a step look at one batch."""
+        return numerics.NoisySum(
+            law="gaussian",
+            scale=self.noise_multiplier / math.sqrt(self.directions),
+            probability=self.sampling_probability,
+            steps=self.steps,
+        )
+
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return epsilon of all steps in both directions: zero_out, unless all are for add_or_remove_one."""
-        sums = [
-            numerics.NoisySum(
-                law="gaussian",
-                scale=mechanism.noise_multiplier / math.sqrt(mechanism.directions),
-                probability=mechanism.sampling_probability,
-                steps=mechanism.steps,
-            )
-            for mechanism in mechanisms
-        ]
+        sums = [mechanism.as_noise() for mechanism in mechanisms]
         device = any(mechanism.device_noise for mechanism in mechanisms)
         relation = weaker(mechanism.relation for mechanism in mechanisms)
         bounds, reason = spend_certificates(
@@ -199,6 +200,21 @@ class ZoLaplace(ZoScalars):
         return (
             f"loss differences clipped to {self.clip_norm:g}, Laplace noise with scale {self.scale:g}, "
             f"{self._batches()}"
+        )
+
+    def as_noise(self) -> numerics.NoisySum:
+        """See Mechanism.as_noise.
+
+        Raises:
+            NoGuarantee: There are several directions.
+        """
+        if self.directions > 1:
+            raise NoGuarantee(
+                f"trainer.directions = {self.directions}: Laplace noise on several scalars of a batch has only a "
+                "pure epsilon, which prices no choice between trials; take 1, or trainer.law = 'gaussian'"
+            )
+        return numerics.NoisySum(
+            law="laplace", scale=self.scale, probability=self.sampling_probability, steps=self.steps
         )
 
     @classmethod

@@ -94,9 +94,12 @@ def _linear(data: str) -> RowPlan:
     return RowPlan(config=config, grid=LINEAR_GRID, epsilons=EPSILONS)
 
 
-def _transferred(data: str, *, rate: float = 16.0, seeds: tuple[int, ...] | None = None) -> RowPlan:
+def _transferred(
+    data: str, *, rate: float = 16.0, mirrored: bool = False, seeds: tuple[int, ...] | None = None
+) -> RowPlan:
     optimizer = {**TRANSFERRED["optimizer"], "lr": rate}
-    config = {"data": {"name": data, **COMPONENTS}, **TRANSFERRED, "optimizer": optimizer}
+    components = {**COMPONENTS, "components_mirrored": mirrored}
+    config = {"data": {"name": data, **components}, **TRANSFERRED, "optimizer": optimizer}
     return RowPlan(config=config, grid={}, epsilons=(3.0,), seeds=seeds)
 
 
@@ -132,6 +135,9 @@ ROWS = {
     ),
     "mnist, linear on components, DP-SGD": _transferred("mnist"),
     "cifar-10, linear on components, DP-SGD": _transferred("cifar-10", rate=CIFAR_RATE, seeds=(0, 1, 2)),
+    "cifar-10, linear on mirrored components, DP-SGD": _transferred(
+        "cifar-10", rate=CIFAR_RATE, mirrored=True, seeds=(0, 1, 2)
+    ),
     "fashion-mnist, pixels, DP-SGD": _pixels("fashion-mnist"),
     "fashion-mnist, convolutions, DP-SGD": _convolutions("fashion-mnist", batch_size=2048, rate=4.0),
     "fashion-mnist, hidden, DP-SGD": _hidden({}),

@@ -20,7 +20,7 @@ from accounting.composition import Budget, guarantees, merge
 from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, Status, Unit
+from accounting.guarantee import Adjacency, Release, Status, Unit
 from accounting.labels.linear_model import LabelRelease
 from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelReadout, RandomizedResponse
 from accounting.ledger.ledger import Ledger, read_ledger
@@ -28,7 +28,7 @@ from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kind
 from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from accounting.records.additive_noise import Gaussian, PoissonGaussian, PoissonLaplace
 from accounting.records.mechanisms import RecordCentral, RecordReplaced, Unprotected
-from accounting.selection.mechanisms import PrivateSelection
+from accounting.selection.mechanisms import NoisyTrial, PrivateSelection
 from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian
 from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
 from tests.oracles.dp_events import event
@@ -76,6 +76,16 @@ CALIBRATED = (
         final_noise=2.0,
     ),
     PrivateSelection(mean=5.0, mu=0.5),
+    PrivateSelection(
+        mean=3.0,
+        mu=0.02,
+        trials=(
+            NoisyTrial(law="gaussian", scale=1.5, probability=0.1, steps=20, what="Poisson batches"),
+            NoisyTrial(law="gaussian", scale=2.0, probability=0.2, steps=10),
+        ),
+        adjacency=Adjacency.ZERO_OUT,
+        release=Release.EVERY_UPDATE,
+    ),
     ZoGaussian(
         noise_multiplier=1.2, sampling_probability=0.1, clip_norm=0.5, divisor=16, directions=2, steps=3
     ),

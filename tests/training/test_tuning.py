@@ -24,7 +24,7 @@ from training.config.reading import merged
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.run import load_run
-from training.tuning import Search, draw_trials, parse_choices, selection_within
+from training.tuning import Search, draw_trials, parse_choices
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,
@@ -78,9 +78,9 @@ def test_a_search_prints_the_epsilon_of_the_choice(tmp_path: Path) -> None:
 
 def test_scores_are_noised_for_the_held_out_records(tmp_path: Path) -> None:
     """The noise has standard deviation 1 / (n mu): it is what the score differs from the accuracy by."""
-    search = Search(config(), CHOICES, mean=12.0, folder=tmp_path)
-    search.run()
-    mu = selection_within(config(), 12.0).mu
+    Search(config(), CHOICES, mean=12.0, folder=tmp_path).run()
+    (mechanism,) = read_ledger(tmp_path).mechanisms
+    mu = mechanism.mu
     scores = json.loads((tmp_path / "tuning.json").read_text())["scores"]
     errors, n = [], 0
     for number, score in scores.items():
@@ -138,7 +138,6 @@ def test_no_trial_is_an_outcome(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"protection": {"kind": "record"}, "sampler": {"scheme": "poisson"}}, "must be 'last-iterate'"),
         ({"protection": {"noise_multiplier": 2.0}}, "is computed by the search"),
         ({"data": {"validation_fraction": 0.0}}, "trials are scored on held-out records"),
     ],
@@ -146,6 +145,12 @@ def test_no_trial_is_an_outcome(tmp_path: Path) -> None:
 def test_what_cannot_be_searched_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Search(config(**change), CHOICES, mean=4.0, folder=tmp_path)
+
+
+def test_a_run_without_protection_cannot_be_searched(tmp_path: Path) -> None:
+    values = {key: value for key, value in CONFIG.items() if key not in ("protection", "trainer")}
+    with pytest.raises(ConfigError, match="'none' has no guarantee that a search could keep"):
+        Search(load_config(values), CHOICES, mean=4.0, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,9 @@ def test_bad_choices_are_named(line: str) -> None:
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = "tune --data digits --epsilon 6 --trials 3 --epochs 1 --choose trainer.clip=0.4,0.6 --seed 2"
+    arguments = (
+        "tune convex --data digits --epsilon 6 --trials 3 --epochs 1 --choose trainer.clip=0.4,0.6 --seed 2"
+    )
     monkeypatch.setattr(sys, "argv", ["opusim", *arguments.split(), "--out", str(tmp_path / "search")])
     monkeypatch.setenv("COLUMNS", "300")  # so that no cell is folded
     with pytest.raises(SystemExit) as stop:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,16 @@ def search(folder: Path) -> Search:
 
 
 @pytest.fixture(scope="module")
-def selection() -> PrivateSelection:
-    """The calibration of every search here, computed once."""
-    return searching.selection_within(release(), 3.0)
+def priced() -> tuple[PrivateSelection, dict[tuple[str, ...], searching.Trial]]:
+    """The price of every search here, computed once."""
+    return searching.priced_trials(release(), CHOICES, 3.0)
 
 
 @pytest.fixture(autouse=True)
-def two_trials(monkeypatch: pytest.MonkeyPatch, selection: PrivateSelection) -> None:
+def two_trials(monkeypatch: pytest.MonkeyPatch, priced: object) -> None:
     """Every draw gives two trials, so that no test depends on the system's entropy."""
     monkeypatch.setattr(searching, "draw_trials", lambda *_, **__: Draw(trials=TRIALS, seed=None))
-    monkeypatch.setattr(searching, "selection_within", lambda *_: selection)
+    monkeypatch.setattr(searching, "priced_trials", lambda *_: priced)
 
 
 def stop_in_trial(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
@@ -151,6 +152,19 @@ def test_a_trial_is_not_trained_twice(tmp_path: Path, monkeypatch: pytest.Monkey
         search(tmp_path).run()
 
 
+def test_a_search_at_another_price_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by a version whose trials have other noise than the payment was for."""
+    with monkeypatch.context() as patch:
+        stop_in_trial(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            search(tmp_path).run()
+    selection, trials = searching.priced_trials(release(), CHOICES, 3.0)
+    cheaper = replace(selection, mu=1.1 * selection.mu)
+    monkeypatch.setattr(searching, "priced_trials", lambda *_: (cheaper, trials))
+    with pytest.raises(RunFolderError, match="paid for at another price"):
+        search(tmp_path).run()
+
+
 @pytest.mark.parametrize("kept", ["best", "result.json"])
 def test_an_old_state_behind_a_result_is_refused(tmp_path: Path, kept: str) -> None:
     """Put back, it would have every trial trained and scored anew, and another result stated at the same cost."""
@@ -219,7 +233,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_prints_no_other_runs_epsilon(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = f"tune --data digits --epsilon 8 --trials 2 --epochs 1 --release --out {run_folder}"
+    arguments = f"tune convex --data digits --epsilon 8 --trials 2 --epochs 1 --release --out {run_folder}"
     monkeypatch.setattr(sys, "argv", ["opusim", *arguments.split()])
     before = sorted(run_folder.rglob("*"))
     with pytest.raises(SystemExit) as stop:

@@ -25,7 +25,7 @@ class OpusimGroup(LazyGroup):
     def fill(self) -> None:
         """See LazyGroup.fill."""
         self.later("train", "Train a network, resume a run, list the options.", _train, panel=_TRAIN)
-        self.later("tune", "Choose a convex run's settings privately.", _tune, panel=_TRAIN)
+        self.later("tune", "Choose a run's settings privately.", _tune, panel=_TRAIN)
         self.later("curve", "Train a table of runs and draw accuracy against noise.", _curve, panel=_TRAIN)
         for name, summary in (
             ("evaluate", "Measure a run's model on test records."),
@@ -59,7 +59,7 @@ def _train() -> Any:
 def _tune() -> Any:
     from training.cli.searches import tune_app
 
-    return typer.main.get_command(tune_app)
+    return typer.main.get_group(tune_app)
 
 
 def _curve() -> Any:

@@ -188,10 +188,15 @@ def trainer_options(kind: str, section: type[TrainerSection]) -> list[KeyOption]
 
 def _protect(kind: str, section: type[TrainerSection]) -> KeyOption:
     """--protect, with the protections that a trainer takes."""
-    others = [name for name, protection in PROTECTIONS.every().items() if kind in protection.trainers]
-    taken = [name for name in dict.fromkeys([*section.protections, *others]) if name != "none"]
+    taken = [name for name in protections_of(kind, section) if name != "none"]
     text = f"What is protected: {', '.join(taken)}; `opusim train options NAME` explains each."
     return KeyOption("protect", "protection.kind", str, text, PRIVACY)
+
+
+def protections_of(kind: str, section: type[TrainerSection]) -> list[str]:
+    """The values of protection.kind that a trainer takes."""
+    others = [name for name, protection in PROTECTIONS.every().items() if kind in protection.trainers]
+    return list(dict.fromkeys([*section.protections, *others]))
 
 
 def changes_of(options: Sequence[KeyOption], values: Mapping[str, Any]) -> dict[str, Any]:

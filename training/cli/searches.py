@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
@@ -10,27 +12,30 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
 import typer
 
 from opusim.progress import Progress
+from training.cli.groups import LazyGroup, built
 from training.cli.options import (
-    DATA,
-    DELTA,
-    EPOCHS,
-    RELEASE,
-    SEED,
+    EPSILON,
     changes_of,
+    protections_of,
     resolved,
+    trainer_options,
     with_signature,
 )
 from training.cli.train import usage_line
+from training.config.kinds import TRAINERS
 from training.config.reading import merged
+from training.config.run import RunConfig
+from training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
     from training.sweeps.execution import SweepForecast
     from training.sweeps.rows import Row
     from training.tuning import Search, SearchResult
 
-tune_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
+SearchOut = Annotated[Path, typer.Option(help="The folder of the search.")]
+SearchEpsilon = Annotated[float, typer.Option(help="Budget of the whole search, the choice included.")]
 Choose = Annotated[
     list[str] | None,
     typer.Option(
@@ -38,37 +43,101 @@ Choose = Annotated[
     ),
 ]
 Trials = Annotated[float, typer.Option(help="Expected number of trials; the number itself is Poisson.")]
-_TUNE_OPTIONS = (DATA, EPOCHS, SEED, DELTA, RELEASE)
-_CHOICES = ("trainer.clip=0.35,0.5,0.7", "optimizer.schedule=constant,linear")
-EXAMPLE = """[bold]Example[/bold]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "convex": ("trainer.clip=0.35,0.5,0.7", "optimizer.schedule=constant,linear")
+}
+_COMPUTED = ("epsilon", "noise-multiplier")
+"""Options of `opusim train KIND` that a search gives another meaning, or computes."""
+_EPILOG_OF_TUNE = """[bold]Example[/bold]
 
-opusim tune --data mnist --epsilon 3 --trials 5 --choose trainer.clip=0.35,0.5 --choose epochs=5,10 --out runs/search
+opusim tune {kind} --data mnist --epsilon 3 --trials 5 --choose {choice} --out runs/search
 
 The same command resumes a search that was stopped."""
 
 
-def tune(
-    out: Annotated[Path, typer.Option(help="The folder of the search.")],
-    epsilon: Annotated[float, typer.Option(help="Budget of the whole search, the choice included.")],
-    trials: Trials = 5.0,
-    choose: Choose = None,
-    **values: Any,
-) -> None:
-    """Choose a convex run's settings privately: the best of a Poisson number of trials, and its epsilon."""
+class TuneGroup(LazyGroup):
+    """A command for each kind of trainer that has a protection."""
+
+    def fill(self) -> None:
+        """See LazyGroup.fill."""
+        for kind, section in TRAINERS.every().items():
+            if _protections(kind, section):
+                self.later(kind, section.summary, partial(_tune_command, kind, section))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse a command line that names no trainer, as earlier versions took it.
+
+        Raises:
+            ValueError: It begins with an option.
+        """
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
+            raise ValueError(
+                f"opusim tune {args[0]}: names no trainer; write `opusim tune convex {args[0]} ...`, or another of "
+                f"{', '.join(self.commands)}"
+            )
+        return list(super().parse_args(ctx, args))
+
+
+tune_app = typer.Typer(
+    cls=TuneGroup,
+    help="Choose a run's settings privately: the best of a Poisson number of trials, and its epsilon.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+)
+
+
+@tune_app.callback()
+def tune() -> None:
+    """Choose a run's settings privately: the best of a Poisson number of trials, and its epsilon."""
+
+
+def _protections(kind: str, section: type[TrainerSection]) -> list[str]:
+    """The protections that a trainer takes, its most usual one for a search first."""
+    taken = [name for name in protections_of(kind, section) if name != "none"]
+    usual = [name for name in ("last-iterate", "record") if name in taken]
+    return list(dict.fromkeys([*usual, *taken]))
+
+
+def _tune_command(kind: str, section: type[TrainerSection]) -> Any:
+    """The command that searches settings of one kind."""
+    options = [option for option in trainer_options(kind, section) if option.name not in _COMPUTED]
+    protection = _protections(kind, section)[0]
+
+    def command(
+        out: SearchOut,
+        epsilon: SearchEpsilon,
+        trials: Trials = 5.0,
+        choose: Choose = None,
+        **values: Any,
+    ) -> None:
+        file, settings = values["config"], values["settings"] or ()
+        if file is None and not any(line.startswith("protection.kind") for line in settings):
+            values["protect"] = values["protect"] or protection
+        changes = changes_of([*options, EPSILON], {**values, "epsilon": epsilon})
+        config = resolved(kind, file, settings, changes)
+        _search(config, [*(choose or _CHOICES.get(kind, ()))], out=out, trials=trials, quiet=values["quiet"])
+
+    choice = "trainer.clip=0.35,0.5 --choose epochs=5,10" if kind == "convex" else "optimizer.lr=1,2,4"
+    return built(
+        kind,
+        with_signature(command, options),
+        help=f"{section.summary} Settings are chosen privately; --protect is {protection} by default.",
+        epilog=_EPILOG_OF_TUNE.format(kind=kind, choice=choice),
+    )
+
+
+def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: float, quiet: bool) -> None:
+    """Search, or resume, and print what was found at which epsilon."""
     from opusim import checks
     from training.tuning import Search, parse_choices
 
     checks.positive(trials=trials, remedy="such as 5")
-    quiet, release = values["quiet"], bool(values["release"])
-    changes = merged(
-        changes_of(_TUNE_OPTIONS, values), {"protection": {"kind": "last-iterate", "epsilon": epsilon}}
-    )
-    search = Search(
-        resolved("convex", values["config"], values["settings"] or (), changes),
-        parse_choices(choose or _CHOICES),
-        mean=trials,
-        folder=out,
-    )
+    if not choose:
+        raise ValueError(
+            "--choose is missing: name a key and its values, such as --choose optimizer.lr=1,2,4"
+        )
+    search, release = Search(config, parse_choices(choose), mean=trials, folder=out), config.mode == "release"
     found = _run(search, quiet=quiet, release=release)
     if quiet:
         typer.echo(out)
@@ -85,9 +154,6 @@ def tune(
         return
     typer.echo(f"best: {', '.join(found.settings)}; score {100 * (found.score or 0):.2f} % (noised)")
     typer.echo(f"run folder: {found.run.folder.path}")
-
-
-tune_app.command("tune", epilog=EXAMPLE)(with_signature(tune, _TUNE_OPTIONS))
 
 
 def _run(search: Search, *, quiet: bool, release: bool) -> SearchResult:

@@ -46,6 +46,11 @@ class DataConfig(Section):
             holds=lambda run: run.data.components is not None,
         ),
         Effect(
+            keys=("data.components_mirrored",),
+            needs="data.components with data.components_from = 'synthetic'",
+            holds=lambda run: run.data.components is not None and run.data.components_from == "synthetic",
+        ),
+        Effect(
             keys=("data.features_groups",),
             needs="data.features",
             holds=lambda run: run.data.features is not None,
@@ -144,6 +149,10 @@ class DataConfig(Section):
     components_from: Literal["records", "synthetic"] = "records"
     """records: the training records, so only for public features. synthetic: invented images of their shape, behind
     data.features, into which no record enters; at most 2999 components."""
+    components_mirrored: bool = False
+    """Average the features of each invented image with those of its mirror image (left and right) before its components
+    are computed, so that a record and its mirror image have the same components, as far as data.features commutes with
+    mirroring."""
     whitening: float = Field(0.5, ge=0.0, le=1.0)
     """How far the variances of the components are equalised: 0 not at all, 1 completely."""
     label: Annotated[

@@ -1,4 +1,4 @@
-"""Public maps of images: scattering, histograms of oriented gradients, and random convolutions."""
+"""Maps of images: public ones (scattering, oriented gradients, random convolutions), and random copies to train on."""
 
 from __future__ import annotations
 
@@ -174,3 +174,43 @@ class RandomConvolutionMap(ImageMap):
             return functional.adaptive_avg_pool2d(both, GRID)
 
         yield read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """Random copies of images, drawn from torch's own generator, one image apart from the others.
+
+    Attributes:
+        copies: Copies of each image, at least 1.
+        mirror: Whether left and right are exchanged with probability 1/2.
+        shift: Largest shift in pixels, in each direction; uniform on -shift to shift.
+    """
+
+    copies: int
+    mirror: bool
+    shift: int
+
+    def copy_of(self, images: Tensor) -> Tensor:
+        """Return one random copy of each image.
+
+        Pixels beyond the border are those reflected at it, without the border itself.
+
+        Args:
+            images: Shape (n, c, h, w), both sides above `shift`.
+        """
+        n, place = len(images), images.device
+        moves = torch.randint(-self.shift, self.shift + 1, (2, n, 1), device=place)
+        rows, columns = (
+            _reflected(torch.arange(side, device=place) + move, side)  # (n, side)
+            for side, move in zip(images.shape[-2:], moves, strict=True)
+        )
+        if self.mirror:
+            turned = torch.rand(n, 1, device=place) < 0.5
+            columns = torch.where(turned, columns.flip(-1), columns)
+        picked = images.gather(2, rows[:, None, :, None].expand_as(images))
+        return picked.gather(3, columns[:, None, None, :].expand_as(images))
+
+
+def _reflected(places: Tensor, side: int) -> Tensor:
+    """Return places beyond 0 and side - 1 reflected there."""
+    return (side - 1) - ((side - 1) - places.abs()).abs()

@@ -22,14 +22,19 @@ _PRESENT = 0.7
 
 
 def synthetic_components(
-    dataset: Dataset, n_components: int, *, whitening: float, cached: bool
+    dataset: Dataset, n_components: int, *, whitening: float, mirrored: bool = False, cached: bool
 ) -> PrincipalComponents:
     """Return principal components of invented images of a data set's shape: standardised like its own, and mapped.
+
+    With f(x) the features of an image and f(x') those of its mirror image, `mirrored` takes the components of
+    (f(x) + f(x')) / 2. If mirroring permutes features, f(x') = P f(x), every axis v has P v = v, so that f(x) v =
+    f(x') v: a model of the components answers the same for both images.
 
     Args:
         dataset: Images (c, h, w), standardised, behind a public map or not. No record of it is read.
         n_components: At most 2999.
         whitening: See `PrincipalComponents.fit`.
+        mirrored: Whether features are averaged with those of the mirror image, left and right exchanged.
         cached: See `training.data.public_map.with_public_features`.
 
     Raises:
@@ -44,7 +49,7 @@ def synthetic_components(
         )
         raise ConfigError("configuration", "data.components_from", reason)
     facts = None if public is None else json.dumps(public.facts, sort_keys=True)
-    return _fitted(shape, dataset.standardisation, facts, n_components, whitening, cached)
+    return _fitted(shape, dataset.standardisation, facts, n_components, whitening, mirrored, cached)
 
 
 @functools.lru_cache(maxsize=2)
@@ -54,12 +59,19 @@ def _fitted(
     facts: str | None,
     n_components: int,
     whitening: float,
+    mirrored: bool,
     cached: bool,
 ) -> PrincipalComponents:
     """Return the components once for all runs of a process that ask for the same."""
-    x = standardisation.apply(random_shapes(shape, _COUNT).flatten(1))
-    if facts is not None:
-        x = public_features(map_from_facts(json.loads(facts)), x, cached=cached)
+
+    def features(images: Tensor) -> Tensor:
+        x = standardisation.apply(images.flatten(1))
+        return x if facts is None else public_features(map_from_facts(json.loads(facts)), x, cached=cached)
+
+    images = random_shapes(shape, _COUNT)
+    x = features(images)
+    if mirrored:
+        x = (x.float() + features(images.flip(-1))) / 2
     return PrincipalComponents.fit(x, n_components, whitening=whitening, public=True)
 
 

@@ -123,11 +123,24 @@ class RunPlan:
             sampler=build_sampler(config, dataset),
             certificate=certificate,
         )
-        if config.mode == "release":
-            require_fresh_noise(plan.network.model)
-        require_applied(plan.algorithm)
-        plan.algorithm.require_covered()
-        return plan
+        return plan._require_covered()
+
+    def _require_covered(self) -> Self:
+        """Refuse a run whose guarantee its network or algorithm does not carry, and return it."""
+        if self.config.mode == "release":
+            require_fresh_noise(self.network.model)
+        require_applied(self.algorithm)
+        self.algorithm.require_covered()
+        return self
+
+    def varied(self, config: RunConfig) -> Self:
+        """Return the checked plan of another run on the same data set, with a network of its own.
+
+        Args:
+            config: It differs in no key of the sections data and device.
+        """
+        network = config.trainer.implementation().build_network(config, self.dataset, None)
+        return self.configured(config).on_network(network)._require_covered()
 
     @classmethod
     def stored(
@@ -414,22 +427,26 @@ def with_principal_components(config: RunConfig, dataset: Dataset, folder: RunFo
         dataset: The records as they were loaded.
         folder: The folder of a run that has started, whose components are taken.
     """
-    wanted = config.data.components
+    wanted, options = config.data.components, config.data
     if wanted is None:
         return dataset
     if dataset.holds_tokens:
         reason = f"{wanted} is for features, and these records hold tokens; leave it out"
         raise ConfigError("configuration", "data.components", reason)
-    public = config.data.components_from == "synthetic"
+    public = options.components_from == "synthetic"
     if folder is not None:
         components = PrincipalComponents.from_array(read_array(folder.components_file), public=public)
         return reduced(dataset, components)
-    whitening = config.data.whitening
     if public:
-        cached = not config.data.is_own
-        components = synthetic_components(dataset, wanted, whitening=whitening, cached=cached)
+        components = synthetic_components(
+            dataset,
+            wanted,
+            whitening=options.whitening,
+            mirrored=options.components_mirrored,
+            cached=not options.is_own,
+        )
     else:
-        components = PrincipalComponents.fit(dataset.train.x, wanted, whitening=whitening)
+        components = PrincipalComponents.fit(dataset.train.x, wanted, whitening=options.whitening)
     return reduced(dataset, components)
 
 

@@ -31,7 +31,7 @@ from training.feedback.config import (
     PointsConfig,
     TdfaConfig,
 )
-from training.feedback.module_trainer import ModuleTrainer, PrivateRecords, feedback_start
+from training.feedback.module_trainer import ModuleTrainer, PrivateRecords, augmentation_of, feedback_start
 from training.feedback.points import FeedbackAlignment
 from training.feedback.projection import calibration_work
 from training.feedback.trainer import FeedbackTrainer, closed_form_encoding
@@ -114,6 +114,7 @@ class FeedbackAlgorithm(
             if config.model.initial_output == "feedback":
                 feedback_start(network)
             _ = self.device_shape
+        augmentation_of(self.options, network, self.plan.dataset)
         super().require_covered()
         if isinstance(network, AnyModule) and self._clips_records:
             self._require_separate(network)
@@ -268,6 +269,7 @@ class FeedbackAlgorithm(
                 seed=config.seed_for("module"),
                 labels=labels,
                 private=private,
+                augmentation=augmentation_of(options, network, self.plan.dataset),
                 ranks=ranks,
             )
         noise = None

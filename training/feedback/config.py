@@ -162,8 +162,24 @@ class BpConfig(_DigitalConfig):
 
     summary: ClassVar[str] = "Backpropagation, as the reference (no device)."
 
+    effects: ClassVar[tuple[Effect, ...]] = (
+        *_DigitalConfig.effects,
+        Effect(
+            keys=("trainer.augment_mirror", "trainer.augment_shift"),
+            needs="trainer.augmented_copies above 0",
+            holds=lambda run: run.trainer.augmented_copies > 0,
+        ),
+    )
+
     kind: Literal["bp"] = "bp"
     """bp: backpropagation."""
+    augmented_copies: int = Field(0, ge=0, le=256)
+    """Random copies of each training image in a step. A record's gradient is the mean over its copies, taken before the
+    clip, so that they cost no epsilon. Memory and time grow with them. 0 takes images as they are."""
+    augment_mirror: bool = True
+    """Exchange left and right of a copy with probability 1/2."""
+    augment_shift: int = Field(4, ge=0, le=64)
+    """Largest shift of a copy in pixels, up and down, left and right; the image is reflected at its border."""
 
 
 def names_model(given: Given) -> bool:

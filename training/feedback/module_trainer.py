@@ -17,13 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from opusim.devices.usage import Usage
+from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
 from opusim.randomness import derive_seed
+from training.data import Dataset
+from training.data.image_maps import Augmentation
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
+from training.feedback.config import BpConfig, FeedbackConfig
 from training.feedback.points import FeedbackAlignment
 from training.networks.any_module import AnyModule
-from training.networks.base import seeded_torch
+from training.networks.base import Network, seeded_torch
 from training.networks.objectives import Objective
 from training.networks.record_gradients.separation import restore_buffers
 from training.networks.record_gradients.tape import RecordTape
@@ -58,6 +62,7 @@ class ModuleTrainer(Trainer):
         seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
         private: Clips and noises the records' gradients; None takes their mean.
+        augmentation: Copies of the images of a step, over which a record's loss is the mean; None for the images.
         ranks: The processes that share each batch; None for one.
     """
 
@@ -72,8 +77,10 @@ class ModuleTrainer(Trainer):
         seed: int | None = None,
         labels: SoftLabels | None = None,
         private: PrivateRecords | None = None,
+        augmentation: Augmentation | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        self._augmentation = augmentation
         self.kind = kind
         self.model = network.model
         self.optimizer = optimizer
@@ -170,13 +177,22 @@ class ModuleTrainer(Trainer):
             self._feedback.remove()
 
     def _losses(self, x: Tensor, y: Tensor, *, step: int, records: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the outputs and the loss of each record."""
-        output: Tensor = self.model(self._network.shaped(x))
+        """Return the outputs and the loss of each record; with copies of it, their mean outputs and losses."""
+        shaped, augmentation = self._network.shaped(x), self._augmentation
+        outputs: list[Tensor]
+        if augmentation is None:
+            outputs = [self.model(shaped)]
+        else:
+            outputs = [self.model(augmentation.copy_of(shaped)) for _ in range(augmentation.copies)]
+        output = (
+            outputs[0] if len(outputs) == 1 else torch.stack([one.detach() for one in outputs]).mean(dim=0)
+        )
         if self._labels is not None:
             if records is None:
                 raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
             y = self._labels.targets(output.detach(), records, step)
-        return output, self._objective.per_record(output, y)
+        losses = [self._objective.per_record(one, y) for one in outputs]
+        return output, losses[0] if len(losses) == 1 else torch.stack(losses).mean(dim=0)
 
     def _learn(
         self, losses: Callable[[], tuple[Tensor, Tensor]], n_records: int, step: int, *, share: float
@@ -297,6 +313,36 @@ def feedback_start(network: AnyModule) -> nn.Linear:
             "use 'random', or give it an attribute feedback_start with the name of its last linear layer"
         )
     return layer
+
+
+def augmentation_of(options: FeedbackConfig, network: Network, dataset: Dataset) -> Augmentation | None:
+    """Return what makes copies of the images of a step, or None for the images themselves.
+
+    Args:
+        options: The section `trainer`.
+        network: What it trains.
+        dataset: The records.
+
+    Raises:
+        ConfigError: The records are no images of such a size, or the network is fully connected.
+    """
+    if not isinstance(options, BpConfig) or not options.augmented_copies:
+        return None
+    shape, key = dataset.record_shape, "trainer.augmented_copies"
+    if not isinstance(network, AnyModule):
+        reason = "is for modules; take a model.name other than 'mlp', or leave it out"
+        raise ConfigError("configuration", key, reason)
+    if len(shape) != 3 or dataset.public_map is not None:
+        reason = f"is for images (c, h, w) without data.features, not for records of shape {tuple(shape)}; leave it out"
+        raise ConfigError("configuration", key, reason)
+    if options.augment_shift >= min(shape[1:]):
+        reason = (
+            f"{options.augment_shift} must be below the side of an image, here {min(shape[1:])}; lower it"
+        )
+        raise ConfigError("configuration", "trainer.augment_shift", reason)
+    return Augmentation(
+        copies=options.augmented_copies, mirror=options.augment_mirror, shift=options.augment_shift
+    )
 
 
 def _nothing(y: Tensor) -> StepRecord:

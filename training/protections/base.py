@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from accounting.calibration import calibrate_noise
+from accounting.composition import guarantees
+from accounting.errors import NoGuarantee
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim import checks
@@ -108,6 +110,25 @@ class Protection:
             NoGuarantee: No noise reaches epsilon.
         """
         return self.section.noise_multiplier
+
+    def whole_run(self) -> Mechanism:
+        """Return what the whole run releases, at some noise; `opusim tune` prices a choice between runs by it.
+
+        Raises:
+            NoGuarantee: The protection does not say.
+        """
+        raise NoGuarantee(
+            f"protection.kind = {self.section.kind!r}: no theorem prices a choice between such runs; take another one"
+        )
+
+    def keys_of(self, whole: Mechanism) -> dict[str, Any]:
+        """Return keys of the section with which the whole run releases at most `whole`.
+
+        Args:
+            whole: `whole_run` at the noise that the run must have.
+        """
+        stated = next(one for one in guarantees([whole], delta=self.section.delta) if one.is_proven)
+        return {"epsilon": stated.epsilon if stated.epsilon_lower is None else stated.epsilon_lower}
 
     def released(self) -> tuple[Mechanism, ...]:
         """Return what one step releases; nothing if the run pays for everything upfront."""
@@ -205,9 +226,17 @@ class PoissonProtection(Protection, ABC):
         options = self.section
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
-        steps = self.mechanism(self._algorithm.noise_guess).repeated(self._plan.total_steps)
-        found, _ = calibrate_noise(steps, target_epsilon=options.epsilon, delta=options.delta)
+        found, _ = calibrate_noise(self.whole_run(), target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
+
+    def whole_run(self) -> Mechanism:
+        """See Protection.whole_run."""
+        return self.mechanism(self._algorithm.noise_guess).repeated(self._plan.total_steps)
+
+    def keys_of(self, whole: Mechanism) -> dict[str, Any]:
+        """See Protection.keys_of; the noise is given, and the budget ends with the last step."""
+        stated = next(one for one in guarantees([whole], delta=self.section.delta) if one.is_proven)
+        return {"epsilon": stated.epsilon, "noise_multiplier": whole.noise}
 
     def released(self) -> tuple[Mechanism, ...]:
         """See Protection.released."""

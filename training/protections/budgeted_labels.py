@@ -102,6 +102,10 @@ class LabelBudgetProtection(Protection):
         ]
         return noise_work(self._plan, sizes, n_outputs)
 
+    def whole_run(self) -> LabelBudget:
+        """See Protection.whole_run."""
+        return self.budget
+
     @property
     def budget(self) -> LabelBudget:
         """The budget of every record's label in the whole run."""

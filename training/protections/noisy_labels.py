@@ -63,6 +63,10 @@ class OneLookProtection(Protection, ABC):
     def mechanism(self) -> Mechanism:
         """What the look releases at the run's epsilon; a device with more noise releases less."""
 
+    def whole_run(self) -> Mechanism:
+        """See Protection.whole_run."""
+        return self.mechanism
+
     def calibrated(self) -> float | None:
         """See Protection.calibrated; a look that no noise keeps within epsilon is refused before the run begins."""
         _ = self.mechanism

@@ -82,9 +82,12 @@ class LastIterateProtection(Protection):
         options = self.section
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
-        whole = self._algorithm.mechanism(self._algorithm.noise_guess)
-        found, _ = calibrate_noise(whole, target_epsilon=options.epsilon, delta=options.delta)
+        found, _ = calibrate_noise(self.whole_run(), target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
+
+    def whole_run(self) -> Mechanism:
+        """See Protection.whole_run."""
+        return self._algorithm.mechanism(self._algorithm.noise_guess)
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
         """Pay for the last iterate, once: a run that was killed and resumes still releases only one."""

@@ -260,6 +260,10 @@ class LabelReleaseProtection(Protection):
         start = LabelRelease(mu=1.0, device_noise=options.noise == "device", **self._plan.credit)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
+    def whole_run(self) -> LabelRelease:
+        """See Protection.whole_run."""
+        return self.mechanism
+
     def calibrated(self) -> float | None:
         """See Protection.calibrated; a model that no noise keeps within epsilon is refused before the run begins."""
         _ = self.mechanism

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from dp_accounting import (
+    GaussianDpEvent,
+    NeighboringRelation,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+)
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.rdp import RdpAccountant
 from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.special import ndtr
@@ -13,9 +22,14 @@ from scipy.stats import norm
 
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, Release, Status
+from accounting.numerics import noise_bounds
+from accounting.records.additive_noise import PoissonGaussian
 from accounting.selection.mechanisms import (
+    NoisyTrial,
     PrivateSelection,
     gaussian_delta,
+    models_bounds,
+    priced_search,
     refined_delta,
     refined_epsilon,
     renyi_epsilon,
@@ -138,3 +152,125 @@ def test_statement_and_several_searches() -> None:
     assert two.epsilon == pytest.approx(2 * selection_bounds(0.3473, 5, DELTA / 2).upper)
     with pytest.raises(ValueError, match=r"mean = 0: must be finite and above 0"):
         PrivateSelection(mean=0, mu=1.0)
+
+
+SAMPLED = NoisyTrial(law="gaussian", scale=1.0, probability=0.3, steps=1)
+OTHER = NoisyTrial(law="gaussian", scale=0.8, probability=0.1, steps=1)
+BROAD = 1e-3
+"""A delta that quadrature resolves."""
+
+
+def exact_sampled_delta(trials: tuple[NoisyTrial, ...], mean: float, epsilon: float) -> float:
+    """One sampled step whose settings are drawn uniformly and shown, and whose output is its score; both directions.
+
+    A record is added: the sum moves by 1 with probability q. The density of the best is m e^(-m a(y)) p Q(y), a(y) the
+    probability that a trial of any settings scores above y.
+    """
+    y = np.linspace(-9, 10, 20_001)
+
+    def worlds(added: bool) -> np.ndarray:
+        shares = [one.probability if added else 0.0 for one in trials]
+        laws = [
+            (1 - q) * norm.pdf(y, 0, one.scale) + q * norm.pdf(y, 1, one.scale)
+            for one, q in zip(trials, shares, strict=True)
+        ]
+        tails = [
+            (1 - q) * norm.sf(y, 0, one.scale) + q * norm.sf(y, 1, one.scale)
+            for one, q in zip(trials, shares, strict=True)
+        ]
+        above = np.mean(tails, axis=0)
+        return mean * np.exp(-mean * above) * np.array(laws) / len(trials)
+
+    found = []
+    for first, second in ((True, False), (False, True)):
+        excess = np.maximum(worlds(first) - math.exp(epsilon) * worlds(second), 0.0)
+        found.append(float(np.trapezoid(excess, y, axis=1).sum()))
+    return max(found)
+
+
+@pytest.mark.parametrize("mean", [1.0, 4.0, 12.0])
+@pytest.mark.parametrize("trials", [(SAMPLED,), (SAMPLED, OTHER)], ids=["one setting", "two settings"])
+def test_sampled_trials_against_an_exact_instance(trials: tuple[NoisyTrial, ...], mean: float) -> None:
+    bound = models_bounds(trials, Adjacency.ADD_OR_REMOVE_ONE, mean, BROAD).upper
+    assert exact_sampled_delta(trials, mean, bound) <= BROAD
+    exact = brentq(lambda e: exact_sampled_delta(trials, mean, e) - BROAD, 0.01, bound, xtol=1e-3)
+    assert exact > 0.3 * bound  # the bound is not empty
+
+
+def test_planted_fault_charging_the_best_trial_only_is_refuted() -> None:
+    """What a search that forgot its trials would print for sampled noise."""
+    base = noise_bounds([SAMPLED.as_noise()], Adjacency.ADD_OR_REMOVE_ONE, BROAD).upper
+    assert exact_sampled_delta((SAMPLED,), 12.0, base) > 2 * BROAD
+
+
+@pytest.mark.parametrize("mean", [1.0, 5.0, 10.0])
+@pytest.mark.parametrize(
+    ("adjacency", "relation"),
+    [
+        (Adjacency.ADD_OR_REMOVE_ONE, NeighboringRelation.ADD_OR_REMOVE_ONE),
+        (Adjacency.ZERO_OUT, NeighboringRelation.REPLACE_SPECIAL),
+    ],
+)
+def test_sampled_trials_against_dp_accounting(
+    mean: float, adjacency: Adjacency, relation: NeighboringRelation
+) -> None:
+    """Its accountant prices the same search from Renyi divergences only, with another law for their delta."""
+    one = NoisyTrial(law="gaussian", scale=1.5, probability=0.05, steps=200)
+    step = PoissonSampledDpEvent(one.probability, GaussianDpEvent(one.scale))
+    accountant = RdpAccountant(neighboring_relation=relation)
+    accountant.compose(RepeatAndSelectDpEvent(SelfComposedDpEvent(step, one.steps), mean, math.inf))
+    theirs, ours = accountant.get_epsilon(DELTA), models_bounds((one,), adjacency, mean, DELTA).upper
+    assert 0.8 * theirs < ours <= theirs
+    assert ours > noise_bounds([one.as_noise()], adjacency, DELTA).upper
+
+
+def test_trials_without_sampling_cost_what_their_mu_costs() -> None:
+    one = NoisyTrial(law="gaussian", scale=8.0, probability=1.0, steps=4)
+    for adjacency, mu in ((Adjacency.REPLACE_ONE, 0.5), (Adjacency.ZERO_OUT, 0.25)):
+        assert models_bounds((one,), adjacency, 3.0, DELTA) == selection_bounds(mu, 3.0, DELTA)
+
+
+def test_the_larger_of_scores_and_models_counts() -> None:
+    search = PrivateSelection(
+        mean=3.0,
+        mu=0.05,
+        trials=(NoisyTrial(law="gaussian", scale=4.0, probability=0.1, steps=50),),
+        adjacency=Adjacency.ZERO_OUT,
+        release=Release.EVERY_UPDATE,
+    )
+    (models,) = guarantees([search], delta=DELTA, enforced=True)
+    assert models.epsilon == models_bounds(search.trials, Adjacency.ZERO_OUT, 3.0, DELTA).upper
+    assert (models.adjacency, models.release) == (Adjacency.ZERO_OUT, Release.EVERY_UPDATE)
+    (scores,) = guarantees([replace(search, mu=2.0)], delta=DELTA)
+    assert scores.epsilon == selection_bounds(2.0, 3.0, DELTA).upper > models.epsilon
+    (two,) = guarantees([search.repeated(2)], delta=DELTA)
+    assert two.epsilon == pytest.approx(
+        2 * models_bounds(search.trials, Adjacency.ZERO_OUT, 3.0, DELTA / 2).upper
+    )
+
+
+def test_a_search_is_priced_for_its_dearest_settings() -> None:
+    short = PoissonGaussian(
+        noise_multiplier=1.0, sampling_probability=0.1, steps=20, adjacency=Adjacency.ZERO_OUT
+    )
+    long = short.repeated(60)
+    priced = priced_search([short, long, short], mean=2.0, epsilon=3.0, delta=DELTA)
+    assert priced.trials[0] == priced.trials[2]
+    assert priced.trials[1].noise > 1.3 * priced.trials[0].noise
+    assert [trial.steps for trial in priced.selection.trials] == [20, 60]
+    (stated,) = guarantees([priced.selection], delta=DELTA)
+    assert 2.95 < stated.epsilon <= 3.0
+    for trial in priced.trials:
+        (own,) = guarantees([trial], delta=DELTA)
+        assert own.epsilon < 0.9 * stated.epsilon
+
+
+def test_a_trial_from_the_command_line() -> None:
+    assert NoisyTrial.from_text("gaussian,4,0.1,400").steps == 400
+    for text, message in (
+        ("gaussian,4,0.1", "must be LAW,SCALE,Q,STEPS"),
+        ("gaussian,4,2,400", "probability = 2"),
+        ("uniform,4,0.1,4", "must be LAW,SCALE,Q,STEPS"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NoisyTrial.from_text(text)

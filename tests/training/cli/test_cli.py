@@ -167,7 +167,7 @@ def test_the_configuration_of_a_run_redoes_it(run: Path) -> None:
         (["train", "pdfa", "--set", "trainer.kind=bp"], 2, "contradicts the command"),
         (["train", "pdfa", "--out", "/dev/null/run"], 2, "cannot be used.*choose another folder"),
         (
-            ["tune", "--epsilon", "3", "--trials", "0", "--out", "search"],
+            ["tune", "convex", "--epsilon", "3", "--trials", "0", "--out", "search"],
             2,
             "trials = 0.0: must be .*above 0",
         ),

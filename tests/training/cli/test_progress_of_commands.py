@@ -47,7 +47,20 @@ COMMANDS = [
     (
         "tune",
         "trials",
-        ("tune", "--out", "c", "--epsilon", "8", "--data", "digits", "--seed", "1", "--choose", "epochs=1,2"),
+        (
+            "tune",
+            "convex",
+            "--out",
+            "c",
+            "--epsilon",
+            "8",
+            "--data",
+            "digits",
+            "--seed",
+            "1",
+            "--choose",
+            "epochs=1,2",
+        ),
     ),
     (
         "account device",

@@ -12,6 +12,7 @@ import torch
 import training
 from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
+from training.config.reading import merged
 from training.data import from_arrays
 from training.data.dataset import PrincipalComponents, reduced
 from training.data.synthetic_images import random_shapes, synthetic_components
@@ -209,6 +210,30 @@ def test_a_protected_run_resumes_with_synthetic_components(tmp_path: Path, stop_
 def test_synthetic_components_are_for_images(tmp_path: Path) -> None:
     config = {**CONFIG, "data": {"components": SMALL, "components_from": "synthetic", "n_classes": 3}}
     with pytest.raises(ConfigError, match=r"data.components_from: 'synthetic' is for images.*\(7,\)"):
+        training.train(config, data=data(), folder=tmp_path / "run")
+
+
+def test_mirrored_components_are_the_same_for_mirror_images(tmp_path: Path) -> None:
+    x, y = images(1)
+    turned = np.ascontiguousarray(x[..., ::-1])
+    found = {}
+    for mirrored in (False, True):
+        config = merged(OF_IMAGES, {"data": {"components_mirrored": mirrored}})
+        run = training.train(config, data=(x, y), folder=tmp_path / str(mirrored))
+        assert run.guarantees[0].status == "proven"
+        rows = read_array(run.folder.components_file)
+        components = PrincipalComponents.from_array(rows, public=True)
+        parts = [components.apply(torch.from_numpy(each.reshape(N, -1))) for each in (x, turned)]
+        found[mirrored] = float((parts[0] - parts[1]).abs().max())
+    assert found[True] < 1e-5
+    assert found[False] > 0.1
+
+
+def test_mirrored_components_are_those_of_invented_images(tmp_path: Path) -> None:
+    config = merged(CONFIG, {"data": {"components": SMALL, "components_mirrored": True}})
+    with pytest.raises(
+        ConfigError, match="data.components_mirrored.*does nothing here: it needs .*'synthetic'"
+    ):
         training.train(config, data=data(), folder=tmp_path / "run")
 
 

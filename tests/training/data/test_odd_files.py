@@ -281,6 +281,7 @@ def test_searches(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage
     assert_refused(
         opusim(
             "tune",
+            "convex",
             "--data",
             "digits",
             "--epsilon",

@@ -79,6 +79,11 @@ class Protection:
         return self._plan.config.protection
 
     @property
+    def correlation(self) -> tuple[float, ...]:
+        """Coefficients of noise that is correlated over as many steps (`accounting.BANDED_RECORDS`); (1,) if it is not."""
+        return (1.0,)
+
+    @property
     def noise_multiplier(self) -> float:
         """The noise multiplier z of a resolved run.
 
@@ -108,6 +113,14 @@ class Protection:
             NoGuarantee: No noise reaches epsilon.
         """
         return self.section.noise_multiplier
+
+    def resolved(self) -> Mapping[str, Any]:
+        """Return the keys of the section that a resolved run states, whoever computed them.
+
+        Raises:
+            NoGuarantee: No noise reaches epsilon.
+        """
+        return {"noise_multiplier": self.calibrated()}
 
     def released(self) -> tuple[Mechanism, ...]:
         """Return what one step releases; nothing if the run pays for everything upfront."""

@@ -265,9 +265,7 @@ def _clipped_guarantee(
         delta=delta,
         adjacency=adjacency,
         assumptions=(
-            *theorem.assumptions(
-                enforced=enforced, trusted=(DEVICE_NOISE_IS_GAUSSIAN,) if device else ()
-            ),
+            *theorem.assumptions(enforced=enforced, trusted=(DEVICE_NOISE_IS_GAUSSIAN,) if device else ()),
             *about_relation(adjacency, enforced=enforced),
         ),
         device_model=device,

@@ -289,7 +289,9 @@ class CorrelatedStream(NoiseStream):
         fresh = self._source.normal(shape, device=device)
         part = slice(self._drawn, self._drawn + fresh.numel())
         if part.stop > self._rows.shape[1]:
-            raise ValueError(f"size = {self._rows.shape[1]}: step {self._step} draws more numbers; state them all")
+            raise ValueError(
+                f"size = {self._rows.shape[1]}: step {self._step} draws more numbers; state them all"
+            )
         flat, bands = fresh.view(-1), len(self._coefficients)
         for back in range(1, bands):
             row = self._rows[(self._step - back) % bands, part]

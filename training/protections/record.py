@@ -260,6 +260,19 @@ def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> t
     return tuple((np.floor(c / np.linalg.norm(c) / _GRID) * _GRID).tolist())
 
 
+def noise_in_parameters(coefficients: np.ndarray, steps: int, optimizer: OptimizerConfig) -> float:
+    """Return ||A inverse(C)||_F |c| of `banded_coefficients`, in units of the noise multiplier; independent noise has c = 1.
+
+    Args:
+        coefficients: c, shape (bands,); c_0 above 0.
+        steps: Steps of the run.
+        optimizer: Its momentum and schedule.
+    """
+    weights = _weights_of_gradients(steps, optimizer)
+    noise = signal.lfilter([1.0], coefficients, weights[:, ::-1], axis=1)
+    return float(np.linalg.norm(noise) * np.linalg.norm(coefficients))
+
+
 def _weights_of_gradients(steps: int, optimizer: OptimizerConfig) -> np.ndarray:
     """Return A of `banded_coefficients`, shape (iterates, steps)."""
     rates = np.array([rate_share(optimizer, step / steps) for step in range(steps)])

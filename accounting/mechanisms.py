@@ -181,7 +181,7 @@ class Mechanism(ABC):
 
     @property
     def additive(self) -> bool:
-        """Whether equal mechanisms of several runs cost what one with all their steps costs, so that they may be merged."""
+        """Whether equal mechanisms of several runs cost what one with all their steps costs."""
         return True
 
     def repeated(self, steps: int) -> Self:

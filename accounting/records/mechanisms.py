@@ -72,21 +72,21 @@ CLIPPED_RECORDS = Theorem(
 BANDED_RECORDS = Theorem(
     name="banded-records",
     title="Banded noise on clipped updates from cyclic Poisson batches",
-    statement="Let C be lower triangular with C_(t+k, t) = c_k for 0 <= k < b, and 0 elsewhere. T steps release [sum over "
-    "the batch of min(1, L / ||u_i||) u_i + row t of inverse(C) Z] / divisor, Z with independent entries of N(0, (z L)^2), L "
-    "the clip. Each record is in one of b subsets by a uniform coin of its own, and step t draws each record of subset t mod "
-    "b with probability b q. All steps together are dominated by ceil(T / b) releases of the Poisson(b q)-sampled Gaussian "
-    "mechanism with multiplier z / |c|, |c| the largest norm of a column of C, for the relations of theorem "
-    "clipped-records.",
-    proof="Multiplying by C is invertible and public, so C G + Z is released, G the rows of sums; C is lower triangular, so "
-    "what is known before step t is the same. Fix the coins of all other records and the subset of this one: "
-    "divergences are jointly convex, and these coins have the same law for both data sets. The record may be drawn at steps s, "
-    "s + b, ... only. Drawn at s with update u it adds c_k u to row s + k, k < b, so no row holds two draws, and "
-    "these blocks of b rows hold at most ceil(T / b) draws. In a block the record adds a vector of norm at most |c| "
-    "L that is fixed before the block begins; whatever the other rows do in answer to rows before them is the same "
-    "function for both data sets and drops out of the ratio of densities. Each block is then the "
-    "Poisson(b q)-sampled Gaussian mechanism, and blocks compose adaptively. Runs that are resumed with new noise "
-    "and new coins are several such releases.",
+    statement="Let C be lower triangular with C_(t+k, t) = c_k for 0 <= k < b, and 0 elsewhere. T steps release [sum "
+    "over the batch of min(1, L / ||u_i||) u_i + row t of inverse(C) Z] / divisor, where L is the clip and Z has "
+    "independent entries of N(0, (z L)^2). Each record is in one of b subsets by a uniform coin of its own, and step t "
+    "draws each record of subset t mod b with probability b q. All steps together are dominated by ceil(T / b) "
+    "releases of the Poisson(b q)-sampled Gaussian mechanism with multiplier z / |c|, where |c| is the largest norm of "
+    "a column of C, for the relations of theorem clipped-records.",
+    proof="C is invertible and public, so C G + Z is released, where G holds the sums as rows; C is lower triangular, "
+    "so what is known before step t is the same. Fix the coins of all other records and the subset of this one: "
+    "divergences are jointly convex, and these coins have the same law for both data sets. The record may be drawn at "
+    "steps s, s + b, ... only. Drawn at s with update u it adds c_k u to row s + k, k < b. So no row holds two draws, "
+    "and these blocks of b rows hold at most ceil(T / b) draws. In a block the record adds a vector of norm at most "
+    "|c| L that is fixed before the block begins. What the other records add in answer to earlier rows is the same "
+    "function for both data sets and drops out of the ratio of densities. Each block is then the Poisson(b q)-sampled "
+    "Gaussian mechanism, and blocks compose adaptively. A run that is resumed with new noise and new coins is several "
+    "such releases.",
     reference="Choquette-Choo et al. 2023; McKenna 2024",
     code="accounting.records.mechanisms.ClippedRecords.as_noise",
     page="privacy-records.md, section 6",
@@ -120,9 +120,9 @@ def require_bands(bands: int, probability: float) -> None:
     """
     if bands * probability > 1 + _ROUNDING:
         raise ValueError(
-            f"bands = {bands}: times the sampling probability {probability:g} is {bands * probability:.4g}, with which "
-            f"a record of one of as many subsets would be drawn; must be at most 1: take at most {int(1 / probability)} "
-            "bands, or smaller batches"
+            f"bands = {bands}: times the sampling probability {probability:g} is {bands * probability:.4g}, the "
+            "probability with which a record of one of as many subsets would be drawn; must be at most 1: take at most "
+            f"{int(1 / probability)} bands, or smaller batches"
         )
 
 

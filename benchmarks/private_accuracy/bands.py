@@ -1,7 +1,7 @@
 """Does noise that is correlated over steps (protection.bands) make training that protects whole records more accurate?
 
-DP-SGD of a linear model on the pixels of FashionMNIST, 10 epochs, delta 1e-5, one record against an empty place, secret
-Poisson batches from as many subsets as bands, constant divisor. Momentum 0.9 and a constant rate, one for each batch size.
+DP-SGD of a linear model on the pixels of FashionMNIST, 10 epochs, delta 1e-5, one record against an empty place,
+secret Poisson batches from as many subsets as bands, constant divisor, momentum 0.9 and a constant rate for each batch.
 - `tune`: one run for each batch size, number of bands and epsilon; accuracy on 10 % of the training records, held out.
 - `measure`: for each epsilon the best number of bands above 1 on those records, with its batch size, and the best batch
   size of independent noise; trained on all 60,000 records with other seeds, test accuracy. The choice is not paid for.
@@ -133,8 +133,8 @@ def page_section() -> str:
         f"A linear model on the pixels of FashionMNIST, {EPOCHS} epochs ({results['date']}, "
         f"{command(MODULE, 'predict')}, then `tune` and `measure`). Noise in the parameters: its root mean square over "
         "the run as the accountant and the factorisation predict it, over that of independent noise at the same "
-        "epsilon and batch. Validation: one seed, 10 % of the training records held out. Test: mean of the seeds and its "
-        "standard error, for the best batch of independent noise and the best batch and number of bands above 1, "
+        "epsilon and batch. Validation: one seed, 10 % of the training records held out. Test: mean of the seeds and "
+        "its standard error, for the best batch of independent noise and the best batch and number of bands above 1, "
         "chosen on the validation records; the choice is not paid for."
     )
     return section("Correlated noise", text, markdown(names, rows))

@@ -262,8 +262,8 @@ class CorrelatedStream(NoiseStream):
         source: Supplies Z.
         coefficients: c_0 above 0, c_1, ...; multiples of 2^-20 are exact in float32.
         size: Numbers of one step, in all its readings together.
-        stored: Whether `state` may hold the numbers of earlier steps. Who has them can subtract noise, so a released run
-            does not store them.
+        stored: Whether `state` may hold the numbers of earlier steps. Whoever has them can subtract noise, so a release
+            run does not store them.
         device: The torch device that holds them.
 
     Raises:

@@ -386,8 +386,8 @@ class ProtectionSection(KindSection):
     """What is protected and how strongly; the base of every `protection.kind`.
 
     Code outside the configuration asks for the properties below and compares no kind. `epsilon`, `noise_multiplier`,
-    `noise`, `clip_norm`, `divisor`, `bands` and `correlation` can be read of every kind: a kind without such a field has
-    None, digital noise, and 1 band.
+    `noise`, `clip_norm`, `divisor`, `bands` and `correlation` can be read of every kind: a kind without such a field
+    has None, digital noise, and 1 band.
     """
 
     protects: ClassVar[Literal["nothing", "records", "labels"]] = "records"

@@ -80,7 +80,7 @@ class Protection:
 
     @property
     def correlation(self) -> tuple[float, ...]:
-        """Coefficients of noise that is correlated over as many steps (`accounting.BANDED_RECORDS`); (1,) if it is not."""
+        """Coefficients of noise that is correlated over as many steps (theorem banded-records); (1,) if it is not."""
         return (1.0,)
 
     @property

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from accounting.calibration import calibrate_noise
-from accounting.ledger.ledger import Ledger
 from accounting.errors import NoGuarantee
+from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import require_bands
 from opusim.devices.base import NoisyDevice
@@ -96,7 +96,7 @@ class RecordProtection(PoissonProtection):
         if bands > 1 and not is_cyclic:
             raise NoGuarantee(
                 f"sampler.scheme = {sampler.scheme!r}: noise that is correlated over {bands} steps needs batches of "
-                f"{bands} subsets in turn, into which records fall by coins of their own ('{CyclicPoissonSampler.scheme}')"
+                f"{bands} subsets in turn, into which records fall by coins of their own; leave the sampler out"
             )
         super().require_covered()
 
@@ -109,8 +109,8 @@ class RecordProtection(PoissonProtection):
         found = self._algorithm.mechanism(noise_multiplier)
         if self.section.bands > 1 and getattr(found, "correlation", None) != self.correlation:
             raise NoGuarantee(
-                f"mechanism {found.kind!r}: does not state noise that is correlated over {self.section.bands} steps; leave "
-                "protection.bands out"
+                f"mechanism {found.kind!r}: does not state noise that is correlated over {self.section.bands} steps; "
+                "leave protection.bands out"
             )
         return found
 
@@ -261,10 +261,10 @@ def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> t
 
 
 def noise_in_parameters(coefficients: np.ndarray, steps: int, optimizer: OptimizerConfig) -> float:
-    """Return ||A inverse(C)||_F |c| of `banded_coefficients`, in units of the noise multiplier; independent noise has c = 1.
+    """Return ||A inverse(C)||_F |c| of `banded_coefficients`, in units of the noise multiplier.
 
     Args:
-        coefficients: c, shape (bands,); c_0 above 0.
+        coefficients: c, shape (bands,); c_0 above 0; 1 for independent noise.
         steps: Steps of the run.
         optimizer: Its momentum and schedule.
     """

@@ -206,7 +206,7 @@ def test_the_exact_law_stays_below_the_stated_epsilon(delta: float) -> None:
 
 
 def test_the_bound_is_tight_for_the_worst_subset() -> None:
-    """Two whole blocks of the first subset are the accounted mechanism itself: its gap is delta, in the sampled units."""
+    """Two whole blocks of the first subset are the accounted mechanism itself, so its gap is delta."""
     worst = drawn(COEFFICIENTS, batches((0, 2), 2 * Q))
     gap, error = largest_gap(worst, stated(COEFFICIENTS, 0.05), n=200_000)
     assert abs(gap - 0.05) <= 5 * error + 1e-4  # the stated epsilon is discretised from above

@@ -20,7 +20,7 @@ def plant() -> AbstractContextManager[None]:
 
 FAULT = Fault(
     name="noise_of_wide_columns",
-    breaks="Correlated noise is made by coefficients whose first one is 1, so that a record counts more than accounted.",
+    breaks="Correlated noise has coefficients whose first one is 1, so that a record counts more than accounted.",
     trainers=(*FEEDBACKS, "ulr"),
     checks=("noise: variance",),
     plant=plant,

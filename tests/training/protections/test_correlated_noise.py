@@ -56,6 +56,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
+def same_model(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a if name.startswith("model."))
+
+
 def changed(**sections: Any) -> dict[str, Any]:
     return {
         **CONFIG,
@@ -169,7 +173,7 @@ def test_subsets_are_coins_of_each_record() -> None:
 
     assert pair_deviation(members(coins, 2000)) < 5
     assert pair_deviation(members(partition, 2000)) > 5
-    free = CyclicPoissonSampler(4000, sampling_probability=0.1, subsets=4)
+    free = CyclicPoissonSampler(4000, sampling_probability=0.1, subsets=4, seed=None)
     sizes = np.bincount(free.subset_of_records, minlength=4)
     assert np.abs(sizes - 1000).max() < norm.isf(norm.sf(5.0) / 4) * math.sqrt(4000 * 0.25 * 0.75)
     assert np.array_equal(free.subset_of_records, free.subset_of_records)
@@ -258,7 +262,7 @@ def test_one_band_is_independent_noise_bit_for_bit(tmp_path: Path) -> None:
     found = {name: tensors(tmp_path / name) for name in runs}
     assert found["plain"].keys() == found["one"].keys()
     assert all(torch.equal(found["plain"][name], found["one"][name]) for name in found["plain"])
-    assert not torch.equal(found["plain"]["model.0.weight"], found["three"]["model.0.weight"])
+    assert not same_model(found["plain"], found["three"])
 
 
 def convolutions() -> torch.nn.Module:
@@ -270,6 +274,8 @@ def convolutions() -> torch.nn.Module:
 @pytest.mark.parametrize("kind", ["bp", "ulr", "module"])
 def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(tmp_path: Path, kind: str, ctrl_c_at: type) -> None:
     config = changed(trainer={"kind": "bp" if kind == "module" else kind})
+    if kind == "module":
+        del config["model"]
 
     def model() -> torch.nn.Module | None:
         return convolutions() if kind == "module" else None
@@ -293,7 +299,7 @@ def test_planted_noise_that_is_forgotten_is_caught(
         training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
     training.train(data=data(), folder=tmp_path / "broken", resume=True)
     expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "broken")
-    assert not torch.equal(expected["model.0.weight"], found["model.0.weight"])
+    assert not same_model(expected, found)
 
 
 def test_a_release_run_stores_no_noise_and_pays_for_beginning_anew(tmp_path: Path, ctrl_c_at: type) -> None:

@@ -241,8 +241,8 @@ def _decoded_prefixes(free: Gradient) -> list[tuple[np.ndarray, np.ndarray]]:
 def _independent_sums(sums: Sums, law: BatchLaw, mechanism: Any) -> Sums:
     """Return sums whose steps are independent under the accounted mechanism, with the same means and variances.
 
-    Under cyclic batches of b subsets, sizes of two steps have covariance n q^2 (b - 1) if their subsets are the same, else
-    -n q^2, and the noise has covariance z^2 inverse(C) inverse(C)^T. Whitening undoes both.
+    Under cyclic batches of b subsets, sizes of two steps have covariance n q^2 (b - 1) if their subset is the same,
+    else -n q^2, and the noise has covariance z^2 inverse(C) inverse(C)^T. Whitening undoes both.
     """
     steps, b, q = np.arange(len(sums.along)), mechanism.bands, float(mechanism.sampling_probability)
     same = (steps[:, None] - steps) % b == 0

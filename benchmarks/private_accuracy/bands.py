@@ -10,10 +10,12 @@ secret Poisson batches from as many subsets as bands, constant divisor, momentum
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.signal
 import typer
 
 from accounting import RecordCentral
@@ -22,7 +24,7 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.tuned_rows import RowPlan, TunedRows, shown_accuracy
 from training.config.sections import OptimizerConfig
-from training.protections.record import banded_coefficients, noise_in_parameters
+from training.protections.record import banded_coefficients, weights_of_gradients
 
 MODULE, NAME = "benchmarks.private_accuracy.bands", "private_accuracy_bands"
 EPSILONS = (8.0, 3.0, 1.0)
@@ -89,24 +91,23 @@ def chosen(epsilon: float) -> tuple[str, ...]:
     return tuple(best)
 
 
-def predicted(batch: int, bands: int, epsilon: float) -> float:
-    """Return the root mean square of calibrated noise in the parameters, over that of independent noise."""
+@cache
+def noise_left(batch: int, bands: int, epsilon: float) -> float:
+    """Return the root mean square of calibrated noise in the parameters over the run, in units of its own."""
     q = batch / RECORDS
     steps, optimizer = EPOCHS * max(1, round(1 / q)), OptimizerConfig(**BASE["optimizer"], lr=RATES[batch])
-    found = []
-    for number in (1, bands):
-        c = banded_coefficients(number, steps, optimizer) if number > 1 else (1.0,)
-        run = RecordCentral(
-            noise_multiplier=1.0,
-            sampling_probability=q,
-            clip_norm=1.0,
-            divisor=1.0,
-            steps=steps,
-            correlation=c,
-        )
-        z = calibrate_noise(run, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
-        found.append(z * noise_in_parameters(np.array(c), steps, optimizer))
-    return found[1] / found[0]
+    c = banded_coefficients(bands, steps, optimizer) if bands > 1 else (1.0,)
+    run = RecordCentral(
+        noise_multiplier=1.0,
+        sampling_probability=q,
+        clip_norm=1.0,
+        divisor=1.0,
+        steps=steps,
+        correlation=c,
+    )
+    multiplier = calibrate_noise(run, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
+    left = scipy.signal.lfilter([1.0], c, weights_of_gradients(steps, optimizer)[:, ::-1], axis=1)
+    return multiplier * float(np.linalg.norm(left))
 
 
 def page_section() -> str:
@@ -147,7 +148,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 def predict() -> None:
     """Compute the noise in the parameters of every row."""
     found = {
-        f"{row}, epsilon {epsilon:g}": predicted(*place, epsilon)
+        f"{row}, epsilon {epsilon:g}": noise_left(*place, epsilon) / noise_left(place[0], 1, epsilon)
         for row, place in PLACES.items()
         for epsilon in EPSILONS
     }

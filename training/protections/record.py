@@ -248,7 +248,7 @@ def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> t
     Returns:
         c_0 >= c_1 >= ... >= 0 with |c| in (1 - 2^-20 b, 1], multiples of 2^-20.
     """
-    weights = _weights_of_gradients(steps, optimizer)
+    weights = weights_of_gradients(steps, optimizer)
 
     def loss(ratios: np.ndarray) -> tuple[float, np.ndarray]:
         return _log_error(weights, ratios)
@@ -260,21 +260,16 @@ def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> t
     return tuple((np.floor(c / np.linalg.norm(c) / _GRID) * _GRID).tolist())
 
 
-def noise_in_parameters(coefficients: np.ndarray, steps: int, optimizer: OptimizerConfig) -> float:
-    """Return ||A inverse(C)||_F |c| of `banded_coefficients`, in units of the noise multiplier.
+def weights_of_gradients(steps: int, optimizer: OptimizerConfig) -> np.ndarray:
+    """Return A of `banded_coefficients`: what the noisy sum of each step weighs in each iterate.
 
     Args:
-        coefficients: c, shape (bands,); c_0 above 0; 1 for independent noise.
         steps: Steps of the run.
-        optimizer: Its momentum and schedule.
+        optimizer: Its momentum (beta1 of the Adam family) and schedule.
+
+    Returns:
+        Shape (iterates, steps), for up to 32 iterates, equally spaced, of which the last is the final one.
     """
-    weights = _weights_of_gradients(steps, optimizer)
-    noise = signal.lfilter([1.0], coefficients, weights[:, ::-1], axis=1)
-    return float(np.linalg.norm(noise) * np.linalg.norm(coefficients))
-
-
-def _weights_of_gradients(steps: int, optimizer: OptimizerConfig) -> np.ndarray:
-    """Return A of `banded_coefficients`, shape (iterates, steps)."""
     rates = np.array([rate_share(optimizer, step / steps) for step in range(steps)])
     count = max(1, min(steps, _ITERATES, _ENTRIES // steps))
     ends = np.arange(1, count + 1) * steps // count - 1

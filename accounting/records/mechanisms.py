@@ -88,7 +88,7 @@ BANDED_RECORDS = Theorem(
     "Gaussian mechanism, and blocks compose adaptively. A run that is resumed with new noise and new coins is several "
     "such releases.",
     reference="Choquette-Choo et al. 2023; McKenna 2024",
-    code="accounting.records.mechanisms.ClippedRecords.as_noise",
+    code="accounting.records.mechanisms.ClippedRecords",
     page="privacy-records.md, section 6",
     checked_by_code=(
         "every record is in one of b subsets by a uniform coin of its own, and no number of records shapes a subset",

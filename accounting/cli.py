@@ -238,7 +238,9 @@ def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | No
             remedy = ", or --target-epsilon to have it computed" if parameter.name == noise else ""
             raise ValueError(f"{_flag(parameter)} is missing: give it{remedy}")
         if item is not None:
-            values[parameter.name] = tuple(item.from_text(text) for text in values[parameter.name])
+            values[parameter.name] = tuple(
+                getattr(item, "from_text", item)(text) for text in values[parameter.name]
+            )
     return kind(**values)
 
 

@@ -1,6 +1,7 @@
 """The guarantee of everything that ran together, and a budget that stops training before a step would exceed it.
 
 Equal mechanisms are merged into one with the sum of their steps; the class that defines their `guarantees` states them.
+Those that are not additive (`Mechanism.additive`) are merged only by the ledger of their run, which pays for each part.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
     """Return the guarantees of all mechanisms together, whatever their order.
 
     Args:
-        mechanisms: What ran on the same data; at least one.
+        mechanisms: What ran on the same data; at least one. One that is not additive stands for a whole run.
         delta: In [0, 1).
         enforced: Whether the code that ran them checked the assumptions.
 
@@ -32,7 +33,9 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
         ValueError: delta outside [0, 1).
     """
     checks.in_unit_interval(closed="left", delta=delta)
-    merged = merge(mechanisms)
+    ran = list(mechanisms)
+    apart = [mechanism for mechanism in ran if not mechanism.additive]
+    merged = [*merge(one for one in ran if one.additive), *sorted(apart, key=_text)]
     if not merged:
         raise NoGuarantee("mechanisms: there is none, nothing was paid for; name at least one")
     accountants = {_accountant(type(mechanism)) for mechanism in merged}
@@ -48,13 +51,16 @@ def _accountant(kind: type[Mechanism]) -> type[Mechanism]:
 
 
 def merge(mechanisms: Iterable[Mechanism]) -> list[Mechanism]:
-    """Return equal mechanisms as one with the sum of their steps, in an order that does not depend on the input's."""
+    """Return equal mechanisms of one run as one with the sum of their steps, in an order that is not the input's."""
     steps: dict[Mechanism, int] = {}
     for mechanism in mechanisms:
         one = mechanism.repeated(1)
         steps[one] = steps.get(one, 0) + mechanism.steps
-    ordered = sorted(steps.items(), key=lambda item: json.dumps(item[0].to_json(), sort_keys=True))
-    return [one.repeated(count) for one, count in ordered]
+    return [one.repeated(count) for one, count in sorted(steps.items(), key=lambda item: _text(item[0]))]
+
+
+def _text(mechanism: Mechanism) -> str:
+    return json.dumps(mechanism.to_json(), sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)

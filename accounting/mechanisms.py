@@ -180,6 +180,11 @@ class Mechanism(ABC):
         value = float(getattr(self, self._noise_parameter()))
         return 1 / value if self.noise_is_inverse else value
 
+    @property
+    def additive(self) -> bool:
+        """Whether equal mechanisms of several runs cost what one with all their steps costs."""
+        return True
+
     def repeated(self, steps: int) -> Self:
         """Return the same mechanism with another number of steps."""
         return replace(self, steps=steps)

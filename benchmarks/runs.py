@@ -58,8 +58,9 @@ def _require_same(config: dict[str, Any], folder: RunFolder, *, of_configuration
     resolved: dict[str, Any] = {"threads": kept.threads}
     if not of_configuration:
         resolved["model"] = kept.model
-    noise = {"noise_multiplier": kept.protection.noise_multiplier}
-    protection = wanted.protection.model_copy(update=noise if wanted.protection.epsilon else {})
+    noise = {"noise_multiplier": kept.protection.noise_multiplier} if wanted.protection.epsilon else {}
+    correlated = {"correlation": kept.protection.correlation} if wanted.protection.bands > 1 else {}
+    protection = wanted.protection.model_copy(update=noise | correlated)
     if wanted.model_copy(update=resolved | {"protection": protection}) != kept:
         raise ValueError(
             f"run folder {folder.path} holds another configuration; remove it or choose another one"

@@ -110,7 +110,7 @@ class LedgerContent:
         mechanisms = [one for payment in kept if payment is not None for one in payment.total]
         if before is not None and not mechanisms:
             return []
-        return guarantees(mechanisms, delta=delta, enforced=self.enforced)
+        return guarantees(merge(mechanisms), delta=delta, enforced=self.enforced)
 
 
 class Coverage:

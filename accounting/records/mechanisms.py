@@ -3,10 +3,12 @@
 Under direct feedback alignment the update of record i is u_i = (s_i * phi'_i) (h_i, 1)^T at each layer and
 e_i (h_i, 1)^T at the output, a rank-one matrix, so ||u_i||^2 = sum_l ||s_l * phi'_l||^2 (||h_(l-1)||^2 + 1) is known
 without forming it. A step releases [sum over a Poisson(q) batch of min(1, C / ||u_i||) u_i + N(0, (z C)^2)] / divisor.
+The noise of several steps may be correlated: row t of inverse(C) Z for a banded matrix C (theorem banded-records).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
@@ -67,10 +69,79 @@ CLIPPED_RECORDS = Theorem(
     ),
 )
 
+BANDED_RECORDS = Theorem(
+    name="banded-records",
+    title="Banded noise on clipped updates from cyclic Poisson batches",
+    statement="Let C be lower triangular with C_(t+k, t) = c_k for 0 <= k < b, and 0 elsewhere. T steps release [sum "
+    "over the batch of min(1, L / ||u_i||) u_i + row t of inverse(C) Z] / divisor, where L is the clip and Z has "
+    "independent entries of N(0, (z L)^2). Each record is in one of b subsets by a uniform coin of its own, and step t "
+    "draws each record of subset t mod b with probability b q. All steps together are dominated by ceil(T / b) "
+    "releases of the Poisson(b q)-sampled Gaussian mechanism with multiplier z / |c|, where |c| is the largest norm of "
+    "a column of C, for the relations of theorem clipped-records.",
+    proof="C is invertible and public, so C G + Z is released, where G holds the sums as rows; C is lower triangular, "
+    "so what is known before step t is the same. Fix the coins of all other records and the subset of this one: "
+    "divergences are jointly convex, and these coins have the same law for both data sets. The record may be drawn at "
+    "steps s, s + b, ... only. Drawn at s with update u it adds c_k u to row s + k, k < b. So no row holds two draws, "
+    "and these blocks of b rows hold at most ceil(T / b) draws. In a block the record adds a vector of norm at most "
+    "|c| L that is fixed before the block begins. What the other records add in answer to earlier rows is the same "
+    "function for both data sets and drops out of the ratio of densities. Each block is then the Poisson(b q)-sampled "
+    "Gaussian mechanism, and blocks compose adaptively. A run that is resumed with new noise and new coins is several "
+    "such releases.",
+    reference="Choquette-Choo et al. 2023; McKenna 2024",
+    code="accounting.records.mechanisms.ClippedRecords",
+    page="privacy-records.md, section 7",
+    checked_by_code=(
+        "every record is in one of b subsets by a uniform coin of its own, and no number of records shapes a subset",
+        "step t draws each record of subset t mod b independently with probability b q, and no other record",
+        "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
+        "one factor min(1, L / norm) over all layers clips each record's update, with the same L at every step, and a "
+        "value that is not finite counts as 0",
+        "the features were standardised with public constants, not with statistics of the data",
+        "the rows of Z are fresh at each step and Gaussian; a run that resumes in release mode begins C anew and pays "
+        "for that",
+    ),
+    trusted=CLIPPED_RECORDS.trusted,
+)
+
+
+_ROUNDING = 1e-12
+"""By how much a product of a number of bands and a probability may miss 1, which it stands for."""
+
+
+def require_bands(bands: int, probability: float) -> None:
+    """Refuse more subsets of records than steps in which a record is drawn once on average.
+
+    Args:
+        bands: b, the number of steps over which noise is correlated, and of subsets.
+        probability: q, with which a record is drawn in a step, averaged over its subset's coin.
+
+    Raises:
+        ValueError: b q exceeds 1.
+    """
+    if bands * probability > 1 + _ROUNDING:
+        raise ValueError(
+            f"bands = {bands}: times the sampling probability {probability:g} is {bands * probability:.4g}, the "
+            "probability with which a record of one of as many subsets would be drawn; must be at most 1: take at most "
+            f"{int(1 / probability)} bands, or smaller batches"
+        )
+
+
+def _require_correlation(**coefficients: tuple[float, ...]) -> None:
+    for name, values in coefficients.items():
+        if not values or not all(math.isfinite(value) for value in values) or values[0] <= 0:
+            raise ValueError(
+                f"{name} = {values}: must be finite numbers of which the first is above 0; give 1 for independent noise"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedRecords(CertifiedMechanism):
-    """Common to all relations: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor."""
+    """Common to all relations: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor.
+
+    With several coefficients the noise is correlated over steps and the batches are cyclic (theorem banded-records).
+    Its steps then are those of one run. A ledger that adds a part with new noise adds bands - 1 steps more, which is
+    enough: ceil(m / b) + ceil(n / b) <= ceil((m + n + b - 1) / b).
+    """
 
     noise_multiplier: Annotated[Positive, Doc("z > 0, the noise's standard deviation over clip_norm.")]
     sampling_probability: SamplingProbability
@@ -80,29 +151,56 @@ class ClippedRecords(CertifiedMechanism):
         Doc("The constant that divides the noisy sum, above 0; it is post-processing and costs nothing."),
     ]
     device_noise: DeviceNoise = False
+    correlation: Annotated[
+        tuple[float, ...],
+        Doc(
+            "Coefficient c_0, c_1, ... of noise that is correlated over as many steps (bands); by default 1, for "
+            "independent noise. Step t then draws from one of as many subsets of the records, with probability bands q."
+        ),
+        _require_correlation,
+    ] = (1.0,)
 
     noise_field: ClassVar[str | None] = "noise_multiplier"
     audited: ClassVar[bool] = True
+    absent_means: ClassVar[Mapping[str, Any]] = {**CertifiedMechanism.absent_means, "correlation": (1.0,)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "correlation", tuple(map(float, self.correlation)))
+        require_bands(self.bands, self.sampling_probability)
+
+    @property
+    def additive(self) -> bool:
+        """See Mechanism.additive; the last of ceil(steps / b) releases may be a part."""
+        return self.bands == 1
+
+    @property
+    def bands(self) -> int:
+        """Number of steps over which the noise is correlated: 1 for independent noise."""
+        return len(self.correlation)
 
     def describe(self) -> str:
         """Return what ran, in a few words."""
+        batches = "Poisson batches" if self.bands == 1 else f"cyclic Poisson batches of {self.bands} subsets"
+        over = "" if self.bands == 1 else f" correlated over {self.bands} steps"
         return (
-            f"records clipped to {self.clip_norm:g}, {'device' if self.device_noise else 'Gaussian'} noise with "
-            f"multiplier {self.noise_multiplier:g}, Poisson batches (q = {self.sampling_probability:g}), "
+            f"records clipped to {self.clip_norm:g}, {'device' if self.device_noise else 'Gaussian'} noise{over} with "
+            f"multiplier {self.noise_multiplier:g}, {batches} (q = {self.sampling_probability:g}), "
             f"{counted(self.steps, 'step')}, divided by {self.divisor:g}"
         )
 
     def known_batch(self) -> Self:
-        """Return the same mechanism with q = 1."""
-        return replace(self, sampling_probability=1.0)
+        """Return the same mechanism with q = 1, or 1 / bands: the record's subset is known, too."""
+        return replace(self, sampling_probability=1 / self.bands)
 
     def as_noise(self) -> numerics.NoisySum:
-        """Return the noise in numbers."""
+        """Return the noise in numbers: ceil(steps / b) releases at b q with z over the largest column norm of C."""
+        probability = self.bands * self.sampling_probability
         return numerics.NoisySum(
             law="gaussian",
-            scale=self.noise_multiplier,
-            probability=self.sampling_probability,
-            steps=self.steps,
+            scale=self.noise_multiplier / math.hypot(*self.correlation[: self.steps]),
+            probability=1.0 if probability > 1 - _ROUNDING else probability,
+            steps=-(-self.steps // self.bands),
         )
 
 
@@ -121,7 +219,7 @@ class RecordCentral(ClippedRecords):
 
     kind: ClassVar[str] = "record_central"
     absent_means: ClassVar[Mapping[str, Any]] = {
-        **CertifiedMechanism.absent_means,
+        **ClippedRecords.absent_means,
         "relation": Adjacency.ZERO_OUT,
     }
 
@@ -159,16 +257,15 @@ def _clipped_guarantee(
         lambda left: numerics.noise_bounds(sums, adjacency, left),
     )
     device = any(mechanism.device_noise for mechanism in mechanisms)
+    theorem = BANDED_RECORDS if any(mechanism.bands > 1 for mechanism in mechanisms) else CLIPPED_RECORDS
     return proven_guarantee(
         mechanisms,
-        theorem=CLIPPED_RECORDS,
+        theorem=theorem,
         bounds=bounds,
         delta=delta,
         adjacency=adjacency,
         assumptions=(
-            *CLIPPED_RECORDS.assumptions(
-                enforced=enforced, trusted=(DEVICE_NOISE_IS_GAUSSIAN,) if device else ()
-            ),
+            *theorem.assumptions(enforced=enforced, trusted=(DEVICE_NOISE_IS_GAUSSIAN,) if device else ()),
             *about_relation(adjacency, enforced=enforced),
         ),
         device_model=device,

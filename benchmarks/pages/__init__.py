@@ -45,7 +45,7 @@ from benchmarks.pages.papers import papers_page
 from benchmarks.pages.sweeps import SWEEPS, sweep_section
 from benchmarks.pdfa import counts, demo, private, readings
 from benchmarks.pdfa import table1 as pdfa_table1
-from benchmarks.private_accuracy import cifar, labels, paid, records
+from benchmarks.private_accuracy import bands, cifar, labels, paid, records
 from benchmarks.results_file import FOLDER as RESULTS
 from benchmarks.results_file import load_results
 from benchmarks.speed import (
@@ -154,7 +154,13 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
     ),
     "private_accuracy": (
         "Accuracy under protection on public features",
-        (records.page_section, paid.page_section, cifar.page_section, labels.page_section),
+        (
+            records.page_section,
+            bands.page_section,
+            paid.page_section,
+            cifar.page_section,
+            labels.page_section,
+        ),
     ),
     "ulr": (
         "Likelihood ratio training",

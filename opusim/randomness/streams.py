@@ -79,6 +79,7 @@ def philox_torch(
 
 __all__ = [
     "MODES",
+    "CorrelatedStream",
     "NoiseStream",
     "SeededStream",
     "SystemStream",
@@ -124,6 +125,11 @@ class NoiseStream(ABC):
     @abstractmethod
     def seek(self, step: int) -> None:
         """Position the stream at the start of a training step, in [0, 2^64)."""
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a stream whose steps depend on earlier ones needs to continue, by name; restored by copying into it."""
+        return {}
 
 
 class SeededStream(NoiseStream):
@@ -242,6 +248,75 @@ class SystemStream(NoiseStream):
     def __reduce__(self) -> tuple[type[SystemStream], tuple[()]]:
         """Pickle as a new stream: the key never leaves the process."""
         return type(self), ()
+
+
+class CorrelatedStream(NoiseStream):
+    """Noise that is correlated over steps: X_t = (Z_t - sum over k from 1 to b - 1 of c_k X_(t-k)) / c_0.
+
+    With Z_t the numbers of another stream, X = inverse(C) Z for the banded lower triangular Toeplitz matrix C of the
+    coefficients. Numbers before the first step are 0. A step that does not follow the one before, such as the first
+    one of a process, begins C anew: its numbers depend on none before it. Arithmetic is float32 on the
+    X that were returned, so rounding does not accumulate.
+
+    Args:
+        source: Supplies Z.
+        coefficients: c_0 above 0, c_1, ...; multiples of 2^-20 are exact in float32.
+        size: Numbers of one step, in all its readings together.
+        stored: Whether `state` may hold the numbers of earlier steps. Whoever has them can subtract noise, so a release
+            run does not store them.
+        device: The torch device that holds them.
+
+    Raises:
+        ValueError: A step drew more or fewer numbers than `size`.
+    """
+
+    def __init__(
+        self,
+        source: NoiseStream,
+        coefficients: Sequence[float],
+        *,
+        size: int,
+        stored: bool,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._source, self._coefficients, self._stored = source, tuple(coefficients), stored
+        self._rows = torch.zeros((len(self._coefficients), size), device=device)  # row t mod b holds X_t
+        self._follows = torch.tensor(-1)  # the step that the rows lead to
+        self._step, self._drawn = -1, 0
+
+    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return the next numbers of this step; see the base class. Their variance is not 1."""
+        fresh = self._source.normal(shape, device=device)
+        part = slice(self._drawn, self._drawn + fresh.numel())
+        if part.stop > self._rows.shape[1]:
+            raise ValueError(
+                f"size = {self._rows.shape[1]}: step {self._step} draws more numbers; state them all"
+            )
+        flat, bands = fresh.view(-1), len(self._coefficients)
+        for back in range(1, bands):
+            row = self._rows[(self._step - back) % bands, part]
+            flat.add_(row.to(flat.device), alpha=-self._coefficients[back])
+        self._rows[self._step % bands, part] = flat.div_(self._coefficients[0]).to(self._rows.device)
+        self._drawn = part.stop
+        if self._drawn == self._rows.shape[1]:
+            self._follows.fill_(self._step + 1)
+        return fresh
+
+    def seek(self, step: int) -> None:
+        """Position the stream at the start of a step, which continues the last one if it is the next."""
+        if 0 < self._drawn < self._rows.shape[1]:
+            raise ValueError(
+                f"size = {self._rows.shape[1]}: step {self._step} drew {self._drawn} numbers; state as many"
+            )
+        self._source.seek(step)
+        if int(self._follows) != step:
+            self._rows.zero_()
+        self._step, self._drawn = step, 0
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """The numbers of the last steps and the step that they lead to; nothing unless they may be stored."""
+        return {"noise": self._rows, "noise_leads_to": self._follows} if self._stored else {}
 
 
 def noise_stream(mode: str, seed: int | None, purpose: str) -> NoiseStream:

@@ -81,6 +81,11 @@ RECORD = {
     "epochs": 1,
 }
 """Batches of two on average: some have no records, and some leave a process without any."""
+BANDED = {
+    "protection": {"kind": "record", "clip_norm": 1.0, "noise_multiplier": 0.5, "bands": 4},
+    "sampler": {"scheme": "poisson", "batch_size": 6},
+    "epochs": 1,
+}
 NOISY = {
     "protection": {"kind": "record", "clip_norm": 1.0, "noise_multiplier": NOISE},
     "sampler": {"scheme": "poisson", "batch_size": N_RECORDS},
@@ -175,6 +180,7 @@ RUNS: Mapping[str, Run] = {
     "pdfa module small batches": Run(
         config_of({"kind": "pdfa", **POINTS}, **DEVICE | {"sampler": RECORD["sampler"]}, own=True), module
     ),
+    "bp banded": Run(config_of({"kind": "bp"}, **BANDED)),
     "bp record": Run(config_of({"kind": "bp"}, **RECORD)),
     "pdfa record": Run(config_of({"kind": "pdfa"}, **DEVICE, **RECORD)),
     "bp module record": Run(config_of({"kind": "bp"}, **RECORD, own=True), module),

@@ -23,7 +23,6 @@ from training.cli.options import (
 )
 from training.cli.train import usage_line
 from training.config.kinds import TRAINERS
-from training.config.reading import merged
 from training.config.run import RunConfig
 from training.config.sections import TrainerSection
 

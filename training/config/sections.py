@@ -386,8 +386,8 @@ class ProtectionSection(KindSection):
     """What is protected and how strongly; the base of every `protection.kind`.
 
     Code outside the configuration asks for the properties below and compares no kind. `epsilon`, `noise_multiplier`,
-    `noise`, `clip_norm` and `divisor` can be read of every kind: a kind without such a field has None, and digital
-    noise.
+    `noise`, `clip_norm`, `divisor`, `bands` and `correlation` can be read of every kind: a kind without such a field
+    has None, digital noise, and 1 band.
     """
 
     protects: ClassVar[Literal["nothing", "records", "labels"]] = "records"
@@ -435,6 +435,14 @@ class ProtectionSection(KindSection):
         def divisor(self) -> float | None:
             """The divisor if it was given."""
 
+        @property
+        def bands(self) -> int:
+            """Number of steps over which the noise is correlated, and of subsets of records; 1 for neither."""
+
+        @property
+        def correlation(self) -> tuple[float, ...] | None:
+            """Coefficients of such noise if they are known."""
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Let the common properties be read of a kind that neither has such a field nor defines the property."""
@@ -469,6 +477,8 @@ _COMMON: Mapping[str, Any] = {
     "noise": "digital",
     "clip_norm": None,
     "divisor": None,
+    "bands": 1,
+    "correlation": None,
 }
 
 

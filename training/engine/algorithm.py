@@ -262,6 +262,7 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
             "clip_norm": self.clip_norm(config, self.plan.dataset.n_classes),
             "divisor": divisor,
             "device_noise": config.protection.noise == "device",
+            "correlation": self.protection.correlation,
             **self.plan.credit,
         }
         if relation is Adjacency.REPLACE_ONE:

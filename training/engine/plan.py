@@ -40,6 +40,7 @@ from training.errors import RunFolderError
 from training.networks.base import Network, require_fresh_noise
 from training.networks.user_code import require_trusted
 from training.protections.base import PrivateGradients, Protection
+from training.protections.record import CyclicPoissonSampler
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 
@@ -94,10 +95,9 @@ class RunPlan:
                 epsilon.
         """
         plan = cls.checked(config, dataset, model=model, folder=folder)
-        multiplier = plan.protection.calibrated()
-        if multiplier == plan.config.protection.noise_multiplier:
-            return plan
-        return plan.replaced(protection={"noise_multiplier": multiplier})
+        section = plan.config.protection
+        found = {k: v for k, v in plan.protection.resolved().items() if v != getattr(section, k)}
+        return plan.replaced(protection=found) if found else plan
 
     @classmethod
     def checked(
@@ -458,6 +458,8 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
     """
     options = config.sampler
     n_records = len(dataset.train)
+    if config.protection.bands > 1:
+        return CyclicPoissonSampler.of(config, n_records)
     if options.sampling_probability is not None:
         return PoissonSampler(
             n_records, sampling_probability=options.sampling_probability, seed=config.seed_for("sampler")

@@ -139,9 +139,10 @@ class ModuleTrainer(Trainer):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """See Trainer.state: B 1 as it was measured once, so that a resumed run does not measure it again."""
+        """See Trainer.state: that of the protection, and B 1, which a resumed run does not measure again."""
         self._keep_column_sum()
-        return {} if self._column_sum is None else {"column_sum": self._column_sum}
+        own = {} if self._column_sum is None else {"column_sum": self._column_sum}
+        return own if self._private is None else own | self._private.writer.state
 
     @property
     def usage(self) -> Usage:

@@ -62,14 +62,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig,
         config: lr and its schedule.
         progress: p, the share of the run's steps that are done, in [0, 1).
     """
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * rate_share(config, progress)
+
+
+def rate_share(config: OptimizerConfig, progress: float) -> float:
+    """Return the learning rate of a step over lr; see `set_learning_rate`."""
     shares = {
         "constant": 1.0,
         "linear": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
         "step": config.gamma ** math.floor(progress / config.step_size + _ROUNDING),
     }
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * shares[config.schedule]
+    return shares[config.schedule]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

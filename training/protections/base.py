@@ -81,6 +81,11 @@ class Protection:
         return self._plan.config.protection
 
     @property
+    def correlation(self) -> tuple[float, ...]:
+        """Coefficients of noise that is correlated over as many steps (theorem banded-records); (1,) if it is not."""
+        return (1.0,)
+
+    @property
     def noise_multiplier(self) -> float:
         """The noise multiplier z of a resolved run.
 
@@ -129,6 +134,14 @@ class Protection:
         """
         stated = next(one for one in guarantees([whole], delta=self.section.delta) if one.is_proven)
         return {"epsilon": stated.epsilon if stated.epsilon_lower is None else stated.epsilon_lower}
+
+    def resolved(self) -> Mapping[str, Any]:
+        """Return the keys of the section that a resolved run states, whoever computed them.
+
+        Raises:
+            NoGuarantee: No noise reaches epsilon.
+        """
+        return {"noise_multiplier": self.calibrated()}
 
     def released(self) -> tuple[Mechanism, ...]:
         """Return what one step releases; nothing if the run pays for everything upfront."""

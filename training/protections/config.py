@@ -92,6 +92,13 @@ class RecordConfig(_NoisyStrength):
     poisson = True
     cost_of_a_kill: ClassVar[str | None] = _STEPS_LOST
     summary: ClassVar[str] = "Whole records: clipped contributions, central noise, Poisson batches."
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("protection.correlation",),
+            needs="protection.bands above 1",
+            holds=lambda run: run.protection.bands > 1,
+        ),
+    )
 
     kind: Literal["record"] = "record"
     """record: whole records, by clipped contributions, central Gaussian noise and Poisson batches."""
@@ -104,6 +111,13 @@ class RecordConfig(_NoisyStrength):
     default. convex takes trainer.clip instead."""
     divisor: float | None = Field(None, ge=1e-12, le=1e12)
     """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
+    bands: int = Field(1, ge=1, le=256)
+    """b: the noise is correlated over b steps, so that much of it cancels in the sum of updates, and step t draws from
+    the t-th of b random subsets of the records in turn (bp, dfa, tdfa, pdfa, ulr). At most 1 / q; 1 for independent
+    noise. It helps at small batches and large epsilon."""
+    correlation: tuple[float, ...] | None = None
+    """The coefficients of such noise, bands many; None takes those of the least noise in the parameters over the run,
+    for its momentum and schedule."""
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
@@ -123,6 +137,14 @@ class RecordConfig(_NoisyStrength):
                 f"{self.relation!r} is not for trainer.kind = {trainer.kind!r}; "
                 f"take one of {', '.join(trainer.relations)}",
             )
+        if self.bands > 1 and run.sampler.scheme != "poisson":
+            reason = f"{run.sampler.scheme!r} draws no subsets in turn; protection.bands = {self.bands} needs 'poisson'"
+            raise BadKey("sampler.scheme", reason)
+        if self.correlation is not None and len(self.correlation) != self.bands:
+            reason = (
+                f"has {len(self.correlation)} coefficients: protection.bands = {self.bands} needs as many"
+            )
+            raise BadKey("protection.correlation", reason)
 
     def implementation(self) -> Any:
         """See KindSection.implementation."""

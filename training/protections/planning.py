@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -90,6 +90,10 @@ class ProtectedAlgorithm(Protocol):
     def noise_guess(self) -> float:
         """Where the search for the noise multiplier starts, above 0."""
 
+    @property
+    def applies(self) -> Collection[str]:
+        """How it carries out a protection (`training.protections.base.Applied`)."""
+
     def mechanism(self, noise_multiplier: float) -> Mechanism:
         """What the run releases of whole records with this noise: in one step, or as its last iterate."""
 
@@ -105,7 +109,7 @@ def require_covered(plan: Plan) -> None:
     by_position = () if config.relation is Adjacency.ADD_OR_REMOVE_ONE else ("tail",)
     if dataset.split not in ("given", *by_position, *config.fitting_splits):
         raise NoGuarantee(split_refusal(config, dataset.split))
-    if options.poisson:
+    if options.poisson and options.bands == 1:  # else RecordProtection looks at the sampler
         require_poisson(plan.sampler.scheme, by=f"protection.kind = {options.kind!r}")
     if options.protects == "records" and not dataset.standardisation.public:
         raise NoGuarantee(

@@ -8,25 +8,41 @@ over all layers is known without forming it:
 with the 1 for a bias (other layers measure themselves: `LayeredNetwork.squared_norms`). One factor
 min(1, C / ||g_i||) scales all of a record's deltas. One matrix product per layer sums the records. N(0, (z C)^2) is
 added to every entry of the sum, and a constant divides it.
+
+With protection.bands = b above 1 the noise of b steps in a row is correlated, and batches come from b subsets of the
+records in turn (theorem `accounting.records.mechanisms.BANDED_RECORDS`). Everything that a step does with the noisy sum
+(learning rates, momentum, averages) is post-processing, but the clip must be the same at every step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from accounting.calibration import calibrate_noise
+from accounting.errors import NoGuarantee
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
+from accounting.records.mechanisms import require_bands
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
+from opusim.errors import ConfigError
+from opusim.plugins import Deferred
 from opusim.processes.ranks import Ranks
-from opusim.randomness.streams import NoiseStream
+from opusim.randomness.streams import CorrelatedStream, NoiseStream, SystemUniforms, derive_seed
+from training.config.run import RunConfig
+from training.config.sections import OptimizerConfig
+from training.data.samplers import PoissonSampler
 from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
 from training.networks.layers import LayeredNetwork
+from training.networks.optimizers import rate_share
 from training.networks.record_gradients.tape import RecordTape
 from training.protections.base import (
     PoissonProtection,
@@ -38,6 +54,14 @@ from training.protections.base import (
 )
 from training.runs.folder import RunFolder
 
+signal, optimize = Deferred("scipy.signal"), Deferred("scipy.optimize")
+
+NEW_NOISE = "correlated noise begun anew"
+"""What a ledger calls the price of resuming a release run of correlated noise without its earlier noise and coins."""
+_GRID = 2.0**-20
+"""Coefficients are multiples of this, which float32 holds exactly."""
+_ITERATES, _ENTRIES = 32, 1_000_000
+"""Iterates whose noise the coefficients minimise, and the largest number of weights of gradients in them."""
 LAST_ITERATE = "last iterate"
 """What a ledger calls the one model that a run of the last iterate releases."""
 
@@ -51,19 +75,79 @@ class RecordProtection(PoissonProtection):
     needs = frozenset({"gradients", "own noise"})
     shared = True
 
+    @cached_property
+    def correlation(self) -> tuple[float, ...]:
+        """See Protection.correlation."""
+        section, plan = self.section, self._plan
+        if section.bands == 1:
+            return (1.0,)
+        return section.correlation or banded_coefficients(
+            section.bands, plan.total_steps, plan.config.optimizer
+        )
+
+    def require_covered(self) -> None:
+        """See Protection.require_covered; correlated noise needs its own batches and the writer of `gradients`."""
+        bands, sampler = self.section.bands, self._plan.sampler
+        if bands > 1 and "gradients" not in self._algorithm.applies:
+            kind = self._plan.config.trainer.kind
+            reason = f"{bands} is for trainers whose gradients the protection writes, and {kind!r} adds its own noise"
+            raise ConfigError("configuration", "protection.bands", f"{reason}; leave it out")
+        is_cyclic = isinstance(sampler, CyclicPoissonSampler) and sampler.subsets == bands
+        if bands > 1 and not is_cyclic:
+            raise NoGuarantee(
+                f"sampler.scheme = {sampler.scheme!r}: noise that is correlated over {bands} steps needs batches of "
+                f"{bands} subsets in turn, into which records fall by coins of their own; leave the sampler out"
+            )
+        super().require_covered()
+
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """See PoissonProtection.mechanism."""
-        return self._algorithm.mechanism(noise_multiplier)
+        """See PoissonProtection.mechanism.
+
+        Raises:
+            NoGuarantee: An algorithm's own mechanism does not state the correlation of its noise.
+        """
+        found = self._algorithm.mechanism(noise_multiplier)
+        if self.section.bands > 1 and getattr(found, "correlation", None) != self.correlation:
+            raise NoGuarantee(
+                f"mechanism {found.kind!r}: does not state noise that is correlated over {self.section.bands} steps; "
+                "leave protection.bands out"
+            )
+        return found
+
+    def resolved(self) -> dict[str, Any]:
+        """See Protection.resolved."""
+        found = super().resolved()
+        return dict(found) if self.section.bands == 1 else {**found, "correlation": self.correlation}
+
+    def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
+        """Pay for C that begins anew: a release run keeps neither noise nor coins, so its parts compose."""
+        content = ledger.content
+        if self.section.bands > 1 and content.mode == "release" and content.payments:
+            step = self.mechanism(self.noise_multiplier)
+            ledger.pay_once(NEW_NOISE, step.repeated(self.section.bands - 1))
 
     def gradients(self, device: NoisyDevice | None) -> RecordGradients:
         """See Protection.gradients; takes any layered network."""
+        ranks = Ranks()
         return RecordGradients(
             clip_norm=self.section.clip,
             noise_multiplier=self.noise_multiplier,
             divisor=self._plan.config.divisor,
-            noise=central_noise(self._plan, device),
+            noise=self._noise(device) if ranks.is_first else central_noise(self._plan, device),
             by_layer=self._algorithm.updates.by_layer,
-            ranks=Ranks(),
+            ranks=ranks,
+        )
+
+    def _noise(self, device: NoisyDevice | None) -> NoiseStream:
+        fresh, config = central_noise(self._plan, device), self._plan.config
+        if self.section.bands == 1:
+            return fresh
+        return CorrelatedStream(
+            fresh,
+            self.correlation,
+            size=sum(parameter.numel() for parameter in self._plan.network.parameters),
+            stored=config.mode == "experiment",
+            device=config.torch_device,
         )
 
     def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
@@ -93,6 +177,125 @@ class LastIterateProtection(Protection):
         """Pay for the last iterate, once: a run that was killed and resumes still releases only one."""
         if all(payment.name != LAST_ITERATE for payment in ledger.content.payments):
             ledger.pay_once(LAST_ITERATE, self._algorithm.mechanism(self.noise_multiplier))
+
+
+@dataclass(frozen=True)
+class CyclicPoissonSampler(PoissonSampler):
+    """Draw the batch of step t from subset t mod b: each record of it enters with probability b q, independently.
+
+    A record's subset is a uniform coin of its own, so that one more record changes no other's subset; subsets of fixed
+    sizes would. Averaged over this coin a record enters a batch with probability q. Between two batches of a
+    record there are at least b - 1 without it, which noise that is correlated over b steps requires.
+
+    Attributes:
+        sampling_probability: q, above 0 and at most 1 / b.
+        subsets: b, at least 2. The coins come from the seed; without one, from the system's generator, once for each
+            sampler.
+    """
+
+    subsets: int
+
+    scheme: ClassVar[str] = "cyclic-poisson"
+    _coins: list[np.ndarray] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, config: RunConfig, n_records: int) -> Self:
+        """Return the sampler of a run.
+
+        Raises:
+            ConfigError: b q exceeds 1.
+        """
+        options, bands = config.sampler, config.protection.bands
+        probability = options.sampling_probability or min(options.batch_size / n_records, 1.0)
+        try:
+            require_bands(bands, probability)
+        except ValueError as error:
+            raise ConfigError("configuration", "protection", str(error)) from error
+        return cls(
+            n_records, sampling_probability=probability, subsets=bands, seed=config.seed_for("sampler")
+        )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_bands(self.subsets, self.sampling_probability)
+
+    def _draw(self, step: int) -> np.ndarray:
+        uniforms = self._uniforms(self._generator(step))
+        due = self.subset_of_records == step % self.subsets
+        return np.flatnonzero(due & (uniforms < self.subsets * self.sampling_probability))
+
+    @property
+    def subset_of_records(self) -> np.ndarray:
+        """The subset of each record, 0 to b - 1, shape (n_records,)."""
+        if not self._coins:
+            seed = None if self.seed is None else derive_seed(self.seed, "sampler-subsets")
+            source = SystemUniforms() if seed is None else np.random.default_rng(seed)
+            self._coins.append((source.random(self.n_records) * self.subsets).astype(np.int64))
+        return self._coins[0]
+
+
+@lru_cache(maxsize=32)
+def banded_coefficients(bands: int, steps: int, optimizer: OptimizerConfig) -> tuple[float, ...]:
+    """Return the coefficients c of noise inverse(C) Z that disturbs a run's parameters least.
+
+    Without curvature the parameters after step t are minus the sum over s of A_ts times the noisy sum of step s, where
+    A_ts is the sum over u from s to t of rate_u momentum^(u - s). The coefficients minimise the squared error
+    ||A inverse(C)||_F^2 at |c| = 1, the sensitivity, among those that do not increase; iterates t are up to 32,
+    equally spaced. Source: McKenna 2024, "Scaling up the Banded Matrix Factorization Mechanism", section 3.
+
+    Args:
+        bands: b, at least 1; more than `steps` are 0.
+        steps: Steps of the run.
+        optimizer: Its momentum (beta1 of the Adam family) and schedule.
+
+    Returns:
+        c_0 >= c_1 >= ... >= 0 with |c| in (1 - 2^-20 b, 1], multiples of 2^-20.
+    """
+    weights = weights_of_gradients(steps, optimizer)
+
+    def loss(ratios: np.ndarray) -> tuple[float, np.ndarray]:
+        return _log_error(weights, ratios)
+
+    options = {"method": "L-BFGS-B", "bounds": [(1e-6, 1.0)] * (bands - 1), "options": {"ftol": 1e-7}}
+    start = np.full(bands - 1, 0.97)
+    found = optimize.minimize(loss, start, jac=True, **options).x if bands > 1 else start
+    c = np.cumprod([1.0, *found])
+    return tuple((np.floor(c / np.linalg.norm(c) / _GRID) * _GRID).tolist())
+
+
+def weights_of_gradients(steps: int, optimizer: OptimizerConfig) -> np.ndarray:
+    """Return A of `banded_coefficients`: what the noisy sum of each step weighs in each iterate.
+
+    Args:
+        steps: Steps of the run.
+        optimizer: Its momentum (beta1 of the Adam family) and schedule.
+
+    Returns:
+        Shape (iterates, steps), for up to 32 iterates, equally spaced, of which the last is the final one.
+    """
+    rates = np.array([rate_share(optimizer, step / steps) for step in range(steps)])
+    count = max(1, min(steps, _ITERATES, _ENTRIES // steps))
+    ends = np.arange(1, count + 1) * steps // count - 1
+    momentum = optimizer.momentum if optimizer.name == "sgd" else optimizer.beta1
+    used = np.where(np.arange(steps) <= ends[:, None], rates, 0.0)
+    weights: np.ndarray = signal.lfilter([1.0], [1.0, -momentum], used[:, ::-1], axis=1)[:, ::-1]
+    return weights
+
+
+def _log_error(weights: np.ndarray, ratios: np.ndarray) -> tuple[float, np.ndarray]:
+    """Return log(||A inverse(C)||^2 |c|^2) and its gradient for c_0 = 1, c_k = c_(k-1) r_k.
+
+    With B = A inverse(C) and U = B inverse(C)^T the derivative of ||B||^2 by c_k is -2 sum over s of U_s B_(s+k).
+    """
+    c = np.cumprod([1.0, *ratios])
+    b = signal.lfilter([1.0], c, weights[:, ::-1], axis=1)[:, ::-1]
+    u = signal.lfilter([1.0], c, b, axis=1)
+    error, norm = float(np.vdot(b, b)), float(c @ c)
+    steps = b.shape[1]
+    by_c = np.array([-2 * np.vdot(u[:, : max(steps - k, 0)], b[:, k:]) for k in range(1, len(c))])
+    by_c = by_c / error + 2 * c[1:] / norm
+    by_ratio = np.cumsum((by_c * c[1:])[::-1])[::-1] / ratios
+    return math.log(error * norm), by_ratio
 
 
 def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
@@ -173,6 +376,11 @@ class RecordGradients(PrivateGradients):
         self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
         self._divisor = divisor
         self.left_out = 0
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See PrivateGradients.state: that of correlated noise."""
+        return self._noise.state
 
     def _write(
         self,

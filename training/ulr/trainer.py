@@ -49,6 +49,11 @@ class Update(ABC):
             The records used, bool, shape (batch,): all but those with a loss that is NaN or infinite.
         """
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See Trainer.state."""
+        return {}
+
 
 class PlainUpdate(Update):
     """Writes the mean of the records' estimates, or their clipped and noised sum.
@@ -81,6 +86,11 @@ class PlainUpdate(Update):
         self._noise.seek(step)
         if self._protection is not None:
             self._protection.seek(step)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See Trainer.state: that of the protection."""
+        return {} if self._protection is None else self._protection.state
 
     def set_gradients(
         self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
@@ -173,6 +183,11 @@ class UlrTrainer(Trainer):
     def tensors(self) -> dict[str, Tensor]:
         """See Network.tensors."""
         return self._network.tensors
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See Trainer.state."""
+        return self._update.state
 
     @property
     def usage(self) -> Usage:

@@ -5,6 +5,7 @@ what each entry says and how it is planted. A new fault is a new file and a line
 """
 
 from tests.support.faults import (
+    all_subsets_sampled,
     answers_too_bright,
     averaged_before_noise,
     batches_repeat_every_epoch,
@@ -23,6 +24,7 @@ from tests.support.faults import (
     labels_same_in_every_run,
     last_layer_without_noise,
     noise_halved,
+    noise_of_wide_columns,
     noise_reused,
     noise_same_in_every_run,
     noise_shared_by_coordinates,
@@ -56,6 +58,8 @@ FAULTS: tuple[Fault, ...] = (
     labels_not_permuted.FAULT,
     answers_too_bright.FAULT,
     counts_too_bright.FAULT,
+    noise_of_wide_columns.FAULT,
+    all_subsets_sampled.FAULT,
 )
 
 OF_ONE_RUN: tuple[Fault, ...] = (

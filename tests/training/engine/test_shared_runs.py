@@ -26,9 +26,19 @@ SAME = [
     "pdfa record=2",
     "pdfa record=2+1",
     "pdfa module record=2",
+    "bp banded=2+1",
 ]
 MORE = [
-    *("bp=2", "dfa=2", "pdfa published=2", "bp noisy=2", "bp module=2", "bp module=3", "tdfa module=2"),
+    *(
+        "bp banded=3",
+        "bp=2",
+        "dfa=2",
+        "pdfa published=2",
+        "bp noisy=2",
+        "bp module=2",
+        "bp module=3",
+        "tdfa module=2",
+    ),
     *("bp module record=2", "bp module record=3+2", "pdfa module record=3", "pdfa module record=2+1"),
     *("pdfa module=3", "bp record=2", "pdfa record=3", "pdfa record=1+2", "pdfa module=2+3", "bp record=3+2"),
 ]

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
+import scipy.signal
 import torch
 from torch import Tensor, nn
 
@@ -186,10 +189,11 @@ def _convex_contribution(config: RunConfig, dataset: Dataset, mechanism: Mechani
 def _record_sums(
     sums: Sequence[Gradient], expected: Sequence[Gradient], dataset: Dataset, mechanism: Any
 ) -> Released:
-    """Split sums of clipped contributions with noise z C in every coordinate."""
+    """Split sums of clipped contributions with noise z C in every coordinate, or with correlated noise."""
     clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
     names = list(expected[0])
-    free = {name: _noise_only(sums, expected, name) / (z * clip) for name in names}
+    split = _noise_only if mechanism.bands == 1 else partial(_decoded_noise, mechanism.correlation)
+    free = {name: split(sums, expected, name) / (z * clip) for name in names}
     free = {name: part for name, part in free.items() if part.shape[1]}
     ends = np.cumsum([part.shape[1] for part in free.values()])
     layers = _layers(names)
@@ -199,17 +203,62 @@ def _record_sums(
         along.append(float(_flat(total, names) @ whole) / float(np.linalg.norm(whole)) / clip)
         by_layer.append([_component(_flat(total, n), _flat(part, n)) / clip for n in layers])
     shares = [float(np.linalg.norm(_flat(expected[0], n))) / clip for n in layers]
+    found = Sums(along=np.array(along), along_std=z, by_layer=np.array(by_layer), shares=np.array(shares))
+    law = BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability))
     return Released(
         noise=np.concatenate(list(free.values()), axis=1),
         parameters={
             name: slice(int(end) - part.shape[1], int(end))
             for (name, part), end in zip(free.items(), ends, strict=True)
         },
-        prefixes=_prefixes(sums, expected, list(free)),
-        sums=Sums(along=np.array(along), along_std=z, by_layer=np.array(by_layer), shares=np.array(shares)),
-        batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
+        prefixes=_prefixes(sums, expected, list(free)) if mechanism.bands == 1 else _decoded_prefixes(free),
+        sums=found if mechanism.bands == 1 else _independent_sums(found, law, mechanism),
+        batch=law,
         accounted=_one_step(mechanism),
     )
+
+
+def _decoded_noise(
+    correlation: Sequence[float], sums: Sequence[Gradient], expected: Sequence[Gradient], name: str
+) -> np.ndarray:
+    """Return the numbers of a parameter that no record moves, times C: independent under the accounted mechanism."""
+    untouched = ~np.any([gradient[name].ravel() != 0 for gradient in expected], axis=0)
+    noise = np.stack([gradient[name].ravel()[untouched] for gradient in sums])
+    decoded = np.zeros_like(noise)
+    for back, coefficient in enumerate(correlation):
+        decoded[back:] += coefficient * noise[: len(noise) - back]
+    return decoded
+
+
+def _decoded_prefixes(free: Gradient) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return for each two parameters the smaller, and as many first numbers of the other; noise only."""
+    return [
+        (a, b[:, : a.shape[1]])
+        for a, b in combinations(sorted(free.values(), key=lambda part: part.shape[1]), 2)
+    ]
+
+
+def _independent_sums(sums: Sums, law: BatchLaw, mechanism: Any) -> Sums:
+    """Return sums whose steps are independent under the accounted mechanism, with the same means and variances.
+
+    Under cyclic batches of b subsets, sizes of two steps have covariance n q^2 (b - 1) if their subset is the same,
+    else -n q^2, and the noise has covariance z^2 inverse(C) inverse(C)^T. Whitening undoes both.
+    """
+    steps, b, q = np.arange(len(sums.along)), mechanism.bands, float(mechanism.sampling_probability)
+    same = (steps[:, None] - steps) % b == 0
+    sizes = law.mean * q * np.where(same, b - 1.0, -1.0)
+    np.fill_diagonal(sizes, law.variance)
+    inverse = scipy.signal.lfilter([1.0], mechanism.correlation, np.eye(len(steps)), axis=0)
+    noise = sums.along_std**2 * inverse @ inverse.T
+
+    def whitened(values: np.ndarray, share: float) -> np.ndarray:
+        root = np.linalg.cholesky(share**2 * sizes + noise)
+        std = math.sqrt(share**2 * law.variance + sums.along_std**2)
+        mean = share * law.mean
+        return mean + std * np.linalg.solve(root, values - mean)
+
+    columns = [whitened(column, share) for column, share in zip(sums.by_layer.T, sums.shares, strict=True)]
+    return replace(sums, along=whitened(sums.along, 1.0), by_layer=np.stack(columns, axis=1))
 
 
 def _noise_only(sums: Sequence[Gradient], expected: Sequence[Gradient], name: str) -> np.ndarray:

@@ -1,0 +1,397 @@
+"""Noise that is correlated over steps: its law, its batches, its factorisation, resumed runs and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from scipy.stats import norm
+
+import training
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Status
+from opusim.errors import ConfigError
+from opusim.randomness.streams import CorrelatedStream, SeededStream, SystemStream
+from tests.accounting.records.test_banded_records import dense
+from training.config.reading import load_config
+from training.config.sections import OptimizerConfig
+from training.engine.plan import RunPlan, load_data
+from training.errors import RunInterrupted
+from training.protections.record import (
+    NEW_NOISE,
+    CyclicPoissonSampler,
+    banded_coefficients,
+    weights_of_gradients,
+)
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.runs.folder import RunFolder
+
+COEFFICIENTS = (0.75, 0.5, 0.25)
+STEPS, SIZE = 9, 6
+N = 64
+CONFIG: dict[str, Any] = {
+    "epochs": 3,
+    "threads": 1,
+    "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "model": {"hidden": [5]},
+    "trainer": {"kind": "bp"},
+    "sampler": {"batch_size": 16},
+    "protection": {"kind": "record", "noise_multiplier": 0.8, "bands": 3},
+}
+
+
+def data(n: int = N) -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
+
+
+def same_model(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a if name.startswith("model."))
+
+
+def changed(**sections: Any) -> dict[str, Any]:
+    return {
+        **CONFIG,
+        **{
+            key: {**CONFIG.get(key, {}), **value} if isinstance(value, dict) else value
+            for key, value in sections.items()
+        },
+    }
+
+
+def stream(coefficients: tuple[float, ...] = COEFFICIENTS, *, stored: bool = True) -> CorrelatedStream:
+    return CorrelatedStream(SeededStream(5, "test"), coefficients, size=SIZE, stored=stored)
+
+
+def drawn(noise: CorrelatedStream, steps: range) -> np.ndarray:
+    """The numbers of some steps, in two readings each, shape (steps, SIZE)."""
+    found = []
+    for step in steps:
+        noise.seek(step)
+        found.append(torch.cat([noise.normal((2, 2)).flatten(), noise.normal((2,))]).numpy().copy())
+    return np.stack(found).astype(np.float64)
+
+
+def fresh(steps: range) -> np.ndarray:
+    source, found = SeededStream(5, "test"), []
+    for step in steps:
+        source.seek(step)
+        found.append(torch.cat([source.normal((2, 2)).flatten(), source.normal((2,))]).numpy())
+    return np.stack(found).astype(np.float64)
+
+
+# The stream
+
+
+def test_the_noise_is_the_inverse_of_the_dense_matrix_times_fresh_noise() -> None:
+    steps = range(STEPS)
+    found = drawn(stream(), steps)
+    np.testing.assert_allclose(dense(COEFFICIENTS, STEPS) @ found, fresh(steps), rtol=0, atol=3e-6)
+    with pytest.raises(AssertionError):  # planted: columns that were not normalised
+        np.testing.assert_allclose(dense((0.8, 0.5, 0.25), STEPS) @ found, fresh(steps), rtol=0, atol=3e-6)
+
+
+def test_rounding_does_not_grow_with_the_steps() -> None:
+    flat = (0.5, 0.5, 0.5, 0.5)  # the least stable of all coefficients that do not increase
+    steps = range(400)
+    found = drawn(stream(flat), steps)
+    gap = np.abs(dense(flat, len(steps)) @ found - fresh(steps)).max(axis=1)
+    assert gap.max() < 4e-6 * max(1.0, np.abs(found).max())
+    assert gap[-100:].mean() < 3 * gap[:100].mean() + 1e-6
+
+
+def test_a_stream_continues_from_its_state_and_begins_anew_without_it() -> None:
+    whole, first, second = stream(), stream(), stream()
+    expected = drawn(whole, range(STEPS))
+    drawn(first, range(4))
+    for name, tensor in second.state.items():
+        tensor.copy_(first.state[name])
+    assert np.array_equal(drawn(second, range(4, STEPS)), expected[4:])
+    assert all(torch.equal(whole.state[name], second.state[name]) for name in whole.state)
+    anew = stream(stored=False)
+    assert anew.state == {}
+    drawn(anew, range(4))
+    skipped = drawn(anew, range(6, 6 + STEPS))  # step 4 was not drawn, so nothing is known to lead to step 6
+    np.testing.assert_allclose(
+        dense(COEFFICIENTS, STEPS) @ skipped, fresh(range(6, 6 + STEPS)), rtol=0, atol=3e-6
+    )
+
+
+def test_a_step_that_broke_off_leaves_what_leads_to_it() -> None:
+    broken, whole = stream(), stream()
+    drawn(broken, range(4))
+    kept = {name: tensor.clone() for name, tensor in broken.state.items()}
+    broken.seek(4)
+    broken.normal((2, 2))
+    resumed = stream()
+    for name, tensor in resumed.state.items():
+        tensor.copy_(broken.state[name])
+    assert int(broken.state["noise_leads_to"]) == int(kept["noise_leads_to"]) == 4
+    assert np.array_equal(drawn(resumed, range(4, 8)), drawn(whole, range(8))[4:])
+
+
+def test_a_wrong_number_of_draws_is_refused() -> None:
+    noise = stream()
+    noise.seek(0)
+    noise.normal((5,))
+    with pytest.raises(ValueError, match="size = 6: step 0 drew 5 numbers; state as many"):
+        noise.seek(1)
+    with pytest.raises(ValueError, match="size = 6: step 0 draws more numbers"):
+        noise.normal((2,))
+
+
+# The batches
+
+
+def members(make: Callable[[int], np.ndarray], runs: int) -> np.ndarray:
+    """Subsets of the first two records in many runs, shape (runs, 2)."""
+    return np.stack([make(seed)[:2] for seed in range(runs)])
+
+
+def pair_deviation(subsets: np.ndarray) -> float:
+    """How far the share of runs in which both are in one subset is from 1 / 2, in standard errors."""
+    return float(abs(np.mean(subsets[:, 0] == subsets[:, 1]) - 0.5) * 2 * len(subsets) ** 0.5)
+
+
+def test_subsets_are_coins_of_each_record() -> None:
+    def coins(seed: int) -> np.ndarray:
+        return CyclicPoissonSampler(4, sampling_probability=0.5, subsets=2, seed=seed).subset_of_records
+
+    def partition(seed: int) -> np.ndarray:  # planted: two subsets of two records each
+        return np.random.default_rng(seed).permutation(np.arange(4) % 2)
+
+    assert pair_deviation(members(coins, 2000)) < 5
+    assert pair_deviation(members(partition, 2000)) > 5
+    free = CyclicPoissonSampler(4000, sampling_probability=0.1, subsets=4, seed=None)
+    sizes = np.bincount(free.subset_of_records, minlength=4)
+    assert np.abs(sizes - 1000).max() < norm.isf(norm.sf(5.0) / 4) * math.sqrt(4000 * 0.25 * 0.75)
+    assert np.array_equal(free.subset_of_records, free.subset_of_records)
+    assert not np.array_equal(free.subset_of_records, replace(free).subset_of_records)
+
+
+def gaps(indices: Callable[[int], torch.Tensor], steps: int, n: int) -> int:
+    """Least number of steps between two batches of one record."""
+    times: list[list[int]] = [[] for _ in range(n)]
+    for step in range(steps):
+        for record in indices(step).tolist():
+            times[record].append(step)
+    return min(after - before for own in times for before, after in pairwise(own))
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_a_record_comes_up_in_its_own_steps_only(seed: int | None) -> None:
+    n, bands, q, steps = 300, 4, 0.2, 200
+    sampler = CyclicPoissonSampler(n, sampling_probability=q, subsets=bands, seed=seed)
+    subset = sampler.subset_of_records
+    assert gaps(sampler.indices, steps, n) == bands
+    every = training.data.samplers.PoissonSampler(n, sampling_probability=q, seed=seed)
+    assert gaps(every.indices, steps, n) < bands  # planted: all subsets at each step
+    drawn_in = [sampler.indices(step).numpy() for step in range(steps)]
+    assert all((subset[batch] == step % bands).all() for step, batch in enumerate(drawn_in))
+    rates = np.array([len(batch) / np.sum(subset == step % bands) for step, batch in enumerate(drawn_in)])
+    error = math.sqrt(bands * q * (1 - bands * q) / (n / bands) / steps)
+    assert abs(rates.mean() - bands * q) < 5 * error
+    assert (sampler.scheme, sampler.expected_batch_size, sampler.steps_per_epoch) == ("cyclic-poisson", 60, 5)
+
+
+# The factorisation
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [OptimizerConfig(momentum=0.0), OptimizerConfig(momentum=0.9, schedule="cosine")],
+    ids=["prefix sums", "cosine"],
+)
+def test_coefficients_are_those_of_a_dense_search(optimizer: OptimizerConfig) -> None:
+    steps, bands = 24, 3
+    rates = [
+        1.0 if optimizer.schedule == "constant" else (1 + math.cos(math.pi * s / steps)) / 2
+        for s in range(steps)
+    ]
+    weights = np.array(
+        [
+            [sum(rates[u] * optimizer.momentum ** (u - s) for u in range(s, t + 1)) for s in range(steps)]
+            for t in range(steps)
+        ]
+    )
+
+    def error(c: np.ndarray) -> float:
+        return float(np.linalg.norm(weights @ np.linalg.inv(dense((1.0, *c), steps)))) * math.hypot(1, *c)
+
+    found = banded_coefficients(bands, steps, optimizer)
+    best = minimize(
+        error, np.array([0.5, 0.3]), method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10}
+    )
+    mine = np.array(found) / found[0]
+    assert error(mine[1:]) <= best.fun * (1 + 1e-4)
+    np.testing.assert_allclose(weights_of_gradients(steps, optimizer), weights, atol=1e-12)
+    assert error(mine[1:]) < 0.75 * error(np.zeros(2))
+
+
+@pytest.mark.parametrize(("bands", "steps"), [(1, 7), (2, 7), (5, 3), (16, 200)])
+def test_columns_have_norm_one_and_float32_holds_the_coefficients(bands: int, steps: int) -> None:
+    found = banded_coefficients(bands, steps, OptimizerConfig())
+    norms = np.linalg.norm(dense(found, steps), axis=0)
+    assert 1 - 2.0**-20 * bands <= math.hypot(*found) <= 1
+    assert norms.max() <= 1
+    assert all(float(np.float32(c)) == c and c >= 0 for c in found)
+
+
+# Runs
+
+
+def test_one_band_is_independent_noise_bit_for_bit(tmp_path: Path) -> None:
+    runs = {
+        "plain": {**CONFIG, "protection": {"kind": "record", "noise_multiplier": 0.8}},
+        "one": changed(protection={"bands": 1}),
+        "three": CONFIG,
+    }
+    for name, config in runs.items():
+        training.train(config, data=data(), folder=tmp_path / name)
+    found = {name: tensors(tmp_path / name) for name in runs}
+    assert found["plain"].keys() == found["one"].keys()
+    assert all(torch.equal(found["plain"][name], found["one"][name]) for name in found["plain"])
+    assert not same_model(found["plain"], found["three"])
+
+
+def convolutions() -> torch.nn.Module:
+    torch.manual_seed(2)
+    layers = (torch.nn.Unflatten(1, (1, 5)), torch.nn.Conv1d(1, 3, 3), torch.nn.Tanh(), torch.nn.Flatten())
+    return torch.nn.Sequential(*layers, torch.nn.Linear(9, 3))
+
+
+@pytest.mark.parametrize("kind", ["bp", "ulr", "module"])
+def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(tmp_path: Path, kind: str, ctrl_c_at: type) -> None:
+    config = changed(trainer={"kind": "bp" if kind == "module" else kind})
+    if kind == "module":
+        del config["model"]
+
+    def model() -> torch.nn.Module | None:
+        return convolutions() if kind == "module" else None
+
+    training.train(config, data=data(), model=model(), folder=tmp_path / "whole")
+    with pytest.raises(RunInterrupted):
+        training.train(config, data=data(), model=model(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
+    training.train(data=data(), model=model(), folder=tmp_path / "broken", resume=True)
+    expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "broken")
+    assert {"state.noise", "state.noise_leads_to"} <= expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    paid = [RunFolder(tmp_path / name).read_ledger().mechanisms for name in ("whole", "broken")]
+    assert paid[0] == paid[1]
+
+
+def test_planted_noise_that_is_forgotten_is_caught(
+    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.train(CONFIG, data=data(), folder=tmp_path / "whole")
+    monkeypatch.setattr(CorrelatedStream, "state", {})
+    with pytest.raises(RunInterrupted):
+        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
+    training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "broken")
+    assert not same_model(expected, found)
+
+
+def test_a_release_run_stores_no_noise_and_pays_for_beginning_anew(tmp_path: Path, ctrl_c_at: type) -> None:
+    config = changed(mode="release")
+    with pytest.raises(RunInterrupted):
+        training.train(config, data=data(), folder=tmp_path, watcher=ctrl_c_at(5))
+    assert not [name for name in tensors(tmp_path) if "noise" in name]
+    before = RunFolder(tmp_path).read_ledger()
+    assert [payment.name for payment in before.payments] == [None]
+    assert before.mechanisms[0].steps == 5
+    run = training.train(data=data(), folder=tmp_path, resume=True)
+    payments = RunFolder(tmp_path).read_ledger().payments
+    assert [payment.name for payment in payments] == [None, NEW_NOISE, None]
+    (mechanism,) = RunFolder(tmp_path).read_ledger().mechanisms
+    assert mechanism.steps == 12 + 2  # so that 5 and 7 steps cost ceil(5 / 3) + ceil(7 / 3) releases
+    assert run.guarantees[0].status is Status.PROVEN
+    assert not [name for name in tensors(tmp_path) if "noise" in name]
+
+
+def test_noise_of_a_device_is_correlated_like_any_other(tmp_path: Path) -> None:
+    config = changed(
+        trainer={"kind": "pdfa"}, device={"noise": {"sigma": 0.1}}, protection={"noise": "device"}, epochs=1
+    )
+    run = training.train(config, data=data(), folder=tmp_path)
+    assert run.guarantees[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
+    assert "device noise correlated over 3 steps" in run.guarantees[0].mechanism
+    assert "state.noise" in tensors(tmp_path)
+
+
+def plan(config: dict[str, Any]) -> RunPlan:
+    resolved = load_config(config).replaced(data={"name": "arrays"})
+    return RunPlan.resolve(resolved, load_data(resolved, data()))
+
+
+def test_a_resolved_run_states_its_coefficients_and_takes_given_ones() -> None:
+    found = plan(changed(protection={"noise_multiplier": None, "epsilon": 3.0})).config.protection
+    assert found.correlation == banded_coefficients(3, 12, OptimizerConfig())
+    own = plan(changed(protection={"correlation": (1.0, 0.5, 0.25)}))
+    assert own.config.protection.correlation == (1.0, 0.5, 0.25)
+    (mechanism,) = own.mechanisms
+    assert mechanism.as_noise().scale == pytest.approx(0.8 / 1.0)  # one step: c_0 only
+    assert mechanism.repeated(12).as_noise().scale == pytest.approx(0.8 / math.hypot(1.0, 0.5, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            changed(protection={"bands": 5}),
+            "protection: bands = 5: times the sampling probability 0.25 is 1.25",
+        ),
+        (
+            changed(protection={"bands": 1, "correlation": (1.0,)}),
+            "correlation.*needs protection.bands above 1",
+        ),
+        (
+            changed(protection={"correlation": (1.0, 0.5)}),
+            "correlation: has 2 coefficients: protection.bands = 3",
+        ),
+        (changed(sampler={"scheme": "full-batch"}), "sampler.scheme: 'full-batch' draws no subsets in turn"),
+        (changed(trainer={"kind": "zo"}), "protection.bands: 3 is for trainers whose gradients"),
+        (
+            changed(trainer={"kind": "convex"}, protection={"relation": "zero_out"}),
+            "protection.bands: 3 is for",
+        ),
+    ],
+)
+def test_what_no_theorem_covers_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(config)
+
+
+def test_other_batches_and_unstated_noise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(CONFIG)
+    flat = training.data.samplers.PoissonSampler(N, sampling_probability=0.25, seed=1)
+    with pytest.raises(
+        NoGuarantee, match="scheme = 'poisson': noise that is correlated over 3 steps needs batches"
+    ):
+        replace(found, sampler=flat).protection.require_covered()
+    other = replace(found, sampler=replace(found.sampler, subsets=2))
+    with pytest.raises(NoGuarantee, match="scheme = 'cyclic-poisson'"):
+        other.protection.require_covered()
+    own = found.mechanisms[0]
+    monkeypatch.setattr(
+        type(found.algorithm),
+        "mechanism",
+        lambda self, z: replace(own, noise_multiplier=z, correlation=(1.0,)),
+    )
+    with pytest.raises(NoGuarantee, match="does not state noise that is correlated over 3 steps"):
+        _ = replace(found).protection.released()
+
+
+def test_the_systems_noise_has_no_state() -> None:
+    assert SystemStream().state == {}

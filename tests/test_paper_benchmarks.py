@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +18,17 @@ from sklearn.datasets import load_digits
 from benchmarks import results_file
 from benchmarks.convex import curves, hyperplanes
 from benchmarks.pages import papers
+from benchmarks.pdfa import figure2
 from benchmarks.private_accuracy import cifar, records
 from benchmarks.results_file import load_results
 from benchmarks.ulr import bound, resnet, table1, variance
-from benchmarks.zeroth_order import ablations, sentences
+from benchmarks.zeroth_order import ablations, joint_clip, sentences
 from tests.support.image_files import write_archive, write_labelled_images
 from training.config.reading import merged
 from training.data import from_arrays
 from training.data.formats import CLASSES
 from training.data.synthetic_images import random_shapes
+from training.engine.trainer import Trainer
 
 COMMITTED = results_file.FOLDER
 
@@ -209,18 +212,78 @@ def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (state, text.count("2 trainings queued")) == ("queued", 1)  # the third seed
 
 
-def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_sentences(root: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Write n sentences to train and 40 others, with random embeddings."""
     generator = torch.Generator().manual_seed(0)
-    (results.parent / "SST2").mkdir()
-    monkeypatch.setattr(sentences, "CACHE", results.parent / "cache")
+    (root / "SST2").mkdir()
+    monkeypatch.setattr(sentences, "CACHE", root / "cache")
     sentences.CACHE.mkdir()
-    for names, n in ((("train",), 300), (("dev", "test"), 40)):
+    for names, count in ((("train",), n), (("dev", "test"), 40)):
         for name in names:
-            lines = [f"sentence {number}\t{number % 2}" for number in range(n // len(names))]
-            (results.parent / "SST2" / f"{name}.tsv").write_text("\n".join(lines))
-        np.save(
-            sentences.CACHE / f"sst2-{'-'.join(names)}.npy", torch.randn(n, 384, generator=generator).numpy()
-        )
+            lines = [f"sentence {number}\t{number % 2}" for number in range(count // len(names))]
+            (root / "SST2" / f"{name}.tsv").write_text("\n".join(lines))
+        drawn = torch.randn(count, 384, generator=generator).numpy()
+        np.save(sentences.CACHE / f"sst2-{'-'.join(names)}.npy", drawn)
+
+
+def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 300)
+    (results.parent / "MNIST").rename(results.parent / "FashionMNIST")
+    take_committed(results, figure2.TABLE1)
+    monkeypatch.setattr(figure2, "COLUMNS", ("non-private", "0.05", "0.2"))
+    monkeypatch.setattr(figure2, "PICTURE", results.parent / "figure.png")
+    figure2.main(epochs=1)
+    assert figure2.PICTURE.exists()
+    found = load_results(figure2.NAME)
+    assert len(found["curves"]) == 12
+    trains_nothing(lambda: figure2.main(epochs=1), monkeypatch)
+    assert load_results(figure2.NAME) == found
+    state, text = ours("Photonic", "Figure 2")
+    assert state == "smaller"
+    assert "after 1 of 15 epochs" in text
+    assert "photonic DFA | 0.2 | 1 |" in figure2.page_section()
+
+
+def test_joint_clip(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sentences(results.parent, monkeypatch, 1100)
+    for name, value in {"STEPS": 2, "DIRECTIONS": 3, "RATES": (0.3,), "PILOTS": (100,), "PUBLIC": 70}.items():
+        monkeypatch.setattr(joint_clip, name, value)
+    monkeypatch.setattr(joint_clip, "SEEDS", (0, 1))
+    monkeypatch.setattr(joint_clip, "embed", lambda texts: torch.eye(384)[: len(texts)])
+    joint_clip.measure(epsilons="4")
+    found = load_results(joint_clip.NAME)
+    assert len(found["cells"]) == len(joint_clip.PLANS)
+    joint_clip.measure(epsilons="4")
+    assert load_results(joint_clip.NAME) == found
+    assert joint_clip.page_section().count("| 4 |") == len(joint_clip.PLANS)
+
+
+def test_many_jointly_clipped_directions_are_dp_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without noise, the mean update of zeroth order is DP-SGD's, within five standard errors of its own spread; at
+    half the clip, the planted fault, it is not."""
+    monkeypatch.setattr(joint_clip, "DIRECTIONS", 200)
+    generator = torch.Generator().manual_seed(0)
+    x, y = 3 * torch.randn(40, 5, generator=generator), torch.arange(40) % 2
+    task = joint_clip.Task(private=(x, y), looked_at=(x, y), start=torch.zeros(1, 6))
+
+    def moved(make: Callable[..., tuple[Trainer, Any]], step: int) -> torch.Tensor:
+        trainer, _ = make(task, 0.0, 0.3, 0)
+        trainer.step(x, y, step=step, records=torch.arange(40))
+        linear = next(module for module in trainer.model.modules() if isinstance(module, torch.nn.Linear))
+        weight = linear.weight.detach().double()
+        return weight[0] if len(weight) == 1 else weight[1] - weight[0]
+
+    theirs = moved(joint_clip.dp_sgd_trainer, 0)
+    for factor, agrees in ((1.0, True), (0.5, False)):
+        monkeypatch.setattr(joint_clip, "CLIP", factor * 0.5**0.5)
+        mine = torch.stack([moved(joint_clip.zo_trainer, step) for step in range(12)])
+        error = mine.std(dim=0) / len(mine) ** 0.5
+        shortfall = theirs.abs().max() / 400  # E |Z g| is below sqrt(n) |g| by 1 / (4 n) of it
+        assert bool(((mine.mean(dim=0) - theirs).abs() < 5 * error + shortfall).all()) is agrees
+
+
+def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sentences(results.parent, monkeypatch, 300)
     sizes = {"records": 250, "batch": 16, "steps": 40}
     cells = [
         ablations.Cell(study="records", law=law, **sizes) for law in ("gaussian", "none", "laplace", "dp-sgd")

@@ -48,8 +48,8 @@ def main(
 ) -> None:
     """Train what is missing, the smallest models first, and save each curve as it ends."""
     cases: list[tuple[str, int | None]] = [
-        (NETWORK, None),
         *((CONVEX, p) for p in COUNTS if p <= largest),
+        (NETWORK, None),
     ]
     for (row, hyperplanes), level in itertools.product(cases, map(float, noise.split(","))):
         key = {"row": row, "hyperplanes": hyperplanes, "noise": level, "epochs": epochs}

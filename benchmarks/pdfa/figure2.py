@@ -86,7 +86,7 @@ def _draw_curves(axes: Any, epochs: int) -> None:
                 color=style(number)["color"],
                 linestyle="--" if plain else "-",
                 alpha=1.0 if plain else 1.0 - 0.75 * noisy.index(column) / (len(noisy) - 1),
-                label=NAMES[row] if column == "0" else None,
+                label=NAMES[row] if column == noisy[0] else None,
             )
     axes.set(xlabel="epoch", ylabel="held-out accuracy [%]", xticks=range(1, epochs + 1))
     axes.set_title(f"dashed: no clip, no noise; lighter: sigma {', '.join(noisy)}", fontsize=9)

@@ -3,9 +3,9 @@
 With one direction z per step, a record's difference l(theta + phi z) - l(theta - phi z) = 2 phi z g is clipped alone.
 Its size |z g| varies, and a tight clip keeps only its sign: E sign(z g) z = 0.80 g / |g|, so a scalar carries 0.80 of
 the signal of a clipped gradient g at the same noise. With n directions whose differences are clipped jointly to
-C = 2 phi sqrt(n), a step releases n scalars for the epsilon of one (ZoGaussian with joint_clip). The vector of a
-record's differences is 2 phi Z g, of norm about C |g|, so the clip acts like DP-SGD's at |g| = 1, the share of the
-signal is E |Z g| / (sqrt(n) |g|) = 0.995 for n = 50, and the mean noise on an entry is DP-SGD's. Rates mean the same.
+2 phi sqrt(n) C, a step releases n scalars for the epsilon of one (ZoGaussian with joint_clip). The vector of a
+record's differences is 2 phi Z g, of norm about 2 phi sqrt(n) |g|, so this acts like DP-SGD's clip C, the share of the
+signal is E |Z g| / (sqrt(n) |g|) = 0.995 for n = 50, the mean noise on an entry is DP-SGD's, and rates mean the same.
 
 Here both train the head of `sst2_head.py` on its sentences with the steps, batches and noise multiplier of DP-SGD, 200
 steps of 64. Both are also given what is public, since zeroth order profits from few dimensions and from a good start:
@@ -13,8 +13,9 @@ steps of 64. Both are also given what is public, since zeroth order profits from
 - "public start": the head starts at the difference of the embeddings of "It was great." and "It was terrible.", the
   paper's class words, with no data at all.
 "averaged" evaluates the mean of the parameters of the last half of all steps: post-processing of the same releases.
-Rates are chosen with the pilot seeds of `sst2_head.py` on training sentences that those seeds leave out, never on dev
-or test. Every training is saved as it ends; a second call resumes.
+DP-SGD chooses its rate, and whether to average, with the pilot seeds of `sst2_head.py` on training sentences that those
+seeds leave out, never on dev or test; zeroth order takes them over, and has no search of its own. Every training is
+saved as it ends; a second call resumes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +58,10 @@ from training.protections.record import RecordGradients
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
 MODULE, NAME = "benchmarks.zeroth_order.joint_clip", "zo_joint_clip"
-STEPS, BATCH, DIRECTIONS, RATES = 200, 64, 50, (0.1, 0.3, 1.0, 3.0)
+STEPS, BATCH, DIRECTIONS, RATES = 200, 64, 50, (0.03, 0.1, 0.3, 1.0, 3.0)
+CLIP, RATE_OF_LOGIT = math.sqrt(0.5), 2.0
+"""DP-SGD's head has two outputs with gradients g and -g. A clip of 1 lets |g| be CLIP, and their difference then moves
+like one logit of that clip at RATE_OF_LOGIT times the rate."""
 PUBLIC, SPAN, CLASSES, START = 2000, 64, ("It was terrible.", "It was great."), 2.0
 """START: the logit of each class's own words under the public start."""
 
@@ -89,7 +94,8 @@ PLANS = {
 BASELINE = "dp-sgd"
 
 
-def noise_for(epsilon: float, *, directions: int = DIRECTIONS) -> float:
+@cache
+def noise_for(epsilon: float) -> float:
     """Return the least multiplier of joint clips that reaches epsilon, which is that of DP-SGD."""
     mechanism = ZoGaussian(
         noise_multiplier=1.0,
@@ -97,7 +103,7 @@ def noise_for(epsilon: float, *, directions: int = DIRECTIONS) -> float:
         divisor=BATCH,
         steps=STEPS,
         clip_norm=1.0,
-        directions=directions,
+        directions=DIRECTIONS,
         joint_clip=True,
     )
     return float(calibrate_noise(mechanism, target_epsilon=epsilon, delta=DELTA)[0].noise)
@@ -151,9 +157,11 @@ def zo_trainer(task: Task, noise: float, rate: float, seed: int) -> tuple[ZoTrai
     with torch.no_grad():
         model.linear.weight.copy_(task.start[:, :-1])
         model.linear.bias.copy_(task.start[0, -1:])
-    options = {"kind": "zo", "perturbation": PHI, "directions": DIRECTIONS, "clip": "joint"}
-    config = load_config({"trainer": options, "optimizer": {"lr": rate, "schedule": "linear"}})
-    clip = 2 * PHI * math.sqrt(DIRECTIONS)
+    options = {"kind": "zo", "perturbation": PHI, "directions": DIRECTIONS}
+    config = load_config(
+        {"trainer": options, "optimizer": {"lr": RATE_OF_LOGIT * rate, "schedule": "linear"}}
+    )
+    clip = 2 * PHI * math.sqrt(DIRECTIONS) * CLIP
     stream = GaussianScalars(SeededStream(seed, "central-noise"))
     release = ScalarRelease(clip=clip, divisor=BATCH, scale=noise * clip, noise=stream, joint=True)
     root = derive_seed(seed, "directions")
@@ -208,7 +216,7 @@ def measure(only: str = "", epsilons: str = "1,0.5,4") -> None:
     """Choose rates with the pilots, train with the other seeds, and save after each cell.
 
     Args:
-        only: One plan by its name; empty for all.
+        only: One plan of zeroth order by its name, with its counterpart; empty for all.
         epsilons: Separated by commas.
     """
     torch.set_num_threads(1)
@@ -217,22 +225,25 @@ def measure(only: str = "", epsilons: str = "1,0.5,4") -> None:
     words = NORM * embed(list(CLASSES))
     for epsilon in map(float, epsilons.split(",")):
         for name, plan in PLANS.items():
-            if only in ("", name):
-                cell = cells.setdefault(key_of(name, epsilon), {"noise": noise_for(epsilon), "pilots": {}})
-                _fill(cell, plan, data, words, save=lambda: save_results(NAME, {"cells": cells}))
-                print(
-                    key_of(name, epsilon),
-                    cell["pilots"],
-                    figures(cell, "last"),
-                    figures(cell, "averaged"),
-                    flush=True,
-                )
+            if only and name not in (only, counterpart(only)):
+                continue
+            cell = cells.setdefault(key_of(name, epsilon), {"noise": noise_for(epsilon)})
+            theirs = cells[key_of(counterpart(name), epsilon)]
+            _fill(cell, theirs, plan, data, words, save=lambda: save_results(NAME, {"cells": cells}))
+            print(key_of(name, epsilon), cell["rate"], cell["kind"], shown(figures(cell)), flush=True)
 
 
-def _fill(cell: dict[str, Any], plan: Plan, data: dict[str, Any], words: Tensor, save: Any) -> None:
-    """Do what a cell lacks: pilots by rate, then the runs of the best rate."""
-    for rate in RATES:
-        if f"{rate:g}" not in cell["pilots"]:
+def counterpart(name: str) -> str:
+    """Return the name of DP-SGD under the same conditions."""
+    return name.replace("zo, joint clip", BASELINE)
+
+
+def _fill(
+    cell: dict[str, Any], theirs: dict[str, Any], plan: Plan, data: dict[str, Any], words: Tensor, save: Any
+) -> None:
+    """Do what a cell lacks: the pilots of DP-SGD by rate, then the runs at the best rate of DP-SGD's cell."""
+    for rate in () if plan.zo else RATES:
+        if f"{rate:g}" not in cell.setdefault("pilots", {}):
             found = [
                 trained(plan, cell["noise"], rate, seed, task_of(plan, seed, data, words)) for seed in PILOTS
             ]
@@ -240,14 +251,14 @@ def _fill(cell: dict[str, Any], plan: Plan, data: dict[str, Any], words: Tensor,
                 kind: round(statistics.fmean(run[kind] for run in found), 2) for kind in KINDS
             }
             save()
-    best = max(cell["pilots"], key=lambda rate: float(max(cell["pilots"][rate].values())))
-    cell |= {"rate": float(best), "kind": max(KINDS, key=lambda kind: float(cell["pilots"][best][kind]))}
+    pilots = theirs["pilots"]
+    best = max(pilots, key=lambda rate: float(max(pilots[rate].values())))
+    cell |= {"rate": float(best), "kind": max(KINDS, key=lambda kind: float(pilots[best][kind]))}
     runs = cell.setdefault("runs", {})
     for seed in SEEDS:
         if str(seed) not in runs:
-            runs[str(seed)] = trained(
-                plan, cell["noise"], cell["rate"], seed, task_of(plan, seed, data, words)
-            )
+            task = task_of(plan, seed, data, words)
+            runs[str(seed)] = trained(plan, cell["noise"], cell["rate"], seed, task)
             save()
 
 
@@ -276,9 +287,7 @@ def page_rows() -> list[tuple[str, ...]]:
             cell = cells.get(key_of(name, epsilon), {})
             if not figures(cell, "last"):
                 continue
-            same = figures(
-                cells.get(key_of(name.replace("zo, joint clip", BASELINE), epsilon), {"kind": "last"})
-            )
+            same = figures(cells.get(key_of(counterpart(name), epsilon), {"kind": "last"}))
             mine = figures(cell)
             rows.append(
                 (
@@ -307,9 +316,9 @@ def page_section() -> str:
         f"{STEPS} steps of {BATCH}, {DIRECTIONS} directions a step, clipped jointly: the noise multiplier and the "
         "proven epsilon at delta 1e-5 are those of DP-SGD. Mean of seeds and standard error on dev and test together "
         f"({found.get('date')}, {command(MODULE)}). Public: the span of {SPAN} principal directions of {PUBLIC:,} "
-        "other sentences without labels; a start at the embeddings of the class words. The rate, and whether the "
-        "parameters of the last half of all steps are averaged, were chosen with other seeds on training sentences "
-        "that these leave out, which no epsilon covers."
+        "other sentences without labels; a start at the embeddings of the class words. DP-SGD's rate, and "
+        "whether the parameters of the last half of all steps are averaged, were chosen with other seeds on training "
+        "sentences that these leave out, which no epsilon covers; zeroth order takes both over."
     )
     header = (
         "epsilon",

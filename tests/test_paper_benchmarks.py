@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +23,17 @@ from benchmarks.private_accuracy import cifar, records
 from benchmarks.results_file import load_results
 from benchmarks.ulr import bound, resnet, table1, variance
 from benchmarks.zeroth_order import ablations, joint_clip, sentences
+from benchmarks.zeroth_order.sst2_head import Head
+from opusim.medium.directions import Direction
+from opusim.randomness.streams import derive_seed
 from tests.support.image_files import write_archive, write_labelled_images
+from training.config import load_config
 from training.config.reading import merged
 from training.data import from_arrays
 from training.data.formats import CLASSES
 from training.data.synthetic_images import random_shapes
-from training.engine.trainer import Trainer
+from training.networks.base import ModuleNetwork
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 COMMITTED = results_file.FOLDER
 
@@ -246,9 +251,9 @@ def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_joint_clip(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_sentences(results.parent, monkeypatch, 1100)
-    for name, value in {"STEPS": 2, "DIRECTIONS": 3, "RATES": (0.3,), "PILOTS": (100,), "PUBLIC": 70}.items():
+    sizes = {"SGD_SIZES": (2, 64), "ZO_SIZES": (4, 16), "SEEDS": (0, 1), "PILOTS": (100,), "PUBLIC": 70}
+    for name, value in {**sizes, "RATES": (0.1, 0.3)}.items():
         monkeypatch.setattr(joint_clip, name, value)
-    monkeypatch.setattr(joint_clip, "SEEDS", (0, 1))
     monkeypatch.setattr(joint_clip, "embed", lambda texts: torch.eye(384)[: len(texts)])
     joint_clip.measure(epsilons="4")
     found = load_results(joint_clip.NAME)
@@ -258,28 +263,48 @@ def test_joint_clip(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert joint_clip.page_section().count("| 4 |") == len(joint_clip.PLANS)
 
 
-def test_many_jointly_clipped_directions_are_dp_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without noise, the mean update of zeroth order is DP-SGD's, within five standard errors of its own spread; at
-    half the clip, the planted fault, it is not."""
-    monkeypatch.setattr(joint_clip, "DIRECTIONS", 200)
+@pytest.mark.parametrize("clip", [0.05, 10.0])
+def test_a_step_of_the_linear_head_is_the_trainers(clip: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, y = 3 * torch.randn(40, 5, generator=generator), torch.arange(40) % 2
-    task = joint_clip.Task(private=(x, y), looked_at=(x, y), start=torch.zeros(1, 6))
+    x, y = 3 * torch.randn(5, 4, generator=generator), torch.arange(5) % 2
+    head = Head(4)
+    options = {"kind": "zo", "directions": 6, "perturbation": joint_clip.PHI}
+    config = load_config({"trainer": options, "optimizer": {"lr": 0.7}})
+    release = ScalarRelease(clip=clip, divisor=3.0, joint=True)
+    trainer = ZoTrainer(ModuleNetwork(head, 4), config.trainer, config.optimizer, release, root=7)
+    trainer.step(x, y, step=0)
+    z = torch.zeros(6, 5)
+    for number, row in enumerate(z):
+        direction = Direction(derive_seed(7, "direction", 0, number))
+        direction.add_to(row[:4], 0, 1.0)
+        direction.add_to(row[4:], 1, 1.0)
+    with_one = torch.cat([x, torch.ones(5, 1)], dim=1)
+    update = joint_clip.zo_update(torch.zeros(5), with_one, y, z, torch.zeros(6), clip=clip, divisor=3.0)
+    moved = torch.cat([head.linear.weight.detach()[0], head.linear.bias.detach()])
+    torch.testing.assert_close(moved, -0.7 * update, rtol=1e-3, atol=1e-4)
 
-    def moved(make: Callable[..., tuple[Trainer, Any]], step: int) -> torch.Tensor:
-        trainer, _ = make(task, 0.0, 0.3, 0)
-        trainer.step(x, y, step=step, records=torch.arange(40))
-        linear = next(module for module in trainer.model.modules() if isinstance(module, torch.nn.Linear))
-        weight = linear.weight.detach().double()
-        return weight[0] if len(weight) == 1 else weight[1] - weight[0]
 
-    theirs = moved(joint_clip.dp_sgd_trainer, 0)
+def test_many_jointly_clipped_directions_give_clipped_gradients() -> None:
+    """Within five standard errors of the mean of 100 updates of 200 directions; clipped to half, the planted fault,
+    they do not agree. E |Z g| is below sqrt(n) |g| by 1 / (4 n) of it."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 5, generator=generator), torch.arange(40) % 2
+    gradients = (0.5 - y.float())[:, None] * x  # at weight 0
+    clipped = gradients * (1 / gradients.norm(dim=1, keepdim=True).clamp_min(1.0))
     for factor, agrees in ((1.0, True), (0.5, False)):
-        monkeypatch.setattr(joint_clip, "CLIP", factor * 0.5**0.5)
-        mine = torch.stack([moved(joint_clip.zo_trainer, step) for step in range(12)])
-        error = mine.std(dim=0) / len(mine) ** 0.5
-        shortfall = theirs.abs().max() / 400  # E |Z g| is below sqrt(n) |g| by 1 / (4 n) of it
-        assert bool(((mine.mean(dim=0) - theirs).abs() < 5 * error + shortfall).all()) is agrees
+        clip = 2 * joint_clip.PHI * math.sqrt(200) * factor
+        updates = torch.stack(
+            [
+                joint_clip.zo_update(
+                    torch.zeros(5), x, y, torch.randn(200, 5, generator=generator), torch.zeros(200),
+                    clip=clip, divisor=40.0,
+                )
+                for _ in range(100)
+            ]
+        )  # fmt: skip
+        error = updates.std(dim=0) / math.sqrt(len(updates))
+        gap = (updates.mean(dim=0) - clipped.mean(dim=0)).abs()
+        assert bool((gap < 5 * error + clipped.mean(dim=0).abs().max() / 400).all()) is agrees
 
 
 def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,17 +236,20 @@ def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (results.parent / "MNIST").rename(results.parent / "FashionMNIST")
     take_committed(results, figure2.TABLE1)
     monkeypatch.setattr(figure2, "COLUMNS", ("non-private", "0.05", "0.2"))
+    monkeypatch.setattr(figure2, "EPOCHS", {"fashion-mnist": 1, "digits": 1})
     monkeypatch.setattr(figure2, "PICTURE", results.parent / "figure.png")
-    figure2.main(epochs=1)
+    figure2.main()
     assert figure2.PICTURE.exists()
-    found = load_results(figure2.NAME)
-    assert len(found["curves"]) == 12
-    trains_nothing(lambda: figure2.main(epochs=1), monkeypatch)
-    assert load_results(figure2.NAME) == found
     state, text = ours("Photonic", "Figure 2")
     assert state == "smaller"
-    assert "after 1 of 15 epochs" in text
-    assert "photonic DFA | 0.2 | 1 |" in figure2.page_section()
+    assert "Curves on digits, 1 epoch" in text
+    figure2.main(data="fashion-mnist")
+    found = load_results(figure2.NAME)
+    assert len(found["curves"]) == 24
+    trains_nothing(lambda: figure2.main(data="fashion-mnist"), monkeypatch)
+    assert load_results(figure2.NAME) == found
+    assert "Curves on fashion-mnist" in ours("Photonic", "Figure 2")[1]
+    assert "photonic DFA | 0.2 |" in figure2.page_section()
 
 
 def test_joint_clip(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,19 +37,19 @@ def pdfa_table() -> str:
 
 def pdfa_curves() -> str:
     """Return the accuracies at the end of the curves, and the alignment of the second layer."""
-    curves = load_results(figure2.NAME)["curves"]
-    epochs = max(curve["epochs"] for curve in curves)
+    data = figure2.shown_data()
+    curves = figure2.curves_of(data)
     parts = []
-    for row in dict.fromkeys(curve["row"] for curve in curves):
-        ends = [curve["held_out"][-1] for curve in curves if (curve["row"], curve["epochs"]) == (row, epochs)]
+    for row in dict.fromkeys(row for row, _ in curves):
+        ends = [held_out[-1] for (one, _), held_out in curves.items() if one == row]
         parts.append(f"{row} {', '.join(f'{end:.1f}' for end in ends)} %")
-    noises = list(dict.fromkeys(curve["column"] for curve in curves))
+    noises = list(dict.fromkeys(column for _, column in curves))
     cosines = [figure2.alignment("pdfa", f"{sigma:g}", 1) for sigma in SIGMAS]
     falls = ", ".join(f"{value:.2f}" for value in cosines if value is not None)
     return (
-        f"[the figure](pdfa_figure2.png): held-out accuracy after {epochs} of 15 epochs at {', '.join(noises)}: "
-        f"{'; '.join(parts)}. Cosine of photonic DFA's second layer with backpropagation after 15 epochs, sigma "
-        f"{', '.join(f'{sigma:g}' for sigma in SIGMAS)}: {falls}"
+        f"[the figure](pdfa_figure2.png). Curves on {data}, {figure2.EPOCHS[data]} epochs, held-out accuracy at the "
+        f"end, {', '.join(noises)}: {'; '.join(parts)}. FashionMNIST, cosine of photonic DFA's second layer with "
+        f"backpropagation after 15 epochs, sigma {', '.join(f'{sigma:g}' for sigma in SIGMAS)}: {falls}"
     )
 
 

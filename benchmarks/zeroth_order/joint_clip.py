@@ -1,8 +1,8 @@
 """How close does zeroth order come to DP-SGD if loss differences are clipped jointly (SST-2, a linear head)?
 
-With one direction z per step, a record's difference l(theta + phi z) - l(theta - phi z) = 2 phi z g is clipped alone.
-Its size |z g| varies, and a tight clip keeps only its sign: E sign(z g) z = 0.80 g / |g|, so a scalar carries 0.80 of
-the signal of a clipped gradient g at the same noise. With n directions whose differences are clipped jointly to
+With one direction z per step, a record's difference l(theta + phi z) - l(theta - phi z) = 2 phi z g is clipped by
+itself. Its size |z g| varies, and a tight clip keeps only its sign: E sign(z g) z = 0.80 g / |g|, so a scalar carries
+0.80 of the signal of a clipped gradient g at the same noise. With n directions whose differences are clipped jointly to
 2 phi sqrt(n) C, a step releases n scalars for the epsilon of one (ZoGaussian with joint_clip). The vector of a
 record's differences is 2 phi Z g, of norm about 2 phi sqrt(n) |g|, so this acts like DP-SGD's clip C, the share of the
 signal is E |Z g| / (sqrt(n) |g|) = 0.995 for n = 50, the mean noise on an entry is DP-SGD's, and rates mean the same.

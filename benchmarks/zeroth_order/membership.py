@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -146,11 +147,19 @@ def one_run(method: str, noise: float, size: str, seed: int, data: dict[str, Any
     return {"first": scores.first.tolist(), "second": scores.second.tolist(), "accuracy": accuracy}
 
 
-def measure(results: dict[str, Any], runs: int) -> None:
+def measure(
+    results: dict[str, Any],
+    runs: int,
+    *,
+    methods: Sequence[str] = tuple(PLANS),
+    sizes: Sequence[str] = SIZES,
+    epsilons: Sequence[float] = EPSILONS,
+) -> None:
+    """Do what is not done yet, of some cells or of all, and save after each run."""
     torch.set_num_threads(1)
     data = {"train": embeddings("train"), "test": embeddings("dev", "test")}
     for seed in range(runs):
-        for method, epsilon, size in itertools.product(PLANS, EPSILONS, SIZES):
+        for method, epsilon, size in itertools.product(methods, epsilons, sizes):
             cell = results.setdefault(key_of(method, epsilon, size), {"runs": {}})
             if "noise" not in cell:
                 cell["noise"] = noise_for(method, epsilon)
@@ -246,10 +255,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--method", choices=list(PLANS), help="One of them; both by default.")
+    parser.add_argument("--canary", choices=SIZES, help="One kind; all by default.")
+    parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)), help="Separated by commas.")
     options = parser.parse_args()
     results = load_results(NAME).get("cells", {})
     if options.what == "measure":
-        measure(results, options.runs)
+        measure(
+            results,
+            options.runs,
+            methods=[options.method] if options.method else list(PLANS),
+            sizes=[options.canary] if options.canary else SIZES,
+            epsilons=[float(epsilon) for epsilon in options.epsilons.split(",")],
+        )
     show(results)
 
 

@@ -26,7 +26,7 @@ from training.config.reading import merged
 from training.reports.drawing import save_figure, style
 
 MODULE, NAME, FOLDER = "benchmarks.pdfa.figure2", "pdfa_figure2", Path("runs/pdfa-figure2")
-COLUMNS, SEED, LAYERS = ("non-private", "0", "0.05", "0.2"), 0, ("layer 1", "layer 2")
+COLUMNS, SEED, LAYERS = ("non-private", "0", "0.2"), 0, ("layer 1", "layer 2")
 EPOCHS, DIGITS_BATCH = {"fashion-mnist": 15, "digits": 30}, 32
 NAMES = {"bp": "BP", "dfa": "DFA", "tdfa": "ternarized DFA", "pdfa": "photonic DFA"}
 PICTURE = Path(__file__).parents[2] / "docs" / "pdfa_figure2.png"

@@ -235,7 +235,6 @@ def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 300)
     (results.parent / "MNIST").rename(results.parent / "FashionMNIST")
     take_committed(results, figure2.TABLE1)
-    monkeypatch.setattr(figure2, "COLUMNS", ("non-private", "0.05", "0.2"))
     monkeypatch.setattr(figure2, "EPOCHS", {"fashion-mnist": 1, "digits": 1})
     monkeypatch.setattr(figure2, "PICTURE", results.parent / "figure.png")
     figure2.main()

@@ -276,10 +276,10 @@ def zo_joint() -> str:
     for name in (name for name, plan in joint_clip.PLANS.items() if plan.zo):
         found = {e: cells.get(joint_clip.key_of(name, e), {}).get("runs") for e in (0.5, 1.0, 4.0)}
         means = [
-            f"{statistics.fmean(joint_clip.figures(cells[joint_clip.key_of(name, e)])):.1f}"
+            f"{statistics.fmean(joint_clip.figures(cells[joint_clip.key_of(name, e)])):.1f} at {e:g}"
             for e, runs in found.items()
             if runs
         ]
         if means:
-            parts.append(f"{name}: {', '.join(means)} %")
+            parts.append(f"{name}: {', '.join(means)}")
     return "; ".join(parts)

@@ -2,7 +2,8 @@
 
 A step draws a secret Poisson(q) batch and n public directions, and releases for each direction
 s_j = sum_i clip(l_i^+ - l_i^-, C) + noise. A record that is added, removed or made null moves every s_j by at most C.
-Counting n directions as n steps with batches of their own would state too little: they share one batch.
+Counting n directions as n steps with batches of their own would state too little: they share one batch. If a record's n
+differences are clipped jointly, to Euclidean norm C, the record moves all s_j together by at most C.
 Source: Tang et al., "Private Fine-tuning of Large Language Models with Zeroth-order Optimization" (DP-ZO).
 """
 
@@ -34,8 +35,8 @@ from accounting.theorems import NOISE_IS_SECRET, Theorem, about_relation, leavin
 
 _CHECKED = (
     "every record enters every batch independently with probability q, by a new draw at each step",
-    "each record's loss difference is clipped to the stated bound before the sum, and one that is not finite counts as "
-    "the bound",
+    "each record's loss difference, or the vector of all its differences, is clipped to the stated bound before the "
+    "sum, and one that is not finite counts as the bound",
     "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
     "the features were standardised with public constants, not with statistics of the data",
     "the noise is fresh for each scalar, from a stream separate from the directions'",
@@ -60,9 +61,11 @@ ZEROTH_ORDER_GAUSSIAN = Theorem(
     name="zeroth-order-gaussian",
     title="Poisson-sampled Gaussian noise on clipped loss differences",
     statement="The n scalars of a step together are one Gaussian mechanism of sensitivity C sqrt(n), so a step is the "
-    "Poisson-sampled Gaussian mechanism with multiplier z / sqrt(n).",
-    proof="The directions are public and share one batch, so a record moves the vector of n sums by at most C sqrt(n); "
-    "theorem sampled-gaussian covers the rest, in both directions.",
+    "Poisson-sampled Gaussian mechanism with multiplier z / sqrt(n). If a record's n differences are clipped jointly, "
+    "the sensitivity is C and the multiplier z.",
+    proof="The directions are public and share one batch, so a record moves the vector of n sums by its own vector of "
+    "clipped differences, whose norm is at most C sqrt(n), or C after a joint clip; theorem sampled-gaussian covers "
+    "the rest, in both directions.",
     reference="DP-ZO, Theorem 3.1 (Tang et al.); Zhu, Dong and Wang 2022",
     code="accounting.zeroth_order.mechanisms.ZoGaussian",
     page="zeroth-order.md, What is guaranteed",
@@ -129,6 +132,10 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
     """Zeroth-order training, Gaussian: clipped loss differences summed over a Poisson batch, plus N(0, (z C)^2)."""
 
     noise_multiplier: Annotated[Positive, Doc("z > 0, the noise's standard deviation over clip_norm.")]
+    joint_clip: Annotated[
+        bool,
+        Doc("Whether clip_norm bounds the norm of a record's differences along all directions of a step."),
+    ] = False
     device_noise: DeviceNoise = False
 
     kind: ClassVar[str] = "zo_gaussian"
@@ -137,20 +144,27 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
     absent_means: ClassVar[Mapping[str, Any]] = {
         **ZoScalars.absent_means,
         **CertifiedMechanism.absent_means,
+        "joint_clip": False,
     }
+
+    @property
+    def spread(self) -> float:
+        """How far one record moves a step's scalars at most, in units of C: 1 if clipped jointly, else sqrt(n)."""
+        return 1.0 if self.joint_clip else math.sqrt(self.directions)
 
     def describe(self) -> str:
         """Return what ran, in a few words."""
         return (
-            f"loss differences clipped to {self.clip_norm:g}, {'device' if self.device_noise else 'Gaussian'} noise "
-            f"with multiplier {self.noise_multiplier:g}, {self._batches()}"
+            f"loss differences {'jointly ' if self.joint_clip else ''}clipped to {self.clip_norm:g}, "
+            f"{'device' if self.device_noise else 'Gaussian'} noise with multiplier {self.noise_multiplier:g}, "
+            f"{self._batches()}"
         )
 
     def as_noise(self) -> numerics.NoisySum:
         """See Mechanism.as_noise; all directions of a step look at one batch."""
         return numerics.NoisySum(
             law="gaussian",
-            scale=self.noise_multiplier / math.sqrt(self.directions),
+            scale=self.noise_multiplier / self.spread,
             probability=self.sampling_probability,
             steps=self.steps,
         )

@@ -44,6 +44,7 @@ from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.papers import papers_page
 from benchmarks.pages.sweeps import SWEEPS, sweep_section
 from benchmarks.pdfa import counts, demo, private, readings
+from benchmarks.pdfa import figure2 as pdfa_figure2
 from benchmarks.pdfa import table1 as pdfa_table1
 from benchmarks.private_accuracy import bands, cifar, labels, paid, records
 from benchmarks.results_file import FOLDER as RESULTS
@@ -72,6 +73,7 @@ from benchmarks.ulr import table1 as ulr_table1
 from benchmarks.zeroth_order import (
     ablations,
     drift,
+    joint_clip,
     membership,
     memory,
     mnist,
@@ -147,6 +149,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
         (
             demo.page_section,
             pdfa_table1.page_section,
+            pdfa_figure2.page_section,
             readings.page_section,
             private.page_section,
             counts.page_section,
@@ -178,7 +181,17 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
         "Zeroth-order training",
         tuple(
             part.page_section
-            for part in (sigma_tables, memory, drift, sst2_head, sst2_lora, membership, mnist, ablations)
+            for part in (
+                sigma_tables,
+                memory,
+                drift,
+                sst2_head,
+                joint_clip,
+                sst2_lora,
+                membership,
+                mnist,
+                ablations,
+            )
         ),
     ),
     "analog": (

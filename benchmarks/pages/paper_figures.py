@@ -8,9 +8,11 @@ from typing import Any
 
 from benchmarks.convex import curves
 from benchmarks.convex.accountants import SHUFFLE_EPSILONS
+from benchmarks.pdfa import figure2
+from benchmarks.pdfa.table1 import SIGMAS
 from benchmarks.results_file import load_results
 from benchmarks.ulr import table1 as ulr_table1
-from benchmarks.zeroth_order import ablations, membership
+from benchmarks.zeroth_order import ablations, joint_clip, membership
 
 Figures = Callable[[], str]
 
@@ -24,7 +26,31 @@ def pdfa_table() -> str:
     cells = load_results("pdfa_table1")["cells"]
     feedbacks = ("bp", "dfa", "tdfa", "pdfa")
     parts = [f"{name} {_range(c['difference'] for c in cells if c['row'] == name)}" for name in feedbacks]
-    return f"ours minus the paper's: {'; '.join(parts)}"
+    readings = load_results("pdfa_readings").get("rows", [])
+    kept = {(row["row"], row["column"]): row["test"] for row in readings if row["reading"] == "kept"}
+    moved = max((abs(row["test"] - kept[row["row"], row["column"]]) for row in readings), default=0.0)
+    return (
+        f"ours minus the paper's: {'; '.join(parts)}. Other readings of what the paper leaves unsaid move a cell by up "
+        f"to {moved:.1f} points ([which](../benchmarks/pdfa/README.md#what-the-paper-leaves-unsaid))"
+    )
+
+
+def pdfa_curves() -> str:
+    """Return the accuracies at the end of the curves, and the alignment of the second layer."""
+    data = figure2.shown_data()
+    curves = figure2.curves_of(data)
+    parts = []
+    for row in dict.fromkeys(row for row, _ in curves):
+        ends = [held_out[-1] for (one, _), held_out in curves.items() if one == row]
+        parts.append(f"{row} {', '.join(f'{end:.1f}' for end in ends)} %")
+    noises = list(dict.fromkeys(column for _, column in curves))
+    cosines = [figure2.alignment("pdfa", f"{sigma:g}", 1) for sigma in SIGMAS]
+    falls = ", ".join(f"{value:.2f}" for value in cosines if value is not None)
+    return (
+        f"[the figure](pdfa_figure2.png). Curves on {data}, {figure2.EPOCHS[data]} epochs, held-out accuracy at the "
+        f"end, {', '.join(noises)}: {'; '.join(parts)}. FashionMNIST, cosine of photonic DFA's second layer with "
+        f"backpropagation after 15 epochs, sigma {', '.join(f'{sigma:g}' for sigma in SIGMAS)}: {falls}"
+    )
 
 
 def ulr_table() -> str:
@@ -222,9 +248,38 @@ def zo_memory() -> str:
 
 
 def zo_membership() -> str:
-    rows = [row for row in membership.table_rows(load_results("zo_membership")["cells"]) if row[1] == "1"]
+    rows = membership.table_rows(load_results("zo_membership")["cells"])
+    kinds = {"token": "a new token each, as in the paper", "1": "a feature of their own each"}
     parts = [
-        f"{method} {', '.join(row[3].split()[0] for row in reversed(rows) if row[0] == method)}"
-        for method in ("zo", "dp-sgd")
+        f"{text}: "
+        + "; ".join(
+            f"{method} {', '.join(row[3].split()[0] for row in reversed(rows) if row[:2] == (method, kind))}"
+            for method in membership.PLANS
+        )
+        for kind, text in kinds.items()
+        if any(row[1] == kind for row in rows)
     ]
-    return f"linear head, canaries of size 1, area [%] at epsilon 0.5, 1, 4, 10, inf: {'; '.join(parts)}"
+    paper = "; ".join(
+        f"{method} {', '.join(f'{area:g}' for area in reversed(areas))}"
+        for method, areas in membership.PAPER.items()
+    )
+    return (
+        "linear head on frozen embeddings, area [%] at epsilon 0.5, 1, 4, 10, inf, canaries with "
+        f"{'; canaries with '.join(parts)}; the paper's language model: {paper}"
+    )
+
+
+def zo_joint() -> str:
+    """Return the accuracies of joint clips; empty without results."""
+    cells = load_results(joint_clip.NAME).get("cells", {})
+    parts = []
+    for name in (name for name, plan in joint_clip.PLANS.items() if plan.zo):
+        found = {e: cells.get(joint_clip.key_of(name, e), {}).get("runs") for e in (0.5, 1.0, 4.0)}
+        means = [
+            f"{statistics.fmean(joint_clip.figures(cells[joint_clip.key_of(name, e)])):.1f} at {e:g}"
+            for e, runs in found.items()
+            if runs
+        ]
+        if means:
+            parts.append(f"{name}: {', '.join(means)}")
+    return "; ".join(parts)

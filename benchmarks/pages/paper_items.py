@@ -14,18 +14,21 @@ from benchmarks.pages.paper_figures import (
     convex_curves,
     convex_hyperplanes,
     convex_tuned,
+    pdfa_curves,
     pdfa_table,
     ulr_rejection,
     ulr_resnet,
     ulr_table,
     widths,
     zo,
+    zo_joint,
     zo_loss,
     zo_membership,
     zo_memory,
     zo_sigma,
     zo_study,
 )
+from benchmarks.pdfa import figure2
 from benchmarks.results_file import load_results
 from benchmarks.ulr import resnet
 from benchmarks.ulr import table1 as ulr_table1
@@ -91,8 +94,9 @@ COSTS: dict[str, float] = {
     "ulr.resnet plain --epochs 20": 0.9,
     "ulr.resnet private": 2.0,
     "ulr.table1 widths": 3.0,
-    "convex.hyperplanes --noise 0": 0.4,
-    "convex.hyperplanes --noise 5,15": 1.6,
+    "convex.hyperplanes --noise 0": 0.07,
+    "convex.hyperplanes --noise 5,15": 0.14,
+    "pdfa.figure2": 0.02,
     _CIFAR: 0.7,
     f"{_ABLATIONS} --study records": 0.04,
     f"{_ABLATIONS} --study clip": 0.01,
@@ -110,10 +114,10 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 2",
             shows="training curves by feedback and noise; alignment by noise",
             state="smaller",
-            figures="the accuracy at the end is that of Table 1. Curves and alignment by layer are in each run's "
-            "report (`opusim report`); the figure is not drawn as printed",
-            run=("pdfa.table1",),
-            results="pdfa_table1",
+            figures=pdfa_curves,
+            run=("pdfa.figure2",),
+            results="pdfa_figure2",
+            left=figure2.left,
         ),
         Item(
             name="Table 1",
@@ -284,8 +288,8 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Table 1",
             shows="OPT-13B, three tasks, 1,000 records",
             state="smaller",
-            figures=lambda: zo("zo, gaussian, 75000 steps", "dp-sgd"),
-            run=(_HEAD, "zeroth_order.sst2_lora measure"),
+            figures=lambda: "; ".join(filter(None, (zo("zo, gaussian, 75000 steps", "dp-sgd"), zo_joint()))),
+            run=(_HEAD, "zeroth_order.sst2_lora measure", "zeroth_order.joint_clip"),
             results="zo_sst2",
         ),
         *(

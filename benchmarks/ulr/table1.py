@@ -67,8 +67,16 @@ BASE: dict[str, Any] = {
 PROVEN_BATCH, PROVEN_COPIES = 1000, 10
 PROVEN_TRAINERS: dict[str, dict[str, Any]] = {
     "ulr": {"kind": "ulr", "copies": PROVEN_COPIES, "sigma": 0.3},
-    "ulr, 32 orthogonal": {"kind": "ulr", "copies": 32, "sigma": 0.3, "directions": "orthogonal"},
-    "ulr, 128 orthogonal": {"kind": "ulr", "copies": 128, "sigma": 0.3, "directions": "orthogonal"},
+    **{
+        f"ulr, {copies} orthogonal": {
+            "kind": "ulr",
+            "copies": copies,
+            "sigma": 0.3,
+            "directions": "orthogonal",
+            "rows_per_pass": 16 * PROVEN_BATCH,
+        }
+        for copies in (32, 128)
+    },
     "bp": {"kind": "bp"},
 }
 WIDTHS = {"small": [128, 64, 32], "medium": [288, 144, 72], "large": [512, 256, 128]}

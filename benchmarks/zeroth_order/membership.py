@@ -1,13 +1,17 @@
 """Does zeroth-order training reveal who was in the data, without noise and with it (Table 6 of the DP-ZO paper)?
 
 A linear head on SST-2 embeddings (`sentences.py`), 1000 training sentences, and 32 canaries a run, each with a
-feature of its own, as large as an embedding or five times as large; a fair coin for each says whether it is trained on.
+feature of its own, as large as an embedding or five times as large, or with a token of its own; a fair coin for each
+says whether it is trained on.
 An attacker who has the first and the last model scores each canary by how far its loss fell. ZO takes 4,000 steps of
 64, DP-SGD 200 of 64, on the same head; without noise neither clips. The area under the curve is over all canaries of
-all runs, its standard error the one of ranks at 1/2. The paper attacks a large language model with a new token for each
-canary, so its areas are another experiment's: what is to be seen again is near one half with noise, and clearly above
-it without. A canary of an embedding's size is what one unusual sentence would be; five times it is an attacker who may
-write what no sentence could.
+all runs, its standard error the one of ranks at 1/2. A canary of an embedding's size is what one unusual sentence would
+be; five times it is an attacker who may write what no sentence could.
+
+The paper makes each canary with one new token. "token" does this: the canary is another training sentence behind a
+token of its own, whose entry in the encoder's table is drawn like the other entries, with a random label. Its feature
+is what the encoder makes of that, and the head that is trained has no weight of its own for it. The paper fine-tunes
+the language model itself. What is to be seen again is near one half with noise, and clearly above it without.
 
 Every run is saved when it ends; a second call resumes where the first one stopped.
 """
@@ -17,6 +21,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,10 +32,17 @@ import torch
 from accounting import RecordCentral, ZoGaussian, calibrate_noise
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
+from benchmarks.zeroth_order.sentences import (
+    N_TRAIN,
+    NORM,
+    embed_by,
+    embeddings,
+    load_encoder,
+    read_sentences,
+)
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
-from tests.support.canaries import auc_error, own_features, pooled, record_losses
+from tests.support.canaries import Canaries, auc_error, own_features, pooled, record_losses
 from training.attacks.base import Scores
 from training.config import load_config
 from training.data.samplers import make_sampler
@@ -42,7 +56,7 @@ from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrai
 
 MODULE = "benchmarks.zeroth_order.membership"
 NAME = "zo_membership"
-DELTA, CANARIES, SIZES = 1e-5, 32, (1, 5)
+DELTA, CANARIES, SIZES = 1e-5, 32, ("1", "5", "token")
 EPSILONS = (math.inf, 10.0, 4.0, 1.0, 0.5)
 PHI, CLIP = 0.01, 0.05
 PLANS = {"zo": {"steps": 4000, "batch": 64, "rate": 0.02}, "dp-sgd": {"steps": 200, "batch": 64, "rate": 0.3}}
@@ -88,11 +102,35 @@ def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:
     return ZoTrainer(network, config.trainer, config.optimizer, release, root=derive_seed(seed, "directions"))
 
 
-def one_run(method: str, noise: float, size: int, seed: int, data: dict[str, Any]) -> dict[str, Any]:
+@cache
+def token_canaries(seed: int) -> Canaries:
+    """Return canaries that are sentences outside a seed's training sentences, each behind a token of its own."""
+    tokenizer, model = load_encoder()
+    train = read_sentences("train").text
+    order = np.random.default_rng(seed).permutation(len(train))[N_TRAIN : N_TRAIN + CANARIES]
+    tokens = [f"newtoken{number}" for number in range(CANARIES)]
+    known, first = model.get_input_embeddings().weight.detach().clone(), len(tokenizer)
+    tokenizer.add_tokens(tokens)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "new tokens"))
+    with torch.no_grad():
+        drawn = torch.randn(CANARIES, known.shape[1], generator=generator)
+        model.get_input_embeddings().weight[first:] = known.mean(dim=0) + known.std(dim=0) * drawn
+    texts = [f"{token} {train[place]}" for token, place in zip(tokens, order, strict=True)]
+    coins = own_features(384, CANARIES, size=1.0, n_classes=2, seed=seed)
+    return replace(coins, x=NORM * embed_by(tokenizer, model, texts))
+
+
+def one_run(method: str, noise: float, size: str, seed: int, data: dict[str, Any]) -> dict[str, Any]:
     """Train once; scores by coin, and the accuracy on other sentences."""
-    canaries = own_features(384, CANARIES, size=size * NORM, n_classes=2, seed=seed)
+    own = 0 if size == "token" else CANARIES
+    canaries = (
+        own_features(384, CANARIES, size=float(size) * NORM, n_classes=2, seed=seed)
+        if own
+        else token_canaries(seed)
+    )
     chosen = torch.from_numpy(np.random.default_rng(seed).permutation(len(data["train"][1]))[:N_TRAIN])
-    x = torch.cat([data["train"][0][chosen], torch.zeros(N_TRAIN, CANARIES)], dim=1)
+    x = torch.cat([data["train"][0][chosen], torch.zeros(N_TRAIN, own)], dim=1)
     x, y = canaries.joined(x, data["train"][1][chosen])
     trainer = make(method, noise, seed, x.shape[1])
     before = record_losses(trainer.model, canaries.x, canaries.y)
@@ -104,16 +142,24 @@ def one_run(method: str, noise: float, size: int, seed: int, data: dict[str, Any
     scores = canaries.scores(before, record_losses(trainer.model, canaries.x, canaries.y))
     test_x, test_y = data["test"]
     with torch.no_grad():
-        output = trainer.model(torch.cat([test_x, torch.zeros(len(test_x), CANARIES)], dim=1))
+        output = trainer.model(torch.cat([test_x, torch.zeros(len(test_x), own)], dim=1))
     accuracy = float((output.argmax(dim=1) == test_y).double().mean())
     return {"first": scores.first.tolist(), "second": scores.second.tolist(), "accuracy": accuracy}
 
 
-def measure(results: dict[str, Any], runs: int) -> None:
+def measure(
+    results: dict[str, Any],
+    runs: int,
+    *,
+    methods: Sequence[str] = tuple(PLANS),
+    sizes: Sequence[str] = SIZES,
+    epsilons: Sequence[float] = EPSILONS,
+) -> None:
+    """Do what is not done yet, of some cells or of all, and save after each run."""
     torch.set_num_threads(1)
     data = {"train": embeddings("train"), "test": embeddings("dev", "test")}
     for seed in range(runs):
-        for method, epsilon, size in itertools.product(PLANS, EPSILONS, SIZES):
+        for method, epsilon, size in itertools.product(methods, epsilons, sizes):
             cell = results.setdefault(key_of(method, epsilon, size), {"runs": {}})
             if "noise" not in cell:
                 cell["noise"] = noise_for(method, epsilon)
@@ -122,7 +168,7 @@ def measure(results: dict[str, Any], runs: int) -> None:
                 save_results(NAME, {"cells": results})
 
 
-def key_of(method: str, epsilon: float, size: int) -> str:
+def key_of(method: str, epsilon: float, size: str) -> str:
     """Name of a cell in the results."""
     return f"{method}, {epsilon:g}, size {size}"
 
@@ -135,7 +181,7 @@ def together(cell: dict[str, Any]) -> Scores:
 
 COLUMN_NAMES = (
     "method",
-    "canary's size",
+    "canary",
     "epsilon",
     "area [%]",
     "canaries",
@@ -158,7 +204,7 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
             rows.append(
                 (
                     method,
-                    str(size),
+                    size,
                     f"{epsilon:g}",
                     f"{100 * scores.auc:.1f} ± {100 * auc_error(scores):.1f}",
                     str(len(scores.first) + len(scores.second)),
@@ -187,7 +233,8 @@ def page_section() -> str:
     rows = table_rows(results.get("cells", {}))
     text = (
         "Areas under the curve of canaries' membership scores, with the standard error of ranks at one half; 32 "
-        f"canaries a run, each with a feature of its own, its size in embeddings ({results.get('date')}, "
+        "canaries a run: 1 and 5 have a feature of their own of that size in embeddings, token is another sentence "
+        f"behind a new token ({results.get('date')}, "
         f"{command(MODULE, 'measure')}). The paper's figures are of another model and other canaries. Required: near "
         "one half at epsilon at most 4, clearly above it without noise."
     )
@@ -208,10 +255,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--method", choices=list(PLANS), help="One of them; both by default.")
+    parser.add_argument("--canary", choices=SIZES, help="One kind; all by default.")
+    parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)), help="Separated by commas.")
     options = parser.parse_args()
     results = load_results(NAME).get("cells", {})
     if options.what == "measure":
-        measure(results, options.runs)
+        measure(
+            results,
+            options.runs,
+            methods=[options.method] if options.method else list(PLANS),
+            sizes=[options.canary] if options.canary else SIZES,
+            epsilons=[float(epsilon) for epsilon in options.epsilons.split(",")],
+        )
     show(results)
 
 

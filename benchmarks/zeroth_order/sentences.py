@@ -62,12 +62,17 @@ def embeddings(*names: str) -> tuple[Tensor, Tensor]:
     sentences = read_sentences(*names)
     if not file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        np.save(file, _embed(sentences.text).numpy())
+        np.save(file, embed(sentences.text).numpy())
     return torch.from_numpy(np.load(file)) * NORM, sentences.y
 
 
-def _embed(text: list[str]) -> Tensor:
-    tokenizer, model = load_encoder()
+def embed(text: list[str]) -> Tensor:
+    """Return the embeddings of texts at norm 1, shape (n, 384)."""
+    return embed_by(*load_encoder(), text)
+
+
+def embed_by(tokenizer: Any, model: Any, text: list[str]) -> Tensor:
+    """Return the embeddings of texts by a tokenizer and its model, at norm 1, shape (n, width of the model)."""
     order = sorted(range(len(text)), key=lambda i: len(text[i]))
     result = torch.empty(len(text), model.config.hidden_size)
     with torch.no_grad():

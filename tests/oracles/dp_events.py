@@ -41,7 +41,8 @@ def _(mechanism: LabelBudget | LabelReadout | LabelRelease) -> dp.DpEvent:
 
 @event.register(ZoGaussian)
 def _(mechanism: ZoGaussian) -> dp.DpEvent:
-    one = dp.GaussianDpEvent(mechanism.noise_multiplier / mechanism.directions**0.5)
+    moved = 1.0 if mechanism.joint_clip else mechanism.directions**0.5
+    one = dp.GaussianDpEvent(mechanism.noise_multiplier / moved)
     return dp.SelfComposedDpEvent(
         dp.PoissonSampledDpEvent(mechanism.sampling_probability, one), mechanism.steps
     )

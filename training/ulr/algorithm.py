@@ -27,7 +27,7 @@ from training.networks.record_independence import probe_records, require_indepen
 from training.protections.base import DeviceNormals, SoftLabels
 from training.protections.planning import Updates
 from training.ulr.config import UlrConfig
-from training.ulr.directions import coordinates_of, draw_sizes
+from training.ulr.directions import coordinates_of, draw_sizes, needed_copies
 from training.ulr.estimator import Estimator, parts_of_records
 from training.ulr.network import ModuleSequence, Outputs
 from training.ulr.published import PublishedUpdate
@@ -100,10 +100,14 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
             coordinates_of(jacobian, value, h, matched=matched)
             for jacobian, value, h in zip(network.jacobians, blank.values, blank.inputs, strict=True)
         ]
+        counts = [
+            needed_copies(options.copies, value.numel(), options.directions, options.variance_reduction)
+            for value in blank.values
+        ]
         return [
             numbers
-            for one in coordinates
-            for numbers in draw_sizes(math.prod(one.shape), records, options.copies, options.directions)
+            for one, count in zip(coordinates, counts, strict=True)
+            for numbers in draw_sizes(math.prod(one.shape), records, count, options.directions)
         ]
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> UlrTrainer:

@@ -52,7 +52,8 @@ class UlrConfig(TrainerSection):
     directions: Directions = "independent"
     """Directions of a record's copies: independent, or orthogonal in groups of up to as many copies as the module has
     outputs. Orthogonal copies of fixed length vary less, and draw one number for each output rather than one for each
-    copy. The guarantee of the proven form is the same."""
+    copy. Antithetic pairs are then at most as many as the module has outputs: a linear loss leaves no variance. The
+    guarantee of the proven form is the same."""
     shape: Literal["isotropic", "matched"] = "isotropic"
     """Covariance of the noise of a record: isotropic, or matched to its Jacobian if the module's parameters act at many
     positions (convolutions, linear modules on sequences), which lowers the variance. Other modules keep isotropic

@@ -29,7 +29,7 @@ from torch import Tensor
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import finite_rows
 from training.networks.layers import Jacobian, LinearJacobian
-from training.ulr.config import Directions
+from training.ulr.config import Directions, Reduction
 
 _FLOOR = 1e-2
 """Least singular value that the matched covariance counts with, as a part of the record's largest."""
@@ -164,7 +164,7 @@ class Draws:
         self._coordinates, self._noise, self._sigma = coordinates, noise, sigma
         self._left, self._orthogonal, self._like = copies, directions == "orthogonal", like
         self._group: list[Tensor] = []
-        self._signs, self._places = like.new_zeros(0), like.new_zeros(0, dtype=torch.long)
+        self._signs, self._shifts = like.new_zeros(0), like.new_zeros(0, dtype=torch.long)
 
     def next(self, copies: int) -> tuple[Tensor, Tensor]:
         """Return z and the scores of the next copies, shapes (copies, batch, ...)."""
@@ -180,7 +180,9 @@ class Draws:
             return
         if not self._group:
             self._begin_group()
-        torch.mul(self._signs, self._group.pop()[self._places], out=copy.flatten(1))
+        column, size = self._group.pop(), self._signs.shape[1]
+        shifted = torch.cat([column, column]).unfold(0, size, 1)  # row k is the column shifted by k
+        torch.mul(self._signs, shifted.index_select(0, self._shifts), out=copy.flatten(1))
 
     def _begin_group(self) -> None:
         """Draw the next group's directions, which all records share, and the signs and the shift of each record."""
@@ -190,8 +192,23 @@ class Draws:
         columns = haar_columns(self._noise.normal((size, group)))
         self._group = list((self._sigma * size**0.5 * columns).float().to(place).T)
         self._signs = torch.where(self._noise.normal((records, size), device=place) < 0, -1.0, 1.0)
-        shifts = (torch.special.ndtr(self._noise.normal((records, 1), device=place)) * size).long()
-        self._places = (torch.arange(size, device=place) + shifts) % size
+        uniform = torch.special.ndtr(self._noise.normal((records, 1), device=place))
+        self._shifts = (uniform * size).long().flatten()
+
+
+def needed_copies(copies: int, outputs: int, directions: Directions, reduction: Reduction) -> int:
+    """Return K, or the number of outputs if that is less and orthogonal antithetic pairs already cover them.
+
+    The pairs of a whole group leave no variance of a linear loss, so those of a second group would repeat it.
+
+    Args:
+        copies: K.
+        outputs: Outputs of the module for a record.
+        directions: Law of the coordinates.
+        reduction: Reduction of variance.
+    """
+    covers = directions == "orthogonal" and reduction == "antithetic"
+    return min(copies, max(outputs, 1)) if covers else copies
 
 
 def draw_sizes(size: int, records: float, copies: int, directions: Directions) -> list[float]:

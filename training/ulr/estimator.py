@@ -17,8 +17,10 @@ have the same law:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import by_record
 from training.ulr.config import Directions, Reduction
-from training.ulr.directions import Draws, coordinates_of
+from training.ulr.directions import Draws, coordinates_of, needed_copies
 from training.ulr.network import ModuleSequence, Outputs
 
 Losses = Callable[[Tensor, slice], Tensor]
@@ -40,7 +42,8 @@ class Estimator:
     """Estimates the gradients at the outputs of all modules.
 
     Attributes:
-        copies: K >= 1, noise draws per record and module; an antithetic pair is one.
+        copies: K >= 1, noise draws per record and module; an antithetic pair is one. Orthogonal pairs are at most as
+            many as the module's outputs.
         reduction: Reduction of variance.
         rows_per_pass: Largest number of noisy rows in one pass through the model; None for as many copies of all
             records as there are modules. It changes memory and rounding only.
@@ -74,43 +77,56 @@ class Estimator:
             sigmas: Standard deviation of the noise of each layer.
         """
         sums = [_Sum(value, self.reduction, clean) for value in outputs.values]
+        counts = [
+            needed_copies(self.copies, math.prod(value.shape[1:]), self.directions, self.reduction)
+            for value in outputs.values
+        ]
         draws: dict[int, Draws] = {}
-        for probes in self._passes(network.depth, len(clean)):
+        for probes in self._passes(counts, len(clean)):
             drawn = []
             for layer, copies in probes:
                 if layer not in draws:  # one layer at a time: a finished layer's noise is let go
-                    draws = {layer: self._draws(network, layer, outputs, noise, sigmas[layer])}
+                    draws = {layer: self._draws(network, layer, outputs, noise, sigmas[layer], counts[layer])}
                 drawn.append(draws[layer].next(copies))
             found = self._losses(network, outputs.values, probes, [z for z, _ in drawn], losses)
             for probe, (_, score), loss in zip(probes, drawn, found, strict=True):
                 sums[probe.layer].add(score, loss)
-        return [total.estimate(self.copies, sigma) for total, sigma in zip(sums, sigmas, strict=True)]
+        return [
+            total.estimate(count, sigma) for total, count, sigma in zip(sums, counts, sigmas, strict=True)
+        ]
 
     def _draws(
-        self, network: ModuleSequence, layer: int, outputs: Outputs, noise: NoiseStream, sigma: float
+        self,
+        network: ModuleSequence,
+        layer: int,
+        outputs: Outputs,
+        noise: NoiseStream,
+        sigma: float,
+        count: int,
     ) -> Draws:
         value, h = outputs.values[layer], outputs.inputs[layer]
         coordinates = coordinates_of(network.jacobians[layer], value, h, matched=self.matched)
-        return Draws(coordinates, noise, sigma, self.copies, self.directions, value)
+        return Draws(coordinates, noise, sigma, count, self.directions, value)
 
     @property
     def _signs(self) -> int:
         return 2 if self.reduction == "antithetic" else 1
 
-    def _passes(self, depth: int, batch: int) -> Iterator[list[Probe]]:
-        """Yield the noises of each pass through the model, in the order in which they are drawn."""
-        size = depth
+    def _passes(self, counts: Sequence[int], batch: int) -> Iterator[list[Probe]]:
+        """Yield the noises of each pass through the model, in the order in which they are drawn.
+
+        Args:
+            counts: Copies of each layer.
+            batch: Number of records.
+        """
+        size = len(counts)
         if self.rows_per_pass is not None:
             size = max(1, self.rows_per_pass // max(self._signs * batch, 1))
-        for start in range(0, depth * self.copies, size):
-            stop = min(start + size, depth * self.copies)
-            first, last = start // self.copies, (stop - 1) // self.copies
-            yield [
-                Probe(
-                    layer, min(stop - layer * self.copies, self.copies) - max(start - layer * self.copies, 0)
-                )
-                for layer in range(first, last + 1)
-            ]
+        ends = list(accumulate(counts))
+        for start in range(0, ends[-1], size):
+            stop = min(start + size, ends[-1])
+            shares = (min(stop, end) - max(start, end - n) for end, n in zip(ends, counts, strict=True))
+            yield [Probe(layer, copies) for layer, copies in enumerate(shares) if copies > 0]
 
     def _losses(
         self,

@@ -203,13 +203,19 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         }
         if self.options.law == "laplace":
             return ZoLaplace(scale=noise_multiplier, **parameters)
-        parameters |= {"device_noise": config.protection.noise == "device", **self.plan.credit}
+        parameters |= {"joint_clip": self._joint, "device_noise": config.protection.noise == "device"}
+        parameters |= self.plan.credit
         return ZoGaussian(noise_multiplier=noise_multiplier, **parameters)
 
     def equivalent_noise(self, noise_multiplier: float) -> float:
-        """See Algorithm.equivalent_noise; several directions cost as much as one with less noise."""
-        directions = self.options.directions
+        """See Algorithm.equivalent_noise; n directions cost as much as one with less noise, unless clipped jointly."""
+        directions = 1 if self._joint else self.options.directions
         return noise_multiplier * (directions if self.options.law == "laplace" else math.sqrt(directions))
+
+    @property
+    def _joint(self) -> bool:
+        """Whether a record's differences along all directions are clipped jointly."""
+        return self.options.clip == "joint" and self.options.directions > 1
 
     def _release(self, device: NoisyDevice | None) -> ScalarRelease:
         """Return clip, batch size and noise of the run.
@@ -230,6 +236,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
             divisor=config.divisor,
             scale=self.protection.noise_multiplier * clip,
             noise=law(stream),
+            joint=self._joint,
         )
 
 

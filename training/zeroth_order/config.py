@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from training.config.data import OWN_ARRAYS
 from training.config.sections import (
@@ -92,6 +92,11 @@ class ZoConfig(TrainerSection):
             holds=lambda run: run.protection.protects != "nothing",
         ),
         Effect(
+            keys=("trainer.clip",),
+            needs="protection.kind = 'record' and trainer.directions above 1",
+            holds=lambda run: run.protection.protects != "nothing" and run.trainer.directions > 1,
+        ),
+        Effect(
             keys=("trainer.language",),
             needs="trainer.language.model (--language-model)",
             holds=lambda run: run.trainer.language.model is not None,
@@ -117,6 +122,10 @@ class ZoConfig(TrainerSection):
     law: Literal["gaussian", "laplace"] = "gaussian"
     """Law of the scalar noise. laplace is purely private (protection.delta = 0), and protection.noise_multiplier is
     then its scale over the clip."""
+    clip: Literal["direction", "joint"] = "direction"
+    """How protection.kind = 'record' clips: each loss difference to clip_norm (direction), or the norm of a record's
+    differences along all directions of a step (joint). Joint clips make n directions cost as much epsilon as one, and
+    take Gaussian noise."""
     settle_every: int = Field(64, ge=1)
     """Steps after which parameters in half precision are set to their float32 copies on disk, to which the step log
     applies; parameters in float32 have no copy."""
@@ -124,6 +133,15 @@ class ZoConfig(TrainerSection):
     """Keep the initial parameters in the run folder, from which the step log is replayed."""
 
     language: LanguageConfig = LanguageConfig()
+
+    @model_validator(mode="after")
+    def _check_clip(self) -> Self:
+        if self.clip == "joint" and self.law == "laplace":
+            raise ValueError(
+                "clip = 'joint' bounds a Euclidean norm, which law = 'laplace' gives no epsilon for; use law = "
+                "'gaussian', or clip = 'direction'"
+            )
+        return self
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:

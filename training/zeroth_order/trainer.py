@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from training.networks.functions import LOSS_VALUES
 from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 from training.zeroth_order.step_log import StepLog
+
+LARGEST_DIFFERENCE = 1e100
+"""Bound on a difference before a joint clip, beyond float32: a loss that is not finite counts as it, and 1,024 of its
+squares have a finite sum in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,20 @@ def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differe
         values = values.clamp(-clip, clip)
         values = values + clip * (bad_plus.double() - bad_minus.double())
     return Differences(values=values, non_finite=int(bad.sum()), clipped=outside)
+
+
+def jointly_clipped(found: Sequence[Differences], clip: float) -> list[Differences]:
+    """Scale each record's differences along all directions to Euclidean norm at most C, up to float64 rounding.
+
+    Args:
+        found: The differences along each direction, bounded by `LARGEST_DIFFERENCE`.
+        clip: C > 0.
+    """
+    values = torch.stack([differences.values for differences in found])
+    norms = torch.linalg.vector_norm(values, dim=0)
+    scaled = values * (clip / norms.clamp_min(clip))
+    outside = int((norms > clip).sum())
+    return [replace(each, values=row, clipped=outside) for each, row in zip(found, scaled, strict=True)]
 
 
 class ScalarNoise(ABC):
@@ -122,19 +140,22 @@ class ScalarRelease:
         divisor: B > 0, the stated batch size.
         scale: Scale of the noise in units of a loss: z C or b C; 0 for no noise.
         noise: Source of the noise, or None.
+        joint: Whether C bounds the norm of a record's differences along all directions, rather than each of them.
     """
 
     clip: float | None
     divisor: float
     scale: float = 0.0
     noise: ScalarNoise | None = None
+    joint: bool = False
 
 
 class ZoTrainer(Trainer):
     """Trains a network's tensors by forward passes.
 
     Guarantees for every batch, whatever it holds:
-        - adding or removing one record changes each scalar's sum by at most C, up to float64 rounding;
+        - adding or removing one record changes each scalar's sum by at most C, and with a joint clip the vector of a
+          step's sums by at most C in Euclidean norm, up to float64 rounding;
         - a loss that is not finite changes the sum by at most C and does not stop the step;
         - an empty batch takes the same noisy step.
 
@@ -274,19 +295,26 @@ class ZoTrainer(Trainer):
 
     def _measure(self, seeds: Sequence[int], x: Tensor, y: Tensor, totals: _Totals) -> None:
         """Add up the losses of all processes along the directions; end on the minus side of the last."""
+        found = []
         for seed in seeds[:-1]:
-            self._measure_direction(seed, x, y, totals)
+            found.append(self._differences(seed, x, y, totals))
             self.perturbation.move_back(seed)
-        self._measure_direction(seeds[-1], x, y, totals)
+        found.append(self._differences(seeds[-1], x, y, totals))
+        if self._release.joint and self._release.clip is not None:
+            found = jointly_clipped(found, self._release.clip)
+        totals.add(found)
         totals.replace(self.ranks.totals(totals.numbers()))
 
-    def _measure_direction(self, seed: int, x: Tensor, y: Tensor, totals: _Totals) -> None:
+    def _differences(self, seed: int, x: Tensor, y: Tensor, totals: _Totals) -> Differences:
         """Evaluate the losses on both sides of a direction; end on its minus side."""
         self.perturbation.move_to_plus(seed)
         plus, right = self._losses(x, y)
+        totals.observe(plus, right)
         self.perturbation.move_to_minus(seed)
         minus, _ = self._losses(x, y)
-        totals.add(plus, right, loss_differences(plus, minus, self._release.clip))
+        return loss_differences(
+            plus, minus, LARGEST_DIFFERENCE if self._release.joint else self._release.clip
+        )
 
     def _losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return each record's loss and whether its class is right, shapes (batch,); no pass for an empty batch."""
@@ -321,15 +349,20 @@ class _Totals:
         self.clipped: list[float] = []
         self.bad: list[float] = []
         self.loss, self.correct = 0.0, 0.0
+        self._observed = False
 
-    def add(self, plus: Tensor, right: Tensor, differences: Differences) -> None:
-        """Add one direction; metrics report the first forward pass."""
-        if not self.sums:
+    def observe(self, plus: Tensor, right: Tensor) -> None:
+        """Keep what metrics report, of the first forward pass only."""
+        if not self._observed:
             self.loss = float(torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64))
             self.correct = float(right.sum())
-        self.sums.append(float(differences.values.sum()))
-        self.clipped.append(differences.clipped)
-        self.bad.append(differences.non_finite)
+            self._observed = True
+
+    def add(self, found: Sequence[Differences]) -> None:
+        """Add up the differences along each direction."""
+        self.sums = [float(differences.values.sum()) for differences in found]
+        self.clipped = [differences.clipped for differences in found]
+        self.bad = [differences.non_finite for differences in found]
 
     def numbers(self) -> list[float]:
         """Return all sums in one row, as processes exchange them."""

@@ -93,6 +93,29 @@ def test_directions_of_one_batch_cost_more_than_steps_of_their_own() -> None:
     assert pure > _only(replace(LAPLACE, steps=8000), 0.0).epsilon
 
 
+def test_directions_clipped_jointly_are_one_gaussian_of_the_clip() -> None:
+    """Delta of one step of three directions on a grid, for a record along one axis or along all, against the statement;
+    a record whose differences are clipped one by one, the planted fault, spends more."""
+    joint = replace(GAUSSIAN, directions=4, joint_clip=True, steps=1000)
+    assert _only(joint, DELTA).epsilon == _only(replace(GAUSSIAN, steps=1000), DELTA).epsilon
+    assert _only(joint, DELTA).epsilon < _only(replace(joint, joint_clip=False), DELTA).epsilon
+    z, q, delta = 1.3, 0.3, 0.02
+    sizes = {"noise_multiplier": z, "sampling_probability": q, "directions": 3, "steps": 1}
+    epsilon = _only(replace(joint, **sizes), delta).epsilon
+    grid = np.linspace(-8, 8, 101)
+    points = z * np.stack(np.meshgrid(grid, grid, grid, indexing="ij"), axis=-1)
+    here = np.exp(-0.5 * (points / z) ** 2).prod(axis=-1)
+
+    def spent(along: np.ndarray) -> float:
+        there = (1 - q) * here + q * np.exp(-0.5 * ((points - along) / z) ** 2).prod(axis=-1)
+        pairs = ((there, here), (here, there))
+        return max(float(np.maximum(p - math.exp(epsilon) * r, 0).sum() / here.sum()) for p, r in pairs)
+
+    assert spent(np.array([1.0, 0.0, 0.0])) == pytest.approx(delta, rel=0.02)
+    assert spent(np.ones(3) / 3**0.5) == pytest.approx(delta, rel=0.02)
+    assert spent(np.ones(3)) > 1.5 * delta
+
+
 def test_one_direction_is_the_standard_mechanism() -> None:
     alike = PoissonLaplace(scale=10.5, sampling_probability=0.02, steps=2000)
     for delta in (0.0, DELTA):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked
 from training.attacks.mechanism.report import Check, MechanismAudit, report_text
 from training.cli.app import app
+from training.zeroth_order.trainer import Differences
 
 LEVELS = {"experiment": 1e-6, "release": 1e-9}
 """No seed fixes a release run, so its alarms by chance must never be met."""
@@ -95,6 +97,19 @@ def test_a_sound_clip_by_layer_raises_no_alarm(seed: int) -> None:
         "ulr", settings=["trainer.clip=module"], steps=40, seed=seed, level=LEVELS["experiment"]
     )
     assert found.holds, report_text(found)
+
+
+def test_joint_clips_of_loss_differences_are_accounted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, the planted fault, n clipped differences have up to sqrt(n) times the norm."""
+    found = self_test("zo", "experiment", seed, settings=["trainer.clip=joint"])
+    assert "jointly clipped" in found.accounted
+    assert found.holds, report_text(found)
+
+    def one_by_one(found: Sequence[Differences], clip: float) -> list[Differences]:
+        return [replace(each, values=each.values.clamp(-clip, clip)) for each in found]
+
+    monkeypatch.setattr("training.zeroth_order.trainer.jointly_clipped", one_by_one)
+    assert not self_test("zo", "experiment", seed, settings=["trainer.clip=joint"]).holds
 
 
 def test_noise_of_a_device_is_what_is_accounted(seed: int) -> None:

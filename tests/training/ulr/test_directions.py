@@ -10,7 +10,7 @@ from opusim.randomness.streams import noise_stream
 from tests.support.ulr_models import new_network, records
 from tests.training.ulr.test_estimator import losses_of, whole_jacobian
 from training.ulr import directions
-from training.ulr.directions import Draws, Isotropic, Matched, coordinates_of, haar_columns
+from training.ulr.directions import Draws, Isotropic, Matched, coordinates_of, haar_columns, needed_copies
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
 
@@ -139,6 +139,25 @@ def test_as_many_orthogonal_copies_as_outputs_give_a_linear_loss_its_gradient(se
     torch.testing.assert_close(found(3, "orthogonal"), slopes.expand(7, 3), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found(6, "orthogonal"), slopes.expand(7, 3), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found(3, "independent"), slopes.expand(7, 3), rtol=0.1)
+
+
+def test_orthogonal_pairs_beyond_the_outputs_are_not_drawn(seed: int) -> None:
+    """Seven pairs on layers of fewer outputs are as many as the outputs; other reductions draw all seven."""
+    network = new_network("linear")
+    x, y = records(9, network.n_inputs)
+    outputs = [value.shape[1] for value in network.forward(x).values]
+    assert max(outputs) <= 7
+    assert [needed_copies(7, n, "orthogonal", "antithetic") for n in outputs] == outputs
+    assert (
+        needed_copies(7, 3, "orthogonal", "clean-loss")
+        == needed_copies(7, 3, "independent", "antithetic")
+        == 7
+    )
+    more, enough = (
+        signals_of(network, x, y, seed=seed, copies=n, directions="orthogonal") for n in (7, max(outputs))
+    )
+    for a, b in zip(more, enough, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_copies_of_a_record_are_orthogonal_and_of_one_length(seed: int) -> None:

@@ -15,7 +15,13 @@ from opusim.medium.directions import Direction
 from opusim.randomness.kernels import PAIRS
 from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
 from training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
-from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, loss_differences
+from training.zeroth_order.trainer import (
+    LARGEST_DIFFERENCE,
+    GaussianScalars,
+    LaplaceScalars,
+    jointly_clipped,
+    loss_differences,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -53,6 +59,33 @@ def test_one_record_moves_the_sum_by_at_most_the_clip(seed: int) -> None:
         kept = torch.arange(200) != leave
         rest = float(loss_differences(plus[kept], minus[kept], 0.05).values.sum())
         assert abs(total - rest) <= 0.05 * (1 + 1e-9)
+
+
+def test_one_record_moves_a_steps_sums_together_by_at_most_the_joint_clip(seed: int) -> None:
+    """Whatever the losses along seven directions; clipped one by one, the planted fault, they move by more."""
+    generator = np.random.default_rng(seed)
+    special = [NAN, INF, -INF, 3e38, -3e38, 1e-45, 0.0]
+    plus, minus = (
+        torch.tensor(generator.choice([*special, *generator.normal(size=20)], (7, 200)), dtype=torch.float32)
+        for _ in range(2)
+    )
+    pairs = list(zip(plus, minus, strict=True))
+    found = jointly_clipped([loss_differences(p, m, LARGEST_DIFFERENCE) for p, m in pairs], 0.05)
+    moves = torch.stack([each.values for each in found])
+    assert torch.isfinite(moves).all()
+    assert float(moves.norm(dim=0).max()) <= 0.05 * (1 + 1e-12)
+    assert {each.clipped for each in found} == {int((moves.norm(dim=0) > 0.05 * (1 - 1e-12)).sum())}
+    alone = torch.stack([loss_differences(p, m, 0.05).values for p, m in pairs])
+    assert float(alone.norm(dim=0).max()) > 0.05 * 2
+
+
+def test_a_joint_clip_keeps_small_records_and_the_direction_of_large_ones() -> None:
+    rows = [torch.tensor([0.1, 3.0, NAN, 0.0]), torch.tensor([0.2, 4.0, 1.0, 0.0])]
+    found = jointly_clipped([loss_differences(r, torch.zeros(4), LARGEST_DIFFERENCE) for r in rows], 1.0)
+    first, second = (each.values.tolist() for each in found)
+    assert first == pytest.approx([0.1, 0.6, 1.0, 0.0], abs=1e-7)
+    assert second == pytest.approx([0.2, 0.8, 0.0, 0.0], abs=1e-7)
+    assert [each.non_finite for each in found] == [1, 0]
 
 
 def test_an_empty_batch_has_no_differences() -> None:

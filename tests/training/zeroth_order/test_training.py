@@ -172,6 +172,43 @@ def test_directions_of_a_step_are_on_the_ledger(tmp_path: Path) -> None:
     assert "4 directions on each Poisson batch" in many.mechanism
 
 
+def test_directions_that_are_clipped_jointly_cost_as_much_as_one(tmp_path: Path) -> None:
+    one = run(tmp_path, PROTECTED, "one").guarantees[0]
+    options = {"kind": "zo", "directions": 4, "clip": "joint"}
+    joint = run(tmp_path, {**PROTECTED, "trainer": options}, "joint")
+    assert joint.guarantees[0].epsilon == one.epsilon
+    assert "jointly clipped to 0.05" in joint.guarantees[0].mechanism
+    assert replay(tmp_path / "joint").steps == joint.step
+    with pytest.raises(ConfigError, match="bounds a Euclidean norm"):
+        run(tmp_path, {**PROTECTED, "trainer": {**options, "law": "laplace"}}, "refused")
+    with pytest.raises(ConfigError, match="trainer.directions above 1"):
+        run(tmp_path, {**PROTECTED, "trainer": {**options, "directions": 1}}, "without-effect")
+
+
+def test_a_step_releases_jointly_clipped_sums() -> None:
+    """The sums of a step's scalars, without noise, are those of every record's scaled differences."""
+    x, y = (
+        3 * torch.randn(5, 4, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(5, dtype=torch.int64),
+    )
+    torch.manual_seed(0)
+    network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
+    config = load_config(
+        {"trainer": {"kind": "zo", "directions": 3, "perturbation": 0.01}, "optimizer": {"lr": 0.1}}
+    )
+    moves = {}
+    for records in (x, *x[:, None]):
+        start = {name: tensor.clone() for name, tensor in network.tensors.items()}
+        release = ScalarRelease(clip=0.02, divisor=1.0, joint=True)
+        trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=7)
+        trainer.step(records, y[: len(records)], step=0)
+        moves[len(moves)] = torch.cat([(t - start[n]).flatten() for n, t in network.tensors.items()])
+        for name, tensor in network.tensors.items():
+            tensor.copy_(start[name])
+    assert torch.allclose(moves[0], sum(moves[number] for number in range(1, 6)), atol=1e-5)
+    assert float(moves[0].norm()) > 0
+
+
 def test_a_budget_stops_before_the_step_that_would_exceed_it(tmp_path: Path) -> None:
     config = {**BASE, "protection": {"kind": "record", "epsilon": 1.5, "noise_multiplier": 1.5}}
     with pytest.raises(BudgetExceeded, match="training ended after step"):

@@ -309,24 +309,25 @@ def _one_step(mechanism: Mechanism) -> str:
 def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Dataset) -> Released:
     """Split the scalars of zeroth-order training: +-C per record along each direction, plus z C N(0, 1).
 
-    The direction determines the sign. A reflection maps the signs of a step's n directions to the first axis; the other
-    n - 1 axes hold only noise.
+    The direction determines the sign, or after a joint clip a share of C. A reflection maps these n numbers to the
+    first axis; the other n - 1 axes hold only noise.
     """
     clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
     factor = 2 * float(getattr(config.trainer, "perturbation")) * float(mechanism.divisor) / clip  # noqa: B009
     along, noise = [], []
     for entry in LogContent.read(folder.path / LOG_FILE).entries:
         scalars = np.array(entry.scalars, dtype=np.float64) * factor
-        signs = np.array([_first_sign(seed, dataset.train.x.shape[1]) for seed in entry.seeds])
-        turned = _reflected(scalars, signs / math.sqrt(len(signs)))
-        along.append(turned[0] / math.sqrt(len(signs)))
+        slopes = np.array([_first_entry(seed, dataset.train.x.shape[1]) for seed in entry.seeds])
+        shares = slopes if mechanism.joint_clip else np.sign(slopes)
+        turned = _reflected(scalars, shares / np.linalg.norm(shares))
+        along.append(turned[0] / mechanism.spread)
         noise.append(turned[1:] / z)
     sums = np.array(along)
     return Released(
         noise=np.array(noise),
         sums=Sums(
             along=sums,
-            along_std=z / math.sqrt(mechanism.directions),
+            along_std=z / mechanism.spread,
             by_layer=sums[:, None],
             shares=np.ones(1),
         ),
@@ -335,11 +336,11 @@ def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Data
     )
 
 
-def _first_sign(seed: int, count: int) -> float:
-    """Return the sign of a direction's first nonzero entry, which is that of the records' loss difference."""
+def _first_entry(seed: int, count: int) -> float:
+    """Return a direction's first nonzero entry, to which the records' loss difference is proportional."""
     entries = torch.zeros(count)
     Direction(seed).add_to(entries, 0, 1.0)
-    return float(torch.sign(entries[torch.nonzero(entries)[0, 0]]))
+    return float(entries[torch.nonzero(entries)[0, 0]])
 
 
 def _reflected(values: np.ndarray, unit: np.ndarray) -> np.ndarray:

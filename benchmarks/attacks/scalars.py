@@ -74,6 +74,13 @@ class ScalarsGame(TwoWorlds):
         """See TwoWorlds.mechanism."""
         return self._step.repeated(self._steps)
 
+    @property
+    def actual(self) -> ZoGaussian | ZoLaplace:
+        """See TwoWorlds.actual."""
+        field = str(self._step.noise_field)
+        weaker = replace(self._step, **{field: self._plan.protection.noise_multiplier})
+        return weaker.repeated(self._steps)
+
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """See TwoWorlds.scores; a pass is one run."""
         return in_passes(count, 1, lambda own: self._pass(own, first=first), seed=seed)

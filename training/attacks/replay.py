@@ -108,7 +108,7 @@ class ReplayedStep:
         return self._earlier + trial
 
     def weights_after(self, index: Tensor, trial: int) -> Mapping[str, Tensor]:
-        """Return the parameters after a step on a batch.
+        """Return the parameters after a step on a batch, until the next step.
 
         Args:
             index: Numbers of the batch's training records.
@@ -116,7 +116,7 @@ class ReplayedStep:
         """
         self._restore()
         self._step(index, self.step_of(trial))
-        return self._parameters()
+        return {name: tensor.detach() for name, tensor in self._trainer.tensors.items()}
 
     def _step(self, index: Tensor, number: int) -> None:
         self._trainer.step(*self.dataset.train.batch(index), step=number, observe=False, records=index)
@@ -198,9 +198,9 @@ class NoiselessStep(Generic[NetworkT]):
         kept = self._kept
         if kept is None or kept.weights is not weights:
             kept = self._kept = KeptTerms(weights, self._network, self._n_records)
-        if not kept.make_room(numbers):
-            return None
         missing = kept.missing(numbers)
+        if missing is None:
+            return None
         if len(missing):
             noted.writes = False
             try:

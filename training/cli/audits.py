@@ -229,9 +229,7 @@ def _audit_one_run(asked: _Asked, canaries: int | None) -> None:
     _show_one_run(asked, found, kept=ONE_RUN_FILE)
 
 
-def _audit_final_model(
-    asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None
-) -> None:
+def _audit_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None) -> None:
     """Train many times with a crafted record or without it, print what the final models say and write the report."""
     from accounting.audit import FEWEST_CANARIES
     from opusim import checks

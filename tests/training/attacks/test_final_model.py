@@ -153,11 +153,15 @@ def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path,
     assert replace(extended, looks=30).confidence == 0
     assert "read 2 times" in one_run_paragraphs(extended)[0]
     assert read_one_run(tmp_path / FINAL_MODEL_FILE) == extended
-    with pytest.warns(UserWarning, match=r"24 trainings was read before, at delta 1e-05; .* confidence 0\.85"):
+    with pytest.warns(
+        UserWarning, match=r"24 trainings was read before, at delta 1e-05; .* confidence 0\.85"
+    ):
         assert audit_final_model(run, **options, trainings=24, delta=1e-6).looks == 3
     kept = json.loads((tmp_path / SCORES_FILE).read_text())
     assert kept["looks"] == [[20, DELTA], [24, DELTA], [24, 1e-6]]
-    (tmp_path / SCORES_FILE).write_text(json.dumps({**kept, "looks": [20, 24]}))  # as older versions kept them
+    (tmp_path / SCORES_FILE).write_text(
+        json.dumps({**kept, "looks": [20, 24]})
+    )  # as older versions kept them
     assert audit_final_model(run, **options, trainings=24).looks == 2
 
 

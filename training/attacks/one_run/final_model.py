@@ -263,9 +263,7 @@ def audit_final_model(
     started = time.process_time()
     keep = partial(scores.keep, on_training)
     play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
-    found = read_scores(
-        game, scores.found[:trainings], delta=look.delta, cpu_s=time.process_time() - started
-    )
+    found = read_scores(game, scores.found[:trainings], delta=look.delta, cpu_s=time.process_time() - started)
     found = replace(found, looks=scores.looked(look))
     write_json(place / FINAL_MODEL_FILE, found.to_json())
     return found
@@ -362,10 +360,7 @@ def _is_look(kept: Any) -> bool:
     if type(kept) is int:
         return True
     return (
-        isinstance(kept, list)
-        and len(kept) == 2
-        and type(kept[0]) is int
-        and type(kept[1]) in (int, float)
+        isinstance(kept, list) and len(kept) == 2 and type(kept[0]) is int and type(kept[1]) in (int, float)
     )
 
 

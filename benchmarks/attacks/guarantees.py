@@ -52,7 +52,8 @@ REASONS = {
     "(tests/training/attacks/test_one_run_audit.py)",
     "pdfa_published": f"{_NOTHING_PROVEN}; `opusim audit RUN --one-run` refutes the claim from the updates",
     "pdfa_without_formula": _NOTHING_PROVEN,
-    "ulr_published": f"{_NOTHING_PROVEN} of whole records; `opusim audit RUN` finds members",
+    "ulr_published": f"{_NOTHING_PROVEN} of whole records; `opusim audit RUN --one-run` refutes the claim from the "
+    "updates",
     "unprotected": _NOTHING_PROVEN,
 }
 """Mechanisms without a row of their own."""
@@ -505,9 +506,9 @@ def page_section() -> str:
         "`opusim account` states. *Audited* are lower bounds with 95 % confidence for the row, by Clopper-Pearson "
         "limits (any mechanism) and, for a release that a theorem makes Gaussian, by the trade-off of that law. *Less "
         "noise* is the bound of the same audit on the same code with a quarter of the noise or four times the epsilon, "
-        "of the epsilon that this really has: the bound must exceed *proven*; – says that it was not measured. *Nothing to find* is its "
-        "bound if both worlds are one, and is above 0 in one of 20 rows by chance. *Claimed* is a paper's formula. A "
-        "mechanism that is not audited says so in its statement (`opusim account run`): only its proof and the tests "
+        "of the epsilon that this really has: the bound must exceed *proven*; – says that it was not measured. *Nothing "
+        "to find* is its bound if both worlds are one, and is above 0 in one of 20 rows by chance. *Claimed* is a "
+        "paper's formula. A mechanism that is not audited says so in its statement (`opusim account run`): only its proof and the tests "
         "of its code speak for it. Zeroth-order steps and searches are played on crafted models, through the run's own "
         "trainer, sampler, noise and choice."
     )

@@ -143,8 +143,9 @@ def measure() -> None:
         found = play_one_run(plan(), CANARIES, seed=SEED, delta=DELTA)
         ((_, result),) = ((one.adversary, one.result) for one in found.readings)
         (bound,) = result.bounds
+        claimed = min(one.epsilon for one in found.guarantees if one.status is Status.CLAIMED)
         line = {
-            "claimed": min(one.epsilon for one in found.guarantees if one.status is Status.CLAIMED),
+            "claimed": claimed if math.isfinite(claimed) else None,
             "formula": result.plan.claimed,
             "bound": bound.epsilon,
             "ceiling": bound.ceiling,
@@ -226,11 +227,11 @@ def _of_training(name: str) -> tuple[str, str, str, str]:
         f"at least {line['bound']:.2f}: from the updates of one training, {line['correct']} of {line['guesses']} "
         f"guesses on {CANARIES:,} planted records are right"
     )
-    value, formula = line["claimed"], f"{line['formula']:.2g}"
+    value, formula = line["claimed"], line["formula"]
     claimed = (
-        f"{value:.2g}" if math.isfinite(value) else f"infinite (a hypothesis fails; the formula: {formula})"
+        f"infinite, as a hypothesis fails (the formula: {formula:.2g})" if value is None else f"{value:.2g}"
     )
-    least = min(value, line["formula"])
+    least = formula if value is None else value
     refuted = "**refuted**" if line["bound"] > least else "vacuous: too large for any audit to reach"
     return claimed, "none for records", audit, refuted
 

@@ -216,11 +216,11 @@ ROWS: dict[str, Row] = {
         game=lambda: scalars("gaussian", 100), trials=10_000, required=0.6, gaussian=True
     ),
     "zeroth order, Laplace scalars": Row(
-        game=lambda: scalars("laplace", 50, epochs=1), trials=20_000, required=0.4
+        game=lambda: scalars("laplace", 50, epochs=1), trials=60_000, required=0.6
     ),
     "zeroth order, Laplace scalars, pure epsilon": Row(
         game=lambda: scalars("laplace", 50, directions=1, epochs=1, delta=0.0),
-        trials=20_000,
+        trials=60_000,
         required=0.4,
         delta=0.0,
     ),
@@ -506,11 +506,11 @@ def page_section() -> str:
         "`opusim account` states. *Audited* are lower bounds with 95 % confidence for the row, by Clopper-Pearson "
         "limits (any mechanism) and, for a release that a theorem makes Gaussian, by the trade-off of that law. *Less "
         "noise* is the bound of the same audit on the same code with a quarter of the noise or four times the epsilon, "
-        "of the epsilon that this really has: the bound must exceed *proven*; – says that it was not measured. *Nothing "
-        "to find* is its bound if both worlds are one, and is above 0 in one of 20 rows by chance. *Claimed* is a "
-        "paper's formula. A mechanism that is not audited says so in its statement (`opusim account run`): only its proof and the tests "
-        "of its code speak for it. Zeroth-order steps and searches are played on crafted models, through the run's own "
-        "trainer, sampler, noise and choice."
+        "of the epsilon that this really has: the bound must exceed *proven*; – says that it was not measured. "
+        "*Nothing to find* is its bound if both worlds are one, and is above 0 in one of 20 rows by chance. *Claimed* "
+        "is a paper's formula. A mechanism that is not audited says so in its statement (`opusim account run`): only "
+        "its proof and the tests of its code speak for it. Zeroth-order steps and searches are played on crafted "
+        "models, through the run's own trainer, sampler, noise and choice."
     )
     return section(
         "Proven, audited, claimed",

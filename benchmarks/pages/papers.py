@@ -37,8 +37,8 @@ def papers_page() -> str:
         + "\n\nAccuracies are on test records. Run the commands in a checkout, with `OPUSIM_DATA` naming the folder of "
         "the data sets; each resumes what it began, and its question stands at the top of its file. Hours are an "
         "estimate of what a queued row's commands take from the start on two cores; rows may share a command.\n\n"
-        "Below each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with 95 % "
-        "confidence, by the strongest attacker that the claim allows, or an exact instance "
+        "Below each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with "
+        "95 % confidence, by the strongest attacker that the claim allows, or an exact instance "
         "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. Claims that "
         "opusim states as proven are audited at epsilon 4, whatever epsilon a table has."
     )

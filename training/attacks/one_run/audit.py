@@ -37,6 +37,7 @@ from training.engine.algorithm import Arrays
 from training.engine.plan import RunPlan
 from training.engine.session import train_planned
 from training.feedback.config import FeedbackConfig
+from training.networks.layers import LayeredNetwork
 from training.networks.network import FullyConnected
 from training.protections.base import PrivateGradients
 from training.runs.folder import ONE_RUN_FILE, RunFolder
@@ -332,34 +333,29 @@ def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
             another one.
     """
     network, options, batch = plan.network, plan.config.trainer, plan.sampler.expected_batch_size
-    published = isinstance(options, UlrConfig) and (options.form, options.remedy) == (
-        "published",
-        "extra-noise",
-    )
-    if not isinstance(network, FullyConnected) or not (published or isinstance(options, FeedbackConfig)):
+    quiet = isinstance(options, UlrConfig) and (options.form, options.remedy) == ("published", "extra-noise")
+    spans = isinstance(options, FeedbackConfig) and isinstance(network, FullyConnected)
+    first = weight_layers(network)[:1]
+    if not isinstance(network, LayeredNetwork) or not first or first[0][0] or not (quiet or spans):
         raise NoGuarantee(
             f"trainer.kind = {options.kind!r} without protection: the attack on one training needs a fully connected "
-            "network under bp, dfa, tdfa, pdfa, or ulr as published with trainer.remedy = 'extra-noise'; play the "
-            "game of single steps: opusim audit RUN"
+            "first layer, of a network under bp, dfa, tdfa or pdfa, or of ulr as published with trainer.remedy = "
+            "'extra-noise'; play the game of single steps: opusim audit RUN"
         )
-    first = network.layers[0]
-    fan_in = network.n_inputs + first.bias
-    most = fan_in - ROOM if published else min(fan_in - ROOM, first.n_outputs)
+    _, weight, n_outputs, fan_in = first[0]
+    others = [tensor.data_ptr() for tensor in network.layer_parameters(0)[1:]]
+    bias = next((name for name, tensor in network.tensors.items() if tensor.data_ptr() in others), None)
+    fan_in += bias is not None
+    most = fan_in - ROOM if quiet else min(fan_in - ROOM, n_outputs)
     if batch > most:
         raise NoGuarantee(
-            f"sampler.batch_size = {batch:g}: the first layer ({first.n_outputs} x {fan_in}) tells nothing of batches "
-            f"above {most}; play the game of single steps: opusim audit RUN"
+            f"sampler.batch_size = {batch:g}: the first layer ({n_outputs} x {fan_in}) tells nothing of batches above "
+            f"{most}; play the game of single steps: opusim audit RUN"
         )
-    names = {tensor.data_ptr(): name for name, tensor in network.tensors.items()}
-    linear = network.linears[0]
-    layer: dict[str, Any] = {
-        "weight": names[linear.weight.data_ptr()],
-        "bias": None if linear.bias is None else names[linear.bias.data_ptr()],
-        "options": plan.config.optimizer,
-    }
-    if published:
+    layer: dict[str, Any] = {"weight": weight, "bias": bias, "options": plan.config.optimizer}
+    if quiet:
         return QuietRowsObserver(network, x, **layer, most_steps=plan.total_steps), False
-    inputs = update_clipping(options)(x, layer=0, depth=network.depth, n_layer=first.n_outputs)
+    inputs = update_clipping(options)(x, layer=0, depth=network.depth, n_layer=n_outputs)
     epoch = -(-(len(plan.dataset.train) + len(x)) // max(int(batch), 1))
     return RowSpaceObserver(network, inputs, **layer, batch_size=math.ceil(batch), most_steps=epoch), True
 

@@ -232,8 +232,10 @@ def _of_training(name: str) -> tuple[str, str, str, str]:
         f"infinite, as a hypothesis fails (the formula: {formula:.2g})" if value is None else f"{value:.2g}"
     )
     least = formula if value is None else value
-    refuted = "**refuted**" if line["bound"] > least else "vacuous: too large for any audit to reach"
-    return claimed, "none for records", audit, refuted
+    formula_only = "its formula is " if value is None else ""
+    if line["bound"] > least:
+        return claimed, "none for records", audit, f"{formula_only}**refuted**"
+    return claimed, "none for records", audit, "vacuous: too large for any audit to reach"
 
 
 def _of_game(name: str, *, claimed: bool = False) -> Callable[[], tuple[str, str, str, str]]:

@@ -161,13 +161,13 @@ def test_published_likelihood_ratios_are_refuted_from_the_updates_of_one_run(tmp
         folder = trained(
             tmp_path / remedy,
             trainer={
-                **{"kind": "ulr", "form": "published", "copies": 2, "sigma": 1.0},
+                **{"kind": "ulr", "form": "published", "copies": 2, "sigma": 0.05},
                 **{"target_std": 8.0, "remedy": remedy},
             },
             model={"hidden": [32]},
             optimizer={"lr": 1e-3, "momentum": 0.0},
             sampler={"scheme": "poisson-min-batch", "batch_size": 12, "min_batch_size": 6},
-            epochs=20,
+            epochs=4,
             protection={"kind": "none"},
         )
         if not found_it:
@@ -176,7 +176,7 @@ def test_published_likelihood_ratios_are_refuted_from_the_updates_of_one_run(tmp
             continue
         found = audited(folder, canaries=200).reading("quiet rows")
         assert found.plan.claimed is not None
-        assert found.plan.claimed < 1.5 < 2.5 < found.bounds[0].epsilon
+        assert found.plan.claimed < 1.5 < found.bounds[0].epsilon
         assert found.refuting
 
 

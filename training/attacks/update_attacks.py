@@ -43,7 +43,7 @@ _RIDGE = 1e-7
 _SUM_TOLERANCE = 0.01
 """Most by which a step's own update may miss the difference of two batches' updates, relative to its norm. Float32
 weights round the difference by about a tenth of this."""
-_TESTS = 6
+_TESTS = 4
 """Simulated steps on which the attacker tests that a record's update is what it takes it for."""
 _MIN_NORM = 1e-30
 """Keeps quotients of norms finite."""

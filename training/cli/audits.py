@@ -238,7 +238,8 @@ def _audit_final_model(asked: _Asked, trainings: int | None, jobs: int | None, c
     from training.runs.folder import FINAL_MODEL_FILE
 
     if trainings is not None:
-        checks.integer(minimum=FEWEST_CANARIES, **{"--trials": trainings})
+        given: dict[str, Any] = {"--trials": trainings}
+        checks.integer(minimum=FEWEST_CANARIES, **given)
     with Progress("audit of final models", "trainings") as progress:
         found = audit_final_model(
             asked.run,

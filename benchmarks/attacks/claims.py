@@ -24,7 +24,7 @@ from accounting.convex.mechanisms import cyclic_descent_mu
 from accounting.guarantee import Status
 from accounting.selection.mechanisms import selection_bounds, theorem_epsilon
 from benchmarks.attacks import guarantees
-from benchmarks.markdown import command, markdown
+from benchmarks.markdown import command, markdown, section
 from benchmarks.pdfa import table1
 from benchmarks.results_file import load_results, save_results
 from benchmarks.ulr import table1 as ulr_table1
@@ -36,6 +36,10 @@ from training.data.tables import own_dataset
 from training.engine.plan import RunPlan, with_own_data
 
 MODULE, NAME = "benchmarks.attacks.claims", "claims_audited"
+PDFA = "Photonic DFA (Ohana et al. 2021)"
+ULR = "DP-ULR (Feng et al. 2025)"
+CONVEX = "Convex ReLU networks (Koskela 2024)"
+ZEROTH_ORDER = "DP-ZO (Tang et al. 2024)"
 COLUMN_NAMES = ("claim", "in", "epsilon claimed", "epsilon proven", "audit", "so the claim is")
 DELTA, SEED = 1e-5, 20261122
 RECORDS, CANARIES = 2560, 1000
@@ -297,7 +301,7 @@ def _unaudited(reason: str) -> Callable[[], tuple[str, str, str, str]]:
 
 _DP_SGD = Claim("DP-SGD, sampled Gaussian noise, one training", "columns of DP-SGD", _of_records)
 CLAIMS: dict[str, tuple[Claim, ...]] = {
-    "Photonic DFA (Ohana et al. 2021)": (
+    PDFA: (
         Claim(
             "Proposition 3 (eq. 17), in the paper's experiment at sigma = 0.2",
             "Table 1, Figure 2",
@@ -309,7 +313,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             lambda: _of_training("finite formula"),
         ),
     ),
-    "DP-ULR (Feng et al. 2025)": (
+    ULR: (
         Claim(
             "Theorem 1, Poisson batches with rejection and isotropic noise",
             "Figure 2",
@@ -325,7 +329,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         ),
         _DP_SGD,
     ),
-    "Convex ReLU networks (Koskela 2024)": (
+    CONVEX: (
         Claim(
             "Theorem 2.8, with the smoothness that the loss has",
             "Figures 1 to 3 and 7, Tables 1 and 2",
@@ -340,7 +344,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         ),
         _DP_SGD,
     ),
-    "DP-ZO (Tang et al. 2024)": (
+    ZEROTH_ORDER: (
         Claim(
             "Theorem 3.1, Gaussian noise",
             "Tables 1, 2, 4, 7, 9, 11, 15 to 17 and 19 to 21",
@@ -370,6 +374,15 @@ def table_rows(paper: str) -> list[tuple[str, ...]]:
 def page_table(paper: str) -> str:
     """Return what docs/papers.md shows of a paper's claims."""
     return f"### Privacy claims\n\n{markdown(COLUMN_NAMES, table_rows(paper))}"
+
+
+def page_section(paper: str) -> str:
+    """Return what the results page of a paper's trainer shows of its claims."""
+    text = (
+        f"Epsilon at delta {DELTA:g}. An audit is a lower bound with 95 % confidence, or an exact instance "
+        f"({command(MODULE, 'measure')}; [all claims](../../docs/papers.md))."
+    )
+    return section("What the paper claims, and its audits", text, markdown(COLUMN_NAMES, table_rows(paper)))
 
 
 def main() -> None:

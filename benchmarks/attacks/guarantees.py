@@ -216,12 +216,12 @@ ROWS: dict[str, Row] = {
         game=lambda: scalars("gaussian", 100), trials=10_000, required=0.6, gaussian=True
     ),
     "zeroth order, Laplace scalars": Row(
-        game=lambda: scalars("laplace", 50, epochs=1), trials=60_000, required=0.6
+        game=lambda: scalars("laplace", 50, epochs=1), trials=20_000, required=0.6
     ),
     "zeroth order, Laplace scalars, pure epsilon": Row(
         game=lambda: scalars("laplace", 50, directions=1, epochs=1, delta=0.0),
-        trials=60_000,
-        required=0.4,
+        trials=20_000,
+        required=0.6,
         delta=0.0,
     ),
     "private selection, 3 trials expected": Row(

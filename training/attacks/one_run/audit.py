@@ -74,8 +74,8 @@ def audit_one_training(
 
     An independent fair coin puts each canary in or leaves it out. Sampler, clip, noise, optimizer and ledger are the
     run's own, and so is the number of steps; the run itself is not changed. Under record protection a canary has a
-    crafted gradient at every step. Without protection it is a crafted record, and the first layer's updates are searched
-    for it: their row space, or under published likelihood ratio training the directions with little noise.
+    crafted gradient at every step. Without protection it is a crafted record, and the first layer's updates are
+    searched for it: their row space, or under published likelihood ratio training the directions with little noise.
 
     Args:
         path: The run folder.

@@ -207,7 +207,8 @@ def page_section() -> str:
         "chose them. The estimate is that under normal scores with the ends of its interval; the three bounds hold "
         "together with 95 % confidence, and their ceilings are what ideal scores would give. *Nothing to find* is the "
         f"largest bound from coins that no training followed. {_alarms(results['cells'])}"
-        f"arXiv 2412.01756 reports {ANCHOR:g} of 10 for crafted records with the final model only."
+        f"arXiv 2412.01756 reports {ANCHOR:g} of 10 for crafted records with the final model only. The time of the "
+        "repeated rows was not kept; they play the same trainings as the row above them."
     )
     return section(
         "What the final model gives away", text, markdown(COLUMN_NAMES, table_rows(results["cells"]))

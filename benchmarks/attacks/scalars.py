@@ -8,7 +8,8 @@ direction tells, and a step's scalars in units of C, with their signs, are
 
 with one B for all n directions. A trial is a whole run through the trainer's own steps, the run's sampler and its
 noise. The attacker sees the step log and takes the likelihood ratio. The learning rate, which the theorem leaves free,
-is so small that the weights stay at 0.
+is so small that the weights stay at 0, so that a long run, every step of which has a batch and noise of its own, is
+many runs one after the other.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _LARGE = 1e12
 """x."""
 _RATE = 1e-30
 """Learning rate."""
+RUNS = 100
+"""Runs of a pass."""
 
 
 class ScalarsGame(TwoWorlds):
@@ -45,6 +48,7 @@ class ScalarsGame(TwoWorlds):
 
     title = "zeroth-order steps with secret batches"
     pair = "a record is in the data, or left out"
+    together = RUNS
     adversaries = (
         Adversary(
             name="likelihood ratio",
@@ -74,9 +78,16 @@ class ScalarsGame(TwoWorlds):
         """See TwoWorlds.mechanism."""
         return self._step.repeated(self._steps)
 
+    @property
+    def actual(self) -> ZoGaussian | ZoLaplace:
+        """See TwoWorlds.actual."""
+        field = str(self._step.noise_field)
+        weaker = replace(self._step, **{field: self._plan.protection.noise_multiplier})
+        return weaker.repeated(self._steps)
+
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores; a pass is one run."""
-        return in_passes(count, 1, lambda own: self._pass(own, first=first), seed=seed)
+        """See TwoWorlds.scores; a pass is a long run, cut into `RUNS`."""
+        return in_passes(count, RUNS, lambda own: self._pass(own, first=first), seed=seed)
 
     def weakened(self) -> ScalarsGame:
         """See TwoWorlds.weakened: a quarter of the noise at every step."""
@@ -90,19 +101,19 @@ class ScalarsGame(TwoWorlds):
         plan = self._plan.unchecked(seed=seed)
         train, options = plan.dataset.train, plan.config.trainer_as(ZoConfig)
         unit = 2 * options.perturbation * self._step.divisor / self._step.clip_norm
-        score = 0.0
+        ratios = []
         with plan.opened_device() as device:
             trainer = plan.algorithm.trainer(device)
             seen = _Seen()
             trainer.log = seen
-            for step in range(self._steps):
+            for step in range(RUNS * self._steps):
                 batch = plan.sampler.indices(step)
                 batch = batch if first else batch[:0]
                 trainer.step(train.x[batch], train.y[batch], step=step, records=batch)
                 entry = seen.entries[-1]
                 y = unit * np.array(entry.scalars) * np.array([_sign(own) for own in entry.seeds])
-                score += self._log_ratio(y)
-        return np.array([[score]])
+                ratios.append(self._log_ratio(y))
+        return np.array(ratios).reshape(RUNS, self._steps).sum(axis=1)[None]
 
     def _log_ratio(self, y: np.ndarray) -> float:
         """Return log of (1 - q) + q p(y - 1) / p(y) for the law p of the scalars' noise."""

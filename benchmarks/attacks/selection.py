@@ -49,6 +49,11 @@ class SelectionGame(TwoWorlds):
         """See TwoWorlds.mechanism."""
         return PrivateSelection(mean=self._mean, mu=self._mu)
 
+    @property
+    def actual(self) -> PrivateSelection:
+        """See TwoWorlds.actual."""
+        return PrivateSelection(mean=self._mean, mu=self._mu / self._share)
+
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """See TwoWorlds.scores."""
         found = [

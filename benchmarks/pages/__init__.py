@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.analog import aihwkit_side_by_side, in_situ, lifetimes, pictures, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
-from benchmarks.attacks import final_model, guarantees, one_run, self_test
+from benchmarks.attacks import claims, final_model, guarantees, one_run, self_test
 from benchmarks.attacks import speed as audit_speed
 from benchmarks.convex import (
     accountants,
@@ -153,6 +153,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             readings.page_section,
             private.page_section,
             counts.page_section,
+            partial(claims.page_section, claims.PDFA),
         ),
     ),
     "private_accuracy": (
@@ -174,24 +175,28 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             resnet.page_section,
             variance.page_section,
             figure2.page_section,
+            partial(claims.page_section, claims.ULR),
         ),
     ),
-    "convex": ("Convex training", (convex_section,)),
+    "convex": ("Convex training", (convex_section, partial(claims.page_section, claims.CONVEX))),
     "zeroth_order": (
         "Zeroth-order training",
-        tuple(
-            part.page_section
-            for part in (
-                sigma_tables,
-                memory,
-                drift,
-                sst2_head,
-                joint_clip,
-                sst2_lora,
-                membership,
-                mnist,
-                ablations,
-            )
+        (
+            *(
+                part.page_section
+                for part in (
+                    sigma_tables,
+                    memory,
+                    drift,
+                    sst2_head,
+                    joint_clip,
+                    sst2_lora,
+                    membership,
+                    mnist,
+                    ablations,
+                )
+            ),
+            partial(claims.page_section, claims.ZEROTH_ORDER),
         ),
     ),
     "analog": (

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from benchmarks.attacks.claims import CONVEX, PDFA, ULR, ZEROTH_ORDER
 from benchmarks.convex import curves, hyperplanes
 from benchmarks.pages.paper_figures import (
     CONVEX_ROWS,
@@ -106,7 +107,7 @@ COSTS: dict[str, float] = {
 """Hours of two cores that a whole command takes, estimated from a few steps or from finished runs of its kind."""
 
 PAPERS: dict[str, tuple[Item, ...]] = {
-    "Photonic DFA (Ohana et al. 2021)": (
+    PDFA: (
         Item(
             name="Figure 1", shows="sketch of backpropagation and DFA", state="no figures", figures="a sketch"
         ),
@@ -128,7 +129,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             results="pdfa_table1",
         ),
     ),
-    "DP-ULR (Feng et al. 2025)": (
+    ULR: (
         Item(name="Figure 1", shows="sketch", state="no figures", figures="a sketch"),
         Item(
             name="Figure 2",
@@ -173,7 +174,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             left=ulr_table1.widths_left,
         ),
     ),
-    "Convex ReLU networks (Koskela 2024)": (
+    CONVEX: (
         Item(
             name="Figure 1",
             shows="epsilon by epochs, Theorem 2.8 and DP-SGD",
@@ -262,7 +263,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             results="convex_accountants",
         ),
     ),
-    "DP-ZO (Tang et al. 2024)": (
+    ZEROTH_ORDER: (
         Item(name="Figure 1", shows="sketch", state="no figures", figures="a sketch"),
         *(
             Item(

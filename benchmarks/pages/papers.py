@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from benchmarks.attacks.claims import page_table
 from benchmarks.markdown import markdown, section
 from benchmarks.pages.paper_items import COSTS, PAPERS, Item
 
@@ -35,8 +36,12 @@ def papers_page() -> str:
         + markdown(("state", "means"), list(STATES.items()))
         + "\n\nAccuracies are on test records. Run the commands in a checkout, with `OPUSIM_DATA` naming the folder of "
         "the data sets; each resumes what it began, and its question stands at the top of its file. Hours are an "
-        "estimate of what a queued row's commands take from the start on two cores; rows may share a command."
+        "estimate of what a queued row's commands take from the start on two cores; rows may share a command.\n\n"
+        "Below each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with "
+        "95 % confidence, by the strongest attacker that the claim allows, or an exact instance "
+        "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. Claims that "
+        "opusim states as proven are audited at epsilon 4, whatever epsilon a table has."
     )
     header = ("item", "shows", "state", "ours", "command", "hours", "date")
-    parts = [section(title, markdown(header, part)) for title, part in rows.items()]
+    parts = [section(title, markdown(header, part), page_table(title)) for title, part in rows.items()]
     return "\n\n".join((head, *parts)) + "\n"

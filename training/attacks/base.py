@@ -64,16 +64,29 @@ class EarlierSteps:
     ) -> None:
         scale = 1 / (1 + options.momentum) if options.nesterov else 1.0
         self._factor = scale / rate
+        self._before = weights[-1]
+        self._others = {
+            name: _momentum([earlier[name] for earlier in weights], options, rate).add_(
+                tensor, alpha=options.weight_decay
+            )
+            for name, tensor in weights[-1].items()
+        }
+        self._others_rounded = {name: tensor.to(weights[-1][name]) for name, tensor in self._others.items()}
         self._constants = {
-            name: tensor.double()
-            .mul(self._factor - options.weight_decay)
-            .sub_(_momentum([earlier[name] for earlier in weights], options, rate))
+            name: tensor.double().mul(self._factor).sub_(self._others[name])
             for name, tensor in weights[-1].items()
         }
 
     def gradient(self, name: str, after: Tensor) -> Tensor:
         """Return g_t of a parameter, float64, from W_(t+1)."""
         return torch.sub(self._constants[name], after, alpha=self._factor)
+
+    def rounded_gradient(self, name: str, after: Tensor) -> Tensor:
+        """Return g_t in the parameter's own type, in a third of the time.
+
+        W_t - W_(t+1) is exact within a factor of two (Sterbenz), so that only g_t and c are rounded.
+        """
+        return torch.sub(self._before[name], after).mul_(self._factor).sub_(self._others_rounded[name])
 
 
 def _momentum(weights: Sequence[Tensor], options: OptimizerConfig, rate: float) -> Tensor:
@@ -136,7 +149,7 @@ class Observation:
 
     Attributes:
         before: The parameters before the last step, by name ("layer1.weight", ...).
-        after: Those after it.
+        after: Those after it, until the next trial.
         earlier: What the steps before it tell.
         step: Its number, which keys what is public of its randomness.
         others: The records that are in the last step's batch in both worlds.
@@ -157,6 +170,10 @@ class Observation:
             for name, after in self.after.items()
             if name.startswith(prefix)
         }
+
+    def rounded_gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients in the parameters' own type."""
+        return {name: self.earlier.rounded_gradient(name, after) for name, after in self.after.items()}
 
     def gradient(self, layer: int) -> Tensor:
         """The last step's gradient of a layer (0 ..); see `layer_gradient`."""

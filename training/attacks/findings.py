@@ -102,6 +102,7 @@ class Finding:
         claim: A theorem's guarantee for this very game, or None if none gives a finite epsilon.
         scope: What the claim covers: one step, or the whole run.
         curve: Its true and false positives at every threshold, or None if an older version kept none.
+        actual: Of a broken control the finite epsilon that its code really has; None if it is not known.
     """
 
     role: Role
@@ -113,6 +114,7 @@ class Finding:
     claim: StoredGuarantee | None = None
     scope: Literal["step", "run"] = "step"
     curve: Curve | None = None
+    actual: float | None = None
 
     @property
     def refutes(self) -> bool:
@@ -129,7 +131,8 @@ class Finding:
         if self.role is Role.BROKEN:
             if bound is not None and self.result.ceiling <= bound.epsilon:
                 return f"too few trials to exceed {bound.epsilon:.3g}"
-            return "found, as required" if self.refutes else "not found by this attack"
+            really = "" if self.actual is None else f": it really costs {self.actual:.3g}"
+            return ("found, as required" if self.refutes else "not found by this attack") + really
         if bound is None:
             word = "membership" if self.scope == "step" else "the world"
             return f"{word} found" if found else "nothing found, which proves nothing"

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,14 +55,14 @@ class OuterProducts:
         """Return the inner product with a layer's gradient.
 
         Args:
-            parts: That of the weights and, if there is one, of the bias, as float64 vectors.
+            parts: That of the weights and, if there is one, of the bias, as vectors, whose type is calculated in.
         """
-        signals, inputs = self.signals.double(), self.inputs.double()
+        signals, inputs = self.signals.to(parts[0]), self.inputs.to(parts[0])
         weight = parts[0].view(signals.shape[1], -1)
         width = weight.shape[1]
-        total = ((signals @ weight) * inputs[:, :width]).sum()
+        total = ((signals @ weight) * inputs[:, :width]).sum(dtype=torch.float64)
         for bias in parts[1:]:
-            total = total + (signals @ bias * inputs[:, width]).sum()
+            total = total + (signals @ bias * inputs[:, width]).sum(dtype=torch.float64)
         return float(total)
 
     def parts(self, *, bias: bool) -> list[Tensor]:
@@ -139,16 +140,19 @@ class KeptTerms:
             for outputs, inputs in shapes
         ]
 
-    def make_room(self, numbers: Tensor) -> bool:
-        """Forget all rows if those that a batch lacks do not fit; returns whether the batch fits at all."""
-        if self._used + len(self.missing(numbers)) > self._rows:
-            self._slots.fill_(-1)
-            self._used = 0
-        return len(numbers) <= self._rows
+    def missing(self, numbers: Tensor) -> Tensor | None:
+        """Return the positions in a batch of the records that are not kept; None if the batch does not fit.
 
-    def missing(self, numbers: Tensor) -> Tensor:
-        """Return the positions in a batch of the records that are not kept."""
-        return torch.nonzero(self._slots[numbers] < 0).flatten()
+        All rows are forgotten if those that the batch lacks do not fit.
+        """
+        if len(numbers) > self._rows:
+            return None
+        found = torch.nonzero(self._slots[numbers] < 0).flatten()
+        if self._used + len(found) <= self._rows:
+            return found
+        self._slots.fill_(-1)
+        self._used = 0
+        return torch.arange(len(numbers), device=self._slots.device)
 
     def add(self, numbers: Tensor, noted: Sequence[OuterProducts]) -> None:
         """Keep the rows of records."""
@@ -163,10 +167,75 @@ class KeptTerms:
         """Return the rows of a batch, layer by layer; its records must be kept."""
         slots = self._slots[numbers]
         return [
-            OuterProducts(signals=layer.signals[slots], inputs=layer.inputs[slots]) for layer in self._layers
+            OuterProducts(
+                signals=layer.signals.index_select(0, slots), inputs=layer.inputs.index_select(0, slots)
+            )
+            for layer in self._layers
         ]
 
 
 def noting(writer: PrivateGradients, divisor: float) -> Any:
     """Return a writer that notes outer products, or the writer itself if it writes no clipped sums."""
     return NotedTerms(writer, divisor) if type(writer) is RecordGradients else writer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """Inner products of a step's vectors, one number per group of parameters.
+
+    Attributes:
+        released_step: <g, d>.
+        others_step: <g_0, d>.
+        step: ||d||^2.
+    """
+
+    released_step: np.ndarray
+    others_step: np.ndarray
+    step: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearntProducts(Products):
+    """Those of a simulated step.
+
+    Attributes:
+        released_others: <g, g_0>.
+        others: ||g_0||^2.
+    """
+
+    released_others: np.ndarray
+    others: np.ndarray
+
+
+def products_from_terms(
+    terms: Sequence[tuple[OuterProducts, OuterProducts]], released: Sequence[Sequence[Tensor]]
+) -> Products:
+    """Return the inner products of a step.
+
+    Args:
+        terms: g_0 and d of each layer.
+        released: g of each layer, as vectors.
+    """
+    return Products(
+        released_step=np.array(
+            [one.dot_parts(parts) for (_, one), parts in zip(terms, released, strict=True)]
+        ),
+        others_step=np.array([absent.dot(one) for absent, one in terms]),
+        step=np.array([one.dot(one) for _, one in terms]),
+    )
+
+
+def learnt_from_terms(
+    terms: Sequence[tuple[OuterProducts, OuterProducts]], released: Sequence[Sequence[Tensor]]
+) -> LearntProducts:
+    """Return the inner products of a simulated step; see `products_from_terms`."""
+    found = products_from_terms(terms, released)
+    return LearntProducts(
+        released_step=found.released_step,
+        others_step=found.others_step,
+        step=found.step,
+        released_others=np.array(
+            [absent.dot_parts(parts) for (absent, _), parts in zip(terms, released, strict=True)]
+        ),
+        others=np.array([absent.dot(absent) for absent, _ in terms]),
+    )

@@ -23,6 +23,7 @@ from opusim.randomness.streams import derive_seed
 from training.attacks.base import Candidates, EarlierSteps, Game, Observation, Records, Trial, steps_needed
 from training.attacks.controls import noiseless_step
 from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts, noting
+from training.data import Split
 from training.engine.plan import RunPlan
 from training.engine.trainer import Trainer
 from training.feedback.config import FeedbackConfig
@@ -31,6 +32,8 @@ from training.networks.network import FullyConnected
 from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
 from training.runs.checkpoints import Checkpoint, copy_parameters
 
+_FEW = 4096
+"""Training records whose terms are all computed at once."""
 NetworkT = TypeVar("NetworkT", bound=Network)
 _LATEST_PROGRESS = 0.5
 """A schedule is followed to its middle only. The low learning rates at its end hide updates in the rounding of the
@@ -108,7 +111,7 @@ class ReplayedStep:
         return self._earlier + trial
 
     def weights_after(self, index: Tensor, trial: int) -> Mapping[str, Tensor]:
-        """Return the parameters after a step on a batch.
+        """Return the parameters after a step on a batch, until the next step.
 
         Args:
             index: Numbers of the batch's training records.
@@ -116,7 +119,7 @@ class ReplayedStep:
         """
         self._restore()
         self._step(index, self.step_of(trial))
-        return self._parameters()
+        return {name: tensor.detach() for name, tensor in self._trainer.tensors.items()}
 
     def _step(self, index: Tensor, number: int) -> None:
         self._trainer.step(*self.dataset.train.batch(index), step=number, observe=False, records=index)
@@ -159,14 +162,18 @@ class NoiselessStep(Generic[NetworkT]):
         network: A network of its own.
         trainer: Makes steps on it, at learning rate 1 and without momentum.
         noted: The trainer's writer of gradients, if an update is a sum of outer products; None if it may be another.
-        n_records: Training records.
+        train: The training records, if there is such a writer.
     """
 
     def __init__(
-        self, network: NetworkT, trainer: Trainer, noted: NotedTerms | None = None, n_records: int = 0
+        self,
+        network: NetworkT,
+        trainer: Trainer,
+        noted: NotedTerms | None = None,
+        train: Split | None = None,
     ) -> None:
         self._network, self._trainer = network, trainer
-        self._noted, self._n_records = noted, n_records
+        self._noted, self._train = noted, train
         self._kept: KeptTerms | None = None
 
     def gradients(self, weights: Mapping[str, Tensor], records: Records, *, step: int) -> dict[str, Tensor]:
@@ -192,23 +199,31 @@ class NoiselessStep(Generic[NetworkT]):
             weights: As in `gradients`.
             records: Of the training set.
         """
-        noted, numbers = self._noted, records.numbers
-        if noted is None or numbers is None or not isinstance(self._network, FullyConnected):
+        train, numbers = self._train, records.numbers
+        if train is None or numbers is None or not isinstance(self._network, FullyConnected):
             return None
         kept = self._kept
         if kept is None or kept.weights is not weights:
-            kept = self._kept = KeptTerms(weights, self._network, self._n_records)
-        if not kept.make_room(numbers):
-            return None
-        missing = kept.missing(numbers)
+            kept = self._kept = KeptTerms(weights, self._network, len(train))
+            if len(train) <= _FEW:  # one step on all is quicker than many on the few that a batch lacks
+                x, y = train.batch(slice(None))
+                self._keep(kept, Records(x=x, y=y, numbers=torch.arange(len(train), device=x.device)))
+        return kept.of(numbers) if self._keep(kept, records) else None
+
+    def _keep(self, kept: KeptTerms, records: Records) -> bool:
+        """Keep the terms of those records that are not kept; returns whether all of them fit."""
+        noted, numbers = self._noted, records.numbers
+        missing = None if noted is None or numbers is None else kept.missing(numbers)
+        if noted is None or numbers is None or missing is None:
+            return False
         if len(missing):
             noted.writes = False
             try:
-                self._step(weights, records[missing], 0)
+                self._step(kept.weights, records[missing], 0)
             finally:
                 noted.writes = True
             kept.add(numbers[missing], noted.noted)
-        return kept.of(numbers)
+        return True
 
     def _step(self, weights: Mapping[str, Tensor], records: Records, step: int) -> None:
         self.network_at(weights)
@@ -241,7 +256,8 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
     with silent.opened_device() as device:
         trainer, writer = silent.algorithm.trainer(device), silent.algorithm.writer
         noted = writer if isinstance(writer, NotedTerms) else None
-        yield NoiselessStep(silent.network, trainer, noted, len(silent.dataset.train))
+        train = None if noted is None else silent.dataset.train
+        yield NoiselessStep(silent.network, trainer, noted, train)
 
 
 _DRAWN = 4  # candidate, replacement, and two strangers

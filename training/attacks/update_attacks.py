@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +16,13 @@ import torch
 from torch import Tensor
 
 from training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
-from training.attacks.record_terms import OuterProducts
+from training.attacks.record_terms import (
+    LearntProducts,
+    OuterProducts,
+    Products,
+    learnt_from_terms,
+    products_from_terms,
+)
 from training.attacks.replay import NoiselessStep
 from training.networks.clipping import ActivationClipping
 from training.networks.network import FullyConnected
@@ -38,6 +43,8 @@ _RIDGE = 1e-7
 _SUM_TOLERANCE = 0.01
 """Most by which a step's own update may miss the difference of two batches' updates, relative to its norm. Float32
 weights round the difference by about a tenth of this."""
+_TESTS = 4
+"""Simulated steps on which the attacker tests that a record's update is what it takes it for."""
 _MIN_NORM = 1e-30
 """Keeps quotients of norms finite."""
 _MAX_LOG_RATIO = 30.0
@@ -252,34 +259,6 @@ def _cholesky(slopes: Tensor, inputs: Tensor) -> Tensor:
     return torch.linalg.cholesky(gram)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Products:
-    """Inner products of a step's vectors, one number per group of parameters.
-
-    Attributes:
-        released_step: <g, d>.
-        others_step: <g_0, d>.
-        step: ||d||^2.
-    """
-
-    released_step: np.ndarray
-    others_step: np.ndarray
-    step: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearntProducts(Products):
-    """Those of a simulated step.
-
-    Attributes:
-        released_others: <g, g_0>.
-        others: ||g_0||^2.
-    """
-
-    released_others: np.ndarray
-    others: np.ndarray
-
-
 class DifferenceAttack(Attack):
     """Compute the update of both worlds, and the likelihood ratio of the released update between them.
 
@@ -295,8 +274,8 @@ class DifferenceAttack(Attack):
 
     If a batch's update is the sum of its records' own updates, as protected records with a fixed divisor make it, d is
     the candidate's own update, and a step on one record gives it. If a record's update is an outer product in each
-    layer, the inner products follow from what `record_terms` keeps. The attacker tests both on every simulated step and
-    computes whole batches if a test ever fails, so a divisor that depends on the batch does not escape it.
+    layer, the inner products follow from what `record_terms` keeps. The attacker tests both on its first simulated
+    steps and computes whole batches if a test ever fails, so a divisor that depends on the batch does not escape it.
 
     Args:
         noiseless: Computes updates without the credited noise.
@@ -315,12 +294,18 @@ class DifferenceAttack(Attack):
         self.has_terms: bool | None = None
         """Whether they were the sums of the records' outer products in every simulated step, or None before any."""
         self._seen: tuple[Observation, _Groups] | None = None
+        self._rounded: tuple[Observation, _Groups] | None = None
         self._others: tuple[Observation, _Groups] | None = None
         self._other_terms: tuple[Observation, list[OuterProducts] | None] | None = None
 
     def learn(self, trial: Trial) -> None:
         """See Attack.learn: estimate k and v of the groups, and test whether updates are sums over records."""
         observation, candidates = trial.observation, trial.candidates
+        tested = len(self._learnt) >= _TESTS
+        known = self._terms(observation, candidates) if tested and self.has_terms else None
+        if known is not None:
+            self._learnt.append(learnt_from_terms(known, self._rounded_release(observation)))
+            return
         absent, step = self._worlds(observation, candidates)
         if self.has_terms is not False:
             self.has_terms = self._terms_hold(observation, candidates, absent, step)
@@ -367,16 +352,10 @@ class DifferenceAttack(Attack):
         return np.maximum(np.mean(squares, axis=0), _MIN_NORM)
 
     def _products(self, observation: Observation, candidates: Candidates) -> Products:
-        released = self._released(observation)
         terms = self._terms(observation, candidates) if self.has_terms else None
         if terms is not None:
-            return Products(
-                released_step=np.array(
-                    [one.dot_parts(parts) for (_, one), parts in zip(terms, released, strict=True)]
-                ),
-                others_step=np.array([absent.dot(one) for absent, one in terms]),
-                step=np.array([one.dot(one) for _, one in terms]),
-            )
+            return products_from_terms(terms, self._rounded_release(observation))
+        released = self._released(observation)
         worlds = self._sums if self.adds_up else self._worlds
         absent, step = worlds(observation, candidates)
         return Products(
@@ -440,6 +419,12 @@ class DifferenceAttack(Attack):
         if self._seen is None or self._seen[0] is not observation:
             self._seen = observation, self._grouped(observation.gradients())
         return self._seen[1]
+
+    def _rounded_release(self, observation: Observation) -> _Groups:
+        """Return the released update in the parameters' own type, computed once per trial."""
+        if self._rounded is None or self._rounded[0] is not observation:
+            self._rounded = observation, self._grouped(observation.rounded_gradients())
+        return self._rounded[1]
 
     def _known(self, observation: Observation) -> _Groups:
         """Return the update of the others, computed once per trial."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -123,17 +124,18 @@ def audit(
             raise ValueError(
                 "RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer"
             )
+        asked = _Asked(run=run, seed=seed, delta=delta, arrays=arrays, out=out, as_json=as_json)
         if final_model:
             _require_absent({"--one-run": one_run or None, "--canaries": canaries}, "is another audit")
-            _audit_final_model(run, trials, jobs, cluster, seed, delta, arrays, out, as_json)
+            _audit_final_model(asked, trials, jobs, cluster)
             return
         _require_absent(of_final_models, "goes with --final-model only")
         if one_run:
             _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
-            _audit_one_run(run, canaries, seed, delta, arrays, out, as_json)
+            _audit_one_run(asked, canaries)
             return
         _require_absent({"--canaries": canaries}, "goes with --one-run only")
-        _audit_run(run, trials, seed, delta, arrays, out, as_json)
+        _audit_run(asked, trials)
         return
     _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
     _audit_mechanism(
@@ -156,111 +158,102 @@ def _require_absent(options: Mapping[str, object], rule: str) -> None:
             raise ValueError(f"{name} {rule}; leave it out")
 
 
-def _audit_run(
-    run: Path,
-    trials: int | None,
-    seed: int | None,
-    delta: float | None,
-    arrays: Path | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What every audit of a run is told."""
+
+    run: Path
+    seed: int | None
+    delta: float | None
+    arrays: Path | None
+    out: Path | None
+    as_json: bool
+
+    @property
+    def place(self) -> Path:
+        """The folder for what is found."""
+        return self.out or self.run
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments that all audits of a run take."""
+        from training.runs.run import read_npz
+
+        data = None if self.arrays is None else read_npz(self.arrays)
+        return {"data": data, "out": self.out, "seed": self.seed, "delta": self.delta}
+
+
+def _audit_run(asked: _Asked, trials: int | None) -> None:
     """Attack a run, print the findings and write the report."""
     from opusim.progress import Progress
     from training.attacks.run_audit import audit_run
     from training.reports.audit_page import write_audit_page
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.folder import AUDIT_FILE
-    from training.runs.run import load_run, read_npz
+    from training.runs.run import load_run
 
-    data = None if arrays is None else read_npz(arrays)
     with Progress("audit", "trials") as progress:
         found = audit_run(
-            run,
-            data=data,
-            out=out,
+            asked.run,
+            **asked.options(),
             trials=trials,
-            seed=seed,
-            delta=delta,
             on_start=progress.start,
             on_trial=lambda done: progress.advance(done=done),
         )
-    loaded = load_run(run)
-    report_file = write_report(loaded, audit=found, folder=out)
-    page, document = write_audit_page(loaded, found, out or run)
+    loaded = load_run(asked.run)
+    report_file = write_report(loaded, audit=found, folder=asked.out)
+    page, document = write_audit_page(loaded, found, asked.place)
     if loaded.config.mode == "release" and not found.game:  # a game's records are the auditor's
         typer.echo(NOT_FOR_RELEASE, err=True)
-    if as_json:
+    if asked.as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
     _print_audit(found)
-    typer.echo(f"\nkept in {(out or run) / AUDIT_FILE}, shown in {report_file}")
+    typer.echo(f"\nkept in {asked.place / AUDIT_FILE}, shown in {report_file}")
     typer.echo(f"for a reviewer: {page} and {document}")
 
 
-def _audit_one_run(
-    run: Path,
-    canaries: int | None,
-    seed: int | None,
-    delta: float | None,
-    arrays: Path | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def _audit_one_run(asked: _Asked, canaries: int | None) -> None:
     """Train once with canaries, print what their scores say and write the report."""
     from opusim.progress import Progress
     from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
     from training.runs.folder import ONE_RUN_FILE
-    from training.runs.run import read_npz
 
     with Progress("audit of one training", "steps") as progress:
         found = audit_one_training(
-            run,
-            data=None if arrays is None else read_npz(arrays),
-            out=out,
+            asked.run,
+            **asked.options(),
             canaries=DEFAULT_CANARIES if canaries is None else canaries,
-            seed=seed,
-            delta=delta,
             on_start=progress.start,
             on_step=progress.advance,
         )
-    _show_one_run(run, found, out, as_json, kept=ONE_RUN_FILE)
+    _show_one_run(asked, found, kept=ONE_RUN_FILE)
 
 
-def _audit_final_model(
-    run: Path,
-    trainings: int | None,
-    jobs: int | None,
-    cluster: str | None,
-    seed: int | None,
-    delta: float | None,
-    arrays: Path | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def _audit_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None) -> None:
     """Train many times with a crafted record or without it, print what the final models say and write the report."""
+    from accounting.audit import FEWEST_CANARIES
+    from opusim import checks
     from opusim.progress import Progress
     from training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
     from training.runs.folder import FINAL_MODEL_FILE
-    from training.runs.run import read_npz
 
+    if trainings is not None:
+        given: dict[str, Any] = {"--trials": trainings}
+        checks.integer(minimum=FEWEST_CANARIES, **given)
     with Progress("audit of final models", "trainings") as progress:
         found = audit_final_model(
-            run,
-            data=None if arrays is None else read_npz(arrays),
-            out=out,
+            asked.run,
+            **asked.options(),
             trainings=DEFAULT_TRAININGS if trainings is None else trainings,
-            seed=seed,
-            delta=delta,
             jobs=1 if jobs is None else jobs,
             cluster=cluster,
             on_start=lambda total, done: progress.start(total, done=done, at_once=True),
             on_training=lambda done: progress.advance(done=done),
         )
-    _show_one_run(run, found, out, as_json, kept=FINAL_MODEL_FILE)
+    _show_one_run(asked, found, kept=FINAL_MODEL_FILE)
 
 
-def _show_one_run(run: Path, found: OneRunAudit, out: Path | None, as_json: bool, *, kept: str) -> None:
+def _show_one_run(asked: _Asked, found: OneRunAudit, *, kept: str) -> None:
     """Print what scores of canaries say, and write the report."""
     from accounting.tables import print_rows
     from opusim.tables import wrapped
@@ -268,17 +261,17 @@ def _show_one_run(run: Path, found: OneRunAudit, out: Path | None, as_json: bool
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.run import load_run
 
-    loaded = load_run(run)
-    report_file = write_report(loaded, one_run=found, folder=out)
+    loaded = load_run(asked.run)
+    report_file = write_report(loaded, one_run=found, folder=asked.out)
     if loaded.config.mode == "release":
         typer.echo(NOT_FOR_RELEASE, err=True)
-    if as_json:
+    if asked.as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
     print_rows(short_rows(found))
     for text in one_run_paragraphs(found):
         typer.echo("\n" + wrapped(text))
-    typer.echo(f"\nkept in {(out or run) / kept} and shown in {report_file}")
+    typer.echo(f"\nkept in {asked.place / kept} and shown in {report_file}")
 
 
 _WIDE_PAGE = 110

@@ -25,6 +25,7 @@ from accounting.convex.mechanisms import (
 from accounting.convex.planning import least_regularisation, most_epochs, priced_descents
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status
+from benchmarks.attacks.claims import FOUR_GATES_RATE, four_gates
 
 DELTA = 1e-5
 RUN = ConvexLastIterate(
@@ -175,21 +176,6 @@ def test_closed_form_falls_with_contraction_from_0_to_1() -> None:
 # The paper's claim
 
 
-ETA = 2.05 / 4.5
-
-
-def four_gates() -> tuple[float, float]:
-    """(claimed, exact) mu over mu0: four gates open for x = 1, one feature, squared loss, lambda 0.5, k 2, E 50."""
-    gates, eta, lam, batches, epochs = 4, ETA, 0.5, 2, 50
-    claimed_c = max(abs(1 - eta * lam), abs(1 - eta * (1 + lam)))
-    assert eta < 2 / (1 + lam)  # the paper's own condition
-    rho = 1 - eta * (gates + lam)  # along (1, 1, 1, 1) / 2, where the Hessian is 4 |x|^2, not |x|^2
-    steps = batches * epochs
-    later = rho ** np.arange(steps - 1, -1, -1.0)
-    exact = max(abs(np.sum(later[j::batches])) for j in range(batches)) / math.sqrt(np.sum(later**2))
-    return cyclic_descent_mu(1.0, batches, epochs, math.log(claimed_c)), exact
-
-
 def test_the_claim_is_refuted_by_four_gates() -> None:
     claimed, exact = four_gates()
     assert (claimed, exact) == (pytest.approx(1.574, abs=1e-3), pytest.approx(3.255, abs=1e-3))
@@ -202,7 +188,9 @@ def test_the_four_gates_rate_is_refused_with_the_true_smoothness() -> None:
     with pytest.raises(
         NoGuarantee, match=r"learning_rate = 1.82222: must be below 2 / \(beta \+ regularisat"
     ):
-        proven_mu(replace(RUN, learning_rate=4 * ETA, regularisation=0.5 / 4, batches=2, epochs=50))
+        proven_mu(
+            replace(RUN, learning_rate=4 * FOUR_GATES_RATE, regularisation=0.5 / 4, batches=2, epochs=50)
+        )
 
 
 def test_statements() -> None:

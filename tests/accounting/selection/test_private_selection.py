@@ -36,6 +36,7 @@ from accounting.selection.mechanisms import (
     selection_bounds,
     theorem_epsilon,
 )
+from benchmarks.attacks.claims import search_epsilon
 
 DELTA = 1e-5
 MUS = {1.33: 0.3473, 4.76: 1.0749}
@@ -103,6 +104,16 @@ def test_the_exact_instance_of_20_trials() -> None:
     for base, expected in ((1.33, 2.72), (4.76, 8.24)):
         found = brentq(lambda e, mu=MUS[base]: exact_delta(mu, 20, e) - DELTA, 0.8 * expected, 1.2 * expected)
         assert found == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize(("base", "claimed", "expected"), [(1.33, 2.88, 3.63), (4.76, 8.91, 12.37)])
+def test_the_papers_numbers_are_refuted_by_an_exact_instance(
+    base: float, claimed: float, expected: float
+) -> None:
+    """A score that prefers outputs which the other world makes likelier comes close to the refined bound."""
+    found = search_epsilon(MUS[base], 20, DELTA)
+    assert found == pytest.approx(expected, abs=0.02)
+    assert claimed < found <= selection_bounds(MUS[base], 20, DELTA).upper
 
 
 def test_planted_fault_the_base_epsilon_alone_is_refuted() -> None:

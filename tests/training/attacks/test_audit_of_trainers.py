@@ -159,14 +159,15 @@ def test_terms_that_do_not_fit_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
     kept = KeptTerms({}, network, 10)
     for first in (0, 2, 6, 1):
         numbers = torch.arange(first, first + 4)
-        assert kept.make_room(numbers)
-        missing = numbers[kept.missing(numbers)]
+        lacking = kept.missing(numbers)
+        assert lacking is not None
+        missing = numbers[lacking]
         rows = missing[:, None].float()
         kept.add(missing, [OuterProducts(signals=rows.expand(-1, 3), inputs=-rows.expand(-1, 3))])
         (found,) = kept.of(numbers)
         assert found.signals[:, 0].tolist() == numbers.tolist()
         assert found.inputs[:, 2].tolist() == (-numbers).tolist()
-    assert not kept.make_room(torch.arange(5))
+    assert kept.missing(torch.arange(5)) is None
 
 
 def _weaker_scalars(patch: pytest.MonkeyPatch) -> None:

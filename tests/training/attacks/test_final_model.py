@@ -145,7 +145,8 @@ def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path,
     assert first.looks == 1
     assert first.confidence == pytest.approx(0.95)
     with pytest.warns(
-        UserWarning, match=r"outcome of 20 trainings was read before; .* confidence 0\.90 only"
+        UserWarning,
+        match=r"outcome of 20 trainings was read before, at delta 1e-05; .* confidence 0\.90 only",
     ):
         extended = audit_final_model(run, **options, trainings=24)
     assert extended.looks == 2
@@ -153,6 +154,16 @@ def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path,
     assert replace(extended, looks=30).confidence == 0
     assert "read 2 times" in one_run_paragraphs(extended)[0]
     assert read_one_run(tmp_path / FINAL_MODEL_FILE) == extended
+    with pytest.warns(
+        UserWarning, match=r"24 trainings was read before, at delta 1e-05; .* confidence 0\.85"
+    ):
+        assert audit_final_model(run, **options, trainings=24, delta=1e-6).looks == 3
+    kept = json.loads((tmp_path / SCORES_FILE).read_text())
+    assert kept["looks"] == [[20, DELTA], [24, DELTA], [24, 1e-6]]
+    (tmp_path / SCORES_FILE).write_text(
+        json.dumps({**kept, "looks": [20, 24]})
+    )  # as older versions kept them
+    assert audit_final_model(run, **options, trainings=24).looks == 2
 
 
 @pytest.mark.slow
@@ -169,6 +180,12 @@ def test_the_command_plays_it_in_several_processes(run: Path, tmp_path: Path) ->
     assert one == two
     assert runner.invoke(app, [*command, "--one-run"]).exit_code != 0
     assert runner.invoke(app, ["audit", str(run), "--jobs", "2"]).exit_code != 0
+
+
+def test_the_command_refuses_too_few_trials_by_the_option_that_was_given(run: Path) -> None:
+    shown = CliRunner().invoke(app, ["audit", str(run), "--final-model", "--trials", "0"])
+    assert isinstance(shown.exception, ValueError)
+    assert "--trials = 0: must be at least 20" in str(shown.exception)
 
 
 def test_runs_without_protected_records_are_refused(tmp_path: Path) -> None:

@@ -155,6 +155,31 @@ def test_published_pdfa_is_refuted_from_the_updates_of_one_run(tmp_path: Path) -
     assert found.refuting
 
 
+def test_published_likelihood_ratios_are_refuted_from_the_updates_of_one_run(tmp_path: Path) -> None:
+    """Along a batch's inputs there is less noise than sigma_0 C; noise on the parameters hides nothing of that kind."""
+    for remedy, found_it in (("extra-noise", True), ("parameters", False)):
+        folder = trained(
+            tmp_path / remedy,
+            trainer={
+                **{"kind": "ulr", "form": "published", "copies": 2, "sigma": 0.05},
+                **{"target_std": 8.0, "remedy": remedy},
+            },
+            model={"hidden": [32]},
+            optimizer={"lr": 1e-3, "momentum": 0.0},
+            sampler={"scheme": "poisson-min-batch", "batch_size": 12, "min_batch_size": 6},
+            epochs=4,
+            protection={"kind": "none"},
+        )
+        if not found_it:
+            with pytest.raises(NoGuarantee, match="extra-noise"):
+                audited(folder, canaries=200)
+            continue
+        found = audited(folder, canaries=200).reading("quiet rows")
+        assert found.plan.claimed is not None
+        assert found.plan.claimed < 1.5 < found.bounds[0].epsilon
+        assert found.refuting
+
+
 def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path) -> None:
     folder = trained(
         tmp_path / "run",

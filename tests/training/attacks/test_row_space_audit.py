@@ -167,7 +167,10 @@ def test_every_trial_starts_from_the_same_state_with_its_own_noise(plain: Path) 
     run = read_run(RunFolder(plain), data())
     with replayed_step(run, run.plan) as step:
         batch = torch.arange(12)
-        first, second, again = (step.weights_after(batch, trial) for trial in (0, 1, 0))
+        first, second, again = (
+            {name: tensor.clone() for name, tensor in step.weights_after(batch, trial).items()}
+            for trial in (0, 1, 0)
+        )
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["layer1.weight"], second["layer1.weight"])
     assert torch.equal(first["layer2.weight"], second["layer2.weight"])  # its error crosses no device

@@ -96,6 +96,11 @@ class TwoWorlds(ABC):
     def mechanism(self) -> Mechanism:
         """What the run is accounted as."""
 
+    @property
+    @abstractmethod
+    def actual(self) -> Mechanism:
+        """What the game's code releases: `mechanism`, or one with much less noise after `weakened`."""
+
     @abstractmethod
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """Play trials in one world; return each adversary's scores, shape (adversaries, count).
@@ -113,6 +118,10 @@ class TwoWorlds(ABC):
     def guarantee(self, delta: float) -> Guarantee:
         """Return the proven guarantee of the mechanism."""
         return guarantees([self.mechanism], delta=delta)[0]
+
+    def true_epsilon(self, delta: float) -> float:
+        """Return the proven epsilon of what the game's code releases, which a weakened game exceeds `guarantee` by."""
+        return guarantees([self.actual], delta=delta)[0].epsilon
 
 
 def played(

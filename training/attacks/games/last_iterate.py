@@ -73,6 +73,11 @@ class LastIterateGame(TwoWorlds):
         return self._accounted
 
     @property
+    def actual(self) -> ConvexLastIterate:
+        """See TwoWorlds.actual."""
+        return self._own
+
+    @property
     def _options(self) -> ConvexConfig:
         return self._plan.config.trainer_as(ConvexConfig)
 

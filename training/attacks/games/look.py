@@ -60,6 +60,11 @@ class LookGame(TwoWorlds):
         """See TwoWorlds.mechanism."""
         return self._accounted
 
+    @property
+    def actual(self) -> Mechanism:
+        """See TwoWorlds.actual."""
+        return _protection(self._plan).mechanism
+
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """See TwoWorlds.scores; the whole data set has the label in question, and each record is a trial."""
         own, other = self._labels

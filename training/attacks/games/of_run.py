@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -66,11 +67,12 @@ def findings_of(
     for role, subject, null in subjects:
         own = derive_seed(seed, "audit", role.value) >> 1
         results = played(subject, trials=trials, seed=own, delta=delta, null=null, on_trials=on_trials)
-        found += [_finding(role, one, None if null else claim) for one in results]
+        actual = subject.true_epsilon(delta) if role is Role.BROKEN else math.inf
+        found += [_finding(role, one, None if null else claim, actual) for one in results]
     return found
 
 
-def _finding(role: Role, one: Played, claim: Guarantee | None) -> Finding:
+def _finding(role: Role, one: Played, claim: Guarantee | None, actual: float) -> Finding:
     return Finding(
         role=role,
         attack=one.adversary.name,
@@ -81,4 +83,5 @@ def _finding(role: Role, one: Played, claim: Guarantee | None) -> Finding:
         claim=claim,
         scope="run",
         curve=one.curve,
+        actual=actual if math.isfinite(actual) else None,
     )

@@ -76,6 +76,11 @@ class ReleasedModelGame(TwoWorlds):
         """See TwoWorlds.mechanism."""
         return self._accounted
 
+    @property
+    def actual(self) -> LabelRelease:
+        """See TwoWorlds.actual."""
+        return replace(self._accounted, mu=self._mu)
+
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """See TwoWorlds.scores; a pass is one model."""
         return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)

@@ -58,6 +58,11 @@ class StepsGame(TwoWorlds):
         """See TwoWorlds.mechanism."""
         return self._accounted
 
+    @property
+    def actual(self) -> Mechanism:
+        """See TwoWorlds.actual."""
+        return self._own_mechanism()
+
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """See TwoWorlds.scores."""
         return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)

@@ -28,7 +28,7 @@ from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
-from training.attacks.one_run.observers import EntryObserver, Observer, RowSpaceObserver
+from training.attacks.one_run.observers import EntryObserver, Observer, QuietRowsObserver, RowSpaceObserver
 from training.attacks.one_run.report import OneRunAudit, Reading
 from training.attacks.replay import AuditedRun
 from training.attacks.run_audit import ROOM, audit_place, read_run, update_clipping
@@ -37,10 +37,12 @@ from training.engine.algorithm import Arrays
 from training.engine.plan import RunPlan
 from training.engine.session import train_planned
 from training.feedback.config import FeedbackConfig
+from training.networks.layers import LayeredNetwork
 from training.networks.network import FullyConnected
 from training.protections.base import PrivateGradients
 from training.runs.folder import ONE_RUN_FILE, RunFolder
 from training.runs.storage import write_json
+from training.ulr.config import UlrConfig
 
 DEFAULT_CANARIES = 1000
 CONFIDENCE = 0.95
@@ -72,8 +74,8 @@ def audit_one_training(
 
     An independent fair coin puts each canary in or leaves it out. Sampler, clip, noise, optimizer and ledger are the
     run's own, and so is the number of steps; the run itself is not changed. Under record protection a canary has a
-    crafted gradient at every step. Without protection it is a crafted record, and the row space of the first layer's
-    updates is searched for it.
+    crafted gradient at every step. Without protection it is a crafted record, and the first layer's updates are
+    searched for it: their row space, or under published likelihood ratio training the directions with little noise.
 
     Args:
         path: The run folder.
@@ -299,47 +301,63 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
 def _planted(plan: RunPlan, count: int, seed: int) -> Game:
     """Plant crafted records in an unprotected run: features of the data's mean and spread, labels at random.
 
-    The paper's claim is about replacement: in the place of a canary that is out stands another record of the same law.
+    The claim of photonic DFA is about replacement: in the place of a canary that is out stands another record of the
+    same law. That of likelihood ratio training is about adding a record, and a canary that is out is left out.
 
     Raises:
-        NoGuarantee: A batch's inputs do not span the rows of the first layer's update, or fill them.
+        NoGuarantee: No attack finds records in one training of this kind.
     """
-    config, network, train = plan.config, plan.network, plan.dataset.train
-    options, batch = config.trainer, plan.sampler.expected_batch_size
-    if not isinstance(network, FullyConnected) or not isinstance(options, FeedbackConfig):
-        raise NoGuarantee(
-            f"trainer.kind = {options.kind!r} without protection: the attack on one training needs a fully connected "
-            "network under bp, dfa, tdfa or pdfa; play the game of single steps: opusim audit RUN"
-        )
-    first = network.layers[0]
-    fan_in = network.n_inputs + first.bias
-    if batch + ROOM > fan_in or batch > first.n_outputs:
-        raise NoGuarantee(
-            f"sampler.batch_size = {batch:g}: the row space of the first layer ({first.n_outputs} x {fan_in}) tells "
-            f"nothing of batches above {min(fan_in - ROOM, first.n_outputs)}; play the game of single steps: "
-            "opusim audit RUN"
-        )
+    train = plan.dataset.train
     generator = np.random.default_rng(derive_seed(seed, "canaries"))
     inside = generator.random(count) < 0.5
     mean, spread = float(train.x.mean()), float(train.x.std())
-    drawn = mean + spread * generator.standard_normal((2, count, network.n_inputs))
+    drawn = mean + spread * generator.standard_normal((2, count, plan.network.n_inputs))
     x, stand_ins = torch.from_numpy(drawn).to(train.x.dtype)
     y = torch.from_numpy(generator.integers(plan.dataset.n_classes, size=count)).to(train.y.dtype)
-    clipping = update_clipping(options)
-    names = {tensor.data_ptr(): name for name, tensor in network.tensors.items()}
-    linear = network.linears[0]
-    observer = RowSpaceObserver(
-        network,
-        clipping(x, layer=0, depth=network.depth, n_layer=first.n_outputs),
-        weight=names[linear.weight.data_ptr()],
-        bias=None if linear.bias is None else names[linear.bias.data_ptr()],
-        options=config.optimizer,
-        batch_size=math.ceil(batch),
-        most_steps=-(-(len(train) + count) // max(int(batch), 1)),
+    observer, replaces = _first_layer_observer(plan, x)
+    coins = torch.from_numpy(inside)
+    chosen = torch.where(coins[:, None], x, stand_ins) if replaces else x[coins]
+    return Game(
+        plan=with_records(plan, chosen.view(-1, *train.x.shape[1:]), y if replaces else y[coins]),
+        observer=observer,
+        inside=inside,
+        relation=Adjacency.REPLACE_ONE if replaces else Adjacency.ADD_OR_REMOVE_ONE,
     )
-    chosen = torch.where(torch.from_numpy(inside)[:, None], x, stand_ins)
-    planted = with_records(plan, chosen.view(-1, *train.x.shape[1:]), y)
-    return Game(plan=planted, observer=observer, inside=inside, relation=Adjacency.REPLACE_ONE)
+
+
+def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
+    """Return what watches an unprotected run for canaries of these features, and whether its claim replaces records.
+
+    Raises:
+        NoGuarantee: A batch's inputs do not span the rows of the first layer's update, or fill them; or the trainer is
+            another one.
+    """
+    network, options, batch = plan.network, plan.config.trainer, plan.sampler.expected_batch_size
+    quiet = isinstance(options, UlrConfig) and (options.form, options.remedy) == ("published", "extra-noise")
+    spans = isinstance(options, FeedbackConfig) and isinstance(network, FullyConnected)
+    first = weight_layers(network)[:1]
+    if not isinstance(network, LayeredNetwork) or not first or first[0][0] or not (quiet or spans):
+        raise NoGuarantee(
+            f"trainer.kind = {options.kind!r} without protection: the attack on one training needs a fully connected "
+            "first layer, of a network under bp, dfa, tdfa or pdfa, or of ulr as published with trainer.remedy = "
+            "'extra-noise'; play the game of single steps: opusim audit RUN"
+        )
+    _, weight, n_outputs, fan_in = first[0]
+    others = [tensor.data_ptr() for tensor in network.layer_parameters(0)[1:]]
+    bias = next((name for name, tensor in network.tensors.items() if tensor.data_ptr() in others), None)
+    fan_in += bias is not None
+    most = fan_in - ROOM if quiet else min(fan_in - ROOM, n_outputs)
+    if batch > most:
+        raise NoGuarantee(
+            f"sampler.batch_size = {batch:g}: the first layer ({n_outputs} x {fan_in}) tells nothing of batches above "
+            f"{most}; play the game of single steps: opusim audit RUN"
+        )
+    layer: dict[str, Any] = {"weight": weight, "bias": bias, "options": plan.config.optimizer}
+    if quiet:
+        return QuietRowsObserver(network, x, **layer, most_steps=plan.total_steps), False
+    inputs = update_clipping(options)(x, layer=0, depth=network.depth, n_layer=n_outputs)
+    epoch = -(-(len(plan.dataset.train) + len(x)) // max(int(batch), 1))
+    return RowSpaceObserver(network, inputs, **layer, batch_size=math.ceil(batch), most_steps=epoch), True
 
 
 def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:

@@ -31,7 +31,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import joblib
 import numpy as np
@@ -219,9 +219,10 @@ def audit_final_model(
     """Train many times as a run was trained, with a crafted record or without it, and attack the final models.
 
     The result is kept as `final-model.json`, the scores so far as `final-model-scores.json`: an audit that was stopped
-    resumes if it is called again with the same options. If it is called with another number of trainings after its
-    outcome was read, it warns: an audit that is extended until its outcome pleases errs more often than a bound tells.
-    Each reading adds its own error, and the result's confidence counts them all (`OneRunAudit.looks`).
+    resumes if it is called again with the same options. If it is called with another number of trainings, or at
+    another delta, after its outcome was read, it warns: an audit that is repeated until its outcome pleases errs more
+    often than a bound tells. Each reading adds its own error, and the result's confidence counts them all
+    (`OneRunAudit.looks`).
 
     Args:
         path: The run folder.
@@ -253,32 +254,42 @@ def audit_final_model(
     run = read_run(folder, data, model)
     if run.plan.config.mode == "release":
         make_private_folder(place)
-    kept = place / SCORES_FILE
-    scores = _Scores(kept, worst_case=worst_case, seed=seed, folder=folder)
+    own_delta = run.plan.config.protection.delta
+    look = Look(trainings, own_delta if delta is None else delta)
+    scores = _Scores(place / SCORES_FILE, worst_case=worst_case, seed=seed, folder=folder, delta=own_delta)
     game = FinalModelGame.of(started_again(run, scores.seed), seed=scores.seed, worst_case=worst_case)
     on_start(trainings, min(len(scores.found), trainings))
-    if scores.looks and trainings not in scores.looks:
-        together = max(0.0, 1 - (1 - CONFIDENCE) * (len(scores.looks) + 1))
-        warnings.warn(
-            f"{kept}: the outcome of {scores.looks[-1]} trainings was read before; with this one the bounds hold "
-            f"together with confidence {together:.2f} only. For {CONFIDENCE} "
-            "start anew in another folder (--out)",
-            stacklevel=2,
-        )
+    scores.warn_before(look)
     started = time.process_time()
     keep = partial(scores.keep, on_training)
     play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
-    delta = run.plan.config.protection.delta if delta is None else delta
-    found = read_scores(game, scores.found[:trainings], delta=delta, cpu_s=time.process_time() - started)
-    found = replace(found, looks=scores.looked(trainings))
+    found = read_scores(game, scores.found[:trainings], delta=look.delta, cpu_s=time.process_time() - started)
+    found = replace(found, looks=scores.looked(look))
     write_json(place / FINAL_MODEL_FILE, found.to_json())
     return found
 
 
-class _Scores:
-    """The scores of an audit that may have been stopped, in a file."""
+class Look(NamedTuple):
+    """One reading of the scores."""
 
-    def __init__(self, file: Path, *, worst_case: bool, seed: int | None, folder: RunFolder) -> None:
+    trainings: int
+    delta: float
+
+
+class _Scores:
+    """The scores of an audit that may have been stopped, in a file.
+
+    Args:
+        file: Holds them.
+        worst_case: Whether the attacker chooses the initial weights.
+        seed: Of the audit; None takes the file's, or draws one.
+        folder: The audited run.
+        delta: The run's, at which readings were made that name none.
+    """
+
+    def __init__(
+        self, file: Path, *, worst_case: bool, seed: int | None, folder: RunFolder, delta: float
+    ) -> None:
         self._file = file
         self._asked = {
             "worst_case": worst_case,
@@ -297,18 +308,32 @@ class _Scores:
             )
         self.seed: int = kept["seed"] if kept else secrets.randbits(63) if seed is None else seed
         self.found: list[float] = [float(score) for score in kept["scores"]] if kept else []
-        self.looks: list[int] = list(kept.get("looks", [])) if kept else []
-        """Numbers of trainings after which the outcome was read, in their order."""
+        looks = kept.get("looks", []) if kept else []
+        self.looks = [Look(one, delta) if isinstance(one, int) else Look(*one) for one in looks]
+        """When the outcome was read, in order."""
 
     def keep(self, on_training: Callable[[int], None]) -> None:
         """Write the scores and tell their number."""
         self._write()
         on_training(len(self.found))
 
-    def looked(self, trainings: int) -> int:
-        """Write that the outcome of a number of trainings is read; returns how many such numbers there are."""
-        if trainings not in self.looks:
-            self.looks.append(trainings)
+    def warn_before(self, look: Look) -> None:
+        """Warn if the scores were read before, but not like this."""
+        if not self.looks or look in self.looks:
+            return
+        together = max(0.0, 1 - (1 - CONFIDENCE) * (len(self.looks) + 1))
+        last = self.looks[-1]
+        warnings.warn(
+            f"{self._file}: the outcome of {last.trainings} trainings was read before, at delta {last.delta:g}; with "
+            f"this reading the bounds hold together with confidence {together:.2f} only. For {CONFIDENCE} start anew "
+            "in another folder (--out)",
+            stacklevel=3,
+        )
+
+    def looked(self, look: Look) -> int:
+        """Write that the outcome is read; returns how many different readings there are."""
+        if look not in self.looks:
+            self.looks.append(look)
             self._write()
         return len(self.looks)
 
@@ -326,7 +351,16 @@ def _are_scores(kept: Any) -> bool:
         and isinstance(kept.get("scores"), list)
         and all(type(score) in (int, float) for score in kept["scores"])
         and isinstance(kept.get("looks", []), list)
-        and all(type(trainings) is int for trainings in kept.get("looks", []))
+        and all(_is_look(one) for one in kept.get("looks", []))
+    )
+
+
+def _is_look(kept: Any) -> bool:
+    """Whether a JSON value is a number of trainings, as older versions kept it, or one with a delta."""
+    if type(kept) is int:
+        return True
+    return (
+        isinstance(kept, list) and len(kept) == 2 and type(kept[0]) is int and type(kept[1]) in (int, float)
     )
 
 

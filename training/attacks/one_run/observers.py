@@ -83,6 +83,11 @@ ROW_SPACE = Sight(
     sees="the first layer's weights after every step of the first epoch",
     knows="the canaries' features and the expected batch size, but no other record, neither the device nor its noise",
 )
+QUIET_ROWS = Sight(
+    name="quiet rows",
+    sees="the first layer's weights after every step",
+    knows="the canaries' features, but no other record and no noise",
+)
 
 
 class Observer(ABC):
@@ -232,11 +237,8 @@ def log_ratio(y: np.ndarray, *, q: float, z: float, replaces: bool) -> np.ndarra
     return one(y) - one(-y) if replaces else one(y)
 
 
-class RowSpaceObserver(Observer):
-    """Looks for the canaries' inputs in the row space of the first layer's updates; see `RowSpaceAttack`.
-
-    A canary's score is the largest of -log10 of its residual over the steps of the first epoch, in which shuffled
-    epochs use every record once.
+class FirstLayerObserver(Observer):
+    """Looks at the first layer's updates; a canary's score is the largest over the steps that are looked at.
 
     Args:
         network: A fully connected network.
@@ -244,9 +246,10 @@ class RowSpaceObserver(Observer):
         weight: Name of the first layer's weight.
         bias: Name of its bias, or None if it has none.
         options: The optimizer.
-        batch_size: Expected number of records in a batch.
-        most_steps: Steps of the first epoch.
+        most_steps: Steps that are looked at, from the first on.
     """
+
+    sight: Sight
 
     def __init__(
         self,
@@ -256,13 +259,12 @@ class RowSpaceObserver(Observer):
         weight: str,
         bias: str | None,
         options: OptimizerConfig,
-        batch_size: int,
         most_steps: int,
     ) -> None:
         super().__init__()
         self._network, self._names = network, (weight, bias)
         self._inputs = with_constant(inputs, bias=bias is not None).double()
-        self._descent, self._batch_size, self._most = Descent(options), batch_size, most_steps
+        self._descent, self._most = Descent(options), most_steps
         self._before = np.zeros(0)
         self._found = np.full(len(inputs), -math.inf)
 
@@ -273,18 +275,66 @@ class RowSpaceObserver(Observer):
         now = self._layer()
         if step:
             gradient = self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
-            basis = row_space(torch.from_numpy(gradient), self._batch_size)
-            outside = self._inputs - (self._inputs @ basis) @ basis.t()
-            share = outside.norm(dim=1) / self._inputs.norm(dim=1).clamp_min(_TINY)
-            self._found = np.maximum(self._found, -np.log10(share.clamp_min(_TINY).numpy()))
+            self._found = np.maximum(self._found, self.score(torch.from_numpy(gradient)).numpy())
         self._before = now
+
+    @abstractmethod
+    def score(self, gradient: Tensor) -> Tensor:
+        """Return each canary's score of one step, float64, shape (m,).
+
+        Args:
+            gradient: The first layer's, float64, one column more for a bias.
+        """
 
     def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
         """See Observer.scores."""
-        return {ROW_SPACE: self._found}
+        return {self.sight: self._found}
 
     def _layer(self) -> np.ndarray:
         """Return the first layer's weights with the bias as the last column, float64."""
         tensors, (weight, bias) = self._network.tensors, self._names
         parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
         return torch.cat(parts, dim=1).double().cpu().numpy()
+
+
+class RowSpaceObserver(FirstLayerObserver):
+    """Looks for the canaries' inputs in the row space of the first layer's updates; see `RowSpaceAttack`.
+
+    A canary's score is the largest of -log10 of its residual over the steps of the first epoch, in which shuffled
+    epochs use every record once.
+
+    Args:
+        batch_size: Expected number of records in a batch.
+        layer: See FirstLayerObserver.
+    """
+
+    sight = ROW_SPACE
+
+    def __init__(self, network: Network, inputs: Tensor, *, batch_size: int, **layer: Any) -> None:
+        super().__init__(network, inputs, **layer)
+        self._batch_size = batch_size
+
+    def score(self, gradient: Tensor) -> Tensor:
+        """See FirstLayerObserver.score."""
+        basis = row_space(gradient, self._batch_size)
+        outside = self._inputs - (self._inputs @ basis) @ basis.t()
+        share = outside.norm(dim=1) / self._inputs.norm(dim=1).clamp_min(_TINY)
+        return -share.clamp_min(_TINY).log10()
+
+
+class QuietRowsObserver(FirstLayerObserver):
+    """Looks for inputs along which the first layer's update has less noise than elsewhere.
+
+    Published likelihood ratio training completes the noise of a batch to sigma_0 C in every direction, by the
+    covariance that its estimates have before they are clipped. Along a batch's inputs nothing is added, and the clipped
+    estimates have far less than that. For the update G and a canary's input h a step's score is
+    -log10 of |G h|^2 / |h|^2 over the mean square of G's entries.
+    """
+
+    sight = QUIET_ROWS
+
+    def score(self, gradient: Tensor) -> Tensor:
+        """See FirstLayerObserver.score."""
+        along = (self._inputs @ gradient.t()).square().sum(dim=1)
+        typical = self._inputs.square().sum(dim=1) * gradient.square().mean()
+        return -(along / typical.clamp_min(_TINY)).clamp_min(_TINY).log10()

@@ -42,7 +42,7 @@ class OneRunAudit:
         seed: Repeats the audit.
         cpu_s: Processor seconds of the training.
         trainings: Trainings, with one crafted record each if there are several.
-        looks: How often the scores were read, with other numbers of trainings, this time included.
+        looks: How often the scores were read, with other numbers of trainings or at other deltas, this time included.
     """
 
     readings: tuple[Reading, ...]
@@ -185,8 +185,9 @@ def one_run_paragraphs(audit: OneRunAudit) -> list[str]:
     )
     if audit.looks > 1:
         game += (
-            f" The scores were read {audit.looks} times, with other numbers of trainings, and stopping once the "
-            f"outcome pleases errs more often; {audit.confidence:.4g} counts the bounds of all {audit.looks} times."
+            f" The scores were read {audit.looks} times, with other numbers of trainings or at other deltas, and "
+            f"stopping once the outcome pleases errs more often; {audit.confidence:.4g} counts the bounds of all "
+            f"{audit.looks} times."
         )
     sights = [f"Adversary {r.adversary!r} {r.result.plan.adversary}." for r in audit.readings]
     refuted = [

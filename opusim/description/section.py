@@ -110,7 +110,7 @@ def first_problem(
     if kind == "union_tag_invalid":
         tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
         return ConfigError(origin, f"{key}.kind", f"{tag!r} is no {keys[-1]}; take one of {expected}")
-    reason = _reason(problem)
+    reason = _reason(problem) + _remedy(problem, section, keys)
     if not key and (named := _NAMED_KEY.match(reason)) and _has_key(model, named["key"]):
         key, reason = named["key"], reason[named.end() :]
     return ConfigError(origin, key or whole, reason)
@@ -206,6 +206,26 @@ def _reason(problem: Mapping[str, Any]) -> str:
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"is a section, not one value; give its keys instead of {value!r}"
     return f"{message}, got {value!r}"
+
+
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+"""Annotations of a number's range, in words."""
+
+
+def _remedy(problem: Mapping[str, Any], section: type[BaseModel] | None, keys: Sequence[str]) -> str:
+    """Return the whole range of a key that is out of it or of another type, and its default; empty for other problems."""
+    field = None if section is None or not keys else _field(section, keys[-1])
+    if field is None or not str(problem["type"]).endswith(("_than", "_than_equal", "_parsing")):
+        return ""
+    bounds = [
+        f"{words} {limit:g}"
+        for name, words in _BOUNDS.items()
+        if (limit := next((getattr(each, name) for each in field.metadata if hasattr(each, name)), None)) is not None
+    ]
+    default = field.get_default(call_default_factory=False)
+    usual = "" if field.is_required() or default is None else f"the default is {default}"
+    remedy = ", ".join(part for part in (" and ".join(bounds) and f"give {' and '.join(bounds)}", usual) if part)
+    return f"; {remedy}" if remedy else ""
 
 
 def _has_key(model: type[BaseModel], key: str) -> bool:

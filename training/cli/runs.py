@@ -118,9 +118,15 @@ def report(
     ] = None,
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
+    from opusim.files import require_writable
     from training.reports.run_report import run_name, write_comparison, write_report
     from training.runs.stored_run import read_run
 
+    twice = [path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}]
+    if twice:
+        raise ValueError(f"RUN {twice[0]}: is given twice; name each run once")
+    if out is not None:
+        require_writable(out, "--out", (".html",))
     loaded = [read_run(path) for path in runs]
     if len(loaded) == 1 and out is None:
         typer.echo(write_report(loaded[0]))

@@ -108,7 +108,7 @@ def _figure(name: str, value: float) -> str:
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="One run folder, or several to compare.")
+        list[Path], typer.Argument(metavar="RUN", help="One run folder, or several to compare.")
     ],
     out: Annotated[
         Path | None,
@@ -175,7 +175,7 @@ def runs() -> None:
 @runs_app.command("list")
 def list_command(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="A folder of run folders.", show_default="./runs")
+        Path, typer.Argument(metavar="FOLDER", help="A folder of run folders.", show_default="./runs")
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -208,7 +208,7 @@ def list_command(
 
 @runs_app.command("rm")
 def remove_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, finished or not.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     lose_ledger: Annotated[
         bool,

@@ -21,7 +21,8 @@ from typing import Any
 
 if sys.platform == "win32":
     raise ImportError(
-        "opusim runs on Linux: its locks and file modes are those of POSIX; on Windows take its Subsystem for Linux (WSL)"
+        "opusim runs on Linux: its locks and file modes are those of POSIX; on Windows take its Subsystem for Linux "
+        "(WSL)"
     )
 if sys.platform != "linux" and os.environ.get("OPUSIM_UNTESTED") != "1":
     raise ImportError(

@@ -219,7 +219,9 @@ def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
 
 def _range(field: FieldInfo) -> str:
     """Return the bounds of a number in words."""
-    limits = [(words, getattr(each, name, None)) for name, words in _BOUNDS.items() for each in field.metadata]
+    limits = [
+        (words, getattr(each, name, None)) for name, words in _BOUNDS.items() for each in field.metadata
+    ]
     return " and ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
 
 

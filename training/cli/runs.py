@@ -107,9 +107,7 @@ def _figure(name: str, value: float) -> str:
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="One run folder, or several to compare.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="One run folder, or several to compare.")],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -122,7 +120,9 @@ def report(
     from training.reports.run_report import run_name, write_comparison, write_report
     from training.runs.stored_run import read_run
 
-    twice = [path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}]
+    twice = [
+        path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}
+    ]
     if twice:
         raise ValueError(f"RUN {twice[0]}: is given twice; name each run once")
     if out is not None:

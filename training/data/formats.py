@@ -165,7 +165,9 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
     except (*_UNREADABLE, *_DAMAGED, *_BAD_HEADER) as error:
         wanted = " and ".join(names)
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
-        raise DataError(f"{path} is not an .npz file with arrays {wanted} ({reason}); write numpy.savez(FILE, x=x, y=y)") from error
+        raise DataError(
+            f"{path} is not an .npz file with arrays {wanted} ({reason}); write numpy.savez(FILE, x=x, y=y)"
+        ) from error
 
 
 def _members(
@@ -188,7 +190,9 @@ def _members(
 def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     """Read one array; its header must promise exactly the bytes that the archive holds."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy tells of headers that Python 2 wrote, and Python of odd literals
+        warnings.simplefilter(
+            "ignore"
+        )  # numpy tells of headers that Python 2 wrote, and Python of odd literals
         with archive.open(info) as member:
             promised = _promised(member) + member.tell()
         if promised != info.file_size:

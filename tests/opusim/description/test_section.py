@@ -114,9 +114,7 @@ def test_a_strict_section_converts_nothing() -> None:
         number: float
         count: int = Field(alias="n")
 
-    assert problem({"number": "1", "n": 1}, Strict).startswith(
-        "x.toml: number: must be a valid number"
-    )
+    assert problem({"number": "1", "n": 1}, Strict).startswith("x.toml: number: must be a valid number")
     assert problem({"number": 1.0, "n": 1.0}, Strict).startswith("x.toml: n: must be a valid integer")
     assert Strict(number=1e30, count=2).number == 1e30
 

@@ -71,9 +71,9 @@ dist: $(RELEASE)  ## Wheel and sdist, built twice and compared byte by byte, and
 wheel-check: $(RELEASE)  ## The wheel in an empty environment, and every command of getting-started there; some minutes.
 	$(BIN)/python .ci/wheel_check.py
 
-security: $(RELEASE)  ## Suspicious code, and known vulnerabilities of what is pinned (asks the network).
+security: $(RELEASE)  ## Suspicious code, and known vulnerabilities of what is pinned (asks the network, and fails without an answer).
 	$(BIN)/bandit --quiet -ll --recursive --configfile pyproject.toml opusim training accounting hw_configs
-	$(BIN)/pip-audit --no-deps --disable-pip -r requirements.txt
+	$(BIN)/pip-audit --strict --no-deps --disable-pip -r requirements.txt
 
 coverage: $(RELEASE)  ## Lines that the tests of accounting and opusim reach, kernels uncompiled; below the floor it fails.
 	OMP_NUM_THREADS=1 NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -q -m "not compiled and not slow" tests/accounting tests/opusim
@@ -88,7 +88,9 @@ mutants: $(RELEASE)  ## One in SHARE mutants of the accounting's core, hours; fa
 	$(BIN)/python .ci/mutants.py rate build/mutants.sqlite --least 85
 
 hashes: $(RELEASE)  ## The hashes of what requirements.txt pins, and the licences.
-	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --no-emit-index-url --no-emit-find-links --no-annotate --strip-extras -o requirements-hashes.txt requirements.txt
+	$(BIN)/pip-compile --quiet --generate-hashes --no-header --allow-unsafe --no-emit-index-url --no-emit-find-links --no-annotate --strip-extras -o requirements-hashes.txt requirements.txt
+	sed -i -e '1i # Pinned with hashes: pip install --require-hashes -r requirements-hashes.txt; written by `make hashes`.' \
+	  -e '1i # torch is the CPU wheel of https://download.pytorch.org/whl/cpu for CPython 3.11 on Linux (x86-64); for another one, put its hash here.' requirements-hashes.txt
 	$(BIN)/python .ci/third_party.py
 
 lowest:  ## The tests on the lowest versions that setup.cfg admits.

@@ -146,7 +146,7 @@ def _show_what_a_noise_allows(start: ConvexLastIterate, *, target_epsilon: float
 def explain_command(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[THEOREM]", help="The theorem's name; all are listed without one."),
+        typer.Argument(metavar="THEOREM", help="The theorem's name; all are listed without one."),
     ] = None,
 ) -> None:
     """State a theorem that a guarantee cites: its formula, its hypotheses, its proof and the code that uses it."""
@@ -236,7 +236,8 @@ def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | No
         item: Any = parameter.item
         if values[parameter.name] is None and parameter.required:
             remedy = ", or --target-epsilon to have it computed" if parameter.name == noise else ""
-            raise ValueError(f"{_flag(parameter)} is missing: give it{remedy}")
+            meaning = parameter.meaning.rstrip(".").removesuffix(";")
+            raise ValueError(f"{_flag(parameter)} is missing: give it{remedy} ({meaning})")
         if item is not None:
             values[parameter.name] = tuple(
                 getattr(item, "from_text", item)(text) for text in values[parameter.name]

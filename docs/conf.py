@@ -39,10 +39,15 @@ intersphinx_mapping = {
 intersphinx_disabled_reftypes = ["std:doc"]
 nitpicky = False  # docstrings name types in plain words
 
+smartquotes_action = "qe"  # two hyphens stay two, since options begin with them
+
 html_theme = "furo"
 html_title = f"opusim {release}"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
+html_js_files = ["keyboard.js"]
+pygments_style = "a11y-high-contrast-light"  # tests/test_site.py computes their contrast
+pygments_dark_style = "a11y-high-contrast-dark"
 html_show_sphinx = False
 html_math_renderer = "mathml"
 

@@ -12,6 +12,7 @@ when it is first used, so that ``import opusim.noise`` and ``opusim --help`` loa
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,8 +21,13 @@ from typing import Any
 
 if sys.platform == "win32":
     raise ImportError(
-        "opusim runs on Linux and macOS: its locks and file modes are those of POSIX; on Windows take its Subsystem "
-        "for Linux (WSL)"
+        "opusim runs on Linux: its locks and file modes are those of POSIX; on Windows take its Subsystem for Linux "
+        "(WSL)"
+    )
+if sys.platform != "linux" and os.environ.get("OPUSIM_UNTESTED") != "1":
+    raise ImportError(
+        f"opusim is tested on Linux only, not on {sys.platform!r}: its locks, file modes and kernels were never tried "
+        "there; set the environment variable OPUSIM_UNTESTED=1 to use it all the same, and run its tests first"
     )
 
 _STUB = Path(__file__).with_suffix(".pyi")

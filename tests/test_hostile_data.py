@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.numpy import save
@@ -103,6 +103,10 @@ HEADER = "{'descr': '<f8', 'fortran_order': False, 'shape': (3, 2), }"
         ["-" * 9000 + "1", "{'descr': (", "(" * 150, "{'descr': '<f8', 'fortran_order': 0, 'shape': (-1, 2)}"]
     ).map(lambda text: npz(header=text))
 )
+@example(npz(header=HEADER.replace("'<f8'", "('<f8',)")))  # IndexError of numpy's parser
+@example(npz(header=HEADER.replace("'<f8'", "'<,'")))  # SyntaxError
+@example(npz(header=HEADER.replace("'descr'", "b'descr'")))  # TypeError
+@example(npz(header=HEADER.replace("(3, 2)", "(3L, 2)")))  # a warning; Python 2 wrote such headers
 def test_npz_files(folder: Path, content: bytes) -> None:
     file = written(folder / "arrays.npz", content)
     found = read_or_refused(lambda: read_arrays(file, ("x", "y")), DataError, names="arrays.npz")

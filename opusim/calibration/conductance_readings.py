@@ -49,7 +49,9 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
     try:
         rows = list(csv.reader(io.StringIO(read_text(path)), delimiter=_delimiter(read_text(path))))
     except OSError as error:
-        raise ConfigError(name, "path", f"cannot be read: {error.strerror or error}") from None
+        raise ConfigError(
+            name, "path", f"cannot be read ({error.strerror or error}); check the path"
+        ) from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(name, "content", f"is no table of text: {error}") from None
     lines = [row for row in rows if any(cell.strip() for cell in row)]

@@ -86,7 +86,9 @@ def _read(file: str) -> dict[str, Any]:
             raise ConfigError(file, "name", reason + did_you_mean(file, names))
         return parse_toml(resources.files("hw_configs").joinpath(f"{file}.toml").read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(file, "path", f"cannot be read: {error.strerror or error}") from None
+        raise ConfigError(
+            file, "path", f"cannot be read ({error.strerror or error}); check the path"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(file, "syntax", f"not a TOML file: {error}") from None
 

@@ -111,7 +111,7 @@ def first_problem(
     if kind == "union_tag_invalid":
         tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
         return ConfigError(origin, f"{key}.kind", f"{tag!r} is no {keys[-1]}; take one of {expected}")
-    reason = _reason(problem)
+    reason = _reason(problem, None if section is None or not keys else _field(section, keys[-1]))
     if not key and (named := _NAMED_KEY.match(reason)) and _has_key(model, named["key"]):
         key, reason = named["key"], reason[named.end() :]
     return ConfigError(origin, key or whole, reason)
@@ -213,8 +213,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _reason(problem: Mapping[str, Any]) -> str:
-    """Return what is wrong with a value, with the value itself if it is short of a section."""
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+"""Annotations of a number's range, in words."""
+
+
+def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
+    """Return what a key takes, the value if it is short of a section, and the key's default."""
     message, value = str(problem["msg"]).removeprefix("Value error, "), problem.get("input")
     if problem["type"] == "value_error" or isinstance(value, BaseModel):
         return message
@@ -222,7 +226,20 @@ def _reason(problem: Mapping[str, Any]) -> str:
         return "is one value, not a section; give a value"
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"is a section, not one value; give its keys instead of {value!r}"
-    return f"{message}, got {value!r}"
+    rule = message.replace("Input should be", "must be").split(", unable to parse")[0]
+    if field is not None and problem["type"].startswith(("greater_than", "less_than")):
+        rule = f"must be {_range(field)}"
+    default = None if field is None or field.is_required() else field.get_default(call_default_factory=False)
+    usual = f"; the default is {default}" if isinstance(default, str | int | float) else ""
+    return f"{rule}, got {value!r}{usual}"
+
+
+def _range(field: FieldInfo) -> str:
+    """Return the bounds of a number in words."""
+    limits = [
+        (words, getattr(each, name, None)) for name, words in _BOUNDS.items() for each in field.metadata
+    ]
+    return " and ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
 
 
 def _has_key(model: type[BaseModel], key: str) -> bool:

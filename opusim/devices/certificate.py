@@ -361,7 +361,9 @@ def load_certificate(path: str | Path) -> Certificate:
             raise ConfigError(str(path), "schema", f"{weakness}; calibrate the device again")
         return Certificate.model_validate(content)
     except OSError as error:
-        raise ConfigError(str(path), "path", f"cannot be read: {error.strerror or error}") from None
+        raise ConfigError(
+            str(path), "path", f"cannot be read ({error.strerror or error}); check the path"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "syntax", f"not a TOML file: {error}") from None
     except ValidationError as error:

@@ -166,8 +166,6 @@ def _machine() -> Iterator[Fact]:
     yield Fact(
         "linear algebra", f"numpy with {library}, torch {mkl} MKL, {torch.backends.cpu.get_cpu_capability()}"
     )
-    if torch.backends.mps.is_available():
-        yield Fact("Apple's GPU", "found (mps)")
     if not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         yield Fact("CUDA devices", f"none; torch is built {built}")

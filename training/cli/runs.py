@@ -105,9 +105,7 @@ def _figure(name: str, value: float) -> str:
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="One run folder, or several to compare.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="One run folder, or several to compare.")],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -116,9 +114,17 @@ def report(
     ] = None,
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
+    from opusim.files import require_writable
     from training.reports.run_report import run_name, write_comparison, write_report
     from training.runs.stored_run import read_run
 
+    twice = [
+        path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}
+    ]
+    if twice:
+        raise ValueError(f"RUN {twice[0]}: is given twice; name each run once")
+    if out is not None:
+        require_writable(out, "--out", (".html",))
     loaded = [read_run(path) for path in runs]
     if len(loaded) == 1 and out is None:
         typer.echo(write_report(loaded[0]))
@@ -167,7 +173,7 @@ def runs() -> None:
 @runs_app.command("list")
 def list_command(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="A folder of run folders.", show_default="./runs")
+        Path, typer.Argument(metavar="FOLDER", help="A folder of run folders.", show_default="./runs")
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -200,7 +206,7 @@ def list_command(
 
 @runs_app.command("rm")
 def remove_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, finished or not.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     lose_ledger: Annotated[
         bool,

@@ -142,7 +142,7 @@ def options(
     topic: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TOPIC]",
+            metavar="TOPIC",
             help="A section (run, data, optimizer, ...), a trainer (zo, ...) or a protection (record, ...).",
         ),
     ] = None,

@@ -124,7 +124,8 @@ _NPZ_BYTES_ALLOWED = 2**30
 _NPZ_RATIO_LIMIT = 100
 """Bytes in memory per byte of the file, above `_NPZ_BYTES_ALLOWED`; measured data compress by 2 to 20."""
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
-_DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, tokenize.TokenError, MemoryError)
+_DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, MemoryError)
+_BAD_HEADER = (tokenize.TokenError, SyntaxError, IndexError, TypeError, AttributeError)
 """What zipfile, its decompressors and numpy's parser of headers raise."""
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -161,10 +162,12 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
                 return [_read(archive, member) for member in members]
     except DataError:
         raise
-    except (*_UNREADABLE, *_DAMAGED) as error:
+    except (*_UNREADABLE, *_DAMAGED, *_BAD_HEADER) as error:
         wanted = " and ".join(names)
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
-        raise DataError(f"{path} is not an .npz file with arrays {wanted} ({reason})") from error
+        raise DataError(
+            f"{path} is not an .npz file with arrays {wanted} ({reason}); write numpy.savez(FILE, x=x, y=y)"
+        ) from error
 
 
 def _members(
@@ -186,12 +189,16 @@ def _members(
 
 def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     """Read one array; its header must promise exactly the bytes that the archive holds."""
-    with archive.open(info) as member:
-        promised = _promised(member) + member.tell()
-    if promised != info.file_size:
-        raise ValueError(f"{info.filename} promises {promised:,} bytes and has {info.file_size:,}")
-    with archive.open(info) as member:
-        return np.asarray(np.lib.format.read_array(member, allow_pickle=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # numpy tells of headers that Python 2 wrote, and Python of odd literals
+        with archive.open(info) as member:
+            promised = _promised(member) + member.tell()
+        if promised != info.file_size:
+            raise ValueError(f"{info.filename} promises {promised:,} bytes and has {info.file_size:,}")
+        with archive.open(info) as member:
+            return np.asarray(np.lib.format.read_array(member, allow_pickle=False))
 
 
 def _promised(member: IO[bytes]) -> int:

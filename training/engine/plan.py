@@ -290,8 +290,11 @@ def check_torch_device(name: str) -> None:
         raise ConfigError(
             "configuration", "torch_device", f"{name!r} is no torch device; use 'cpu' or 'cuda'"
         ) from error
-    cuda, mps = torch.cuda.device_count(), int(torch.backends.mps.is_available())
-    available = {"cpu": 1, "cuda": cuda if torch.cuda.is_available() else 0, "mps": mps}
+    if place.type == "mps":
+        reason = "'mps' is not supported: Apple's GPU has no float64, and no test runs there; use 'cpu'"
+        raise ConfigError("configuration", "torch_device", reason)
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    available = {"cpu": 1, "cuda": cuda}
     if (place.index or 0) >= available.get(place.type, 0):
         usable = ", ".join(repr(kind) for kind, count in available.items() if count)
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +59,38 @@ class StoredRun:
 
     @property
     def advice(self) -> str | None:
-        """What to do about a run that predicts real numbers worse than their mean does, R^2 < 0; else None."""
+        """What to do about a run that learned nothing: R^2 < 0, or an accuracy that guessing reaches; else None.
+
+        Guessing reaches 1 / k of k classes, plus two standard errors of a share of so many records.
+        """
         figures = {**(self.metrics[-1] if self.metrics else {}), **(self.summary or {})}
-        parts = [part for part in ("test", "validation") if figures.get(f"{part}_r2", 0.0) < 0]
-        if not parts:
-            return None
+        for part in ("test", "validation"):
+            r2, accuracy = figures.get(f"{part}_r2"), figures.get(f"{part}_accuracy")
+            if r2 is not None and r2 < 0:
+                return (
+                    f"R^2 of {r2:.3g} on {part} records is below 0, so their mean predicts better; "
+                    f"standardise the targets, or lower optimizer.lr = {self.config.optimizer.lr:g}"
+                )
+            if accuracy is not None and self.target == "class" and self._guesses(accuracy, part):
+                return (
+                    f"accuracy of {100 * accuracy:.1f} % on {part} records is no better than guessing among "
+                    f"{self.facts['data']['n_classes']} classes; {self._more_signal}"
+                )
+        return None
+
+    def _guesses(self, accuracy: float, part: str) -> bool:
+        chance = 1 / self.facts["data"]["n_classes"]
+        records = self.facts["data"].get(f"n_{part}") or 1
+        return bool(accuracy <= chance + 2 * math.sqrt(chance * (1 - chance) / records))
+
+    @property
+    def _more_signal(self) -> str:
+        kind = self.config.protection.kind
+        if kind == "none":
+            return f"train longer, or change optimizer.lr = {self.config.optimizer.lr:g}"
         return (
-            f"R^2 of {figures[f'{parts[0]}_r2']:.3g} on {parts[0]} records is below 0, so their mean predicts better; "
-            f"standardise the targets, or lower optimizer.lr = {self.config.optimizer.lr:g}"
+            f"protection.kind = {kind!r} adds more noise than these records can outweigh: use more records, a larger "
+            "epsilon or another protection"
         )
 
 

@@ -126,11 +126,14 @@ def parse_spec(values: Mapping[str, Any], text: SpecText) -> tuple[SweepSpec, Sp
     try:
         return SweepSpec.model_validate(dict(values)), text
     except ValidationError as error:
-        problem = error.errors()[0]
+        problems = error.errors()  # an unknown key first: it often is the cause of a missing one
+        problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         location = [str(part) for part in problem["loc"]] or ["sweep"]
         if problem["type"] == "extra_forbidden":
             section = SeriesSpec if location[0] == "series" else SweepSpec
             reason = f"is not a key of a sweep; the keys here are {', '.join(section.model_fields)}"
+        elif problem["type"] == "missing":
+            reason = "missing; add it"
         else:
             reason = problem["msg"].removeprefix("Value error, ")
         raise ConfigError(text.origin, ".".join(location), reason) from error

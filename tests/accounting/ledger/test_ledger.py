@@ -35,6 +35,20 @@ def test_replay_gives_the_runs_guarantee(tmp_path: Path) -> None:
     assert paid(path) == 10
 
 
+def test_a_reused_block_pays_for_its_own_steps_only(tmp_path: Path) -> None:
+    """A resumed run that repeats a step of the second block pays for the first step behind that block."""
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, mode="experiment", delta=1e-5, block=4) as ledger:
+        ledger.pay(0, STEP)
+        ledger.pay(4, STEP)
+    with Ledger(path, mode="experiment", delta=1e-5, block=4) as ledger:
+        for step in (5, 7):
+            ledger.pay(step, STEP)
+        assert paid(path) == 8
+        ledger.pay(8, STEP)
+    assert paid(path) == 12
+
+
 def test_steps_that_are_known_to_fit_are_not_accounted_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(Budget, "spent", lambda self, mechanisms: asked.append(list(mechanisms)) or 0.5)

@@ -58,7 +58,7 @@ def test_their_keys_are_checked_and_completed() -> None:
     assert (config.protection.noise_multiplier, config.protection.epsilon) == (2.0, None)
     assert load_config(config) == config
     assert config.model_dump()["trainer"]["temperature"] == 2.0
-    with pytest.raises(ConfigError, match="trainer.temperature: Input should be greater than 0"):
+    with pytest.raises(ConfigError, match="trainer.temperature: must be more than 0"):
         load_config({"trainer": {"kind": "softmax", "temperature": 0.0}})
     with pytest.raises(
         ConfigError, match=r"trainer.temperature: 2 does nothing here: it needs trainer.kind = 'softmax'"

@@ -81,6 +81,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
     ),
 }
 
+SLOW = ("zo, Laplace", "convex, every update", "tdfa, amplified labels")
+
 
 def config_of(name: str, **changes: Any) -> RunConfig:
     values = merged({key: value for key, value in BASE.items() if CASES[name][0].get(key, 0) is not None}, {})
@@ -103,7 +105,9 @@ def two_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_trials")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_a_search_of_every_trainer_is_proven_and_scored_on_noised_counts(name: str, tmp_path: Path) -> None:
     config, choices = config_of(name), CASES[name][1]
     found = Search(config, choices, mean=2.0, folder=tmp_path).run()

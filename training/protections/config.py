@@ -141,9 +141,8 @@ class RecordConfig(_NoisyStrength):
             reason = f"{run.sampler.scheme!r} draws no subsets in turn; protection.bands = {self.bands} needs 'poisson'"
             raise BadKey("sampler.scheme", reason)
         if self.correlation is not None and len(self.correlation) != self.bands:
-            reason = (
-                f"has {len(self.correlation)} coefficients: protection.bands = {self.bands} needs as many"
-            )
+            given = len(self.correlation)
+            reason = f"has {given} coefficients: protection.bands = {self.bands} needs as many; leave it out"
             raise BadKey("protection.correlation", reason)
 
     def implementation(self) -> Any:

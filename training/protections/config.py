@@ -114,7 +114,7 @@ class RecordConfig(_NoisyStrength):
     bands: int = Field(1, ge=1, le=256)
     """b: the noise is correlated over b steps, so that much of it cancels in the sum of updates, and step t draws from
     the t-th of b random subsets of the records in turn (bp, dfa, tdfa, pdfa, ulr). At most 1 / q; 1 for independent
-    noise. It helps at small batches and large epsilon."""
+    noise. Less noise stays in the parameters at small batches and large epsilon; accuracy need not follow."""
     correlation: tuple[float, ...] | None = None
     """The coefficients of such noise, bands many; None takes those of the least noise in the parameters over the run,
     for its momentum and schedule."""

@@ -72,6 +72,10 @@ TABLE = TunedRows(
 )
 
 
+def _cell_name(row: str, epsilon: float) -> str:
+    return f"{row}, epsilon {epsilon:g}"
+
+
 def validation(row: str, epsilon: float) -> float | None:
     """Return the accuracy of a trial on held-out records, per cent, or None if it was not made."""
     for trial in load_results(NAME).get("trials", []):
@@ -98,7 +102,7 @@ def noise_left(batch: int, bands: int, epsilon: float) -> float:
     steps, optimizer = EPOCHS * max(1, round(1 / q)), OptimizerConfig(**BASE["optimizer"], lr=RATES[batch])
     c = banded_coefficients(bands, steps, optimizer) if bands > 1 else (1.0,)
     run = RecordCentral(
-        noise_multiplier=1.0,
+        noise_multiplier=2.0,
         sampling_probability=q,
         clip_norm=1.0,
         divisor=1.0,
@@ -120,11 +124,14 @@ def page_section() -> str:
     for row in PLACES:
         for epsilon in EPSILONS:
             cell, found = cells.get((row, epsilon)), validation(row, epsilon)
+            left = results["predicted"].get(_cell_name(row, epsilon))
+            if cell is found is left is None:
+                continue
             rows.append(
                 (
                     *map(str, PLACES[row]),
                     f"{epsilon:g}",
-                    f"{results['predicted'][f'{row}, epsilon {epsilon:g}']:.3f}",
+                    "-" if left is None else f"{left:.3f}",
                     "-" if found is None else f"{found:.2f}",
                     "-" if cell is None else shown_accuracy(cell),
                 )
@@ -146,15 +153,14 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 @app.command()
 def predict() -> None:
-    """Compute the noise in the parameters of every row."""
-    found = {
-        f"{row}, epsilon {epsilon:g}": noise_left(*place, epsilon) / noise_left(place[0], 1, epsilon)
-        for row, place in PLACES.items()
-        for epsilon in EPSILONS
-    }
-    _save(predicted=found)
-    for name, value in found.items():
-        print(f"{name}: {value:.3f}")
+    """Compute the noise in the parameters of every row that lacks it."""
+    for epsilon in EPSILONS:
+        for row, place in PLACES.items():
+            known, name = load_results(NAME).get("predicted", {}), _cell_name(row, epsilon)
+            if name not in known:
+                found = noise_left(*place, epsilon) / noise_left(place[0], 1, epsilon)
+                _save(predicted={**known, name: found})
+                print(f"{name}: {found:.3f}", flush=True)
 
 
 @app.command()

@@ -114,7 +114,7 @@ class RecordConfig(_NoisyStrength):
     bands: int = Field(1, ge=1, le=256)
     """b: the noise is correlated over b steps, so that much of it cancels in the sum of updates, and step t draws from
     the t-th of b random subsets of the records in turn (bp, dfa, tdfa, pdfa, ulr). At most 1 / q; 1 for independent
-    noise. It helps at small batches and large epsilon."""
+    noise. Less noise stays in the parameters at small batches and large epsilon; accuracy need not follow."""
     correlation: tuple[float, ...] | None = None
     """The coefficients of such noise, bands many; None takes those of the least noise in the parameters over the run,
     for its momentum and schedule."""
@@ -141,9 +141,8 @@ class RecordConfig(_NoisyStrength):
             reason = f"{run.sampler.scheme!r} draws no subsets in turn; protection.bands = {self.bands} needs 'poisson'"
             raise BadKey("sampler.scheme", reason)
         if self.correlation is not None and len(self.correlation) != self.bands:
-            reason = (
-                f"has {len(self.correlation)} coefficients: protection.bands = {self.bands} needs as many"
-            )
+            given = len(self.correlation)
+            reason = f"has {given} coefficients: protection.bands = {self.bands} needs as many; leave it out"
             raise BadKey("protection.correlation", reason)
 
     def implementation(self) -> Any:

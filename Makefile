@@ -93,11 +93,11 @@ hashes: $(RELEASE)  ## The hashes of what requirements.txt pins, and the licence
 	  -e '1i # torch is the CPU wheel of https://download.pytorch.org/whl/cpu for CPython 3.11 on Linux (x86-64); for another one, put its hash here.' requirements-hashes.txt
 	$(BIN)/python .ci/third_party.py
 
-lowest:  ## The tests on the lowest versions that setup.cfg admits.
+lowest:  ## The tests on the lowest versions that setup.cfg admits; where torch 2.6 has CUDA wheels only, 6 GB of disk.
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet -r requirements-lowest.txt pytest hypothesis "setuptools>=77.0.3"
+	$(LOWEST)/bin/python -m pip install --quiet -r requirements-lowest.txt "pyzmq==26" pytest hypothesis "setuptools>=77.0.3"
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q tests/accounting tests/opusim
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -W default::DeprecationWarning tests/accounting tests/opusim
 
 clean:
 	rm -rf $(VENV) $(LOWEST) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -41,6 +41,8 @@ from training.sweeps.spec import Point
 _MAX_DEATHS = 3
 """Worker processes that may die over one run before it counts as failed. If so many die before they start any run, the
 sweep stops."""
+_FORECAST_S = 20.0
+"""Seconds after which the forecast of a sweep asks no further setting's device."""
 _POLL_S = 1.0
 """Seconds between two looks at a run folder that another process is writing."""
 
@@ -54,7 +56,7 @@ class SweepForecast:
         runs: How many those are.
         is_mean: Whether it is a mean, because batch sizes are random.
         silent: Number of runs on a device that do not tell: their trainer knows only after a step, their data or their
-            device is not to be had here, or they cannot run at all.
+            device is not to be had here, they cannot run at all, or asking took `_FORECAST_S` before them.
     """
 
     usage: Usage
@@ -68,8 +70,12 @@ class SweepForecast:
         settings = {point.config.replaced(seed=0).digest(): point.config for point in points}
         counts = Counter(point.config.replaced(seed=0).digest() for point in points)
         usage, runs, is_mean, silent = Usage(), 0, False, 0
+        latest = time.monotonic() + _FORECAST_S
         for setting, config in settings.items():
             if not config.uses_device:
+                continue
+            if time.monotonic() > latest:
+                silent += counts[setting]
                 continue
             try:
                 plan = RunPlan.checked(config, _dataset(config.data, config.split))

@@ -27,6 +27,7 @@ from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run, load_run
 from training.sweeps import curves, execution
 from training.sweeps.curves import SweepResult
+from training.sweeps import execution
 from training.sweeps.execution import SweepForecast, run_point, run_sweep
 from training.sweeps.rows import Row, SweepFolder
 from training.sweeps.spec import Point, SweepSpec, points_of, read_spec
@@ -301,6 +302,9 @@ def test_a_sweep_tells_what_its_runs_take_of_their_devices(
     assert [(each.usage.frames, each.runs, each.silent) for each in told_again] == [
         (facts[0]["expected"]["frames"], 1, 0)
     ]
+    monkeypatch.setattr(execution, "_FORECAST_S", -1.0)
+    hasty = SweepForecast.of(points)
+    assert (hasty.runs, hasty.silent, hasty.usage.frames) == (0, 8, 0)
 
 
 def _table(path: Path) -> list[dict[str, str]]:

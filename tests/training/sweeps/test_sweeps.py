@@ -27,7 +27,6 @@ from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run, load_run
 from training.sweeps import curves, execution
 from training.sweeps.curves import SweepResult
-from training.sweeps import execution
 from training.sweeps.execution import SweepForecast, run_point, run_sweep
 from training.sweeps.rows import Row, SweepFolder
 from training.sweeps.spec import Point, SweepSpec, points_of, read_spec

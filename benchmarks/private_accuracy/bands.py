@@ -141,9 +141,10 @@ def page_section() -> str:
         f"A linear model on the pixels of FashionMNIST, {EPOCHS} epochs ({results['date']}, "
         f"{command(MODULE, 'predict')}, then `tune` and `measure`). Noise in the parameters: its root mean square over "
         "the run as the accountant and the factorisation predict it, over that of independent noise at the same "
-        "epsilon and batch. Validation: one seed, 10 % of the training records held out. Test: mean of the seeds and "
-        "its standard error, for the best batch of independent noise and the best batch and number of bands above 1, "
-        "chosen on the validation records; the choice is not paid for."
+        "epsilon and batch. Validation: one seed, 10 % of the training records held out, so an accuracy has a standard "
+        "error of 0.5 points. Test: mean of the seeds and its standard error, for the best batch of independent noise "
+        "and the best batch and number of bands above 1, chosen on the validation records; the choice is not paid for. "
+        "A dash stands for a run that was not made yet."
     )
     return section("Correlated noise", text, markdown(names, rows))
 

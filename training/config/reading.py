@@ -70,14 +70,22 @@ def named_trainer(source: str | Path) -> str | None:
 
 
 def _for_kinds(resolved: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration without the keys that a changed kind lacks, or that follow from what is changed."""
+    """A resolved configuration without the keys that a changed kind lacks, or that follow from what is changed.
+
+    A key that means something else to the new kind, as its other type tells, counts as one that it lacks.
+    """
     values = dict(resolved)
     for name, kinds in KINDS.items():
         section, change = values.get(name), changed.get(name)
         kind = change.get("kind") if isinstance(change, Mapping) else None
         if isinstance(section, Mapping) and kind in kinds.names():
             known = kinds.find(kind).model_fields
-            values[name] = {key: value for key, value in section.items() if key in known}
+            before = kinds.find(section["kind"]).model_fields
+            values[name] = {
+                key: value
+                for key, value in section.items()
+                if key in known and known[key].annotation == before[key].annotation
+            }
     try:
         return without_derived(values, changed)
     except BadKey:  # an unknown kind, which validation reports

@@ -85,11 +85,11 @@ class StoredRun:
 
     @property
     def _more_signal(self) -> str:
-        kind = self.config.protection.kind
-        if kind == "none":
+        protection = self.config.protection
+        if protection.protects == "nothing":
             return f"train longer, or change optimizer.lr = {self.config.optimizer.lr:g}"
         return (
-            f"protection.kind = {kind!r} adds more noise than these records can outweigh: use more records, a larger "
+            f"protection.kind = {protection.kind!r} adds more noise than these records can outweigh: use more records, a larger "
             "epsilon or another protection"
         )
 

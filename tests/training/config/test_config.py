@@ -18,6 +18,10 @@ def test_a_changed_kind_brings_its_own_defaults(tmp_path: Path) -> None:
     assert load_config(zo, ["trainer.kind=convex", "epochs=2"]) == load_config(
         {"trainer": {"kind": "convex"}, "epochs": 2}
     )
+    ulr = load_config({"trainer": {"kind": "ulr", "clip": "module"}})  # convex has a number of this name
+    assert load_config(ulr, ["trainer.kind=convex", "epochs=2"]) == load_config(
+        {"trainer": {"kind": "convex"}, "epochs": 2}
+    )
     own = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 0.5}, "sampler": {"batch_size": 250}})
     changed = load_config(own, ["trainer.kind=bp"])
     assert (changed.optimizer.lr, changed.optimizer.momentum, changed.sampler.batch_size) == (0.5, 0.9, 250)
@@ -99,7 +103,7 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
     [
         ("trainer.treshold=0.1", "trainer.treshold.*did you mean 'threshold'"),
         ("nonsense=1", "nonsense.*keys here are"),
-        ("trainer.gain=-0.1", "trainer.gain.*greater than or equal to 0, got -0.1"),
+        ("trainer.gain=-0.1", "trainer.gain.*at least 0, got -0.1"),
         ("trainer.kind=backprop", "trainer.kind: 'backprop' is no trainer; known are 'bp', 'convex', 'dfa'"),
         ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
         ("protection.kind=3", "protection.kind: 3 is no protection; known are"),

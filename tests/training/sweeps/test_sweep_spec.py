@@ -77,7 +77,7 @@ PHOTONIC, REFERENCE = ", series 'photonic'", ", series 'reference'"
         ("seed = [0, 1]", "seed = 3", PHOTONIC, "axes.seed: 3 is not a list"),
         ("seed = [0, 1]", "seed = [1, 1]", PHOTONIC, "axes.seed: holds 1 twice"),
         ("epochs = 2", "epoch = 2", PHOTONIC, "epoch: .*did you mean 'epochs'"),
-        ("epochs = 2", "epochs = 0", PHOTONIC, "epochs: .*greater than or equal to 1"),
+        ("epochs = 2", "epochs = 0", PHOTONIC, "epochs: .*at least 1"),
         ("epochs = 2", "seed = 5", PHOTONIC, "axes.seed: is set to 5 in config and is an axis"),
         ('kind = "bp"', 'kind = "backprop"', REFERENCE, "trainer.kind: 'backprop' is no trainer"),
         ("device.noise.sigma", "device.noise.sigmas", PHOTONIC, "device.noise.sigmas: "),

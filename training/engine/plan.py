@@ -160,8 +160,8 @@ class RunPlan:
             trust_code: Whether to execute the user-supplied code that the run names by import path.
 
         Raises:
-            RunFolderError: The data differ from the run's, the network cannot be rebuilt, or the run names user-supplied
-                code and `trust_code` is False.
+            RunFolderError: The data differ, the network cannot be rebuilt, or user-supplied code is named and
+                `trust_code` is False.
             ConfigError: The data are missing, or the torch device is not available.
         """
         facts, config = folder.read_facts(), for_this_machine(folder.read_config())

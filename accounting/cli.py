@@ -21,10 +21,10 @@ from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.convex.planning import least_regularisation, most_epochs, priced_descents
 from accounting.devices.readings import DeviceReadings, device_readings_guarantee
 from accounting.errors import NoGuarantee
-from accounting.explanation import explain, explain_theorem
+from accounting.explanation import explain_theorem, guarantees_text
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism, Parameter, mechanism_classes, parameters_of
-from accounting.tables import guarantee_rows, number, print_rows
+from accounting.tables import number, print_rows
 from accounting.theorems import known_theorems, theorem
 from opusim import checks
 from opusim.noise import PhotonCountNoise
@@ -264,12 +264,7 @@ def show(
         return
     if found is not None:
         typer.echo(f"least noise that reaches the target: {found} = {getattr(mechanisms[0], found):.6g}")
-    print_rows(guarantee_rows(guarantees, seed_stored=seed_stored), without=["notes"])
-    for guarantee in guarantees:
-        lines = explain(guarantee, seed_stored=seed_stored).splitlines()
-        typer.echo("\n" + "\n".join(wrapped(line, indent="  ") for line in lines))
-    if any(guarantee.theorem is not None for guarantee in guarantees):
-        typer.echo("\n`opusim explain THEOREM` states a theorem, its hypotheses and its proof.")
+    typer.echo(guarantees_text(guarantees, seed_stored=seed_stored))
 
 
 for _kind in mechanism_classes().values():

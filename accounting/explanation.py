@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
-from accounting.tables import number
+from accounting.tables import guarantee_rows, number
 from accounting.theorems import Theorem
+from opusim.tables import table_text, wrapped
 
 
 def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
@@ -24,6 +25,21 @@ def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
             "same run in release mode, not for this one."
         )
     return "\n".join([text, *_conditions(guarantee.assumptions), f"Source: {guarantee.source}."])
+
+
+def guarantees_text(guarantees: Sequence[Guarantee], *, seed_stored: bool = False) -> str:
+    """Return guarantees as a table with a paragraph for each, as wide as the output; see `explain`."""
+    rows = [
+        {key: cell for key, cell in row.items() if key != "notes"}
+        for row in guarantee_rows(guarantees, seed_stored=seed_stored)
+    ]
+    parts = [table_text("", list(rows[0]), [list(row.values()) for row in rows])]
+    for guarantee in guarantees:
+        lines = explain(guarantee, seed_stored=seed_stored).splitlines()
+        parts.append("\n".join(wrapped(line, indent="  ") for line in lines) + "\n")
+    if any(guarantee.theorem is not None for guarantee in guarantees):
+        parts.append("`opusim explain THEOREM` states a theorem, its hypotheses and its proof.\n")
+    return "\n".join(parts).rstrip("\n")
 
 
 def explain_theorem(theorem: Theorem) -> str:

@@ -6,6 +6,7 @@ its key (`unit_of`).
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -54,18 +55,31 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         columns: Names of the columns.
         rows: Cells, as many as columns in each row.
     """
-    width = output_width()
-    widths = column_widths([columns, *rows], width)
-    if widths is None:
-        print(as_records(title, columns, rows))
-        return
+    table = _table(title, columns, rows)
+    print(table) if isinstance(table, str) else Console(width=output_width()).print(table)
 
+
+def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return the table that `print_table` prints, without colours; it ends in a line break."""
+    table = _table(title, columns, rows)
+    if isinstance(table, str):
+        return f"{table}\n"
+    page = io.StringIO()
+    Console(width=output_width(), file=page).print(table)
+    return page.getvalue()
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | str:
+    """Return a table as wide as the output, or its rows below each other if that is too narrow."""
+    widths = column_widths([columns, *rows], output_width())
+    if widths is None:
+        return as_records(title, columns, rows)
     table = Table(title=escape(title) or None)
     for column, size in zip(columns, widths, strict=True):
         table.add_column(escape(column), width=size, overflow="fold")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    Console(width=width).print(table)
+    return table
 
 
 def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:

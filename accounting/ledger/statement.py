@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
+from accounting.explanation import guarantees_text
 from accounting.guarantee import Guarantee, Release, from_json, to_json
 from accounting.ledger.content import LedgerContent, Mode
 from accounting.ledger.evidence import Alarm, CertificateFacts
 from accounting.mechanisms import Mechanism, mechanism_from_json
 from accounting.theorems import known_theorems
+from opusim.tables import wrapped
 
 SCHEMA = "opusim-guarantee"
 VERSION = 1
@@ -137,6 +139,20 @@ class Statement:
             and not all(mechanism.audited for mechanism in self.mechanisms),
         }
         return tuple(code for code, holds in found.items() if holds)
+
+    def text(self, *, without: Sequence[WarningCode] = ()) -> str:
+        """Return the guarantees as a table and paragraphs, as `opusim account run` prints them, with the warnings.
+
+        Args:
+            without: Warnings to leave out. The paragraphs have what experiment mode limits.
+        """
+        stated = guarantees_text(self.guarantees, seed_stored="experiment" in self.warnings)
+        shown = [code for code in self.warnings if code not in ("experiment", *without)]
+        return "\n".join([stated, *(wrapped(WARNINGS[code], indent="  ") for code in shown)])
+
+    def __str__(self) -> str:
+        """Return `text()`; `to_json` has every fact."""
+        return self.text()
 
     def to_json(self) -> dict[str, Any]:
         """Return the document as plain JSON values, keys in a fixed order; infinity becomes the string "inf"."""

@@ -275,7 +275,7 @@ def judgement(results: dict[str, Any]) -> str:
     error = statistics.stdev(found) / len(found) ** 0.5
     parts = [
         f"opusim's bp minus Opacus, {len(found)} pairs of the same model, epsilon and seed: {mean:+.2f} ± {error:.2f} "
-        f"points. At most one standard error below: {verdict(mean >= -error)}."
+        f"points. The requirement, at most one standard error below Opacus, is {verdict(mean >= -error)}."
     ]
     ratios = seconds_ratios(results)
     if ratios:

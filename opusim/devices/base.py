@@ -223,7 +223,7 @@ class NoisyDevice(ABC):
     @property
     def noise(self) -> NoiseModel:
         """The law of the noise of one reading: the description's, or a certificate's once one is attached."""
-        return self.described_noise if self._certified is None else self._certified
+        return self._described_law() if self._certified is None else self._certified
 
     @property
     def certificate(self) -> Certificate | None:
@@ -245,7 +245,21 @@ class NoisyDevice(ABC):
     @property
     @abstractmethod
     def described_noise(self) -> NoiseModel:
-        """The law as the description gives it, in projection units."""
+        """The law as the description gives it, in projection units; raise `NoiseUnknown` if it is not known."""
+
+    def _described_law(self) -> NoiseModel:
+        """Return `described_noise`.
+
+        Raises:
+            TypeError: the subclass returns something else than a law.
+        """
+        found: object = self.described_noise
+        if not isinstance(found, NoiseModel):
+            raise TypeError(
+                f"{type(self).__name__}.described_noise = {found!r}: must be a law of the noise; return one such as "
+                "GaussianNoise, or raise NoiseUnknown if the law is not known"
+            )
+        return found
 
     def attach_certificate(self, certificate: Certificate) -> None:
         """Make `noise` state the limits that a calibration found, and their beta; readings stay the same.
@@ -257,7 +271,7 @@ class NoisyDevice(ABC):
         """
         certificate.check_device(self._description, n_outputs=self._n_outputs)
         try:
-            described = self.described_noise
+            described = self._described_law()
         except NoiseUnknown:
             if not isinstance(certificate.noise, GaussianLaw):
                 raise

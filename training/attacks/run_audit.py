@@ -154,6 +154,7 @@ def audit_run(
     *,
     data: Arrays | Dataset | None = None,
     model: nn.Module | None = None,
+    trust_code: bool = False,
     out: str | Path | None = None,
     trials: int | None = None,
     seed: int | None = None,
@@ -175,6 +176,7 @@ def audit_run(
         path: The run folder.
         data: The records, if the run was trained on user-supplied ones.
         model: A module like the run's, if its folder cannot describe that one.
+        trust_code: Whether to execute the user-supplied code that the run names by import path.
         out: The folder for `audit.json`, or None for the run's own. A release run needs one that only its owner may
             enter: no guarantee covers what an attack finds about private records.
         trials: Trials of the game on the run, at least 40: by default 400, and its controls take up to 100 each; of a
@@ -186,8 +188,8 @@ def audit_run(
         on_trial: Called with the number of trials done so far, after each, or after some thousand of a game.
 
     Raises:
-        RunFolderError: There is no run or no checkpoint, or the data are others; or `out` is missing, or holds
-            something else.
+        RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
+            `trust_code` is False; or `out` is missing, or holds something else.
         NoGuarantee: No attack applies.
         ConfigError: The optimizer cannot be undone, or data are missing.
         ValueError: A number out of range.
@@ -198,7 +200,7 @@ def audit_run(
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     folder = RunFolder(path)
     place = audit_place(folder, None if out is None else Path(out))
-    run = read_run(folder, data, model)
+    run = read_run(folder, data, model, trust_code=trust_code)
     config = run.plan.config
     stated = folder.read_ledger().guarantees(delta=delta)
     delta = config.protection.delta if delta is None else delta
@@ -306,14 +308,20 @@ def audit_place(folder: RunFolder, out: Path | None) -> Path:
     return out
 
 
-def read_run(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module | None = None) -> AuditedRun:
+def read_run(
+    folder: RunFolder,
+    data: Arrays | Dataset | None,
+    model: nn.Module | None = None,
+    *,
+    trust_code: bool = False,
+) -> AuditedRun:
     """Return the run in a folder, ready to be audited; see `audit_run` for the errors."""
     facts = folder.read_facts()
     folder.require_sealed()
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
         raise RunFolderError(f"run folder {folder.path} has no checkpoint left; train it anew")
-    plan = RunPlan.stored(folder, data, model)
+    plan = RunPlan.stored(folder, data, model, trust_code=trust_code)
     checkpoint = read_checkpoint(checkpoints[-1])
     return AuditedRun(
         plan=plan,

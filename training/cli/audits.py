@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from training.cli.options import TrustCode, say_trusted
+
 if TYPE_CHECKING:
     from training.attacks.findings import RunAudit
     from training.attacks.one_run.report import OneRunAudit
@@ -111,9 +113,11 @@ def audit(
     settings: MechanismSettings = None,
     level: Level = None,
     as_json: AsJson = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
     of_runs: dict[str, object] = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
+    of_runs["--trust-code"] = trust_code or None
     of_runs |= {"--one-run": one_run or None, "--canaries": canaries}
     of_final_models = {"--final-model": final_model or None, "--jobs": jobs, "--cluster": cluster}
     of_runs |= of_final_models
@@ -124,7 +128,9 @@ def audit(
             raise ValueError(
                 "RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer"
             )
-        asked = _Asked(run=run, seed=seed, delta=delta, arrays=arrays, out=out, as_json=as_json)
+        asked = _Asked(
+            run=run, seed=seed, delta=delta, arrays=arrays, out=out, as_json=as_json, trust_code=trust_code
+        )
         if final_model:
             _require_absent({"--one-run": one_run or None, "--canaries": canaries}, "is another audit")
             _audit_final_model(asked, trials, jobs, cluster)
@@ -168,6 +174,7 @@ class _Asked:
     arrays: Path | None
     out: Path | None
     as_json: bool
+    trust_code: bool
 
     @property
     def place(self) -> Path:
@@ -175,11 +182,20 @@ class _Asked:
         return self.out or self.run
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments that all audits of a run take."""
+        """Return the arguments that all audits of a run take, and print the user-supplied code they execute."""
+        from training.runs.folder import RunFolder
         from training.runs.run import read_npz
 
+        if self.trust_code:
+            say_trusted(RunFolder(self.run).read_facts())
         data = None if self.arrays is None else read_npz(self.arrays)
-        return {"data": data, "out": self.out, "seed": self.seed, "delta": self.delta}
+        return {
+            "data": data,
+            "trust_code": self.trust_code,
+            "out": self.out,
+            "seed": self.seed,
+            "delta": self.delta,
+        }
 
 
 def _audit_run(asked: _Asked, trials: int | None) -> None:
@@ -189,7 +205,7 @@ def _audit_run(asked: _Asked, trials: int | None) -> None:
     from training.reports.audit_page import write_audit_page
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.folder import AUDIT_FILE
-    from training.runs.run import load_run
+    from training.runs.stored_run import read_run
 
     with Progress("audit", "trials") as progress:
         found = audit_run(
@@ -199,7 +215,7 @@ def _audit_run(asked: _Asked, trials: int | None) -> None:
             on_start=progress.start,
             on_trial=lambda done: progress.advance(done=done),
         )
-    loaded = load_run(asked.run)
+    loaded = read_run(asked.run)
     report_file = write_report(loaded, audit=found, folder=asked.out)
     page, document = write_audit_page(loaded, found, asked.place)
     if loaded.config.mode == "release" and not found.game:  # a game's records are the auditor's
@@ -259,9 +275,9 @@ def _show_one_run(asked: _Asked, found: OneRunAudit, *, kept: str) -> None:
     from opusim.tables import wrapped
     from training.attacks.one_run.report import one_run_paragraphs, short_rows
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
-    from training.runs.run import load_run
+    from training.runs.stored_run import read_run
 
-    loaded = load_run(asked.run)
+    loaded = read_run(asked.run)
     report_file = write_report(loaded, one_run=found, folder=asked.out)
     if loaded.config.mode == "release":
         typer.echo(NOT_FOR_RELEASE, err=True)

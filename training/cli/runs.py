@@ -246,8 +246,8 @@ def account_run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")] = False,
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
-    from accounting.cli import show
     from accounting.ledger.statement import WARNINGS
+    from training.runs.storage import kind_of
 
     statement = _stated(path, delta)
     if as_json:
@@ -255,15 +255,12 @@ def account_run(
         return
     if "unwitnessed" in statement.warnings:
         typer.echo(WARNINGS["unwitnessed"], err=True)
-    show(
-        list(statement.guarantees),
-        list(statement.mechanisms),
-        as_json=False,
-        seed_stored="experiment" in statement.warnings,
-    )
-    for code in ("unfinished", "unaudited"):
-        if code in statement.warnings:
-            typer.echo(WARNINGS[code])
+    typer.echo(statement.text(without=["unwitnessed"]))
+    if kind_of(path if path.is_dir() else path.parent) == "private loop":
+        typer.echo(
+            "This is the ledger of a private loop. Print private.statement() in the program that trains: it counts "
+            "what the loop checked as checked."
+        )
 
 
 def _stated(path: Path, delta: float | None) -> Statement:

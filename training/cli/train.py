@@ -173,6 +173,24 @@ def caution(config: RunConfig) -> str | None:
     return f"release mode: stop it with Ctrl-C only; {protection.cost_of_a_kill}"
 
 
+_ENOUGH_RECORDS = 200
+"""Expected records of a batch from which no hint is given."""
+
+
+def small_batch(config: RunConfig) -> str | None:
+    """Say that batches are small for the noise of a protected step; returns None if they are not."""
+    sampler, protection = config.sampler, config.protection
+    pays_by_step = (
+        protection.protects == "records" and protection.poisson and sampler.sampling_probability is None
+    )
+    if not pays_by_step or sampler.batch_size >= _ENOUGH_RECORDS:
+        return None
+    return (
+        f"hint: sampler.batch_size = {sampler.batch_size} is small under this protection, because a step's noise does "
+        "not shrink with its batch; several hundred records and fewer steps often learn more at the same epsilon"
+    )
+
+
 def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:
     """Train with a progress bar, then print the table and write the report.
 
@@ -183,11 +201,13 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
     if _follows(config):
         work(None)
         return
-    warning = caution(config)
+    warning, hint = caution(config), small_batch(config)
 
     def warned(watcher: Watcher | None) -> Watcher | None:
         if watcher is not None:
             watcher = AnnouncedUsage(watcher)
+        if hint is not None and not quiet:
+            watcher = Announced(hint, watcher)
         return watcher if warning is None else Announced(warning, watcher)
 
     if quiet:
@@ -236,6 +256,7 @@ def print_run(run: Run, report_file: Path) -> None:
         typer.echo(wrapped(RELEASE_DASHES))
     print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
     typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
+    typer.echo(f"assumptions: opusim account run {run.folder.path}")
     if run.advice is not None:
         typer.echo(wrapped(run.advice))
     if run.config.mode == "experiment":

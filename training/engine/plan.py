@@ -38,7 +38,7 @@ from training.engine.algorithm import Algorithm, Arrays, require_applied, requir
 from training.engine.certified import certificate_of, credit_of, monitored
 from training.errors import RunFolderError
 from training.networks.base import Network, require_fresh_noise
-from training.networks.user_code import require_trusted
+from training.networks.user_code import require_importable, require_trusted, warn_if_changed
 from training.protections.base import PrivateGradients, Protection
 from training.protections.record import CyclicPoissonSampler
 from training.runs.folder import RunFolder
@@ -144,7 +144,12 @@ class RunPlan:
 
     @classmethod
     def stored(
-        cls, folder: RunFolder, data: OwnData | Dataset | None = None, model: nn.Module | None = None
+        cls,
+        folder: RunFolder,
+        data: OwnData | Dataset | None = None,
+        model: nn.Module | None = None,
+        *,
+        trust_code: bool = False,
     ) -> Self:
         """Return the plan of the run in a folder, without another check or calibration.
 
@@ -152,13 +157,17 @@ class RunPlan:
             folder: The run folder.
             data: The records, if the run was trained on user-supplied ones.
             model: A module like the run's, if its folder cannot describe it.
+            trust_code: Whether to execute the user-supplied code that the run names by import path.
 
         Raises:
-            RunFolderError: The data differ from the run's, or the network cannot be rebuilt.
+            RunFolderError: The data differ, the network cannot be rebuilt, or user-supplied code is named and
+                `trust_code` is False.
             ConfigError: The data are missing, or the torch device is not available.
         """
         facts, config = folder.read_facts(), for_this_machine(folder.read_config())
-        require_trusted(facts, trust_code=False)
+        require_trusted(facts, trust_code=trust_code)
+        require_importable(facts)
+        warn_if_changed(facts.get("code", []))
         config, data, model = default_inputs(config, data, model)
         dataset = with_maps(config, load_data(config, data), folder)
         _require_same_data(folder, facts["data"], dataset)

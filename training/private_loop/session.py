@@ -170,7 +170,9 @@ class PrivateTraining:
         return max(guarantee.epsilon for guarantee in content.guarantees(delta=delta))
 
     def statement(self) -> Statement:
-        """Return the guarantee with everything that it rests on; `to_json` gives the document for a reviewer.
+        """Return the guarantee with everything that it rests on; printed, it reads as `opusim account run` shows it.
+
+        Its `to_json` gives the document for a reviewer.
 
         If `make_private` was given an accountant, a second guarantee has its epsilon, with the status claimed.
 

@@ -24,7 +24,7 @@ from opusim.files import write_file
 from training.attacks.findings import LOW_RATE, Finding, Role, RunAudit, paragraphs
 from training.reports.drawing import new_figure, png_bytes, style
 from training.reports.run_report import NOT_FOR_RELEASE, data_url, render, run_name
-from training.runs.run import Run
+from training.runs.stored_run import StoredRun
 
 HTML_NAME, PDF_NAME = "audit.html", "audit.pdf"
 _A4 = (8.27, 11.69)
@@ -61,7 +61,7 @@ class Sheet:
     facts: list[tuple[str, str]]
 
 
-def write_audit_page(run: Run, audit: RunAudit, folder: Path) -> tuple[Path, Path]:
+def write_audit_page(run: StoredRun, audit: RunAudit, folder: Path) -> tuple[Path, Path]:
     """Write `audit.html` and `audit.pdf`; returns their paths.
 
     Args:
@@ -85,7 +85,7 @@ def write_audit_page(run: Run, audit: RunAudit, folder: Path) -> tuple[Path, Pat
     return folder / HTML_NAME, folder / PDF_NAME
 
 
-def sheet_of(run: Run, audit: RunAudit) -> Sheet:
+def sheet_of(run: StoredRun, audit: RunAudit) -> Sheet:
     """Return what the page of an audit says."""
     on_run = [finding for finding in audit.findings if finding.role is Role.RUN]
     others = [finding for finding in audit.findings if finding.role is not Role.RUN]
@@ -178,7 +178,7 @@ def _control_row(finding: Finding) -> dict[str, str]:
     }
 
 
-def _facts(run: Run, audit: RunAudit) -> list[tuple[str, str]]:
+def _facts(run: StoredRun, audit: RunAudit) -> list[tuple[str, str]]:
     repeatable = (
         "repeats the audit" if run.config.mode == "experiment" else "of what does not come from the system"
     )

@@ -28,6 +28,7 @@ from training.runs.storage import (
     digest_of,
     json_content,
     json_digest,
+    kind_of,
     only_writer,
     read_json,
     read_lines,
@@ -205,6 +206,11 @@ class RunFolder:
         """
         if not self.path.exists():
             raise RunFolderError(f"run folder {self.path} does not exist, so it holds no run; check the path")
+        if not self.started and kind_of(self.path) == "private loop":
+            raise RunFolderError(
+                f"folder {self.path} holds a private loop of opusim.make_private and no run; `opusim account run "
+                f"{self.path}` states its guarantee, and your own loop evaluates the model"
+            )
         if not self.started:
             raise RunFolderError(f"run folder {self.path} holds no run (no config.json); check the path")
         facts = read_json(self.config_file)

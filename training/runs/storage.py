@@ -42,18 +42,20 @@ from opusim.files import (
 from training.errors import FolderBusy, RunFolderError
 
 LOCK_FILE = "lock"
-Kind = Literal["run", "search", "sweep", "audit"]
+Kind = Literal["run", "search", "sweep", "audit", "private loop"]
 _WITH_ARTICLE: dict[Kind, str] = {
     "run": "a run",
     "search": "a search",
     "sweep": "a sweep",
     "audit": "an audit",
+    "private loop": "a private loop",
 }
 _MARKS: dict[Kind, tuple[str, ...]] = {
     "run": ("config.json", "checkpoints", "metrics.jsonl"),
     "search": ("tuning.json",),
     "sweep": ("sweep.json", "rows"),
     "audit": ("audit.json", "one-run.json", "final-model.json", "final-model-scores.json"),
+    "private loop": ("private.json",),
 }
 """Each kind of work leaves at least one of these in its folder; the first kind that matches is what a folder holds."""
 

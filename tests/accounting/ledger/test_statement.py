@@ -167,6 +167,8 @@ def test_the_document_says_what_the_text_says(tmp_path: Path, mode: str) -> None
     )
     assert "unwitnessed" in warned
     assert opusim("account", "run", tmp_path, cwd=tmp_path).stderr.strip() == WARNINGS["unwitnessed"]
+    printed = " ".join(str(Statement.from_json(content)).split())
+    assert printed == f"{text} {WARNINGS['unwitnessed']}"
     assert found.ledger.digest == json.loads((tmp_path / "ledger.head").read_text())["digest"]
 
 

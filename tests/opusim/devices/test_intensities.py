@@ -158,3 +158,5 @@ def test_a_device_without_a_complex_medium_says_so() -> None:
         pytest.raises(CapabilityMissing, match="lacks the capability 'intensities'; camera, camera_fitted"),
     ):
         bench.intensities(np.zeros((1, 4)))
+    with pytest.raises(TypeError, match=r"Bench.described_noise = None: must be a law .* raise NoiseUnknown"):
+        _ = bench.noise

@@ -46,9 +46,15 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_the_page_has_all_four_files_and_a_short_class() -> None:
+def test_the_page_has_all_five_files_and_a_short_class() -> None:
     found = files()
-    assert set(found) == {"pyproject.toml", "lab_bench.py", "bench.toml", "test_lab_bench.py"}
+    assert set(found) == {
+        "pyproject.toml",
+        "lab_bench.py",
+        "bench.toml",
+        "test_lab_bench.py",
+        "train_bench.py",
+    }
     assert len(found["lab_bench.py"].splitlines()) < 60
 
 
@@ -60,3 +66,9 @@ def test_it_passes_the_contract(installed: Path) -> None:
 def test_its_description_is_shown(installed: Path) -> None:
     code = "from training.cli import main; main()"
     assert "lab_bench" in run(installed, "-c", code, "device", "show", "bench.toml")
+
+
+def test_a_script_trains_on_a_class_that_it_registers(tmp_path: Path) -> None:
+    for name in ("lab_bench.py", "bench.toml", "train_bench.py"):
+        (tmp_path / name).write_text(files()[name])
+    assert "trainer='pdfa'" in run(tmp_path, "train_bench.py")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.support.record_models import Custom
 from training.attacks.findings import Role
 from training.attacks.mechanism.report import MechanismAudit, report_text
 from training.attacks.run_audit import audit_run
+from training.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -206,3 +209,61 @@ def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path) -> None:
         data, model = trained(tmp_path / "run", name)
         found = audit_run(tmp_path / "run", data=data, model=model, trials=100, seed=7)
     assert any(finding.refutes for finding in found.findings if finding.role is Role.RUN)
+
+
+CODE = """
+import torch
+from torch import nn
+
+
+def build(record_shape, n_outputs):
+    return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, n_outputs))
+
+
+def own_loss(output, target):
+    return -torch.log_softmax(output, 1).gather(1, target[:, None]).squeeze(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--trials", "40"], {"model": {"name": "NAME:build"}}),
+        (["--one-run", "--canaries", "20"], {"model": {"name": "NAME:build"}}),
+        (["--final-model", "--trials", "20"], {"loss": "NAME:own_loss", "model": {"hidden": [8]}}),
+    ],
+)
+def test_audits_execute_code_of_the_user_when_trusted_only(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    named: dict[str, Any],
+) -> None:
+    name = f"audited_code_{options[0].strip('-').replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    x, y = np.random.default_rng(1).normal(size=(60, 8)).astype(np.float32), np.arange(60) % 3
+    np.savez("records.npz", x=x, y=y)
+    config = {
+        "epochs": 1,
+        "threads": 1,
+        "trainer": {"kind": "bp"},
+        "data": {"n_classes": 3},
+        "sampler": {"batch_size": 20},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "protection": {"kind": "record", "noise_multiplier": 4.0, "clip_norm": 0.3},
+        **json.loads(json.dumps(named).replace("NAME", name)),
+    }
+    training.train(config, data=(x, y), folder="run")
+    command = ["opusim", "audit", "run", "--arrays", "records.npz", *options]
+    for trusted in (False, True):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr(sys, "argv", [*command, *(["--trust-code"] if trusted else [])])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr().err
+        assert f"{name}:{'own_loss' if 'loss' in named else 'build'} from {tmp_path / name}.py" in printed
+        assert (name in sys.modules) == trusted
+        assert (ended.value.code in (0, None)) == trusted, printed
+    assert Path("run/report.html").exists()

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from tests.support.command import COMMAND, ROOT, opusim, opusim_process
+from training.cli.train import small_batch
+from training.config.run import RunConfig
 
 SMALL = ["--epochs", "2", "--set", "model.hidden=[16]", "--set", "threads=1"]
 
@@ -272,3 +274,14 @@ def test_devices_can_be_looked_at(tmp_path: Path) -> None:
     shown = opusim("device", "show", "gaussian", cwd=tmp_path).stdout
     assert "noise.sigma" in shown
     assert "assumed" in shown
+
+
+def test_a_small_batch_under_record_is_said_before_training() -> None:
+    record = {"protection": {"kind": "record", "epsilon": 3.0}, "trainer": {"kind": "bp"}}
+    small = RunConfig.model_validate({**record, "sampler": {"batch_size": 64}})
+    assert "sampler.batch_size = 64 is small" in (small_batch(small) or "")
+    assert small_batch(RunConfig.model_validate({**record, "sampler": {"batch_size": 200}})) is None
+    assert (
+        small_batch(RunConfig.model_validate({"trainer": {"kind": "bp"}, "sampler": {"batch_size": 8}}))
+        is None
+    )

@@ -163,6 +163,14 @@ def test_folders_are_not_mixed_up(tmp_path: Path) -> None:
             private_loop(tmp_path, resume=True, **{name: value})
 
 
+def test_a_run_is_looked_for_in_the_folder_of_a_private_loop(tmp_path: Path) -> None:
+    with private_loop(tmp_path) as private:
+        run_epoch(private)
+    with pytest.raises(opusim.RunFolderError, match="holds a private loop .*`opusim account run"):
+        opusim.load_run(tmp_path)
+    assert "Checked:" in str(private.statement())
+
+
 def test_an_older_ledger_is_refused(tmp_path: Path) -> None:
     files = ("ledger.jsonl", "ledger.head")
     with private_loop(tmp_path) as private:

@@ -63,6 +63,7 @@ def audit_one_training(
     *,
     data: Arrays | Dataset | None = None,
     model: nn.Module | None = None,
+    trust_code: bool = False,
     out: str | Path | None = None,
     canaries: int = DEFAULT_CANARIES,
     seed: int | None = None,
@@ -81,6 +82,7 @@ def audit_one_training(
         path: The run folder.
         data: The records, if the run was trained on user-supplied ones.
         model: A module like the run's, if its folder cannot describe that one.
+        trust_code: Whether to execute the user-supplied code that the run names by import path.
         out: The folder for `one-run.json`, or None for the run's own. A release run needs one outside its folder.
         canaries: m, at least 20.
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
@@ -90,8 +92,8 @@ def audit_one_training(
         on_step: Called after each.
 
     Raises:
-        RunFolderError: There is no run or no checkpoint, or the data are others; or `out` is missing, or holds
-            something else.
+        RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
+            `trust_code` is False; or `out` is missing, or holds something else.
         NoGuarantee: The run protects labels, releases its last model only, or its trainer cannot carry canaries.
         ConfigError: The optimizer cannot be undone, data are missing, or there are more canaries than weights.
         ValueError: A number out of range.
@@ -101,7 +103,7 @@ def audit_one_training(
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     folder = RunFolder(path)
     place = audit_place(folder, None if out is None else Path(out))
-    run = read_run(folder, data, model)
+    run = read_run(folder, data, model, trust_code=trust_code)
     found = play_one_run(
         started_again(run, seed), canaries, seed=seed, delta=delta, on_start=on_start, on_step=on_step
     )

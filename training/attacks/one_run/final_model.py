@@ -206,6 +206,7 @@ def audit_final_model(
     *,
     data: Arrays | Dataset | None = None,
     model: nn.Module | None = None,
+    trust_code: bool = False,
     out: str | Path | None = None,
     trainings: int = DEFAULT_TRAININGS,
     worst_case: bool = True,
@@ -228,6 +229,7 @@ def audit_final_model(
         path: The run folder.
         data: The records, if the run was trained on user-supplied ones.
         model: A module like the run's, if its folder cannot describe that one.
+        trust_code: Whether to execute the user-supplied code that the run names by import path.
         out: The folder for the files, or None for the run's own. A release run needs one outside its folder.
         trainings: At least 20.
         worst_case: Whether the attacker chooses the initial weights; otherwise they are drawn, and it knows them.
@@ -240,8 +242,8 @@ def audit_final_model(
         on_training: Called with the number of trainings done so far.
 
     Raises:
-        RunFolderError: There is no run or no checkpoint, or the data are others; or `out` is missing, or holds
-            something else.
+        RunFolderError: There is no run or no checkpoint, the data are others, or the run names user-supplied code and
+            `trust_code` is False; or `out` is missing, or holds something else.
         NoGuarantee: The run does not protect records, or its network is not fully connected.
         ConfigError: Data are missing.
         SweepStopped: The cluster cannot be reached or was lost.
@@ -251,7 +253,7 @@ def audit_final_model(
     checks.integer(minimum=1, jobs=jobs)
     folder = RunFolder(path)
     place = audit_place(folder, None if out is None else Path(out))
-    run = read_run(folder, data, model)
+    run = read_run(folder, data, model, trust_code=trust_code)
     if run.plan.config.mode == "release":
         make_private_folder(place)
     own_delta = run.plan.config.protection.delta

@@ -84,7 +84,7 @@ def _for_kinds(resolved: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[
             values[name] = {
                 key: value
                 for key, value in section.items()
-                if key in known and known[key].annotation == before[key].annotation
+                if key == "kind" or (key in known and known[key].annotation == before[key].annotation)
             }
     try:
         return without_derived(values, changed)

@@ -56,6 +56,7 @@ ALWAYS = {
     *("trainer.gain", "trainer.feedback_seed", "trainer.projection", "trainer.sigma", "trainer.encoding"),
     *("protection.relation", "protection.epsilon", "protection.noise_multiplier", "protection.clip_norm"),
     "protection.bands",
+    "trainer.augmented_copies",
     *("protection.noise", "protection.floor", "protection.reference_size", "protection.equalise"),
     "protection.flat_prior",
     *("trainer.points", "trainer.error_at", "trainer.rows", "trainer.spread", "trainer.slices"),

@@ -89,8 +89,8 @@ class StoredRun:
         if protection.protects == "nothing":
             return f"train longer, or change optimizer.lr = {self.config.optimizer.lr:g}"
         return (
-            f"protection.kind = {protection.kind!r} adds more noise than these records can outweigh: use more records, a larger "
-            "epsilon or another protection"
+            f"protection.kind = {protection.kind!r} adds more noise than these records can outweigh: use more records, "
+            "a larger epsilon or another protection"
         )
 
 

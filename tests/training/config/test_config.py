@@ -18,7 +18,7 @@ def test_a_changed_kind_brings_its_own_defaults(tmp_path: Path) -> None:
     assert load_config(zo, ["trainer.kind=convex", "epochs=2"]) == load_config(
         {"trainer": {"kind": "convex"}, "epochs": 2}
     )
-    ulr = load_config({"trainer": {"kind": "ulr", "clip": "module"}})  # convex has a number of this name
+    ulr = load_config({"trainer": {"kind": "ulr"}})  # its clip is a word, that of convex a number
     assert load_config(ulr, ["trainer.kind=convex", "epochs=2"]) == load_config(
         {"trainer": {"kind": "convex"}, "epochs": 2}
     )

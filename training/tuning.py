@@ -37,7 +37,7 @@ from accounting.selection.mechanisms import PrivateSelection, priced_search
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
-from training.config.reading import load_config, parse_setting
+from training.config.reading import flat, load_config, parse_setting
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.plan import RunPlan, default_inputs, for_this_machine, load_data, with_maps
@@ -97,7 +97,10 @@ def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
                 f"cannot be chosen by a search; choose keys of {', '.join(_TUNABLE)}, but for {', '.join(_FIXED)}",
             )
         for value in values:
-            parse_setting(f"{key}={value}")
+            if list(flat(parse_setting(f"{key}={value}"))) != [key]:
+                raise ConfigError(
+                    "--choose", key, "is a section, not one key; choose among values of its keys"
+                )
         choices[key] = values
     return choices
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -139,11 +140,17 @@ class CameraDevice(NoisyDevice):
         return boxes if self._laser is None else under_power(boxes, self._laser.law.power)
 
     def _law_as_decoded(self) -> NoiseModel | None:
-        """The law with the measured anchor, in whose units this opening's readings are, in place of the exact one."""
+        """The law with each output's measured anchor, in whose units its readings are, in place of the exact one.
+
+        What all anchors share is no error of measurement but another light, which the law has no part in: the mean
+        anchor stays the described one.
+        """
         law = super()._law_as_decoded()
         if not isinstance(law, PhotonCountNoise | FluctuatingCountNoise):
             return law
-        return rescaled(law, self.recovery.decode()[0] / self.ideal_recovery().decode()[0])
+        measured, exact = self.recovery, self.ideal_recovery()
+        light = float(np.sum(measured.anchor_dn) / np.sum(exact.anchor_dn))
+        return rescaled(law, math.sqrt(light) * measured.decode()[0] / exact.decode()[0])
 
     def _largest_fields(self) -> np.ndarray:
         """Upper limits of the fields of a reading's frames, shape (frames, pixels)."""

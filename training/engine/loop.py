@@ -292,13 +292,18 @@ class Engine:
         try:
             ledger.pay(self._step, *mechanisms, until=self.total_steps)
         except BudgetExceeded as error:
-            self._looked_at(ledger, paid_at_start=False)
-            self.checkpoint()
-            self._folder.finish(self._summary() | {"stopped": str(error)}, ledger.position)
-            raise BudgetExceeded(
-                f"{error}; training ended after step {self._step} of {self.total_steps}, whose model is in "
-                f"{self._folder.path}"
-            ) from error
+            raise self.ended_by(error, ledger) from error
+
+    def ended_by(self, error: BudgetExceeded, ledger: Ledger) -> BudgetExceeded:
+        """End the run with the model that it has, because the budget pays for no further step; return the error."""
+        self._ledger = ledger
+        self._looked_at(ledger, paid_at_start=False)
+        self.checkpoint()
+        self._folder.finish(self._summary() | {"stopped": str(error)}, ledger.position)
+        return BudgetExceeded(
+            f"{error}; training ended after step {self._step} of {self.total_steps}, whose model is in "
+            f"{self._folder.path}"
+        )
 
     def _advance_or_keep(self, ledger: Ledger, *, paid_at_start: bool) -> None:
         """Do one step; if the device fails in it, write a checkpoint of the steps before, so that none is lost.

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from accounting.errors import BudgetExceeded
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
@@ -245,7 +246,12 @@ def _train_in(
             with deferred_interrupt() as interrupted, ledger_of(resumed_from) as ledger:
                 if plan.certificate is not None and device is not None:
                     ledger.note_certificate(facts_of(plan.certificate, device))
-                protection.pay_upfront(ledger, device, folder)
+                try:
+                    protection.pay_upfront(ledger, device, folder)
+                except BudgetExceeded as error:
+                    if not resume:
+                        raise
+                    raise engine.ended_by(error, ledger) from error
                 algorithm.prepare(trainer, folder)
                 engine.run(ledger, plan.mechanisms, interrupted)
     end(ranks)

@@ -46,15 +46,10 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_the_page_has_all_five_files_and_a_short_class() -> None:
+def test_the_page_has_all_files_and_a_short_class() -> None:
     found = files()
-    assert set(found) == {
-        "pyproject.toml",
-        "lab_bench.py",
-        "bench.toml",
-        "test_lab_bench.py",
-        "train_bench.py",
-    }
+    bench = {"pyproject.toml", "lab_bench.py", "bench.toml", "test_lab_bench.py", "train_bench.py"}
+    assert set(found) == bench | {"lab_driver.py", "instrument.toml", "test_lab_driver.py"}
     assert len(found["lab_bench.py"].splitlines()) < 60
 
 
@@ -72,3 +67,11 @@ def test_a_script_trains_on_a_class_that_it_registers(tmp_path: Path) -> None:
     for name in ("lab_bench.py", "bench.toml", "train_bench.py"):
         (tmp_path / name).write_text(files()[name])
     assert "trainer='pdfa'" in run(tmp_path, "train_bench.py")
+
+
+def test_the_driver_passes_the_contract(tmp_path: Path) -> None:
+    for name in ("lab_driver.py", "instrument.toml", "test_lab_driver.py"):
+        (tmp_path / name).write_text(files()[name])
+    (tmp_path / "lab_sdk.py").write_text((PACKAGE / "lab_sdk.py").read_text())
+    said = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_lab_driver.py")
+    assert re.search(r"\d\d passed", said)

@@ -35,12 +35,14 @@ from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import BinaryFrames, ternary_batch
 from opusim.devices.usage import DeviceWork
-from opusim.errors import ConfigError
+from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
 from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 from opusim.randomness.streams import noise_stream
 from opusim.temperature import TemperatureLaw
 
+_ANCHORS_ERROR = 1.05
+"""By how much the mean measured anchor may exceed the certified light: noise of some outputs and frames."""
 _NUMBERS_AT_ONCE = 2**24  # standard normal numbers of one reading of the stream: 64 MiB
 
 
@@ -144,12 +146,21 @@ class CameraDevice(NoisyDevice):
 
         What all anchors share is no error of measurement but another light, which the law has no part in: the mean
         anchor stays the described one.
+
+        Raises:
+            NoiseBelowCertificate: The anchors show more light than the certificate allows.
         """
         law = super()._law_as_decoded()
         if not isinstance(law, PhotonCountNoise | FluctuatingCountNoise):
             return law
         measured, exact = self.recovery, self.ideal_recovery()
         light = float(np.sum(measured.anchor_dn) / np.sum(exact.anchor_dn))
+        limit = getattr(self.certificate and self.certificate.noise, "light_ratio_high", math.inf)
+        if light > _ANCHORS_ERROR * limit:
+            raise NoiseBelowCertificate(
+                f"device {self.name!r}: its anchor shows {light:.3g} times the described light, and its certificate "
+                f"allows {limit:.3g}; bring the laser back, or calibrate the device again"
+            )
         return rescaled(law, math.sqrt(light) * measured.decode()[0] / exact.decode()[0])
 
     def _largest_fields(self) -> np.ndarray:

@@ -256,7 +256,7 @@ class CorrelatedStream(NoiseStream):
     With Z_t the numbers of another stream, X = inverse(C) Z for the banded lower triangular Toeplitz matrix C of the
     coefficients. Numbers before the first step are 0. A step that does not follow the one before, such as the first
     one of a process, begins C anew: its numbers depend on none before it. Arithmetic is float32 on the
-    X that were returned, so rounding does not accumulate.
+    X that were returned, so rounding does not accumulate if coefficients do not increase.
 
     Args:
         source: Supplies Z.

@@ -178,7 +178,10 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["trainer.clip", "=1", "trainer.clip=", "protection.epsilon=1,9", "data.mean=0", "trainer.kind=bp"],
+    [
+        *("trainer.clip", "=1", "trainer.clip=", "protection.epsilon=1,9", "data.mean=0", "trainer.kind=bp"),
+        *("protection={delta=0.1}", 'trainer={kind="pdfa"}'),
+    ],
 )
 def test_bad_choices_are_named(line: str) -> None:
     with pytest.raises(ConfigError, match="--choose"):

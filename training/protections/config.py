@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -86,6 +87,16 @@ class _NoisyStrength(_Strength):
     device: the device, whose noise must be Gaussian."""
 
 
+def is_stable(coefficients: Sequence[float]) -> bool:
+    """Return whether the inverse of a banded Toeplitz matrix of these coefficients cannot grow.
+
+    If c_0 >= c_1 >= ... >= 0, no root of the sum over k of c_k x^k lies inside the unit circle (Enestroem and Kakeya).
+    """
+    return coefficients[0] > 0 and all(
+        first >= second >= 0 for first, second in pairwise((*coefficients, 0.0))
+    )
+
+
 class RecordConfig(_NoisyStrength):
     """Whole records: clipped contributions, central Gaussian noise, Poisson batches."""
 
@@ -143,6 +154,12 @@ class RecordConfig(_NoisyStrength):
         if self.correlation is not None and len(self.correlation) != self.bands:
             given = len(self.correlation)
             reason = f"has {given} coefficients: protection.bands = {self.bands} needs as many; leave it out"
+            raise BadKey("protection.correlation", reason)
+        if self.correlation is not None and not is_stable(self.correlation):
+            reason = (
+                f"{list(self.correlation)} must not increase, with the first above 0 and none below 0: the noise is "
+                "what C^-1 makes of fresh numbers, and rounding would take its place; leave it out"
+            )
             raise BadKey("protection.correlation", reason)
 
     def implementation(self) -> Any:

@@ -81,9 +81,9 @@ class RecordProtection(PoissonProtection):
         section, plan = self.section, self._plan
         if section.bands == 1:
             return (1.0,)
-        return section.correlation or banded_coefficients(
-            section.bands, plan.total_steps, plan.config.optimizer
-        )
+        if section.correlation is not None:  # as float32, in which the noise is computed
+            return tuple(np.float32(section.correlation).tolist())
+        return banded_coefficients(section.bands, plan.total_steps, plan.config.optimizer)
 
     def require_covered(self) -> None:
         """See Protection.require_covered; correlated noise needs its own batches and the writer of `gradients`."""

@@ -10,6 +10,7 @@ from opusim.calibration.calibrate import Calibration, Plan, calibrate, compare, 
 from opusim.calibration.estimates import decorrelation_time, sparse_patterns
 from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
 from opusim.calibration.report import write_report
+from opusim.camera.exposure import Exposure
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
@@ -149,6 +150,28 @@ def test_a_warm_camera_whose_anchor_is_measured_with_errors_is_as_noisy_as_certi
     assert not any(map(is_stopped, range(4)))
     monkeypatch.setattr(CameraDevice, "_law_as_decoded", NoisyDevice._law_as_decoded)
     assert any(map(is_stopped, range(8)))
+
+
+@pytest.mark.parametrize(("light", "is_refused"), [(1.0, False), (1.1, False), (1.5, True), (4.0, True)])
+def test_a_camera_that_is_opened_under_more_light_than_certified_is_refused(
+    light: float, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Brighter light shrinks the units of readings; a law in those units would shrink with it."""
+    found = calibration("camera_low_light", seed).certificate
+    assert isinstance(found.noise, PhotonCountLaw)
+    path = tmp_path / "certificate.toml"
+    found.model_copy(update={"noise": found.noise.model_copy(update={"light_ratio_high": 1.2})}).write(path)
+    expose = Exposure._expose
+    monkeypatch.setattr(
+        Exposure, "_expose", lambda self, field, *rest: expose(self, field * np.sqrt(light), *rest)
+    )
+    options = {**WINDOW, "certificate": path, "monitor": {"every_steps": 1}}
+    if is_refused:
+        with pytest.raises(NoiseBelowCertificate, match=r"times the described light.* allows 1\.2;"):
+            open_device("camera_low_light", seed=seed, **options)
+    else:
+        with open_device("camera_low_light", seed=seed, **options) as device:
+            device.seek(1)
 
 
 def test_a_colder_or_brighter_device_is_below_its_certificate(seed: int) -> None:

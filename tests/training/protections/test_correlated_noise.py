@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from scipy.stats import norm
 
 import training
-from accounting.errors import NoGuarantee
+from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Status
 from opusim.errors import ConfigError
 from opusim.randomness.streams import CorrelatedStream, SeededStream, SystemStream
@@ -271,6 +271,22 @@ def convolutions() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Linear(9, 3))
 
 
+@pytest.mark.parametrize(
+    "coefficients", [(1.0, 2.0, 0.5), (0.1, 1.0, 0.0), (1.0, -0.5, 0.0), (0.0, 0.0, 0.0)]
+)
+def test_coefficients_whose_inverse_may_grow_are_refused(coefficients: tuple[float, ...]) -> None:
+    """Planted by (1, 2): float32 holds none of the noise after 40 steps, which the accountant cannot see."""
+    with pytest.raises(ConfigError, match=r"protection\.correlation: .* must not increase"):
+        training.load_config(changed(protection={"correlation": list(coefficients)}))
+    growing = CorrelatedStream(SeededStream(5, "test"), (1.0, 2.0), size=64, stored=True)
+    rows = []
+    for step in range(60):
+        growing.seek(step)
+        rows.append(growing.normal((64,)).numpy().astype(float))
+    left = rows[-1] + 2 * rows[-2]  # what C leaves of the last noise
+    assert not np.std(left) > 0.5
+
+
 @pytest.mark.parametrize("kind", ["bp", "ulr", "module"])
 def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(tmp_path: Path, kind: str, ctrl_c_at: type) -> None:
     config = changed(trainer={"kind": "bp" if kind == "module" else kind})
@@ -318,6 +334,18 @@ def test_a_release_run_stores_no_noise_and_pays_for_beginning_anew(tmp_path: Pat
     assert mechanism.steps == 12 + 2  # so that 5 and 7 steps cost ceil(5 / 3) + ceil(7 / 3) releases
     assert run.guarantees[0].status is Status.PROVEN
     assert not [name for name in tensors(tmp_path) if "noise" in name]
+
+
+def test_a_release_run_that_cannot_pay_to_begin_anew_ends_with_the_model_that_it_has(
+    tmp_path: Path, ctrl_c_at: type
+) -> None:
+    config = changed(mode="release", protection={"noise_multiplier": None, "epsilon": 3.0})
+    with pytest.raises(RunInterrupted):
+        training.train(config, data=data(), folder=tmp_path, watcher=ctrl_c_at(11))
+    with pytest.raises(BudgetExceeded, match="training ended after step 11 of 12"):
+        training.train(data=data(), folder=tmp_path, resume=True)
+    assert (tmp_path / "summary.json").exists()
+    assert [mechanism.steps for mechanism in RunFolder(tmp_path).read_ledger().mechanisms] == [11]
 
 
 def test_noise_of_a_device_is_correlated_like_any_other(tmp_path: Path) -> None:

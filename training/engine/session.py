@@ -249,7 +249,7 @@ def _train_in(
                 try:
                     protection.pay_upfront(ledger, device, folder)
                 except BudgetExceeded as error:
-                    if not resume:
+                    if not (resume and plan.mechanisms):
                         raise
                     raise engine.ended_by(error, ledger) from error
                 algorithm.prepare(trainer, folder)

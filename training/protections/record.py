@@ -82,7 +82,7 @@ class RecordProtection(PoissonProtection):
         if section.bands == 1:
             return (1.0,)
         if section.correlation is not None:  # as float32, in which the noise is computed
-            return tuple(np.float32(section.correlation).tolist())
+            return tuple(float(np.float32(value)) for value in section.correlation)
         return banded_coefficients(section.bands, plan.total_steps, plan.config.optimizer)
 
     def require_covered(self) -> None:

@@ -18,7 +18,7 @@ from accounting.mechanisms import Mechanism
 from accounting.records.additive_noise import PoissonGaussian
 from accounting.records.mechanisms import RecordCentral, Unprotected
 from accounting.tables import number
-from tests.support.command import opusim
+from tests.support.command import WIDTH, opusim
 from tests.support.run_folders import made
 
 STEP = RecordCentral(noise_multiplier=2.0, sampling_probability=0.1, clip_norm=1.0, divisor=100)
@@ -144,7 +144,10 @@ def stated(folder: Path, mode: str, *mechanisms: Mechanism, steps: int = 3) -> d
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_the_document_says_what_the_text_says(tmp_path: Path, mode: str) -> None:
+def test_the_document_says_what_the_text_says(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", WIDTH)  # that of the command
     content = stated(tmp_path, mode, STEP)
     found = validated(content)
     (guarantee,) = found.guarantees

@@ -229,8 +229,7 @@ def own_loss(output, target):
     ("options", "named"),
     [
         (["--trials", "40"], {"model": {"name": "NAME:build"}}),
-        (["--one-run", "--canaries", "20"], {"model": {"name": "NAME:build"}}),
-        (["--final-model", "--trials", "20"], {"loss": "NAME:own_loss", "model": {"hidden": [8]}}),
+        (["--trials", "40"], {"loss": "NAME:own_loss", "model": {"hidden": [8]}}),
     ],
 )
 def test_audits_execute_code_of_the_user_when_trusted_only(
@@ -240,7 +239,7 @@ def test_audits_execute_code_of_the_user_when_trusted_only(
     options: list[str],
     named: dict[str, Any],
 ) -> None:
-    name = f"audited_code_{options[0].strip('-').replace('-', '_')}"
+    name = f"audited_code_{'_'.join(named)}"
     (tmp_path / f"{name}.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     x, y = np.random.default_rng(1).normal(size=(60, 8)).astype(np.float32), np.arange(60) % 3
@@ -264,6 +263,6 @@ def test_audits_execute_code_of_the_user_when_trusted_only(
             main()
         printed = capsys.readouterr().err
         assert f"{name}:{'own_loss' if 'loss' in named else 'build'} from {tmp_path / name}.py" in printed
-        assert (name in sys.modules) == trusted
+        assert trusted or name not in sys.modules
         assert (ended.value.code in (0, None)) == trusted, printed
     assert Path("run/report.html").exists()

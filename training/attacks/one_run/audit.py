@@ -269,9 +269,9 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
     """
     config, algorithm = plan.config, plan.algorithm
     if "gradients" not in algorithm.applies or not weight_layers(plan.network):
-        raise NoGuarantee(
-            f"trainer.kind = {config.trainer.kind!r} cannot carry crafted gradients: {_WRITERS}"
-        )
+        writes = "gradients" in algorithm.applies
+        what = "a user-supplied model or loss" if writes else f"trainer.kind = {config.trainer.kind!r}"
+        raise NoGuarantee(f"{what} cannot carry crafted gradients: {_WRITERS}")
     canaries = Canaries.drawn(
         plan.network,
         count,

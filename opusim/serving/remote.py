@@ -129,8 +129,9 @@ def about(address: str) -> list[str]:
     Raises:
         ConfigError, DeviceUnavailable: as for `describe`.
     """
-    lines = _described(address)[0].value("about", list, [])
-    return ["".join(c for c in str(line) if c.isprintable()) for line in lines]
+    told = _described(address)[0].value("about", list, [])
+    lines = [line for text in told for line in str(text).splitlines()]
+    return ["".join(c for c in line if c.isprintable()) for line in lines]
 
 
 def _described(address: str) -> tuple[Message, str, dict[str, Any]]:

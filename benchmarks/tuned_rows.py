@@ -195,12 +195,12 @@ class TunedRows:
         return [each for each in self.results.get(kind, []) if _cell(each) not in chosen]
 
     def _chosen(self, rows: str, epsilon: float) -> list[tuple[str, float]]:
-        """Return the cells whose row contains a text, at one epsilon or all."""
+        """Return the cells whose row has a name, or a text in it if no row has it, at one epsilon or all."""
         return [
             (row, each)
             for row, plan in self.rows.items()
             for each in plan.epsilons
-            if rows in row and epsilon in (0.0, each)
+            if (rows == row if rows in self.rows else rows in row) and epsilon in (0.0, each)
         ]
 
     def _runs(self, tasks: Sequence[tuple[Any, ...]], jobs: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,8 @@ _INFINITY_SPACING = 1.35
 """Factor between the infinities of different curves, which would hide each other."""
 _LONG_LABEL = 40
 """Length of a label, in characters, above which a legend has one column."""
+_PUBLISHED_MARKS = "x+1234*"
+"""Marks of accuracies that others published."""
 _KINDS = {
     "proven": {"linestyle": "-", "label": "proven"},
     "claimed": {"linestyle": "--", "label": "claimed by the paper's formula"},
@@ -77,7 +80,8 @@ def epsilon_noise(result: SweepResult) -> Figure | None:
 def accuracy_epsilon(result: SweepResult) -> Figure | None:
     """Draw accuracy against proven and claimed epsilon: mean and standard deviation over seeds.
 
-    References are level lines. Settings without a finite guarantee are drawn at infinity, on the right.
+    References are level lines, and accuracies that others published single marks. Settings without a finite guarantee
+    are drawn at infinity, on the right.
     """
     drawn = curves.accuracy_against_epsilon(result)
     if not drawn:
@@ -99,6 +103,10 @@ def accuracy_epsilon(result: SweepResult) -> Figure | None:
                 axes.errorbar(x, mean, spread, capsize=3, label=label, **line)
                 label = "_nolegend_"
     _draw_references(axes, curves.references(result), len(result.series))
+    for curve, mark in zip(curves.published(result), itertools.cycle(_PUBLISHED_MARKS), strict=False):
+        x, mean = [level.x for level in curve.levels], [level.mean for level in curve.levels]
+        axes.plot(x, mean, mark, color="0.25", label=curve.name)
+        finite += x
     _scale(axes, finite, log_ratio=3.0)
     if any(_infinite(curve.levels) for curve in drawn):
         _mark_infinite_side(axes, infinity, max(finite))

@@ -43,7 +43,7 @@ _FIGURES: dict[
     "accuracy-epsilon": (
         "Accuracy against epsilon: mean and standard deviation over seeds; infinite epsilons on the right",
         figures.accuracy_epsilon,
-        curves.accuracy_against_epsilon,
+        lambda result: [*curves.accuracy_against_epsilon(result), *curves.published(result)],
     ),
     "cost": ("Mean cost of one run of each series", figures.cost, curves.costs),
 }

@@ -48,7 +48,7 @@ class Curve:
 
     Attributes:
         name: The series.
-        kind: "accuracy", "claimed", "proven" or "audited" (epsilon), or a cost with its unit.
+        kind: "accuracy", "claimed", "proven" or "audited" (epsilon), "published", or a cost with its unit.
         levels: Its points, by rising x.
     """
 
@@ -156,6 +156,21 @@ def accuracy_against_epsilon(result: SweepResult) -> list[Curve]:
         if any(math.isfinite(level.x) for curve in found for level in curve.levels):
             curves += found
     return curves
+
+
+def published(result: SweepResult) -> list[Curve]:
+    """Accuracy in percent at each epsilon that others published, by the spec."""
+    return [
+        Curve(
+            name=other.name,
+            kind="published",
+            levels=tuple(
+                Level(x=epsilon, mean=accuracy, spread=0.0, n=1)
+                for epsilon, accuracy in zip(other.epsilon, other.accuracy, strict=True)
+            ),
+        )
+        for other in result.spec.published
+    ]
 
 
 def _epsilon_levels(

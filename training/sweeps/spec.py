@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -40,6 +40,26 @@ class SeriesSpec(Section):
     """Draw it as a level line across the figures, such as the accuracy without privacy."""
 
 
+class PublishedSpec(Section):
+    """Accuracies that others published, drawn as crosses beside the sweep's own."""
+
+    name: str = Field(min_length=1)
+    """Method and source, such as "CNN on pixels (Fu et al. 2024)"."""
+    epsilon: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...]
+    """Budgets."""
+    accuracy: tuple[Annotated[float, Field(ge=0, le=100)], ...]
+    """Test accuracy at each budget, per cent."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len(self.epsilon) != len(self.accuracy):
+            raise ValueError(
+                f"{self.name!r} has {len(self.epsilon)} values of epsilon and {len(self.accuracy)} of accuracy; "
+                "give one accuracy for each epsilon"
+            )
+        return self
+
+
 class SweepSpec(Section):
     """A whole sweep."""
 
@@ -55,6 +75,8 @@ class SweepSpec(Section):
     """Axes of every series."""
     series: tuple[SeriesSpec, ...] = ()
     """The series; without any, the axes of the sweep make the only one."""
+    published: tuple[PublishedSpec, ...] = ()
+    """Accuracies of others, for the figure of accuracy against epsilon."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -130,7 +152,7 @@ def parse_spec(values: Mapping[str, Any], text: SpecText) -> tuple[SweepSpec, Sp
         problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         location = [str(part) for part in problem["loc"]] or ["sweep"]
         if problem["type"] == "extra_forbidden":
-            section = SeriesSpec if location[0] == "series" else SweepSpec
+            section = {"series": SeriesSpec, "published": PublishedSpec}.get(location[0], SweepSpec)
             reason = f"is not a key of a sweep; the keys here are {', '.join(section.model_fields)}"
         elif problem["type"] == "missing":
             reason = "missing; add it"

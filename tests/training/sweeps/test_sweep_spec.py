@@ -108,6 +108,24 @@ PHOTONIC, REFERENCE = ", series 'photonic'", ", series 'reference'"
         ('data.name = "digits"', 'data.name = "digit"', PHOTONIC, "data.name: 'digit' is not known"),
         ('name = "reference"', 'name = "photonic"', "", "two series are called 'photonic'"),
         ("reference = true", "level = true", "", "series.1.level: is not a key of a sweep"),
+        (
+            "[axes]",
+            '[[published]]\nname = "p"\nepsilon = [1.0]\naccuracy = []\n[axes]',
+            "",
+            "published.0: 'p' has 1 values of epsilon and 0 of accuracy",
+        ),
+        (
+            "[axes]",
+            '[[published]]\nname = "p"\nepsilon = [0.0]\naccuracy = [1.0]\n[axes]',
+            "",
+            "published.0.epsilon.0: .*greater than 0",
+        ),
+        (
+            "[axes]",
+            '[[published]]\nname = "p"\nepsilon = []\naccuracy = []\nyear = 1\n[axes]',
+            "",
+            "published.0.year: is not a key of a sweep; the keys here are name, epsilon, accuracy",
+        ),
         ('title = "t"', 'title = "t"\nnoise = "sigma"', "", "noise: 'sigma' is not an axis of this sweep"),
     ],
 )

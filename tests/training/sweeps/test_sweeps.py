@@ -22,6 +22,7 @@ from training.cli import main
 from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import RunInterrupted, SweepStopped
+from training.reports.sweep_figures import accuracy_epsilon
 from training.reports.sweep_report import write_sweep
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run, load_run
@@ -54,6 +55,10 @@ protection.epsilon = [1.0, 8.0]
 name = "backpropagation"
 reference = true
 config = {{ trainer = {{ kind = "bp" }} }}
+[[published]]
+name = "a method of others"
+epsilon = [2.0, 4.0]
+accuracy = [70.0, 75.0]
 """
 
 
@@ -121,6 +126,13 @@ def test_figures_data_and_report_are_there(finished: tuple[SweepResult, Path]) -
     for name in ("accuracy-noise", "epsilon-noise", "accuracy-epsilon", "cost"):
         assert (result.folder.figures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert _table(result.folder.figures / f"{name}.csv")
+    marks = [
+        row for row in _table(result.folder.figures / "accuracy-epsilon.csv") if row["kind"] == "published"
+    ]
+    assert [(float(row["x"]), float(row["mean"])) for row in marks] == [(2.0, 70.0), (4.0, 75.0)]
+    drawn = accuracy_epsilon(result)
+    assert drawn is not None
+    assert "a method of others" in [text.get_text() for text in drawn.legends[0].get_texts()]
     table = _table(result.folder.table_file)
     assert len(table) == len(result.points)
     assert {row["epsilon_proven"] for row in table if row["series"] == "photonic"} == {"inf"}

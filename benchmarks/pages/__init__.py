@@ -67,6 +67,7 @@ from benchmarks.speed import (
     structured_feedback,
     sweep,
     transformer_step,
+    whole_runs,
 )
 from benchmarks.ulr import bound, epoch, figure2, resnet, variance
 from benchmarks.ulr import table1 as ulr_table1
@@ -234,6 +235,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
         (
             speed_section,
             causes.causes_section,
+            whole_runs.page_section,
             growth.page_section,
             convolution_rows.page_section,
             examples.page_section,

@@ -284,7 +284,7 @@ class Engine:
         if error is not None:
             self._note_alarm(ledger, error)
         digest = self.checkpoint()
-        if paid_at_start and self._private:
+        if paid_at_start and ledger.charges_again:
             ledger.note_stop(self._step, digest)
 
     def _pay(self, ledger: Ledger, mechanisms: Sequence[Mechanism]) -> None:

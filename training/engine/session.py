@@ -243,7 +243,7 @@ def _train_in(
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_state(trainer, ranks)
             ranks.on_first(folder.path.resolve)
-            with deferred_interrupt() as interrupted, ledger_of(resumed_from) as ledger:
+            with deferred_interrupt() as interrupted, ledger_of(resumed_from, device) as ledger:
                 if plan.certificate is not None and device is not None:
                     ledger.note_certificate(facts_of(plan.certificate, device))
                 try:
@@ -390,14 +390,18 @@ def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
         )
 
 
-def _ledger(config: RunConfig, folder: RunFolder, resumed_from: str | None) -> Ledger:
-    """Return the run's ledger."""
+def _ledger(
+    config: RunConfig, folder: RunFolder, resumed_from: str | None, device: NoisyDevice | None = None
+) -> Ledger:
+    """Return the run's ledger; steps are reserved one by one if an experiment's device repeats no noise."""
+    repeatable = device is None or device.repeats_noise or config.mode == "release"
     return Ledger(
         folder.ledger_file,
         mode=config.mode,
         delta=config.protection.delta,
         enforced=True,
-        block=_STEPS_PAID_AT_ONCE[config.mode],
+        block=_STEPS_PAID_AT_ONCE[config.mode] if repeatable else 1,
+        repeatable=repeatable,
         budget=config.budget,
         witnesses=folder.witnesses(),
         resumed_from=resumed_from,

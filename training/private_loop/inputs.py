@@ -109,8 +109,8 @@ def example_of(
 def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return the module's outputs for some records, and refuse parameters and buffers that a training pass changes.
 
-    A first pass may fill buffers, such as caches, but not with what depends on the records. The module runs on batches of
-    two sizes, so that a dimension that only happens to have the size of a batch is told from that of the records.
+    A first pass may fill buffers, such as caches, but not with what depends on the records. The module runs on batches
+    of two sizes, so that a dimension that only happens to have the size of a batch is told from that of the records.
 
     Raises:
         ValueError: A training pass changes a parameter or a buffer, no output has a row per record, or an output that

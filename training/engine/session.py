@@ -50,6 +50,7 @@ from training.engine.plan import (
 )
 from training.errors import RunFolderError
 from training.networks.any_module import with_own_module
+from training.networks.record_independence import system_generators
 from training.networks.user_code import code_of, require_importable, require_trusted
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
@@ -206,7 +207,9 @@ def _follow(
             share_state(trainer, ranks)
             folder = RunFolder(ranks.on_first(Path))
             plan.algorithm.prepare(trainer, folder)
-            follow(trainer, to_device(plan.dataset, plan.config.torch_device).train, ranks)
+            dataset = to_device(plan.dataset, plan.config.torch_device)
+            with system_generators(dataset.train.x.device, fresh=plan.config.mode == "release"):
+                follow(trainer, dataset.train, ranks)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 

@@ -18,6 +18,7 @@ No finite probe proves that a module processes all records independently, so the
 from __future__ import annotations
 
 import random
+import secrets
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -339,3 +340,24 @@ def preserved_generators(place: torch.device) -> Iterator[None]:
     finally:
         np.random.set_state(numpy_state)  # noqa: NPY002
         random.setstate(python_state)
+
+
+@contextmanager
+def system_generators(place: torch.device, *, fresh: bool = True) -> Iterator[None]:
+    """Seed the global generators from the system within the block, and restore them on exit.
+
+    What a module or a loader draws for a batch goes by the places of its records, which one record more moves. Under a
+    known seed the contributions of all others would then change; secret draws have one law for every record.
+
+    Args:
+        place: The torch device whose generator is seeded besides the CPU's.
+        fresh: Whether to do so (release mode), or nothing.
+    """
+    if not fresh:
+        yield
+        return
+    with preserved_generators(place):
+        torch.manual_seed(secrets.randbits(63))
+        np.random.seed(np.frombuffer(secrets.token_bytes(32), dtype=np.uint32))  # noqa: NPY002
+        random.seed(secrets.token_bytes(32))
+        yield

@@ -144,7 +144,7 @@ def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_c
     try:
         with torch.no_grad():
             output = model(records)
-    except RuntimeError as error:  # torch raises it for shapes that do not match
+    except (RuntimeError, IndexError) as error:  # torch raises them for shapes or tokens that do not fit
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"model cannot take records of {records.shape[1]} features ({reason}); change its first module, or the data"

@@ -8,7 +8,8 @@
 A killed run may have paid for steps that it did not compute; it never computed one that it had not paid for. Steps
 are reserved in blocks, one line each, so that not every step waits for a sync.
 
-- experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once.
+- experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once, unless it
+  reads a device that repeats no noise: then it is charged again, as in release mode.
 - release mode: a re-executed step draws new noise and is charged again. A kill also loses the rest of a block. A
   process that stops cleanly returns that rest (`Ledger.return_unused`) and says so for what it paid once (`note_stop`).
 
@@ -74,6 +75,7 @@ class Ledger:
         witnesses: What other files know of the ledger; an older or different one is refused.
         resumed_from: Digest of the checkpoint that the run resumes from, or None if the run is new. If the last line is
             a clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
+        repeatable: Whether a re-executed step repeats its release in experiment mode. In release mode none does.
 
     Raises:
         LedgerCorrupt: The file was changed, truncated or reordered, or contradicts a witness.
@@ -91,6 +93,7 @@ class Ledger:
         budget: Budget | None = None,
         witnesses: Sequence[Witness] = (),
         resumed_from: str | None = None,
+        repeatable: bool = True,
     ) -> None:
         checks.integer(minimum=1, block=block)
         if mode not in ("experiment", "release"):
@@ -98,6 +101,7 @@ class Ledger:
         checks.in_unit_interval(closed="left", delta=delta)
         self._journal = Journal(path, witnesses=witnesses)
         self._block, self._budget = block, budget
+        self._charges_again = mode == "release" or not repeatable
         self._resumes = False
         opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}
         if not self._journal.entries:
@@ -127,6 +131,11 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self._journal.close()
+
+    @property
+    def charges_again(self) -> bool:
+        """Whether a re-executed step is charged again."""
+        return self._charges_again
 
     @property
     def position(self) -> Position:
@@ -165,7 +174,7 @@ class Ledger:
         """
         start, end, held = self._credit
         if start <= step < end and held == mechanisms:
-            if self._content.mode == "release":
+            if self._charges_again:
                 if step == start:
                     self._credit = (start + 1, end, held)
                     return
@@ -176,8 +185,8 @@ class Ledger:
     def pay_once(self, name: str, *mechanisms: Mechanism, whole_run: bool = False) -> None:
         """Ensure that a release that happens once is paid for, such as a label table, or a budget for all steps.
 
-        In experiment mode the same name is paid once. In release mode every call is charged, except for a payment for
-        the whole run in a process that resumes from the checkpoint of a clean stop: the steps so far and those to come
+        If steps repeat, the same name is paid once. Otherwise every call is charged, except for a payment for the whole
+        run in a process that resumes from the checkpoint of a clean stop: the steps so far and those to come
         are one adaptive release under one budget, whose state the checkpoint holds, and nothing was computed since.
 
         Args:
@@ -191,7 +200,7 @@ class Ledger:
         """
         _require_mechanisms(mechanisms)
         earlier = [payment for payment in self._payments if payment.name == name]
-        if earlier and (self._content.mode == "experiment" or (whole_run and self._resumes)):
+        if earlier and (not self._charges_again or (whole_run and self._resumes)):
             if earlier[-1].mechanisms != mechanisms:
                 raise LedgerCorrupt(f"{self._journal.path}: {name!r} was paid for as another mechanism")
             return
@@ -267,7 +276,7 @@ class Ledger:
         checks.integer(minimum=0, step=step)
         _require_mechanisms(mechanisms)
         wanted = max(1, min(self._block, (until - step) if until is not None else self._block))
-        if self._content.mode == "experiment":
+        if not self._charges_again:
             paid = self._coverage.find(step)
             if paid is not None:
                 self._reuse(step, mechanisms, paid)
@@ -279,7 +288,7 @@ class Ledger:
             if wanted == 0:
                 self._budget.require(self._spent, mechanisms)
         self._write(Payment(first_step=step, steps=wanted, mechanisms=mechanisms))
-        used = 1 if self._content.mode == "release" else 0
+        used = 1 if self._charges_again else 0
         self._credit = (step + used, step + wanted, mechanisms)
 
     def _reuse(self, step: int, mechanisms: tuple[Mechanism, ...], paid: Payment) -> None:

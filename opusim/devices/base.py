@@ -211,6 +211,11 @@ class NoisyDevice(ABC):
         return self._mode
 
     @property
+    def repeats_noise(self) -> bool:
+        """Whether a re-executed training step repeats its noise: in ``experiment``, and not on hardware."""
+        return self._mode == "experiment" and self._description.medium is not None
+
+    @property
     def usage(self) -> Usage:
         """Frames, seconds and joules of this device so far, and the host's seconds; stays readable after `close`."""
         return self._meter.snapshot()

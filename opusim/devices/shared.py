@@ -103,6 +103,11 @@ class SharedDevice(NoisyDevice):
         self._certified = certificate.certified(self.described_noise)
 
     @property
+    def repeats_noise(self) -> bool:
+        """See NoisyDevice.repeats_noise; on the first process what the held device answers."""
+        return super().repeats_noise if self.held is None else self.held.repeats_noise
+
+    @property
     def world(self) -> int:
         """Number of processes that use it."""
         return self._ranks.world

@@ -248,6 +248,11 @@ class RemoteDevice(RemoteProducts):
         raise ConfigError(self.name, "certificate", reason)
 
     @property
+    def repeats_noise(self) -> bool:
+        """See NoisyDevice.repeats_noise: what the server says of the device that it serves."""
+        return self.mode == "experiment" and self._repeats
+
+    @property
     def usage(self) -> Usage:
         """See NoisyDevice.usage: what the server counted for this device, up to its last answer."""
         return self._earlier + self._told

@@ -32,7 +32,8 @@ class OpticalMap(PublicMap):
 
     No record enters the map, so that a guarantee holds for its outputs as for any other public features. centre and
     spread are the mean and the standard deviation of its readings of 256 public frames, of which each mirror is on with
-    probability 1/2. The device's noise has a fixed seed, so that the same records have the same features.
+    probability 1/2. The device's noise has a fixed seed, so that the same records in the same order have the same
+    features; one record more gives the others other noise (`depends_on_order`).
 
     Attributes:
         description: The device.
@@ -67,10 +68,8 @@ class OpticalMap(PublicMap):
             "threshold": options.features_threshold,
         }
         bare = cls(**form)
-        generator = torch.Generator().manual_seed(_SEED)
-        frames = torch.randint(2, (_TRIALS, bare.n_inputs), generator=generator, dtype=torch.uint8)
         with bare.device() as device:
-            numbers = device.intensities(frames).double()
+            numbers = device.intensities(bare.public_frames).double()
         spread = float(numbers.std())
         if not spread > 0:
             reason = (
@@ -104,6 +103,23 @@ class OpticalMap(PublicMap):
             "centre": self.centre,
             "spread": self.spread,
         }
+
+    @property
+    def public_frames(self) -> Tensor:
+        """Frames of which each mirror is on with probability 1/2, shape (256, n_inputs)."""
+        generator = torch.Generator().manual_seed(_SEED)
+        return torch.randint(2, (_TRIALS, self.n_inputs), generator=generator, dtype=torch.uint8)
+
+    @property
+    def depends_on_order(self) -> bool:
+        """See PublicMap.depends_on_order: true of a simulation with noise, not of hardware, whose noise is fresh."""
+        found, frames = [], self.public_frames[:3]
+        with self.device() as device:
+            for first in (0, 0, 1):
+                device.seek(0)
+                found.append(device.intensities(frames[first:]))
+        repeats = torch.equal(found[0], found[1])
+        return repeats and not torch.equal(found[0][1:], found[2])
 
     def device(self) -> NoisyDevice:
         """Return the device, open."""

@@ -73,6 +73,11 @@ class PublicMap(ABC):
         """Return what maps blocks of records, shape (n, *record_shape), to features, shape (n, *mapped_shape)."""
 
     @property
+    def depends_on_order(self) -> bool:
+        """Whether a record that is added or removed changes the features of others, by noise that a seed repeats."""
+        return False
+
+    @property
     def n_inputs(self) -> int:
         """Features of a record before."""
         return math.prod(self.record_shape)

@@ -93,13 +93,19 @@ def require_same(plan: RunPlan, ranks: Ranks) -> None:
 
 
 def share_state(trainer: Trainer, ranks: Ranks) -> None:
-    """Give every process the first one's parameters, optimizer, trainer's state, and what its devices hold."""
+    """Give every process the first one's parameters, optimizer, trainer's state, and what its devices hold.
+
+    Of the state only what another process has too: earlier noise stays with the process that draws it.
+    """
     if ranks.world == 1:
         return
+    names = ranks.on_first(lambda: list(trainer.state))
+    others = ranks.rows([name in trainer.state for name in names])[1:] if names else []
+    shared = {name for name, found in zip(names, zip(*others, strict=True), strict=True) if any(found)}
     sent = ranks.on_first(
         lambda: (
             _on_cpu(trainer.tensors),
-            _on_cpu(trainer.state),
+            _on_cpu({name: held for name, held in trainer.state.items() if name in shared}),
             _on_cpu(optimizer_tensors(trainer.optimizer)),
             {name: _on_cpu(held) for name, held in held_by_devices(trainer.model).items()},
         )

@@ -30,6 +30,7 @@ from training.engine.plan import RunPlan, to_device
 from training.engine.trainer import EpochSums, Trainer
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from training.networks.optimizers import TailAverage, set_learning_rate
+from training.networks.record_independence import system_generators
 from training.runs.checkpoints import (
     list_checkpoints,
     read_checkpoint,
@@ -284,7 +285,7 @@ class Engine:
         if error is not None:
             self._note_alarm(ledger, error)
         digest = self.checkpoint()
-        if paid_at_start and self._private:
+        if paid_at_start and ledger.charges_again:
             ledger.note_stop(self._step, digest)
 
     def _pay(self, ledger: Ledger, mechanisms: Sequence[Mechanism]) -> None:
@@ -334,9 +335,10 @@ class Engine:
         set_learning_rate(self._trainer.optimizer, self._optimizer, self._step / self.total_steps)
         observe = not self._private and left_in_epoch < OBSERVED_STEPS
         written = None if self._writer is None else self._writer.batches_written
-        record = lead(
-            self._trainer, self._dataset.train, index, step=self._step, observe=observe, ranks=self._ranks
-        )
+        with system_generators(index.device, fresh=self._private):
+            record = lead(
+                self._trainer, self._dataset.train, index, step=self._step, observe=observe, ranks=self._ranks
+            )
         if self._writer is not None and self._writer.batches_written == written:
             raise NoGuarantee(
                 f"step {self._step}: trainer.kind = {self._kind!r} moved its parameters without the writer of private "

@@ -50,6 +50,7 @@ from training.engine.plan import (
 )
 from training.errors import RunFolderError
 from training.networks.any_module import with_own_module
+from training.networks.record_independence import system_generators
 from training.networks.user_code import code_of, require_importable, require_trusted
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
@@ -206,7 +207,9 @@ def _follow(
             share_state(trainer, ranks)
             folder = RunFolder(ranks.on_first(Path))
             plan.algorithm.prepare(trainer, folder)
-            follow(trainer, to_device(plan.dataset, plan.config.torch_device).train, ranks)
+            dataset = to_device(plan.dataset, plan.config.torch_device)
+            with system_generators(dataset.train.x.device, fresh=plan.config.mode == "release"):
+                follow(trainer, dataset.train, ranks)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
@@ -243,7 +246,7 @@ def _train_in(
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_state(trainer, ranks)
             ranks.on_first(folder.path.resolve)
-            with deferred_interrupt() as interrupted, ledger_of(resumed_from) as ledger:
+            with deferred_interrupt() as interrupted, ledger_of(resumed_from, device) as ledger:
                 if plan.certificate is not None and device is not None:
                     ledger.note_certificate(facts_of(plan.certificate, device))
                 try:
@@ -390,14 +393,18 @@ def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
         )
 
 
-def _ledger(config: RunConfig, folder: RunFolder, resumed_from: str | None) -> Ledger:
-    """Return the run's ledger."""
+def _ledger(
+    config: RunConfig, folder: RunFolder, resumed_from: str | None, device: NoisyDevice | None = None
+) -> Ledger:
+    """Return the run's ledger; steps are reserved one by one if an experiment's device repeats no noise."""
+    repeatable = device is None or device.repeats_noise or config.mode == "release"
     return Ledger(
         folder.ledger_file,
         mode=config.mode,
         delta=config.protection.delta,
         enforced=True,
-        block=_STEPS_PAID_AT_ONCE[config.mode],
+        block=_STEPS_PAID_AT_ONCE[config.mode] if repeatable else 1,
+        repeatable=repeatable,
         budget=config.budget,
         witnesses=folder.witnesses(),
         resumed_from=resumed_from,

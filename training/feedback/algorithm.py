@@ -41,9 +41,9 @@ from training.networks.models import MODELS
 from training.networks.network import FullyConnected, build_network
 from training.networks.objectives import Objective
 from training.networks.optimizers import make_optimizer
-from training.networks.record_gradients.separation import invented_records, require_separate_steps
+from training.networks.record_gradients.separation import require_separate_steps
 from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_independence import batch_statistics
+from training.networks.record_independence import batch_statistics, invented_records, two_records
 from training.protections.base import SoftLabels
 from training.protections.planning import Updates
 from training.protections.record import RecordGradients, RecordProtection
@@ -178,10 +178,7 @@ class FeedbackAlgorithm(
     @property
     def _two_records(self) -> Tensor:
         """Two invented records if records are protected, else the first one twice; only shapes are read."""
-        place = self.network.parameters[0].device
-        if self._clips_records:
-            return invented_records(self.plan.dataset, place)[0][:2]
-        return self.plan.dataset.train.batch(slice(1))[0].to(place).expand(2, -1)
+        return two_records(self.plan.dataset, self.network.parameters[0].device, invented=self._clips_records)
 
     @property
     def _clips_records(self) -> bool:

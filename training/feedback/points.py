@@ -191,6 +191,10 @@ class FeedbackAlignment(PointHooks):
         self.register_state_dict_post_hook(drop_prefix)
         self.register_load_state_dict_pre_hook(add_prefix)
 
+    def draw_from(self, seed: int) -> None:
+        """Draw positions and stochastic codes from another seed, in [0, 2^64), from now on."""
+        self._draw_seed, self._projection = seed, None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
         return self.model(*args, **kwargs)

@@ -18,6 +18,7 @@ from training.networks.base import Network, tensor_facts
 from training.networks.models import MODELS, build_model
 from training.networks.network import FullyConnected
 from training.networks.network import build_model as build_mlp
+from training.networks.record_independence import two_records
 from training.networks.user_code import load_object
 
 _CHANNELS = (1, 3, 4)
@@ -175,11 +176,12 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
         model = from_recipe(recipe, seed=config.seed_for("initialisation"))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    shape = _shape_taken(model, dataset)
+    protected = config.protection.protects == "records"  # a module may keep what it is shown
+    shape = _shape_taken(model, dataset, invented=protected)
     return AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe=recipe)
 
 
-def _shape_taken(model: nn.Module, dataset: Dataset) -> tuple[int, ...]:
+def _shape_taken(model: nn.Module, dataset: Dataset, *, invented: bool) -> tuple[int, ...]:
     """Return the shape in which a module takes records, found by a look at its output for two of them.
 
     Raises:
@@ -191,7 +193,7 @@ def _shape_taken(model: nn.Module, dataset: Dataset) -> tuple[int, ...]:
     for shape in dict.fromkeys([tuple(dataset.record_shape), (dataset.n_features,)]):
         network = AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe={})
         place = network.parameters[0].device
-        records = dataset.train.batch(slice(1))[0].to(place).expand(2, -1)
+        records = two_records(dataset, place, invented=invented)
         try:
             with torch.no_grad():
                 output: object = network.outputs(records)

@@ -49,13 +49,17 @@ class Network(ABC):
 
 
 class DescribedModule(nn.Module):
-    """A module that can be loaded again from a description.
+    """A module that can be loaded again from a description, and that knows what records it takes.
 
     Attributes:
         description: JSON values, stored in `config.json`; empty if the module has none.
     """
 
     description: dict[str, Any]
+
+    @abstractmethod
+    def invented_records(self, n_inputs: int) -> Tensor:
+        """Return records that it takes, drawn without a look at any data, shape (n, n_inputs), n at least 2."""
 
 
 class ModuleNetwork(Network):
@@ -107,8 +111,13 @@ class ModuleNetwork(Network):
         return facts | ({"language": self.model.description} if described else {})
 
 
-def build_module_network(model: nn.Module, dataset: Dataset) -> ModuleNetwork:
-    """View a user-supplied module as a network, after a look at its output for two records.
+def build_module_network(model: nn.Module, dataset: Dataset, records: Tensor) -> ModuleNetwork:
+    """View a user-supplied module as a network, after a look at its output for some records.
+
+    Args:
+        model: The module.
+        dataset: The records to train on; only sizes are read.
+        records: Shape (n, n_features); invented ones if records are protected, since a module may keep what it sees.
 
     Raises:
         TypeError, ValueError: It is no module, gives no scores for the data's classes, or has nothing to train.
@@ -117,7 +126,7 @@ def build_module_network(model: nn.Module, dataset: Dataset) -> ModuleNetwork:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     network = ModuleNetwork(model, dataset.n_features)
     place = next(iter(network.tensors.values())).device
-    require_class_scores(model, dataset.train.batch(slice(2))[0].to(place), dataset.n_classes)
+    require_class_scores(model, records.to(place), dataset.n_classes)
     return network
 
 
@@ -135,7 +144,7 @@ def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_c
     try:
         with torch.no_grad():
             output = model(records)
-    except RuntimeError as error:  # torch raises it for shapes that do not match
+    except (RuntimeError, IndexError) as error:  # torch raises them for shapes or tokens that do not fit
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"model cannot take records of {records.shape[1]} features ({reason}); change its first module, or the data"

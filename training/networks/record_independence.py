@@ -8,8 +8,9 @@ a few records and
 - removes the first or the last record, because an output must not depend on the number of records.
 
 NaN reveals what finite values can hide: it passes through weights of 0 and saturated activations. Parameters are
-perturbed too, so that a branch with zero weights is not missed. Afterwards the module's parameters and buffers and the
-generators of torch, numpy and Python are unchanged; other state of the module may have changed.
+perturbed too, so that a branch with zero weights is not missed. Afterwards the generators of torch, numpy and Python
+are unchanged, and so are the module's parameters and buffers, but for what it sets in its first pass. Whatever it keeps
+of that pass is used without noise, so runs probe with invented records.
 
 No finite probe proves that a module processes all records independently, so the guarantee lists this as an assumption.
 """
@@ -17,6 +18,7 @@ No finite probe proves that a module processes all records independently, so the
 from __future__ import annotations
 
 import random
+import secrets
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 
 from opusim.errors import DeviceError
 from training.data import Dataset
+from training.data.dataset import PADDING
 
 _BATCH_SIZES = (4, 33)
 """Batch sizes to try: a few records, and more than a block of some batch-wise kernels."""
@@ -35,6 +38,8 @@ _FULL_PROBE_LIMIT = 2**24
 """Largest number of parameters for the full probe, which perturbs all of them at both batch sizes. In larger models, it
 perturbs only constant tensors (fresh scales, zeroed branches, LoRA's second factors), at the first batch size."""
 _SETTINGS = 3
+_RECORDS = 9
+"""Invented records."""
 MIXES_REMEDY = (
     "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "
     "nn.LayerNorm instead of batch statistics, or train without protection"
@@ -62,10 +67,13 @@ def require_independent_records(model: nn.Module, records: Tensor) -> None:
         records: Valid records on the module's device, shape (n, ...), n at least 1.
 
     Raises:
-        ValueError: A module computes batch statistics, or another record's output changed.
+        ValueError: A module computes batch statistics or changes a parameter or buffer, or another record's output
+            changed.
     """
     if found := batch_statistics(model):
         raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
+    with preserved_generators(records.device):
+        require_fixed_tensors(model, records)
     small = sum(parameter.numel() for parameter in model.parameters()) <= _FULL_PROBE_LIMIT
     settings, sizes = (_SETTINGS, _BATCH_SIZES) if small else (_SETTINGS - 1, _BATCH_SIZES[:1])
     with preserved_generators(records.device), torch.no_grad():
@@ -83,9 +91,89 @@ def batch_statistics(model: nn.Module) -> str | None:
     return None
 
 
-def probe_records(dataset: Dataset, place: torch.device) -> Tensor:
-    """Return at most 33 training records to probe a model with, shape (count, n_features)."""
-    return dataset.train.batch(slice(max(_BATCH_SIZES)))[0].to(place)
+def invented_records(dataset: Dataset, place: torch.device) -> tuple[Tensor, Tensor]:
+    """Return records and targets of the shapes and ranges of a data set, drawn without a look at its records.
+
+    Features are N(0, 1). Some records end in zeros, as padded sequences do.
+
+    Args:
+        dataset: Its record shape, vocabulary and kind of target are read.
+        place: Torch device of the result.
+
+    Returns:
+        Inputs, shape (9, n_features), and targets.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape, outputs = (_RECORDS, dataset.n_features), dataset.n_classes
+    if dataset.vocabulary is None:
+        x = torch.randn(shape, generator=generator)
+    else:
+        x = torch.randint(0, dataset.vocabulary, shape, generator=generator)
+    half = dataset.n_features - dataset.n_features // 2
+    x[1::3, half:] = 0
+    if dataset.target in ("class", "tokens"):
+        y = torch.randint(
+            0, outputs, shape if dataset.target == "tokens" else (_RECORDS,), generator=generator
+        )
+        if dataset.target == "tokens":
+            y[1::3, half:] = PADDING
+    else:
+        y = torch.randn((_RECORDS, outputs), generator=generator)
+        y = (y > 0).float() if dataset.target == "labels" else y
+    return x.to(place), y.to(place)
+
+
+def two_records(dataset: Dataset, place: torch.device, *, invented: bool) -> Tensor:
+    """Return two records from which shapes are read, shape (2, n_features): invented, or the first one twice."""
+    if invented:
+        return invented_records(dataset, place)[0][:2]
+    return dataset.train.batch(slice(1))[0].to(place).expand(2, -1)
+
+
+def require_fixed_tensors(model: nn.Module, x: Tensor) -> Tensor:
+    """Refuse parameters and buffers that a forward pass changes, and return the output of the first pass checked.
+
+    The pass before that is not checked: some modules fill caches in their first one, or take initial values from its
+    records, which must therefore be invented ones.
+
+    Raises:
+        ValueError: There is such a tensor.
+    """
+    seeded_output(model, x)
+    before = {name: tensor.clone() for name, tensor in _tensors(model)}
+    first = seeded_output(model, x)
+    for name, tensor in _tensors(model):
+        if name not in before or not same(before[name], tensor):
+            raise ValueError(
+                f"model: a forward pass changes {name!r}, which a checkpoint would hold without noise; use modules "
+                "that keep no statistics, such as nn.GroupNorm or nn.LayerNorm"
+            )
+    return first
+
+
+def seeded_output(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the output for records, with the same random numbers in every call."""
+    seed_generators()
+    with torch.no_grad():
+        output: Tensor = model(x.clone())
+    return output
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal, NaN to NaN."""
+    return first.shape == second.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def seed_generators() -> None:
+    """Seed the global generators of torch, numpy and Python."""
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
 
 
 def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:
@@ -161,9 +249,7 @@ def _differs(before: Tensor, after: Tensor, *, steady: bool) -> bool:
 
 def _output(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> Tensor:
     """Return the output under this state, with the same random numbers in every call and copies of the buffers."""
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    random.seed(0)
+    seed_generators()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     output: Tensor = torch.func.functional_call(model, state | buffers, (rows.clone(),))
     return output
@@ -254,3 +340,24 @@ def preserved_generators(place: torch.device) -> Iterator[None]:
     finally:
         np.random.set_state(numpy_state)  # noqa: NPY002
         random.setstate(python_state)
+
+
+@contextmanager
+def system_generators(place: torch.device, *, fresh: bool = True) -> Iterator[None]:
+    """Seed the global generators from the system within the block, and restore them on exit.
+
+    What a module or a loader draws for a batch goes by the places of its records, which one record more moves. Under a
+    known seed the contributions of all others would then change; secret draws have one law for every record.
+
+    Args:
+        place: The torch device whose generator is seeded besides the CPU's.
+        fresh: Whether to do so (release mode), or nothing.
+    """
+    if not fresh:
+        yield
+        return
+    with preserved_generators(place):
+        torch.manual_seed(secrets.randbits(63))
+        np.random.seed(np.frombuffer(secrets.token_bytes(32), dtype=np.uint32))  # noqa: NPY002
+        random.seed(secrets.token_bytes(32))
+        yield

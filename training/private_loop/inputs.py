@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.separation import require_no_hooks, require_separate_gradients
 from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_independence import preserved_generators
+from training.networks.record_independence import preserved_generators, same
 from training.private_loop.loader import examples
 from training.private_loop.sharing import feedback_of
 
@@ -107,38 +107,76 @@ def example_of(
 
 
 def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return the module's outputs for some records, and refuse buffers that a training pass changes.
+    """Return the module's outputs for some records, and refuse parameters and buffers that a training pass changes.
 
-    The module runs on batches of two sizes, so that a dimension that only happens to have the size of a batch is told
-    from that of the records.
+    A first pass may fill buffers, such as caches, but not with what depends on the records. The module runs on batches
+    of two sizes, so that a dimension that only happens to have the size of a batch is told from that of the records.
 
     Raises:
-        ValueError: A training pass changes a buffer, no output has a row per record, or an output that varies with the
-            number of records does not have one row for each, in its first dimension.
+        ValueError: A training pass changes a parameter or a buffer, no output has a row per record, or an output that
+            varies with the number of records does not have one row for each, in its first dimension.
     """
     given = Rows.of((args, kwargs))
     many, few = (given.repeated(count) for count in _COUNTS)
     with preserved_generators(next(module.parameters()).device), torch.no_grad():
-        start = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        _seeded(module, many)  # some modules fill caches in their first pass
-        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        output = _seeded(module, many)
-        for name, buffer in module.named_buffers():
-            changed = name not in before or not torch.equal(before[name], buffer)
-            if name in start:
-                buffer.copy_(start[name])
-            if changed:
-                raise ValueError(
-                    f"module: a training pass changes buffer {name!r}, which tells of the records or of their number "
-                    "and which no noise protects; switch that off, such as track_running_stats=False, or use modules "
-                    "that keep nothing"
-                )
-        fewer = _seeded(module, few)
-        for name, buffer in module.named_buffers():
-            if name in start:
-                buffer.copy_(start[name])
+        start = _copies(module)
+        try:
+            _seeded(module, many)  # some modules fill caches in their first pass
+            first = _copies(module)
+            _require_kept(module, {name: start[name] for name, _ in module.named_parameters()})
+            output = _seeded(module, many)
+            _require_kept(module, first)
+            _put_back(module, start)
+            if _accepts(module, many.mapped(_other)):
+                _require_kept(module, first)
+            _put_back(module, start)
+            fewer = _seeded(module, few)
+        finally:
+            _put_back(module, start)
     _require_one_row(*(_shapes(each) for each in (output, fewer)))
     return output
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _put_back(module: nn.Module, start: Mapping[str, Tensor]) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in start:
+            tensor.copy_(start[name])
+
+
+def _accepts(module: nn.Module, records: Rows) -> bool:
+    """Run the module on records that it may refuse."""
+    try:
+        _seeded(module, records)
+    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Refuse a parameter, or a buffer if `before` holds buffers too, that is not as before.
+
+    Raises:
+        ValueError: There is one.
+    """
+    parameters = dict(module.named_parameters())
+    tensors = parameters if before.keys() == parameters.keys() else parameters | dict(module.named_buffers())
+    for name, tensor in tensors.items():
+        if name not in before or not same(before[name], tensor):
+            raise ValueError(
+                f"module: a training pass changes {'parameter' if name in parameters else 'buffer'} {name!r}, which "
+                "tells of the records or of their number and which no noise protects; switch that off, such as "
+                "track_running_stats=False, or use modules that keep nothing"
+            )
+
+
+def _other(leaf: Tensor) -> Tensor:
+    """Return other values of records: each one's numbers in the opposite order, real ones halved."""
+    turned = leaf.flip(tuple(range(1, leaf.ndim)))
+    return turned * 0.5 if turned.is_floating_point() else turned
 
 
 def _shapes(output: Any) -> list[tuple[int, ...]]:

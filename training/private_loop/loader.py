@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from training.data.samplers import PoissonSampler
+from training.networks.record_independence import system_generators
 from training.private_loop.sharing import SharedSteps
 
 _EXAMPLES = 7
@@ -59,6 +60,7 @@ class PrivateLoader:
         steps: The private loop.
         seed: Of what the loader's workers draw, by epoch; None takes torch's own.
         shared: The processes that share each batch.
+        release: Whether what is drawn for a batch in this process comes from the system.
     """
 
     def __init__(
@@ -69,11 +71,12 @@ class PrivateLoader:
         *,
         seed: Callable[[int], int],
         shared: SharedSteps,
+        release: bool = False,
     ) -> None:
         self.dataset = loader.dataset
         self.batch_size = batch_size_of(loader)
         self._source, self._sampler, self._steps, self._seed = loader, sampler, steps, seed
-        self._shared = shared
+        self._shared, self._fresh = shared, release
         count = len(self.dataset)  # type: ignore[arg-type]
         one, two = (_batch(loader, indices) for indices in ([0], [count - 1, count // 2]))
         self._collate = _CollateCounted(loader.collate_fn, empty_batch(one, two))
@@ -94,7 +97,10 @@ class PrivateLoader:
         batches = iter(self._loader(first, last))
         for _ in range(first, last):
             with self._shared.handing_errors():
-                records, batch = next(batches)
+                with system_generators(
+                    torch.device("cpu"), fresh=self._fresh
+                ):  # the records' transforms draw too
+                    records, batch = next(batches)
                 if not self._steps.hand_out(records):
                     return
             yield batch

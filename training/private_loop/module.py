@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_independence import preserved_generators
+from training.networks.record_independence import preserved_generators, system_generators
 from training.private_loop.batch import Batch, Gradients, Pass
 from training.private_loop.inputs import (
     backward_hooks,
@@ -68,6 +68,7 @@ class PrivateModule:
         max_physical_batch_size: Records in one forward and backward pass at most, or None for all. Larger batches run
             in parts, and forward passes twice.
         shared: The processes that share each batch, as those of `gradients`; None for one.
+        release: Whether what the module draws in a step, such as dropout, comes from the system.
 
     Raises:
         ValueError: The module mixes records, or cannot be recorded.
@@ -82,6 +83,7 @@ class PrivateModule:
         gradients: RecordGradients,
         max_physical_batch_size: int | None = None,
         shared: SharedSteps | None = None,
+        release: bool = False,
     ) -> None:
         require_recordable(module)
         self.module = module
@@ -92,6 +94,7 @@ class PrivateModule:
         """Batches whose gradients were written since the last step of the optimizer."""
         self._gradients, self._limit = gradients, max_physical_batch_size
         self._shared = shared or SharedSteps()
+        self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
         self._tape = RecordTape(module, *args, **kwargs)
         if max_physical_batch_size is not None:
             require_rows((args, kwargs), rows_of(args, kwargs) or 0)
@@ -187,10 +190,12 @@ class PrivateModule:
         if not batch.records:
             return self._handed(one, _empty(self._template), attach=False)
         if self._limit is not None and batch.records > self._limit:
-            return self._handed(one, self._in_parts(one, batch.records), attach=False)
+            with self._drawing():
+                outputs = self._in_parts(one, batch.records)
+            return self._handed(one, outputs, attach=False)
         if batch.recorder is None:
             batch.recorder = self._tape.begin(batch.records)
-        with batch.recorder:
+        with self._drawing(), batch.recorder:
             output = self.module._call_impl(*args, **kwargs)
         return self._handed(one, output, attach=True)
 
@@ -356,7 +361,8 @@ class PrivateModule:
             args, kwargs = (
                 cut_rows(values, records=batch.records, part=part) for values in (one.args, one.kwargs)
             )
-            with preserved_generators(self._trained[0].device), torch.enable_grad():
+            place = self._trained[0].device
+            with self._drawing(), preserved_generators(place), torch.enable_grad():
                 set_generator_states(one.states[number])
                 with recorder:
                     leaves = tree_leaves(self.module._call_impl(*args, **kwargs))

@@ -86,6 +86,7 @@ class PrivateTraining:
             self,
             seed=lambda epoch: _loader_seed(seed, epoch, shared.ranks.rank),
             shared=shared,
+            release=settings.mode == "release",
         )
         self.step = 0
         self.stopped: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,13 @@ from training.private_loop.loader import batch_size_of
 from training.private_loop.module import PrivateModule
 from training.private_loop.session import PrivateTraining
 from training.private_loop.settings import PrivacySettings
-from training.private_loop.sharing import SharedSteps, loader_facts, module_facts, optimizer_facts
+from training.private_loop.sharing import (
+    SharedSteps,
+    feedback_of,
+    loader_facts,
+    module_facts,
+    optimizer_facts,
+)
 from training.protections.record import RecordGradients
 from training.runs.storage import only_writer
 
@@ -139,6 +146,8 @@ def make_private(
         shared.require_devices_of_all(module)
         if mode == "release":
             require_fresh_noise(module)
+            for points in feedback_of(module):
+                points.draw_from(shared.ranks.on_first(lambda: secrets.randbits(64)))
         place = Path(folder)
         settings = shared.ranks.on_first(
             lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)
@@ -152,6 +161,7 @@ def make_private(
             gradients=_gradients(settings, shared.ranks),
             max_physical_batch_size=max_physical_batch_size,
             shared=shared,
+            release=mode == "release",
         )
         stack.callback(private.close)
         loop = PrivateTraining(

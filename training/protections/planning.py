@@ -19,6 +19,7 @@ from opusim.noise import GaussianNoise
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset
+from training.data.features import map_from_facts
 from training.data.samplers import Sampler
 
 
@@ -102,8 +103,8 @@ def require_covered(plan: Plan) -> None:
     """Refuse a protected run that no theorem covers, before anything is computed.
 
     Raises:
-        NoGuarantee: The sampling scheme, the split, the standardisation or the number of classes leaks what is
-            protected.
+        NoGuarantee: The sampling scheme, the split, the standardisation, the features or the number of classes leak
+            what is protected.
     """
     config, dataset, options = plan.config, plan.dataset, plan.config.protection
     by_position = () if config.relation is Adjacency.ADD_OR_REMOVE_ONE else ("tail",)
@@ -120,6 +121,13 @@ def require_covered(plan: Plan) -> None:
         raise NoGuarantee(
             f"data.components = {config.data.components}: principal components are computed from the private records, "
             "which no guarantee covers; leave it out, or take data.components_from = 'synthetic' for images"
+        )
+    added = options.protects == "records" and config.relation is Adjacency.ADD_OR_REMOVE_ONE
+    if added and dataset.public_map is not None and map_from_facts(dataset.public_map).depends_on_order:
+        raise NoGuarantee(
+            f"data.features = {config.data.features!r}: the device's noise has a fixed seed and goes by a record's "
+            "place, so that one record more changes the features of all others; take protection.relation = 'zero_out', "
+            "or a device without noise"
         )
     if config.data.is_own:
         _require_stated_numbers(config, dataset)

@@ -7,7 +7,8 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
@@ -22,6 +23,7 @@ from training.data import Dataset
 from training.engine.algorithm import Algorithm, Arrays, DeviceShape
 from training.errors import RunFolderError
 from training.networks.base import (
+    DescribedModule,
     ModuleNetwork,
     Network,
     build_module_network,
@@ -29,7 +31,7 @@ from training.networks.base import (
     tensor_facts,
 )
 from training.networks.network import FullyConnected, build_network
-from training.networks.record_independence import probe_records, require_independent_records
+from training.networks.record_independence import invented_records, require_independent_records
 from training.protections.base import DeviceNormals, SoftLabels, noise_work
 from training.runs.checkpoints import write_tensors
 from training.runs.folder import RunFolder
@@ -72,13 +74,15 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         if model is None:
             return build_network(config, dataset, None)
         network: Network
+        protected = config.protection.protects == "records"
+        records = _invented(model, dataset) if protected else dataset.train.batch(slice(2))[0]
         try:
             network = build_network(config, dataset, model)
         except (TypeError, ValueError):  # not fully connected, or in part frozen
-            network = build_module_network(model, dataset)
-        if config.protection.protects == "records":
+            network = build_module_network(model, dataset, records)
+        if protected:
             place = next(iter(network.tensors.values())).device
-            require_independent_records(network.model.eval(), probe_records(dataset, place))
+            require_independent_records(network.model.eval(), records.to(place))
         return network
 
     @classmethod
@@ -238,6 +242,13 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
             noise=law(stream),
             joint=self._joint,
         )
+
+
+def _invented(model: nn.Module, dataset: Dataset) -> Tensor:
+    """Return invented records that a user-supplied module takes, shape (n, n_features)."""
+    if isinstance(model, DescribedModule):
+        return model.invented_records(dataset.n_features)
+    return invented_records(dataset, torch.device("cpu"))[0]
 
 
 def _require_same_steps(trainer: ZoTrainer) -> None:

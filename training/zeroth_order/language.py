@@ -28,6 +28,8 @@ from training.networks.base import DescribedModule
 from training.zeroth_order.config import LanguageConfig, ZoConfig
 
 PAD = -1.0
+_INVENTED, _LONGEST = 9, 16
+"""Invented prompts, and the tokens of the longest, which a model with few positions takes."""
 _TEXTS_LIMIT = 2**30
 """Largest number of bytes of a file of texts."""
 _CLASS_NUMBER = re.compile("[0-9]{1,9}")
@@ -208,6 +210,18 @@ class PromptClassifier(DescribedModule):
         accepted = _accepted(model)
         self._takes_positions = "position_ids" in accepted and mask_token is None
         self._keeps_last = "logits_to_keep" in accepted and mask_token is None
+
+    def invented_records(self, n_inputs: int) -> Tensor:
+        """See DescribedModule: prompts of several lengths that hold the classes' words, in several orders."""
+        x = torch.full((_INVENTED, n_inputs), PAD)
+        for number, row in enumerate(x):
+            length = min(n_inputs, _LONGEST - number % 4)
+            words = [self._tokens[(number + k * (k + number)) % len(self._tokens)] for k in range(length)]
+            if self._mask_token is not None:
+                words[number % length] = self._mask_token
+            place = slice(n_inputs - length, None) if self._mask_token is None else slice(0, length)
+            row[place] = torch.tensor(words, dtype=torch.float32)
+        return x
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, L) -> (batch, n_classes)
         """Return class scores of encoded prompts."""

@@ -137,3 +137,16 @@ def test_a_budget_stops_before_the_step_that_would_exceed_it(tmp_path: Path) -> 
     assert guarantee.epsilon <= 1.0
     assert 0 < computed < 1000
     assert paid(path) == computed
+
+
+def test_a_step_whose_noise_is_not_repeated_is_charged_again(tmp_path: Path) -> None:
+    """In an experiment on hardware, as in release mode; a resumed one whose noise repeats pays once."""
+    for repeatable, wanted in ((True, 10), (False, 14)):
+        path = tmp_path / f"{repeatable}.jsonl"
+        for start in (0, 6):  # killed after step 9, with a checkpoint of 6 steps
+            with Ledger(
+                path, mode="experiment", delta=1e-5, block=1 if start else 10, repeatable=repeatable
+            ) as ledger:
+                for step in range(start, 10):
+                    ledger.pay(step, STEP, until=10)
+        assert paid(path) == wanted

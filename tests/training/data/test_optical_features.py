@@ -11,10 +11,13 @@ import pytest
 import torch
 
 import training
+from accounting.errors import NoGuarantee
 from opusim import open_device
 from opusim.errors import ConfigError
+from training.config.reading import load_config
 from training.data import load_dataset, public_map
 from training.data.optical_map import OpticalMap
+from training.engine.plan import RunPlan, load_data, with_own_data
 
 CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp"},
@@ -135,3 +138,33 @@ def test_a_private_run_on_public_features_is_proven(tmp_path: Path) -> None:
 def test_wrong_keys_are_refused(data: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         training.train({**CONFIG, "data": data}, folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize("device", ["camera", "camera_fluctuating", "ideal"])
+def test_no_record_changes_the_features_of_its_neighbours(device: str) -> None:
+    """Noise of a fixed seed goes by places, which an added record moves and a changed one does not."""
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(60, 9))
+
+    def features(relation: str, rows: np.ndarray) -> torch.Tensor:
+        facts = {
+            "n_classes": 2,
+            "features": f"optical:{device}",
+            "n_features": 16,
+            "validation_fraction": 0.0,
+        }
+        protection = {"kind": "record", "epsilon": 3.0, "relation": relation, "divisor": 20.0}
+        stated = {"data": facts, "sampler": {"sampling_probability": 0.1}, "protection": protection}
+        config = load_config({"trainer": {"kind": "bp"}, **stated})
+        data = rows, np.arange(len(rows)) % 2
+        config = with_own_data(config, data)
+        return RunPlan.checked(config, load_data(config, data)).dataset.train.x
+
+    before, after = (features("zero_out", np.vstack([row, x[1:]])) for row in (x[:1], np.full((1, 9), 9.0)))
+    assert int((before != after).any(dim=1).sum()) == 1
+    if device == "ideal":
+        added = features("add_or_remove_one", np.vstack([x[:1] + 1, x]))
+        assert torch.equal(added[1:], features("add_or_remove_one", x))
+        return
+    with pytest.raises(NoGuarantee, match="changes the features of all others"):
+        features("add_or_remove_one", x)

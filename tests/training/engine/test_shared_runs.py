@@ -15,8 +15,10 @@ import torch
 
 from accounting.ledger.ledger import read_ledger
 from opusim.processes.ranks import Ranks
+from tests.support.ranks import run_ranks
 from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of
 from tests.support.shared_runs import N_RECORDS, NOISE, RUNS
+from training.engine.leading import share_state
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 SAME = [
@@ -270,3 +272,26 @@ def test_one_process_shares_nothing() -> None:
     assert set(SAME + MORE) <= {
         f"{name}={rest}" for name in RUNS for rest in ("2", "3", "2+1", "1+2", "2+3", "3+2")
     }
+
+
+class Rowed:
+    """A trainer with a state; the first process's holds earlier noise too."""
+
+    def __init__(self, first: bool) -> None:
+        linear = torch.nn.Linear(2, 1)
+        self.model, self.optimizer = linear, torch.optim.SGD(linear.parameters(), lr=0.1)
+        self.tensors = {name: parameter.detach() for name, parameter in linear.named_parameters()}
+        self.state = {"spent": torch.full((3,), float(first))} | ({"noise": torch.ones(5)} if first else {})
+
+
+def test_earlier_noise_stays_with_the_process_that_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int) -> None:
+        ranks, received = Ranks(), []
+        on_first = ranks.on_first
+        monkeypatch.setattr(ranks, "on_first", lambda act: received.append(on_first(act)) or received[-1])
+        trainer = Rowed(first=rank == 0)
+        share_state(trainer, ranks)  # type: ignore[arg-type]
+        assert set(received[-1][1]) == {"spent"}
+        assert trainer.state["spent"].tolist() == [1.0] * 3
+
+    assert run_ranks(work) == [0, 0]

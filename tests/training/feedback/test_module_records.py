@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a mean over records": (lambda: net(function(lambda x: x - x.mean(dim=0))), "mixes the records"),
     "a branch of weight 0": (lambda: net(Zeroed()), "mixes the records"),
-    "a buffer": (lambda: net(Counts()), "changes the buffer '2.mean', which a checkpoint would hold"),
+    "a buffer": (lambda: net(Counts()), "changes '2.mean', which a checkpoint would hold"),
     "memory": (lambda: net(Remembers()), "depends on earlier batches"),
     "a squeezed batch": (lambda: net(function(lambda x: x.squeeze())), "model: "),
     "a backward function": (lambda: net(function(MeanGradient.apply)), "in the backward pass one record"),

@@ -174,13 +174,12 @@ def test_the_probe_leaves_no_trace() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("seen", torch.zeros(N_INPUTS))
+            self.register_buffer("seen", torch.ones(N_INPUTS))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.seen += x.sum(dim=0)
             np.random.normal()
             random.random()
-            return x + torch.zeros_like(x).bernoulli_(0.5)
+            return self.seen * x + torch.zeros_like(x).bernoulli_(0.5)
 
     model = around(Counting())
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -235,3 +234,93 @@ def test_protected_runs_take_models_that_treat_records_apart(tmp_path: Path, kin
     protection = {"kind": "record", "noise_multiplier": 1.0}
     model = around(nn.Sequential(nn.LayerNorm(N_INPUTS), nn.Tanh()))
     training.train(config(kind, protection), data=data(), model=model, folder=tmp_path / "run")
+
+
+class Shifted(nn.Module):
+    """x plus a shift that is set to minus the mean of the first batch, as ActNorm does; also, or only, in training."""
+
+    def __init__(self, *, training_only: bool, trained: bool) -> None:
+        super().__init__()
+        self.training_only, shift = training_only, torch.zeros(N_INPUTS)
+        if trained:
+            self.shift = nn.Parameter(shift)
+        else:
+            self.register_buffer("shift", shift)
+        self.register_buffer("is_set", torch.tensor(False))
+        self.values: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) and not self.is_set and (self.training or not self.training_only):
+            self.shift.data.copy_(-x.detach().mean(dim=0))
+            self.values.append(self.shift.detach().clone())
+            self.is_set.fill_(True)
+        return x + self.shift
+
+
+class Remembering(nn.Module):
+    """x minus a running mean of earlier batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(N_INPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x - self.mean
+        self.mean.mul_(0.9).add_(0.1 * x.detach().sum(dim=0))
+        return shifted
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("training_only", [True, False])
+@pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
+def test_no_private_record_sets_what_a_module_keeps(
+    tmp_path: Path, kind: str, training_only: bool, trained: bool
+) -> None:
+    layer = Shifted(training_only=training_only, trained=trained)
+    x = rows(60) + 100.0
+    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
+    training.train(run, data=(x, torch.arange(60) % 3), model=around(layer), folder=tmp_path / "run")
+    assert all(
+        float(value.abs().max()) < 10 for value in layer.values
+    )  # those of N(0, 1), not of the records
+
+
+@pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
+def test_a_module_that_remembers_batches_is_refused(tmp_path: Path, kind: str) -> None:
+    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
+    with pytest.raises(ValueError, match="a forward pass changes"):
+        training.train(
+            run, data=(rows(60), torch.arange(60) % 3), model=around(Remembering()), folder=tmp_path / "run"
+        )
+
+
+class Drawing(nn.Module):
+    """Drops records' features as numpy's, Python's and torch's generators say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[float, float, float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn.append((np.random.random(), random.random(), float(torch.rand(()))))
+        return x * (torch.rand(x.shape) < 0.5) * torch.from_numpy(np.random.random(x.shape) < 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:model. Drawing gives different outputs")
+@pytest.mark.parametrize("kind", ["zo", "ulr"])
+def test_a_release_draws_for_modules_from_the_system(tmp_path: Path, kind: str) -> None:
+    """Draws go by places in the batch: under a known seed one record more would change what all others add."""
+    last, states = [], []
+    for number in range(2):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        layer = Drawing()
+        protection = {"kind": "record", "noise_multiplier": 1.0}
+        run = config(kind, protection) | {"optimizer": {"lr": 1e-6}, "mode": "release"}
+        model = around(layer)
+        training.train(run, data=data(), model=model, folder=tmp_path / f"{number}")
+        last.append(layer.drawn[-1])
+        states.append(torch.get_rng_state())
+    assert all(first != second for first, second in zip(*last, strict=True))
+    assert torch.equal(*states)

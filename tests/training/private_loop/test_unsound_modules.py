@@ -29,6 +29,10 @@ class Kept(nn.Module):
         """Shape (batch, 4), or tokens of shape (batch, 4)."""
         if self.way == "calls":
             self.calls += 1.0
+        if self.way.startswith("first") and len(x) and not self.calls:  # as ActNorm takes its initial values
+            kept = self.linear.bias.data if self.way == "first, parameter" else self.histogram
+            kept[:3].copy_(x.detach().mean(dim=0)[:3])
+            self.calls.fill_(1.0)
         if x.dtype == torch.int64:
             if self.way == "histogram":
                 self.histogram += torch.bincount(x.flatten(), minlength=9)
@@ -64,6 +68,8 @@ TOKENS = torch.randint(9, (40, 4), generator=GENERATOR)
     [
         ("calls", NUMBERS, "a training pass changes buffer 'calls'"),
         ("histogram", TOKENS, "a training pass changes buffer 'histogram'"),
+        ("first, parameter", NUMBERS, "a training pass changes parameter 'linear.bias'"),
+        ("first, buffer", NUMBERS, "a training pass changes buffer 'histogram'"),
         ("records last", NUMBERS, "records must come first; transpose it in the module|no tensor with a row"),
         ("mixes", TOKENS, "mixes the records"),
         ("mixes", TOKENS[:1].expand(40, 4), "the probe's records are equal"),
@@ -296,3 +302,50 @@ def test_optimizers_that_run_the_module_are_refused(tmp_path: Path) -> None:
     module = nn.Linear(4, 3)
     with pytest.raises(ValueError, match="optimizer is LBFGS, which runs the module several times in a step"):
         private(module, NUMBERS, tmp_path, optimizer=torch.optim.LBFGS(module.parameters()))
+
+
+class Turned(torch.utils.data.Dataset):
+    """Records whose signs a transform draws."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index] * torch.randn(4).sign(), index % 3
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 3))
+
+
+def codes() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3))
+    return opusim.FeedbackAlignment(net, "1", encoding="stochastic")
+
+
+@pytest.mark.parametrize("limit", [None, 16])
+@pytest.mark.parametrize(("build", "transformed"), [(dropout, False), (codes, False), (None, True)])
+def test_a_release_draws_nothing_for_its_records_from_a_known_seed(
+    build: Callable[[], nn.Module] | None, transformed: bool, limit: int | None, tmp_path: Path
+) -> None:
+    """Draws go by places in the batch: under a known seed one record more would change what all others add."""
+    found = []
+    for number in range(2):
+        torch.manual_seed(0)
+        module = Kept("") if build is None else build()
+        torch.manual_seed(1)
+        data = Turned(NUMBERS) if transformed else TensorDataset(NUMBERS, torch.arange(40) % 3)
+        options = {"data_loader": DataLoader(data, batch_size=40), "noise_multiplier": 1e-9, "seed": None}
+        loop = private(
+            module, NUMBERS, tmp_path / f"{number}", mode="release", max_physical_batch_size=limit, **options
+        )
+        with loop:
+            x, y = next(iter(loop.data_loader))
+            state = torch.get_rng_state()
+            loop.criterion(module(x), y).backward()
+            assert torch.equal(state, torch.get_rng_state())
+            found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+    assert float((found[0] - found[1]).norm()) > 1e-3

@@ -3,7 +3,7 @@
 `RecordTape` bounds what a record adds to a sum if no other record changes it. The probe runs on invented records, so
 that nothing it does or refuses depends on private ones. It refuses
 
-- batch statistics, and buffers that a forward pass changes: a checkpoint would hold them without noise;
+- batch statistics, and parameters or buffers that a forward pass changes: a checkpoint would hold them without noise;
 - a module that remembers earlier batches, or draws random numbers of its own;
 - a forward pass in which one record changes another's output (`training.networks.record_independence`);
 - a loss of one record that depends on another, or on the number of records;
@@ -18,18 +18,14 @@ No finite probe proves that a module keeps all records apart, so the guarantee l
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from opusim.errors import DeviceError
-from training.data import Dataset
-from training.data.dataset import PADDING
 from training.networks.record_gradients.calls import real_tensors
 from training.networks.record_gradients.layout import Rows, finite, with_nan
 from training.networks.record_gradients.tape import RecordTape
@@ -38,12 +34,15 @@ from training.networks.record_independence import (
     batch_statistics,
     perturbed,
     preserved_generators,
+    require_fixed_tensors,
     require_independent_records,
+    same,
+    seed_generators,
+    seeded_output,
 )
 
 Loss = Callable[[Any, Tensor], Tensor]
 """Losses of the records, shape (batch,), from outputs and targets."""
-_RECORDS = 9
 _BATCH = 5
 """Records of a backward pass; a prime."""
 _WITNESS = 1
@@ -53,44 +52,13 @@ _TOLERANCE = 1e-4
 """Largest relative difference that counts as rounding."""
 
 
-def invented_records(dataset: Dataset, place: torch.device) -> tuple[Tensor, Tensor]:
-    """Return records and targets of the shapes and ranges of a data set, drawn without a look at its records.
-
-    Features are N(0, 1). Some records end in zeros, as padded sequences do.
-
-    Args:
-        dataset: Its record shape, vocabulary and kind of target are read.
-        place: Torch device of the result.
-
-    Returns:
-        Inputs, shape (9, n_features), and targets.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shape, outputs = (_RECORDS, dataset.n_features), dataset.n_classes
-    if dataset.vocabulary is None:
-        x = torch.randn(shape, generator=generator)
-    else:
-        x = torch.randint(0, dataset.vocabulary, shape, generator=generator)
-    half = dataset.n_features - dataset.n_features // 2
-    x[1::3, half:] = 0
-    if dataset.target in ("class", "tokens"):
-        y = torch.randint(
-            0, outputs, shape if dataset.target == "tokens" else (_RECORDS,), generator=generator
-        )
-        if dataset.target == "tokens":
-            y[1::3, half:] = PADDING
-    else:
-        y = torch.randn((_RECORDS, outputs), generator=generator)
-        y = (y > 0).float() if dataset.target == "labels" else y
-    return x.to(place), y.to(place)
-
-
 def require_separate_steps(
     model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, seek: Callable[[], None] = lambda: None
 ) -> None:
     """Refuse a module or a loss with which one record would change what others add; see the top of this file.
 
-    Parameters, buffers, modes and torch's generators are as before afterwards.
+    Parameters, buffers, modes and torch's generators are as before afterwards, but for what the module's first training
+    pass sets, such as initial values that depend on its batch: no private batch may set them.
 
     Args:
         model: Maps records to outputs, with its feedback points if it has any.
@@ -107,6 +75,8 @@ def require_separate_steps(
     require_no_hooks(model)
     modes = {module: module.training for module in model.modules()}
     try:
+        with preserved_generators(x.device):
+            seeded_output(model.train(), x)  # what the first pass sets comes from these records and stays
         with preserved_generators(x.device), _preserved_buffers(model):
             _require_nothing_kept(model.train(), x)
             require_independent_records(model.eval(), x)
@@ -194,39 +164,14 @@ def require_no_hooks(model: nn.Module) -> None:
 
 
 def _require_nothing_kept(model: nn.Module, x: Tensor) -> None:
-    """Refuse buffers that a training pass changes, and outputs that depend on earlier batches."""
-    _seeded(model, x)  # some modules fill caches in their first pass
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    first = _seeded(model, x)
-    for name, buffer in model.named_buffers():
-        if name not in before or not _same(before[name], buffer):
-            raise ValueError(
-                f"model: a forward pass changes the buffer {name!r}, which a checkpoint would hold without noise; use "
-                "modules that keep no statistics, such as nn.GroupNorm or nn.LayerNorm"
-            )
-    _seeded(model, x.flip(0)[:_BATCH])
-    if not _same(first, _seeded(model, x)):
+    """Refuse parameters and buffers that a training pass changes, and outputs that depend on earlier batches."""
+    first = require_fixed_tensors(model, x)
+    seeded_output(model, x.flip(0)[:_BATCH])
+    if not same(first, seeded_output(model, x)):
         raise ValueError(
             "model: its output depends on earlier batches, or on random numbers that torch's generator does not draw; "
             "use a module that keeps no state between batches"
         )
-
-
-def _seeded(model: nn.Module, x: Tensor) -> Tensor:
-    _seed()
-    with torch.no_grad():
-        output: Tensor = model(x.clone())
-    return output
-
-
-def _seed() -> None:
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    random.seed(0)
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def _require_separate_losses(loss: Loss, outputs: Tensor, y: Tensor) -> None:
@@ -320,7 +265,7 @@ class _Steps:
         parameters = [parameter for layer in tape.layers for parameter in layer]
         for parameter in parameters:
             parameter.grad = None
-        _seed()
+        seed_generators()
         self._seek()
         recorder = tape.begin(batch.records.records)
         with recorder:

@@ -4,8 +4,10 @@ Runs the commands of docs/camera.md, "From frames to a private network", on Fash
 calibrate, check, account, train at epsilon 8, 3 and 1, statement and audit, for a camera of steady light and for one
 whose laser fluctuates, with kept counts and with their argmax. Every command runs as printed, but for the device, what
 is kept, and the thread that training takes. Training runs five times: a release draws from the system's entropy, so
-every run is another one. Folders are kept under runs/chain; a second call resumes: it repeats no command that ended,
-and starts one that was stopped again. `kept` then computes what the certificate costs the argmax.
+every run is another one. The same training with digital randomized response in place of the camera's noise says what
+the argmax, which is randomized response by shot noise, loses. Folders are kept under runs/chain; a second call resumes:
+it repeats no command that ended, and starts one that was stopped again. `kept` then computes what the certificate costs
+the argmax.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from training.runs.run import evaluate_run
 NAME, FOLDER = "device_chain", Path("runs/chain")
 CERTIFICATE = Path("bench") / "warm.certificate.toml"
 PAGE = Path(__file__).parents[2] / "docs" / "camera.md"
-DEVICES, KEPT = ("camera_low_light", "camera_fluctuating"), ("counts", "argmax")
+DIGITAL = "randomized-response"
+"""Training by the same commands, but for what protects the labels."""
+DEVICES, KEPT = ("camera_low_light", "camera_fluctuating"), ("counts", "argmax", DIGITAL)
 _MAIN = "import sys; sys.argv[0] = 'opusim'; from training.cli import main; main()"
 _SHARED = ("device",)
 """Commands about the device only, which serve both ways of keeping."""
@@ -47,6 +51,7 @@ COLUMN_NAMES = (
     "epsilon",
     "runs",
     "test [%]",
+    "minus randomized response",
     "stated epsilon",
     "delta",
     "of it beta",
@@ -62,7 +67,19 @@ def documented(device: str, kept: str) -> list[list[str]]:
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(line.replace("camera_low_light", device).replace("=counts", f"={kept}"))[1:]
         found.append([kept if word == "counts" else word for word in words])
+    if kept == DIGITAL:
+        return [_digital(words) for words in found if words[0] in (*_SHARED, "train")]
     return found
+
+
+def _digital(words: list[str]) -> list[str]:
+    """Return a command without the settings of the camera's noise, with randomized response in their place."""
+    kept = [
+        word
+        for word, after in zip(words, [*words[1:], ""], strict=True)
+        if not (word + after).removeprefix("--set").startswith(("protection.noise=", "device.certificate="))
+    ]
+    return ["label-randomized-response" if word == "label-readout" else word for word in kept]
 
 
 def run_command(words: list[str], folder: Path) -> dict[str, Any]:
@@ -97,7 +114,7 @@ def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
     run = opusim.load_run(folder)
     (guarantee,) = run.guarantees
     public = evaluate_run(folder, data="fashion-mnist")  # a release keeps no accuracies
-    certificate = load_certificate(folder.parent / CERTIFICATE)
+    certificate = None if kept == DIGITAL else load_certificate(folder.parent / CERTIFICATE)
     epsilon, _, repeat = folder.name.removeprefix("private-").partition("-run-")
     return {
         "device": device,
@@ -107,8 +124,8 @@ def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
         "test": 100 * public["accuracy"],
         "stated_epsilon": guarantee.epsilon,
         "delta": guarantee.delta,
-        "beta": certificate.beta,
-        "certificate": certificate.digest,
+        "beta": certificate.beta if certificate else 0.0,
+        "certificate": certificate.digest if certificate else "",
         "status": guarantee.status.value,
         "mechanism": guarantee.mechanism,
     }
@@ -185,6 +202,12 @@ def _replace(runs: list[dict[str, Any]], found: dict[str, Any]) -> None:
 def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each device, way of keeping and epsilon."""
     rows = []
+    digital = {
+        (device, epsilon): [run["test"] for run in group]
+        for (device, epsilon), group in groupby(
+            (run for run in runs if run["kept"] == DIGITAL), key=lambda run: (run["device"], run["epsilon"])
+        )
+    }
     for (device, kept, epsilon), group in groupby(
         runs, key=lambda run: (run["device"], run["kept"], run["epsilon"])
     ):
@@ -195,11 +218,12 @@ def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 kept,
                 f"{epsilon:g}",
                 f"{len(same)}",
-                _figure([run["test"] for run in same]),
+                _figure(tests := [run["test"] for run in same]),
+                "" if kept == DIGITAL else _difference(tests, digital.get((device, epsilon), [])),
                 f"{max(run['stated_epsilon'] for run in same):.4g}",
                 f"{same[0]['delta']:g}",
                 f"{same[0]['beta']:g}",
-                f"`{same[0]['certificate'][:8]}…`",
+                f"`{same[0]['certificate'][:8]}…`" if same[0]["certificate"] else "",
             )
         )
     return rows
@@ -210,6 +234,14 @@ def _figure(values: list[float]) -> str:
     if len(values) == 1:
         return f"{mean:.2f}"
     return f"{mean:.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def _difference(values: list[float], others: list[float]) -> str:
+    """Return the difference of two means and its standard error, or nothing of fewer than two runs each."""
+    if min(len(values), len(others)) < 2:
+        return ""
+    error = sum(statistics.variance(each) / len(each) for each in (values, others)) ** 0.5
+    return f"{statistics.fmean(values) - statistics.fmean(others):+.2f} ± {error:.2f}"
 
 
 def docs_table() -> str:

@@ -27,7 +27,6 @@ from opusim.devices.registry import open_described
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
 from opusim.tables import print_table
 from opusim.testing.faults import Fault, faulty_device
-from training.device_privacy.effects import CHECKS as CHECKS_OF_EFFECTS
 from training.device_privacy.effects import Effect, EffectTable
 
 NAME = "monitor"
@@ -50,7 +49,10 @@ INSTRUMENT = "camera_low_light"
 SIZES = tuple(digit * 10.0**power for power in (-1, -2, -3, -4) for digit in (5, 2, 1))
 NAMED: dict[str, tuple[str, Callable[[float], dict[str, Any]]]] = {
     "laser power": ("rms", lambda size: {"light": {"power": {"law": "log_normal", "rms": size}}}),
-    "ambient light": ("of the anchor's light", lambda size: {"light": {"ambient_flux_per_s": size * _anchor()}}),
+    "ambient light": (
+        "of the anchor's light",
+        lambda size: {"light": {"ambient_flux_per_s": size * _anchor()}},
+    ),
     "stuck mirrors": ("on, as many off", lambda size: {"mirrors": {"stuck_on": size, "stuck_off": size}}),
     "hot pixels": (
         "of 30 times the dark current",
@@ -87,7 +89,8 @@ def named(trials: int) -> list[dict[str, Any]]:
     """
     rows = []
     for name, (unit, camera_of) in NAMED.items():
-        smallest, said = math.nan, Counter[str]()
+        smallest: float | None = None
+        said: dict[str, dict[str, int]] = {}
         for size in SIZES:
             effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
             try:
@@ -100,8 +103,8 @@ def named(trials: int) -> list[dict[str, Any]]:
             if not all(found):
                 break
             smallest = size
-            said.update(re.sub(r"[\d.]+", "…", each) for each in found)
-        rows.append({"fault": name, "unit": unit, "smallest": smallest, "said": dict(said), "trials": trials})
+            said[f"{size:g}"] = dict(Counter(re.sub(r"[\d.]+", "…", each) for each in found).most_common())
+        rows.append({"fault": name, "unit": unit, "smallest": smallest, "said": said, "trials": trials})
         print(rows[-1], flush=True)
     return rows
 
@@ -184,10 +187,16 @@ def named_table() -> str:
     """Return the table of docs/devices.md on the faults of a real instrument."""
     rows = []
     for row in load_results(NAME).get("named", []):
-        size = "–" if math.isnan(row["smallest"]) else _size(row["smallest"], row["unit"])
-        said = max(row["said"], key=row["said"].get) if row["said"] else "–"
-        rows.append((row["fault"], size, said))
-    return markdown(("fault", "smallest size found", "what the monitor says"), rows)
+        size = row["smallest"]
+        if size is None:
+            rows.append((row["fault"], "not found", ""))
+            continue
+        said = Counter[str]()
+        for counts in row["said"].values():
+            said.update(counts)
+        names = "; ".join(f"{text} ({count} of {said.total()})" for text, count in said.most_common(2))
+        rows.append((row["fault"], _size(size, row["unit"]), names))
+    return markdown(("fault", "smallest size found", "what the monitor says, at that size and above"), rows)
 
 
 def _size(value: float, unit: str) -> str:

@@ -28,6 +28,7 @@ from benchmarks.convex import (
     tuned,
 )
 from benchmarks.devices import (
+    calibration_faults,
     camera_account,
     chain,
     count_attack,
@@ -361,6 +362,7 @@ def pages() -> dict[Path, str]:
         ("chain_kept", chain.kept_table()),
         ("effects", effects.docs_table()),
         ("calibration_time", effects.time_table()),
+        ("broken_noises", calibration_faults.broken_table()),
     ):
         camera_text = with_block(camera_text, name, table)
     return {

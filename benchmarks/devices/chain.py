@@ -6,8 +6,8 @@ whose laser fluctuates, with kept counts and with their argmax. Every command ru
 is kept, and the thread that training takes. Training runs five times: a release draws from the system's entropy, so
 every run is another one. The same training with digital randomized response in place of the camera's noise says what
 the argmax, which is randomized response by shot noise, loses. Folders are kept under runs/chain; a second call resumes:
-it repeats no command that ended, and starts one that was stopped again. `kept` then computes what the certificate costs
-the argmax.
+it repeats no command that ended, starts one that was stopped again, and trains what the stored runs, under whichever
+certificate, lack of five. `kept` then computes what the certificate costs the argmax.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ def measure(devices: str = "", kept: str = "", only: str = "", repeats: int = RE
                 for words in documented(device, way):
                     if (only and words[0] not in only.split()) or (repeat > 1 and words[0] != "train"):
                         continue
-                    words = repeated(words, repeat)
-                    place = _place(device, way, words[0])
+                    words, place = repeated(words, repeat), _place(device, way, words[0])
+                    if words[0] == "train" and _enough(runs, device, way, words, repeats):
+                        continue
                     found = run_command(words, place)
                     print(found["command"], flush=True)
                     if words[0] == "train":
@@ -151,6 +152,13 @@ def measure(devices: str = "", kept: str = "", only: str = "", repeats: int = RE
                     if words[0] == "audit":
                         audits[f"{device}, {way}"] = found["output"].strip().splitlines()[-1]
                     save_results(NAME, {"argmax": results.get("argmax", {}), "runs": runs, "audits": audits})
+
+
+def _enough(runs: list[dict[str, Any]], device: str, way: str, words: list[str], repeats: int) -> bool:
+    """Return whether so many runs of a command are stored."""
+    epsilon = float(words[words.index("--epsilon") + 1])
+    wanted = (device, way, epsilon)
+    return sum((run["device"], run["kept"], run["epsilon"]) == wanted for run in runs) >= repeats
 
 
 def _place(device: str, way: str, command: str) -> Path:
@@ -191,10 +199,11 @@ def measure_kept(device: str = DEVICES[0]) -> None:
 
 
 def _replace(runs: list[dict[str, Any]], found: dict[str, Any]) -> None:
-    """Put a run in the place of the earlier one of its device, way, epsilon and number, in the order of the table."""
+    """Put a run in the place of the same one, in the order of the table; one under another certificate is another."""
 
-    def key(run: dict[str, Any]) -> tuple[int, int, float, int]:
-        return DEVICES.index(run["device"]), KEPT.index(run["kept"]), -run["epsilon"], run["repeat"]
+    def key(run: dict[str, Any]) -> tuple[int, int, float, str, int]:
+        place = DEVICES.index(run["device"]), KEPT.index(run["kept"])
+        return *place, -run["epsilon"], run["certificate"], run["repeat"]
 
     runs[:] = sorted([*(run for run in runs if key(run) != key(found)), found], key=key)
 
@@ -223,7 +232,7 @@ def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 f"{max(run['stated_epsilon'] for run in same):.4g}",
                 f"{same[0]['delta']:g}",
                 f"{same[0]['beta']:g}",
-                f"`{same[0]['certificate'][:8]}…`" if same[0]["certificate"] else "",
+                ", ".join(sorted({f"`{run['certificate'][:8]}…`" for run in same if run["certificate"]})),
             )
         )
     return rows

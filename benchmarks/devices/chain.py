@@ -131,7 +131,9 @@ def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
     }
 
 
-def measure(devices: str = "", kept: str = "", only: str = "", repeats: int = REPEATS) -> None:
+def measure(
+    devices: str = "", kept: str = "", only: str = "", repeats: int = REPEATS, epsilons: str = "8 3 1"
+) -> None:
     """Run what is missing of the sequences, in the page's order; `only` names the commands that are run now."""
     results = load_results(NAME)
     runs: list[dict[str, Any]] = results.get("runs", [])
@@ -143,7 +145,7 @@ def measure(devices: str = "", kept: str = "", only: str = "", repeats: int = RE
                     if (only and words[0] not in only.split()) or (repeat > 1 and words[0] != "train"):
                         continue
                     words, place = repeated(words, repeat), _place(device, way, words[0])
-                    if words[0] == "train" and _enough(runs, device, way, words, repeats):
+                    if words[0] == "train" and _enough(runs, device, way, words, repeats, epsilons):
                         continue
                     found = run_command(words, place)
                     print(found["command"], flush=True)
@@ -154,10 +156,14 @@ def measure(devices: str = "", kept: str = "", only: str = "", repeats: int = RE
                     save_results(NAME, {"argmax": results.get("argmax", {}), "runs": runs, "audits": audits})
 
 
-def _enough(runs: list[dict[str, Any]], device: str, way: str, words: list[str], repeats: int) -> bool:
-    """Return whether so many runs of a command are stored."""
-    epsilon = float(words[words.index("--epsilon") + 1])
-    wanted = (device, way, epsilon)
+def _enough(
+    runs: list[dict[str, Any]], device: str, way: str, words: list[str], repeats: int, epsilons: str
+) -> bool:
+    """Return whether so many runs of a command are stored, or its epsilon is none of those that are run now."""
+    epsilon = words[words.index("--epsilon") + 1]
+    if epsilon not in epsilons.split():
+        return True
+    wanted = (device, way, float(epsilon))
     return sum((run["device"], run["kept"], run["epsilon"]) == wanted for run in runs) >= repeats
 
 

@@ -91,6 +91,7 @@ def named(trials: int) -> list[dict[str, Any]]:
     for name, (unit, camera_of) in NAMED.items():
         smallest: float | None = None
         said: dict[str, dict[str, int]] = {}
+        largest = 0.0
         for size in SIZES:
             effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
             try:
@@ -100,11 +101,13 @@ def named(trials: int) -> list[dict[str, Any]]:
                 ]
             except ConfigError:
                 continue
+            largest = max(largest, size)
             if not all(found):
                 break
             smallest = size
             said[f"{size:g}"] = dict(Counter(re.sub(r"[\d.]+", "…", each) for each in found).most_common())
-        rows.append({"fault": name, "unit": unit, "smallest": smallest, "said": said, "trials": trials})
+        sizes = {"smallest": smallest, "largest": largest}
+        rows.append({"fault": name, "unit": unit, **sizes, "said": said, "trials": trials})
         print(rows[-1], flush=True)
     return rows
 
@@ -189,7 +192,7 @@ def named_table() -> str:
     for row in load_results(NAME).get("named", []):
         size = row["smallest"]
         if size is None:
-            rows.append((row["fault"], "not found", ""))
+            rows.append((row["fault"], f"not found at {_size(row['largest'], row['unit'])}", ""))
             continue
         said = Counter[str]()
         for counts in row["said"].values():

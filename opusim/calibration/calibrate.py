@@ -302,7 +302,7 @@ def _reading_findings(
 
 
 def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
-    """Return about how many frames a calibration takes: readings of constant inputs, and a camera's series and pilots."""
+    """Return about how many frames a calibration takes: readings of constant inputs, a camera's series and pilots."""
     taken = len(constant_inputs(device.n_inputs)) * readings * device.description.frames.frames_per_projection
     if device.description.camera is None:
         return taken

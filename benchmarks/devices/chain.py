@@ -4,10 +4,13 @@ Runs the commands of docs/camera.md, "From frames to a private network", on Fash
 calibrate, check, account, train at epsilon 8, 3 and 1, statement and audit, for a camera of steady light and for one
 whose laser fluctuates, with kept counts and with their argmax. Every command runs as printed, but for the device, what
 is kept, and the thread that training takes. Training runs five times: a release draws from the system's entropy, so
-every run is another one. The same training with digital randomized response in place of the camera's noise says what
-the argmax, which is randomized response by shot noise, loses. Folders are kept under runs/chain; a second call resumes:
-it repeats no command that ended, starts one that was stopped again, and trains what the stored runs, under whichever
-certificate, lack of five. `kept` then computes what the certificate costs the argmax.
+every run is another one. Folders are kept under runs/chain; a second call resumes: it repeats no command that ended,
+starts one that was stopped again, and trains what the stored runs, under whichever certificate, lack of five. `kept`
+then computes what the certificate costs the argmax.
+
+The argmax is randomized response by shot noise, so each accuracy is compared with digital randomized response at the
+same epsilon: the row of `benchmarks.pdfa.private`, which has the same records, features, network and settings, through
+another device.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ from training.runs.run import evaluate_run
 NAME, FOLDER = "device_chain", Path("runs/chain")
 CERTIFICATE = Path("bench") / "warm.certificate.toml"
 PAGE = Path(__file__).parents[2] / "docs" / "camera.md"
-DIGITAL = "randomized-response"
-"""Training by the same commands, but for what protects the labels."""
-DEVICES, KEPT = ("camera_low_light", "camera_fluctuating"), ("counts", "argmax", DIGITAL)
+DEVICES, KEPT = ("camera_low_light", "camera_fluctuating"), ("counts", "argmax")
+COMPARED = "pdfa_private", "label, randomized response"
+"""The results, and their row, of digital randomized response."""
 _MAIN = "import sys; sys.argv[0] = 'opusim'; from training.cli import main; main()"
 _SHARED = ("device",)
 """Commands about the device only, which serve both ways of keeping."""
@@ -67,19 +70,7 @@ def documented(device: str, kept: str) -> list[list[str]]:
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(line.replace("camera_low_light", device).replace("=counts", f"={kept}"))[1:]
         found.append([kept if word == "counts" else word for word in words])
-    if kept == DIGITAL:
-        return [_digital(words) for words in found if words[0] in (*_SHARED, "train")]
     return found
-
-
-def _digital(words: list[str]) -> list[str]:
-    """Return a command without the settings of the camera's noise, with randomized response in their place."""
-    kept = [
-        word
-        for word, after in zip(words, [*words[1:], ""], strict=True)
-        if not (word + after).removeprefix("--set").startswith(("protection.noise=", "device.certificate="))
-    ]
-    return ["label-randomized-response" if word == "label-readout" else word for word in kept]
 
 
 def run_command(words: list[str], folder: Path) -> dict[str, Any]:
@@ -114,7 +105,7 @@ def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
     run = opusim.load_run(folder)
     (guarantee,) = run.guarantees
     public = evaluate_run(folder, data="fashion-mnist")  # a release keeps no accuracies
-    certificate = None if kept == DIGITAL else load_certificate(folder.parent / CERTIFICATE)
+    certificate = load_certificate(folder.parent / CERTIFICATE)
     epsilon, _, repeat = folder.name.removeprefix("private-").partition("-run-")
     return {
         "device": device,
@@ -124,8 +115,8 @@ def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
         "test": 100 * public["accuracy"],
         "stated_epsilon": guarantee.epsilon,
         "delta": guarantee.delta,
-        "beta": certificate.beta if certificate else 0.0,
-        "certificate": certificate.digest if certificate else "",
+        "beta": certificate.beta,
+        "certificate": certificate.digest,
         "status": guarantee.status.value,
         "mechanism": guarantee.mechanism,
     }
@@ -217,12 +208,6 @@ def _replace(runs: list[dict[str, Any]], found: dict[str, Any]) -> None:
 def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each device, way of keeping and epsilon."""
     rows = []
-    digital = {
-        (device, epsilon): [run["test"] for run in group]
-        for (device, epsilon), group in groupby(
-            (run for run in runs if run["kept"] == DIGITAL), key=lambda run: (run["device"], run["epsilon"])
-        )
-    }
     for (device, kept, epsilon), group in groupby(
         runs, key=lambda run: (run["device"], run["kept"], run["epsilon"])
     ):
@@ -234,11 +219,11 @@ def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 f"{epsilon:g}",
                 f"{len(same)}",
                 _figure(tests := [run["test"] for run in same]),
-                "" if kept == DIGITAL else _difference(tests, digital.get((device, epsilon), [])),
+                _difference(tests, epsilon),
                 f"{max(run['stated_epsilon'] for run in same):.4g}",
                 f"{same[0]['delta']:g}",
                 f"{same[0]['beta']:g}",
-                ", ".join(sorted({f"`{run['certificate'][:8]}…`" for run in same if run["certificate"]})),
+                ", ".join(sorted({f"`{run['certificate'][:8]}…`" for run in same})),
             )
         )
     return rows
@@ -251,12 +236,18 @@ def _figure(values: list[float]) -> str:
     return f"{mean:.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
 
 
-def _difference(values: list[float], others: list[float]) -> str:
-    """Return the difference of two means and its standard error, or nothing of fewer than two runs each."""
-    if min(len(values), len(others)) < 2:
+def _difference(values: list[float], epsilon: float) -> str:
+    """Return a mean minus that of randomized response, with its standard error; nothing of one run."""
+    name, row = COMPARED
+    found = [
+        cell
+        for cell in load_results(name).get("cells", [])
+        if (cell["row"], cell["epsilon"]) == (row, epsilon)
+    ]
+    if len(values) < 2 or not found:
         return ""
-    error = sum(statistics.variance(each) / len(each) for each in (values, others)) ** 0.5
-    return f"{statistics.fmean(values) - statistics.fmean(others):+.2f} ± {error:.2f}"
+    error = (statistics.variance(values) / len(values) + found[0]["test_standard_error"] ** 2) ** 0.5
+    return f"{statistics.fmean(values) - found[0]['test']:+.2f} ± {error:.2f}"
 
 
 def docs_table() -> str:

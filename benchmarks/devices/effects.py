@@ -221,7 +221,8 @@ def docs_table() -> str:
         lines.append(
             f"| {name} | {' | '.join(cells)} | {_counted(held.get(row.effect))} | {row.monitor or '-'} |"
         )
-    return "\n".join(lines)
+    slight = _counted(held.get(SLIGHT.name))
+    return "\n".join([*lines, f"| {SLIGHT.name}, {SLIGHT.size} | | | | | | {slight} | |"])
 
 
 def _counted(entry: dict[str, Any] | None) -> str:

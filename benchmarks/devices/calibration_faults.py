@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
 from opusim.calibration.calibrate import calibrate
 from opusim.calibration.gaussian_shape import shape_p_values
@@ -228,6 +229,15 @@ def attempts(number: int) -> None:
             entry["attempts"], found[name] = stop, entry
             save_results("broken_noises", {"outputs": 128, "beta": BETA, "noises": found})
         print(name, found[name], flush=True)
+
+
+def broken_table() -> str:
+    """Return the table of docs/camera.md on devices of broken noise that ask for a certificate."""
+    noises = load_results("broken_noises")["noises"]
+    names = tuple(noises)
+    counts = (f"{entry['attempts'] - entry['outcomes'].get('refused', 0)}" for entry in noises.values())
+    attempted = (str(entry["attempts"]) for entry in noises.values())
+    return markdown(("noise", *names), [("attempts", *attempted), ("certified", *counts)])
 
 
 def main() -> None:

@@ -5,7 +5,12 @@ calibrate, check, account, train at epsilon 8, 3 and 1, statement and audit, for
 whose laser fluctuates, with kept counts and with their argmax. Every command runs as printed, but for the device, what
 is kept, and the thread that training takes. Training runs five times: a release draws from the system's entropy, so
 every run is another one. Folders are kept under runs/chain; a second call resumes: it repeats no command that ended,
-and starts one that was stopped again. `kept` then computes what the certificate costs the argmax.
+starts one that was stopped again, and trains what the stored runs, under whichever certificate, lack of five. `kept`
+then computes what the certificate costs the argmax.
+
+The argmax is randomized response by shot noise, so each accuracy is compared with digital randomized response at the
+same epsilon: the row of `benchmarks.pdfa.private`, which has the same records, features, network and settings, through
+another device.
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ NAME, FOLDER = "device_chain", Path("runs/chain")
 CERTIFICATE = Path("bench") / "warm.certificate.toml"
 PAGE = Path(__file__).parents[2] / "docs" / "camera.md"
 DEVICES, KEPT = ("camera_low_light", "camera_fluctuating"), ("counts", "argmax")
+COMPARED = "pdfa_private", "label, randomized response"
+"""The results, and their row, of digital randomized response."""
 _MAIN = "import sys; sys.argv[0] = 'opusim'; from training.cli import main; main()"
 _SHARED = ("device",)
 """Commands about the device only, which serve both ways of keeping."""
@@ -47,6 +54,7 @@ COLUMN_NAMES = (
     "epsilon",
     "runs",
     "test [%]",
+    "minus randomized response",
     "stated epsilon",
     "delta",
     "of it beta",
@@ -114,7 +122,9 @@ def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
     }
 
 
-def measure(devices: str = "", kept: str = "", only: str = "", repeats: int = REPEATS) -> None:
+def measure(
+    devices: str = "", kept: str = "", only: str = "", repeats: int = REPEATS, epsilons: str = "8 3 1"
+) -> None:
     """Run what is missing of the sequences, in the page's order; `only` names the commands that are run now."""
     results = load_results(NAME)
     runs: list[dict[str, Any]] = results.get("runs", [])
@@ -125,8 +135,9 @@ def measure(devices: str = "", kept: str = "", only: str = "", repeats: int = RE
                 for words in documented(device, way):
                     if (only and words[0] not in only.split()) or (repeat > 1 and words[0] != "train"):
                         continue
-                    words = repeated(words, repeat)
-                    place = _place(device, way, words[0])
+                    words, place = repeated(words, repeat), _place(device, way, words[0])
+                    if words[0] == "train" and _enough(runs, device, way, words, repeats, epsilons):
+                        continue
                     found = run_command(words, place)
                     print(found["command"], flush=True)
                     if words[0] == "train":
@@ -134,6 +145,17 @@ def measure(devices: str = "", kept: str = "", only: str = "", repeats: int = RE
                     if words[0] == "audit":
                         audits[f"{device}, {way}"] = found["output"].strip().splitlines()[-1]
                     save_results(NAME, {"argmax": results.get("argmax", {}), "runs": runs, "audits": audits})
+
+
+def _enough(
+    runs: list[dict[str, Any]], device: str, way: str, words: list[str], repeats: int, epsilons: str
+) -> bool:
+    """Return whether so many runs of a command are stored, or its epsilon is none of those that are run now."""
+    epsilon = words[words.index("--epsilon") + 1]
+    if epsilon not in epsilons.split():
+        return True
+    wanted = (device, way, float(epsilon))
+    return sum((run["device"], run["kept"], run["epsilon"]) == wanted for run in runs) >= repeats
 
 
 def _place(device: str, way: str, command: str) -> Path:
@@ -174,10 +196,11 @@ def measure_kept(device: str = DEVICES[0]) -> None:
 
 
 def _replace(runs: list[dict[str, Any]], found: dict[str, Any]) -> None:
-    """Put a run in the place of the earlier one of its device, way, epsilon and number, in the order of the table."""
+    """Put a run in the place of the same one, in the order of the table; one under another certificate is another."""
 
-    def key(run: dict[str, Any]) -> tuple[int, int, float, int]:
-        return DEVICES.index(run["device"]), KEPT.index(run["kept"]), -run["epsilon"], run["repeat"]
+    def key(run: dict[str, Any]) -> tuple[int, int, float, str, int]:
+        place = DEVICES.index(run["device"]), KEPT.index(run["kept"])
+        return *place, -run["epsilon"], run["certificate"], run["repeat"]
 
     runs[:] = sorted([*(run for run in runs if key(run) != key(found)), found], key=key)
 
@@ -195,11 +218,12 @@ def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 kept,
                 f"{epsilon:g}",
                 f"{len(same)}",
-                _figure([run["test"] for run in same]),
+                _figure(tests := [run["test"] for run in same]),
+                _difference(tests, epsilon),
                 f"{max(run['stated_epsilon'] for run in same):.4g}",
                 f"{same[0]['delta']:g}",
                 f"{same[0]['beta']:g}",
-                f"`{same[0]['certificate'][:8]}…`",
+                ", ".join(sorted({f"`{run['certificate'][:8]}…`" for run in same})),
             )
         )
     return rows
@@ -210,6 +234,20 @@ def _figure(values: list[float]) -> str:
     if len(values) == 1:
         return f"{mean:.2f}"
     return f"{mean:.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def _difference(values: list[float], epsilon: float) -> str:
+    """Return a mean minus that of randomized response, with its standard error; nothing of one run."""
+    name, row = COMPARED
+    found = [
+        cell
+        for cell in load_results(name).get("cells", [])
+        if (cell["row"], cell["epsilon"]) == (row, epsilon)
+    ]
+    if len(values) < 2 or not found:
+        return ""
+    error = (statistics.variance(values) / len(values) + found[0]["test_standard_error"] ** 2) ** 0.5
+    return f"{statistics.fmean(values) - found[0]['test']:+.2f} ± {error:.2f}"
 
 
 def docs_table() -> str:

@@ -3,11 +3,17 @@
 For each device and each change the size comes from `Monitor.smallest_changes`, which promises to find it within so many
 checks with probability 0.99; `found` tells in how many of the trials it was found by then. Healthy devices are watched
 for as many checks as the table says, at the default probability of a false alarm.
+
+`named` tells from which size on each fault of a real instrument is found, and what the monitor calls it: sizes fall
+until one is missed in a trial, on instruments with noise of their own.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +24,10 @@ from benchmarks.results_file import load_results, save_results
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
-from opusim.errors import DeviceFault, NoiseBelowCertificate
+from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
 from opusim.tables import print_table
 from opusim.testing.faults import Fault, faulty_device
+from training.device_privacy.effects import Effect, EffectTable
 
 NAME = "monitor"
 WINDOW = {"n_inputs": 10, "n_outputs": 256}
@@ -37,6 +44,72 @@ _CHANGES = {
     "variance gained": (Fault.HOTTER, lambda size: math.sqrt(1 + size)),
     "variance lost": (Fault.NOISE_HALVED, lambda size: math.sqrt(1 - size)),
 }
+
+INSTRUMENT = "camera_low_light"
+SIZES = tuple(digit * 10.0**power for power in (-1, -2, -3, -4) for digit in (5, 2, 1))
+NAMED: dict[str, tuple[str, Callable[[float], dict[str, Any]]]] = {
+    "laser power": ("rms", lambda size: {"light": {"power": {"law": "log_normal", "rms": size}}}),
+    "ambient light": (
+        "of the anchor's light",
+        lambda size: {"light": {"ambient_flux_per_s": size * _anchor()}},
+    ),
+    "stuck mirrors": ("on, as many off", lambda size: {"mirrors": {"stuck_on": size, "stuck_off": size}}),
+    "hot pixels": (
+        "of 30 times the dark current",
+        lambda size: {"pixels": {"hot_share": size, "hot_factor": 30.0}},
+    ),
+    "dead pixels": ("of all", lambda size: {"pixels": {"dead_share": size}}),
+    "uneven dark current": ("rms", lambda size: {"pixels": {"dcnu": size}}),
+    "cross-talk": ("to each neighbour", lambda size: {"pixels": {"crosstalk": size}}),
+    "nonlinearity": ("at saturation", lambda size: {"pixels": {"nonlinearity": size}}),
+    "mirror contrast": ("of the light leaks", lambda size: {"mirrors": {"contrast": 1 / size}}),
+    "vibration, pointing": ("pixels rms", lambda size: {"vibration": {"pointing_rms_pixels": size}}),
+    "dropped frames": ("of all", lambda size: {"transfer": {"dropped": size}}),
+    "repeated frames": ("of all", lambda size: {"transfer": {"repeated": size}}),
+    "moving medium": (
+        "of its time",
+        lambda size: {"drift": {"decorrelation_s": 1 / size, "seconds_per_step": 1.0 / STEP}},
+    ),
+}
+"""What the size of a fault is, and the keys under [camera] that set it."""
+STEP = 1000
+"""Step after which the medium has moved by the stated share of its time."""
+
+
+def _anchor() -> float:
+    camera = load_description(INSTRUMENT).camera
+    assert camera is not None
+    return camera.light.anchor_flux_per_s
+
+
+def named(trials: int) -> list[dict[str, Any]]:
+    """Return a row for each fault: the smallest size found in all trials, and what it is called there and above.
+
+    A size that the description does not admit counts as none.
+    """
+    rows = []
+    for name, (unit, camera_of) in NAMED.items():
+        smallest: float | None = None
+        said: dict[str, dict[str, int]] = {}
+        largest = 0.0
+        for size in SIZES:
+            effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
+            try:
+                found = [
+                    EffectTable(INSTRUMENT, n_outputs=WINDOW["n_outputs"], seed=seed).monitored(effect)
+                    for seed in range(1, trials + 1)
+                ]
+            except ConfigError:
+                continue
+            largest = max(largest, size)
+            if not all(found):
+                break
+            smallest = size
+            said[f"{size:g}"] = dict(Counter(re.sub(r"[\d.]+", "…", each) for each in found).most_common())
+        sizes = {"smallest": smallest, "largest": largest}
+        rows.append({"fault": name, "unit": unit, **sizes, "said": said, "trials": trials})
+        print(rows[-1], flush=True)
+    return rows
 
 
 def broken(name: str, overrides: dict[str, Any], fault: Fault, amount: float, seed: int) -> NoisyDevice:
@@ -113,13 +186,50 @@ def docs_table() -> str:
     return markdown(header, rows)
 
 
-def main(trials: int = 20, healthy_checks: int = 10_000, save: bool = False) -> None:
-    """Measure; --save renews benchmarks/results/monitor.json."""
+def named_table() -> str:
+    """Return the table of docs/devices.md on the faults of a real instrument."""
+    rows = []
+    for row in load_results(NAME).get("named", []):
+        size = row["smallest"]
+        if size is None:
+            rows.append((row["fault"], f"not found at {_size(row['largest'], row['unit'])}", ""))
+            continue
+        said = Counter[str]()
+        for counts in row["said"].values():
+            said.update(counts)
+        names = "; ".join(f"{text} ({count} of {said.total()})" for text, count in said.most_common(2))
+        rows.append((row["fault"], _size(size, row["unit"]), names))
+    return markdown(("fault", "smallest size found", "what the monitor says, at that size and above"), rows)
+
+
+def _size(value: float, unit: str) -> str:
+    return f"{value:g} {unit}" if unit.startswith("pixels") else f"{100 * value:g} % {unit}"
+
+
+def main(
+    trials: int = 20,
+    healthy_checks: int = 10_000,
+    parts: str = "changes healthy named",
+    save: bool = False,
+) -> None:
+    """Measure some parts; --save renews these in benchmarks/results/monitor.json."""
     torch.set_num_threads(1)
-    rows, undisturbed = changes(trials), healthy(healthy_checks)
-    print_table("Smallest changes", list(rows[0]), [list(map(str, row.values())) for row in rows])
-    if save:
-        save_results(NAME, {"window": WINDOW, "changes": rows, "healthy": undisturbed})
+    results = load_results(NAME)
+    found = {key: results.get(key, []) for key in ("changes", "healthy", "named")}
+    measured = {
+        "changes": lambda: changes(trials),
+        "healthy": lambda: healthy(healthy_checks),
+        "named": lambda: named(trials),
+    }
+    for part in parts.split():
+        found[part] = measured[part]()
+        if save:
+            save_results(NAME, {"window": WINDOW, **found})
+    print_table(
+        "Smallest changes",
+        list(found["changes"][0]),
+        [list(map(str, row.values())) for row in found["changes"]],
+    )
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from benchmarks.convex import (
     tuned,
 )
 from benchmarks.devices import (
+    calibration_faults,
     camera_account,
     chain,
     count_attack,
@@ -362,6 +363,8 @@ def pages() -> dict[Path, str]:
         ("chain", chain.docs_table()),
         ("chain_kept", chain.kept_table()),
         ("effects", effects.docs_table()),
+        ("calibration_time", effects.time_table()),
+        ("broken_noises", calibration_faults.broken_table()),
     ):
         camera_text = with_block(camera_text, name, table)
     return {
@@ -369,7 +372,9 @@ def pages() -> dict[Path, str]:
         choosing: with_block(
             with_block(choosing.read_text(), "protections", protections), "literature", records.docs_table()
         ),
-        devices: with_block(with_faults, "monitor", monitor.docs_table()),
+        devices: with_block(
+            with_block(with_faults, "monitor", monitor.docs_table()), "named_faults", monitor.named_table()
+        ),
         camera: camera_text,
         serving: with_block(with_served_faults, "served", served.docs_table()),
         opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),

@@ -302,8 +302,8 @@ def _reading_findings(
 
 
 def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
-    """Return about how many frames a calibration takes: readings, and for a camera its flat series and pilots."""
-    taken = readings * device.description.frames.frames_per_projection
+    """Return about how many frames a calibration takes: readings of constant inputs, a camera's series and pilots."""
+    taken = len(constant_inputs(device.n_inputs)) * readings * device.description.frames.frames_per_projection
     if device.description.camera is None:
         return taken
     dark_series = 1 if plan.temperatures_c is None else 2

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from scipy.special import gammaln, ndtr, pdtrc, xlogy
 
 from opusim import checks
@@ -189,5 +190,14 @@ def _code_masses(centres: np.ndarray, std: float, first: int, last: int) -> np.n
     codes = np.arange(first, last + 1)
     if std <= 0:
         return (np.clip(np.rint(centres), first, last)[:, None] == codes).astype(float)
-    below = ndtr((codes[:-1] + 0.5 - centres[:, None]) / std)
-    return np.diff(below, axis=1, prepend=0.0, append=1.0)
+    steps = centres[0] + np.arange(centres.size)
+    if codes.size < 3 or np.any(np.abs(centres - steps) > 4 * np.spacing(np.abs(steps))):
+        below = ndtr((codes[:-1] + 0.5 - centres[:, None]) / std)
+        return np.diff(below, axis=1, prepend=0.0, append=1.0)
+    # one digital number an electron: masses depend on the code less the electrons only
+    edges = ndtr((codes[0] + 0.5 - steps[-1] + np.arange(centres.size + codes.size - 2)) / std)
+    masses = np.empty((centres.size, codes.size))
+    masses[:, 0] = edges[centres.size - 1 :: -1]
+    masses[:, 1:-1] = sliding_window_view(np.diff(edges), codes.size - 2)[::-1]
+    masses[:, -1] = 1 - edges[: codes.size - 3 : -1]
+    return masses

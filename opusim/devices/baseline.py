@@ -12,12 +12,14 @@ are theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from opusim.noise import NoiseModel
 from opusim.plugins import Deferred
 
 special = Deferred("scipy.special")
@@ -33,6 +35,15 @@ _SURELY_SHARED = 3.0
 _LEAST_NUMBERS = 2**16
 """Numbers that the blank readings of a first look hold at least, so that its error stays below a check's."""
 _MOST_READINGS = 4096
+FAR_OFF = 3.0
+"""How far beyond the tolerated difference a reading that lost a frame lies."""
+
+
+class Readings(Protocol):
+    """How a monitor takes readings of a device; never of data."""
+
+    def __call__(self, vectors: torch.Tensor) -> np.ndarray:
+        """Return readings of these ternary vectors, float64, a row each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +120,7 @@ class Baseline:
         )
 
 
-def measure_baseline(
-    read: Callable[[torch.Tensor], np.ndarray], vectors: torch.Tensor, readings: int
-) -> Baseline:
+def measure_baseline(read: Readings, vectors: torch.Tensor, readings: int) -> Baseline:
     """Take the first look.
 
     Args:
@@ -125,9 +134,9 @@ def measure_baseline(
     half = blank_readings(readings, outputs) // 2
     blank = read(torch.zeros(2 * half, vectors.shape[1]))
     first, second = blank[:half], blank[half:]
-    weights = np.divide(1.0, noise_variance(first), out=np.zeros(outputs), where=noise_variance(first) > 0)
+    weights = output_weights(first)
     power = max(float(np.mean(reference**2)) - float(reference_variance.mean()) / readings, 1e-30)
-    spread = _spread(second, weights)
+    spread = spread_of_squares(second, weights)
     shared = {key: found for key, (found, _) in shared_scatter(taken, second, weights, spread, power).items()}
     return Baseline(
         reference=reference,
@@ -200,7 +209,13 @@ def _log_repeat(blank: np.ndarray) -> float:
     return max(float(np.sum(np.log(np.maximum(agreeing, 1 / len(blank))))), -1e3)
 
 
-def _spread(blank: np.ndarray, weights: np.ndarray) -> float:
+def output_weights(blank: np.ndarray) -> np.ndarray:
+    """Return one over the noise variance of each output, zero without noise; see `Baseline`."""
+    variance = noise_variance(blank)
+    return np.divide(1.0, variance, out=np.zeros_like(variance), where=variance > 0)
+
+
+def spread_of_squares(blank: np.ndarray, weights: np.ndarray) -> float:
     """Return the standard deviation of a squared blank reading over its mean, at least sqrt 2; see `Baseline`."""
     squares = weights * np.square(blank - blank.mean(axis=0))
     mean = float(squares.mean())
@@ -469,3 +484,15 @@ def log_level(false_alarm: float, looks: int, tests: int) -> float:
 def relative_error(spread: float, numbers: Sequence[int]) -> float:
     """Return the relative error of a mean square: the relative spread of one square over the root of their number."""
     return spread / math.sqrt(max(math.prod(numbers), 1))
+
+
+def over_law(variance: np.ndarray, law: NoiseModel) -> np.ndarray:
+    """Return each output's variance over the least that the law states; infinite where the law states none."""
+    low = np.broadcast_to(law.variance_bounds()[0], variance.shape)
+    return np.divide(variance, low, out=np.full(variance.shape, np.inf), where=low > 0)
+
+
+def stand_out(blank: np.ndarray) -> bool:
+    """Return whether some blank readings are far from the median reading and most are not."""
+    distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
+    return bool(np.max(distances) > FAR_OFF**2 * np.median(distances))

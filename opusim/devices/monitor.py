@@ -16,7 +16,7 @@ the anchor included.
 | outputs | slope of each output; how many lost more than light and medium may | `silent_outputs` |
 | law | blank variance over the least that the law states, from below, in the mean over outputs | nothing |
 | output | the same of each single output, under a certificate, whose law holds at every output | nothing |
-| noise | blank variance over its first value | `noise_tolerance` |
+| noise | blank variance over its first value; fresh looks then tell single outputs (hot pixels) | `noise_tolerance` |
 
 The last six are sequential (`opusim.devices.baseline`): small changes add up over checks. Within its tolerances is
 a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -48,8 +47,10 @@ import torch
 from opusim import checks as check_arguments
 from opusim.description.schema import MonitorSettings
 from opusim.devices.baseline import (
+    FAR_OFF,
     SURE,
     Baseline,
+    Readings,
     ResponseTest,
     ShiftTest,
     SingleOutputTest,
@@ -58,9 +59,13 @@ from opusim.devices.baseline import (
     log_level,
     measure_baseline,
     noise_variance,
+    output_weights,
+    over_law,
     reference_vectors,
     relative_error,
     shared_scatter,
+    spread_of_squares,
+    stand_out,
 )
 from opusim.devices.usage import DeviceWork
 from opusim.errors import DeviceError, DeviceFault, NoiseBelowCertificate
@@ -75,15 +80,15 @@ _LEAST_TIED = 3
 """Outputs at one extreme value below which no output counts as saturated."""
 _NUMBERS = 2**12
 """Numbers that the blank readings of a check hold at least."""
-_LOST, _SURELY = 3.0, 0.2
-"""How far beyond the tolerated difference a reading that lost a frame lies, and the noise's share in that tolerance."""
+_SURELY = 0.2
+"""The noise's share in the difference that a reading may have which lost no frame."""
 _NUMBERS_IF_CERTIFIED = 2**15
 """The same under a certificate: one check then finds a tenth less variance than certified with probability 0.99."""
 _READINGS_IF_CERTIFIED = 32
 """Readings of nothing in a check under a certificate, at least: an output without noise then shows in one check."""
 _CONFIRMING = 2**10
 """Readings of nothing that tell, after an alarm under a certificate, whether each output is as noisy as certified."""
-_LOOKS_AFTER_AN_ALARM, _BLANKS_AFTER_AN_ALARM = 24, 8
+_LOOKS_AFTER_AN_ALARM, _BLANKS_AFTER_AN_ALARM = 24, 16
 """Of the reference vectors, and of the blank readings of a check: they tell whether it is noise that outputs share."""
 _MOST_READINGS_OF_A_CHECK = 2**12
 """Windows of fewer than 8 outputs would take more; `Monitor.smallest_changes` says what fewer find."""
@@ -91,13 +96,6 @@ BEFORE_ALL = -1
 """Stands for a step in a check before the first one."""
 _TESTS = 8
 """Sequential tests that share the probability of a false alarm, and the repeats of blank readings."""
-
-
-class Readings(Protocol):
-    """How a monitor takes readings of a device; never of data."""
-
-    def __call__(self, vectors: torch.Tensor) -> np.ndarray:
-        """Return readings of these ternary vectors, float64, a row each."""
 
 
 class Monitor:
@@ -300,15 +298,14 @@ class Monitor:
             TypeError, ValueError: checks is no number of checks.
         """
         check_arguments.integer(minimum=1, checks=checks)
+        single = self._single.smallest(checks) if self._certified else math.nan
         found = {
             "light lost": self._dimmer.smallest(checks),
             "light gained": self._brighter.smallest(checks),
             "correlation": 1 - self._other.smallest(checks) / 2,
             "silent outputs": self._responses.smallest(checks),
             "variance below the law": self._weaker.smallest(checks),
-            "variance of one output below the law": self._single.smallest(checks)
-            if self._certified
-            else math.nan,
+            "variance of one output below the law": single,
             "variance lost": self._quieter.smallest(checks),
             "variance gained": self._louder.smallest(checks),
         }
@@ -381,15 +378,10 @@ class Monitor:
         kept = ~self._responses.silent  # stuck outputs may all read one number
         if not np.any(kept):
             return False
-        found = shared_scatter(
-            taken[:, :, kept], blank[:, kept], first.weights[kept], first.spread, first.power
-        )
-        before = {
-            "blank": first.shared_blank,
-            "slope": first.shared_slope,
-            "difference": first.shared_difference,
-        }
-        return any(now > 1.5 * max(before[key], own) for key, (now, own) in found.items())
+        weights, judged = output_weights(blank[::2, kept]), blank[1::2, kept]
+        spread = spread_of_squares(judged, weights)  # as they are now: a fault changes outputs unequally
+        found = shared_scatter(taken[:, :, kept], judged, weights, spread, first.power)
+        return any(now > 1.5 * max(getattr(first, f"shared_{key}"), own) for key, (now, own) in found.items())
 
     def _few_rows_differ(self, reference: np.ndarray) -> bool:
         """Return whether some readings are far off and most are as before: frames that did not arrive."""
@@ -397,7 +389,7 @@ class Monitor:
         noise = float(first.reference_variance.mean())
         differences = np.mean(np.square(reference - first.reference), axis=1) - self._expected_difference
         allowed = 2 * (1 - settings.least_correlation) * first.power + _SURELY * noise
-        far = differences > _LOST * allowed
+        far = differences > FAR_OFF * allowed
         return bool(np.any(far)) and float(np.median(differences)) < allowed
 
     def _light_fault(
@@ -431,17 +423,15 @@ class Monitor:
     def _correlation_of_others(self, reference: np.ndarray) -> float:
         """Return the correlation with the first look of the outputs that respond, in this look; noise is taken out."""
         kept, first = ~self._responses.silent, self.baseline
+        if not np.any(kept):
+            return 0.0
         before, now, noise = first.reference[:, kept], reference[:, kept], first.reference_variance[kept]
         powers = [float(np.mean(values**2 - share * noise)) for values, share in ((before, 0.0), (now, 1.0))]
-        return (
-            float(np.mean(before * now)) / math.sqrt(max(powers[0] * powers[1], 1e-300))
-            if np.any(kept)
-            else 0.0
-        )
+        return float(np.mean(before * now)) / math.sqrt(max(powers[0] * powers[1], 1e-300))
 
     def _check_law(self, variance: np.ndarray, law: NoiseModel) -> None:
         """Compare the noise with the smallest variance that the law admits: the mean over outputs, then each output."""
-        ratio = _over_law(variance, law)
+        ratio = over_law(variance, law)
         judged = ratio[np.isfinite(ratio)]
         if judged.size and self._weaker.observe(1 - float(judged.mean())):
             raise NoiseBelowCertificate(
@@ -464,11 +454,10 @@ class Monitor:
         if law is None or not self._certified:
             return False
         blocks = -(-_CONFIRMING // len(self._blank))
-        try:
-            variance = np.mean([noise_variance(self._read(self._blank)) for _ in range(blocks)], axis=0)
-        except DeviceError:  # the alarm is the error to report
+        variance = self._fresh_variance(blocks)
+        if variance is None:
             return False
-        ratio = _over_law(variance, law)
+        ratio = over_law(variance, law)
         degrees = blocks * (len(self._blank) - 1)
         power = min(1.0, 2 / self.baseline.spread**2)  # squares that scatter more count as fewer
         limit = special.chdtri(power * degrees, self._settings.false_alarm_per_run / ratio.size) / (
@@ -482,29 +471,41 @@ class Monitor:
             return
         ratio = self.baseline.noise_ratio(variance)
         louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
-        if louder and _stand_out(blank):
+        if louder and stand_out(blank):
             raise self._lost_frames()
         if louder or quieter:
             self._is_below = not self._as_strong(law)
             if louder and self._fluctuates():
                 raise self._unsteady()
+            if louder and (share := self._hot_share()):
+                raise self._fault(
+                    f"has about {100 * share:.1f} % of its outputs noisier than at the beginning, the others as before",
+                    "pixels became hot: mask them, or cool the sensor",
+                )
             found = 1 + self._louder.mean if louder else 1 - self._quieter.mean
             raise self._fault(
                 f"has {found:.3g} times the noise variance that it had at the beginning",
                 "check the sensor's temperature and the light, or calibrate it again",
             )
 
+    def _fresh_variance(self, blocks: int) -> np.ndarray | None:
+        """Return the variance of fresh blank readings, or None if the device fails: then the alarm is reported."""
+        try:
+            return np.asarray(
+                np.mean([noise_variance(self._read(self._blank)) for _ in range(blocks)], axis=0)
+            )
+        except DeviceError:
+            return None
+
+    def _hot_share(self) -> float:
+        """Return the share of outputs whose noise doubled, if these gained most and the median hardly any; else 0."""
+        variance, before = self._fresh_variance(_BLANKS_AFTER_AN_ALARM), self.baseline.variance
+        if variance is None:
+            return 0.0
+        gained = variance[before > 0] / before[before > 0] - 1
+        hot = gained > 1
+        few = np.median(gained) < 0.25 and 2 * np.sum(gained[hot]) > np.sum(gained)
+        return float(np.mean(hot)) if few else 0.0
+
     def _fault(self, what: str, remedy: str) -> DeviceFault:
         return DeviceFault(f"device {self._name!r} {what}; {remedy}")
-
-
-def _over_law(variance: np.ndarray, law: NoiseModel) -> np.ndarray:
-    """Return each output's variance over the least that the law states; infinite where the law states none."""
-    low = np.broadcast_to(law.variance_bounds()[0], variance.shape)
-    return np.divide(variance, low, out=np.full(variance.shape, np.inf), where=low > 0)
-
-
-def _stand_out(blank: np.ndarray) -> bool:
-    """Return whether some blank readings are far from the median reading and most are not."""
-    distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
-    return bool(np.max(distances) > _LOST**2 * np.median(distances))

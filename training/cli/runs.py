@@ -390,7 +390,12 @@ EffectFigure = Annotated[Path | None, typer.Option(help="Draw the table: a PNG f
 
 
 def device_effects(name: DeviceArgument, outputs: EffectOutputs = 128, figure: EffectFigure = None) -> None:
-    """Show what each fault of a real instrument does to readings, learning and privacy, and whether it is noticed."""
+    """Show what each fault of a real instrument does to readings, learning and privacy, and whether it is noticed.
+
+    Correlation is that of readings with B x of the camera without the fault; noise and learning (the cosine of a hidden
+    layer's update with the exact one) are relative to that camera. Epsilon is that of one label reading, in light that
+    is dimmed until the camera without the fault has 8; "certified" is the same by the limits of a calibration.
+    """
     from accounting.tables import print_rows
     from opusim.files import FIGURES, require_writable
     from opusim.progress import Progress

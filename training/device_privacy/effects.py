@@ -49,7 +49,9 @@ from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 EPSILON, DELTA, BETA = 8.0, 1e-5, 1e-6
 """Epsilon of the sound camera's described law in the dimmed light, delta of all, and the certificates' beta."""
 LABELS = 10
-_VECTORS, _READINGS, _BATCH, _CHECKS = 400, 200, 256, 10
+_VECTORS, _READINGS, _BATCH = 400, 200, 256
+CHECKS = 10
+"""Of the monitor, after an effect came."""
 _MONITOR = {"every_steps": 1, "false_alarm_per_run": 1e-6}
 
 
@@ -216,7 +218,7 @@ class EffectTable:
             epsilon=None if law is None else label_epsilon(dimmed(law, sound.dimming)),
             certified=certified,
             refusal=refusal,
-            monitor=self._monitored(effect),
+            monitor=self.monitored(effect),
         )
 
     def _opened(self, effect: Effect, monitor: Mapping[str, Any] | None = None) -> CameraDevice:
@@ -256,15 +258,15 @@ class EffectTable:
             return None, "the device states no law"
         return label_epsilon(certificate.certified(dimmed(law, self._sound.dimming))), ""
 
-    def _monitored(self, effect: Effect) -> str:
-        """Return what the monitor says within some checks after the effect came."""
+    def monitored(self, effect: Effect) -> str:
+        """Return what the monitor says within `CHECKS` checks after the effect came; nothing if it finds nothing."""
         try:
             with self._opened(self.effects[0], _MONITOR) as device:
                 baseline = device.baseline
             with self._opened(effect, _MONITOR) as device:
                 if baseline is not None:
                     device.compare_with(baseline)
-                for step in range(effect.step + 1, effect.step + 1 + _CHECKS):
+                for step in range(effect.step + 1, effect.step + 1 + CHECKS):
                     device.seek(step)
         except (DeviceFault, NoiseBelowCertificate) as error:
             return str(error).partition("' ")[2].partition(";")[0]

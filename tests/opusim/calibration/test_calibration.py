@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opusim.calibration.calibrate import Calibration, Plan, calibrate, compare, require_noise
+from opusim.calibration.calibrate import Calibration, Plan, calibrate, compare, frames_of, require_noise
 from opusim.calibration.estimates import decorrelation_time, sparse_patterns
 from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
 from opusim.calibration.report import write_report
@@ -51,6 +51,16 @@ def test_a_certificate_comes_back_and_is_stated_by_the_device(name: str, tmp_pat
         assert np.all(stated.rate_low > 0.3 * np.asarray(described.rate_low))  # of the darkest of a million
         light, most = (law.rate_high - law.rate_low for law in (described, stated))
         assert np.all((most >= light) & (most < 1.6 * light))  # 1.12 to 1.34 over ten seeds of `camera`
+
+
+@pytest.mark.parametrize("name", ["gaussian", "camera_low_light"])
+def test_the_number_of_frames_is_told_beforehand(name: str) -> None:
+    plan = Plan(frames=64)
+    with open_device(name, n_inputs=12, n_outputs=80) as device:
+        expected = frames_of(plan, device, 200)
+        assert calibrate(device, plan=plan, readings=200).certificate.frames == pytest.approx(
+            expected, rel=0.1
+        )
 
 
 def test_the_gaussian_limit_is_passed_as_rarely_as_it_says(seed: int) -> None:

@@ -294,12 +294,20 @@ def test_the_smallest_change_grows_with_the_noise_that_outputs_share() -> None:
         ("camera_low_light", {"vibration": {"pointing_rms_pixels": 0.1}}, "fluctuates: the noise of all"),
         ("camera_holography", {"vibration": {"phase_rms_rad": 0.4}}, "fluctuates: the noise of all its"),
         ("camera_low_light", {"light": {"ambient_flux_per_s": 150.0}}, "times the noise variance"),
+        (
+            "camera_low_light",
+            {"mirrors": {"stuck_on": 0.1, "stuck_off": 0.1}},
+            "its medium decorrelated|stuck",
+        ),
+        (
+            "camera_low_light",
+            {"pixels": {"hot_share": 0.15, "hot_factor": 30}},
+            "outputs noisier than at the",
+        ),
         ("camera_holography", {"reference_beam": {"step_error": 0.1}}, "its medium decorrelated"),
     ],
 )
-def test_noise_that_all_outputs_share_is_named_as_such(
-    name: str, camera: dict[str, Any], words: str, seed: int
-) -> None:
+def test_a_fault_is_named_as_itself(name: str, camera: dict[str, Any], words: str, seed: int) -> None:
     """A camera that became so since its run began: a fluctuating power, a vibrating bench; and what is neither."""
     window: dict[str, Any] = {"n_inputs": 12, "n_outputs": 200, "seed": seed, "monitor": {"every_steps": 1}}
     with open_device(name, **window) as sound:

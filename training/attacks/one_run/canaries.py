@@ -161,6 +161,8 @@ class CraftedGradients(WrappedGradients):
         self._planted = canaries.planted
         self.others = np.zeros(len(canaries.inside))
         """What other records contributed along each canary's direction in the last step, in units of C, shape (m,)."""
+        self.drawn = np.zeros(len(canaries.inside))
+        """What each canary contributed in the last step if the clip is sound: its sign or 0, shape (m,)."""
 
     def _write(
         self,
@@ -178,8 +180,10 @@ class CraftedGradients(WrappedGradients):
             )
         crafted = torch.nonzero(records >= self._canaries.first).flatten()
         self.others = self._others(deltas, inputs, records < self._canaries.first)
+        numbers = self._planted[records[crafted].cpu() - self._canaries.first]
+        self.drawn = np.zeros(len(self.others))
+        self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
         if len(crafted):
-            numbers = self._planted[records[crafted].cpu() - self._canaries.first]
             deltas, inputs = self._crafted(deltas, inputs, crafted, numbers)
         self._writer.set_gradients(network, deltas, inputs, records=records, public_inputs=public_inputs)
 

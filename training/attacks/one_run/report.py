@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accounting.audit import NOT_NORMAL, Method, OneRunResult
+import numpy as np
+
+from accounting.audit import NOT_NORMAL, Method, OneRunPlan, OneRunResult, audit_one_run
 from accounting.tables import number
+from training.attacks.findings import Curve
+from training.attacks.one_run.observers import Sight
 from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
 
 SCHEMA_VERSION = 1
@@ -22,10 +26,28 @@ class Reading:
     Attributes:
         adversary: Its name.
         result: The bounds from its scores.
+        curve: Its true and false positives at every threshold, or None if an older version kept none.
     """
 
     adversary: str
     result: OneRunResult
+    curve: Curve | None = None
+
+    @classmethod
+    def of(cls, sight: Sight, scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> Reading:
+        """Return what the scores of an adversary say.
+
+        Args:
+            sight: The adversary.
+            scores: One for each canary, shape (m,).
+            inside: The coins, bool, shape (m,).
+            plan: How the scores are read.
+        """
+        return cls(
+            adversary=sight.name,
+            result=audit_one_run(scores, inside, plan),
+            curve=Curve.of(scores[inside], scores[~inside]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +65,8 @@ class OneRunAudit:
         cpu_s: Processor seconds of the training.
         trainings: Trainings, with one crafted record each if there are several.
         looks: How often the scores were read, with other numbers of trainings or at other deltas, this time included.
+        null: The same scores read with coins that no training followed, so that there is nothing to find.
+        broken: The same readings with half of their noise taken away, which an audit must find.
     """
 
     readings: tuple[Reading, ...]
@@ -55,6 +79,8 @@ class OneRunAudit:
     cpu_s: float
     trainings: int = 1
     looks: int = 1
+    null: tuple[Reading, ...] = ()
+    broken: tuple[Reading, ...] = ()
 
     def reading(self, adversary: str) -> OneRunResult:
         """Return the result of an adversary.

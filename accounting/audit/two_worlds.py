@@ -206,12 +206,12 @@ class Estimate:
     Attributes:
         epsilon: The estimate, at least 0.
         low: Lower end of its interval, 95 % confidence.
-        high: Upper end; infinite if the attack made no error of a kind.
+        high: Upper end, or None if the attack made no error of a kind, so that there is none.
     """
 
     epsilon: float
     low: float
-    high: float
+    high: float | None
 
 
 def estimated(scores_in: np.ndarray, scores_out: np.ndarray, result: AuditResult) -> Estimate:
@@ -219,7 +219,7 @@ def estimated(scores_in: np.ndarray, scores_out: np.ndarray, result: AuditResult
 
     Under the Gaussian law mu is the difference of the means over the pooled standard deviation, for scores that are
     normal, such as log-likelihood ratios of that law. Otherwise both error rates at the bound's threshold are taken as
-    they are; the interval takes Clopper-Pearson limits of each.
+    they are, half an error for none; the interval takes Clopper-Pearson limits of each.
 
     Args:
         scores_in: All scores with the target present.
@@ -229,18 +229,17 @@ def estimated(scores_in: np.ndarray, scores_out: np.ndarray, result: AuditResult
     plan = result.plan
     if plan.estimator is Estimator.GAUSSIAN:
         mus = normal_limits(scores_in, scores_out, confidence=0.975)
-        return Estimate(
-            **dict(zip(("epsilon", "low", "high"), (epsilon_of(mu, plan.delta) for mu in mus), strict=True))
-        )
+        found, low, high = (epsilon_of(mu, plan.delta) for mu in mus)
+        return Estimate(epsilon=found, low=low, high=high)
     counts = (result.false_negatives, result.n_in), (result.false_positives, result.n_out)
     level = 0.0125  # for each end of each rate
     most = [clopper_pearson_upper(events, trials, level) for events, trials in counts]
     least = [1 - clopper_pearson_upper(trials - events, trials, level) for events, trials in counts]
-    seen = [events / trials for events, trials in counts]
-    epsilon, low, high = (
+    seen = [max(events, 0.5) / trials for events, trials in counts]  # half an error stands for none
+    found, low, high = (
         float(_strength(np.array(miss), np.array(alarm), plan)) for miss, alarm in (seen, most, least)
     )
-    return Estimate(epsilon=epsilon, low=low, high=high)
+    return Estimate(epsilon=found, low=low, high=high if math.isfinite(high) else None)
 
 
 def detection_probability(

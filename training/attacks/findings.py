@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
-from accounting.audit import AuditResult, Verdict, clopper_pearson_upper
+from accounting.audit import AuditResult, Estimate, Verdict, clopper_pearson_upper
 from accounting.guarantee import Guarantee, Status
 from accounting.tables import number
 from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
@@ -103,6 +103,8 @@ class Finding:
         scope: What the claim covers: one step, or the whole run.
         curve: Its true and false positives at every threshold, or None if an older version kept none.
         actual: Of a broken control the finite epsilon that its code really has; None if it is not known.
+        estimate: What the scores say at face value, or None if it was not made.
+        power: Probability with which as many trials would refute the claim at half of the noise; None if not known.
     """
 
     role: Role
@@ -115,6 +117,8 @@ class Finding:
     scope: Literal["step", "run"] = "step"
     curve: Curve | None = None
     actual: float | None = None
+    estimate: Estimate | None = None
+    power: float | None = None
 
     @property
     def refutes(self) -> bool:

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from accounting.audit import NOT_NORMAL, Method, OneRunPlan, OneRunResult, audit_one_run
+from accounting.audit import NOT_NORMAL, Method, OneRunBound, OneRunPlan, OneRunResult, audit_one_run
 from accounting.tables import number
 from training.attacks.findings import Curve
 from training.attacks.one_run.observers import Sight
 from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
 
 SCHEMA_VERSION = 1
+SURE = 0.95
+"""Power from which an audit that does not find half of the noise is no matter of too few canaries."""
 _REMEDY = "run opusim audit --one-run again, or delete it"
 
 
@@ -141,6 +143,7 @@ def one_run_rows(audit: OneRunAudit) -> list[dict[str, str]]:
                     "guesses": f"{bound.correct} of {bound.guesses} right" if bound.guesses else "-",
                     "epsilon": found if not bound.method.is_bound else f"at least {found}",
                     "ceiling": f"{bound.ceiling:.2f}",
+                    "power": "-" if bound.power is None else f"{bound.power:.2f}",
                     "claimed": _claim(result),
                     "AUC": f"{result.auc:.3f}",
                     "normality p": "-" if bound.guesses else f"{result.normality:.2g}",
@@ -159,7 +162,7 @@ def _says(result: OneRunResult, method: Method) -> str:
     normal = result.normality >= NOT_NORMAL
     if method is Method.NORMAL_ESTIMATE:
         return "an estimate" if normal else "scores are not normal: not to be relied on"
-    if claimed is not None and bound.epsilon > claimed:
+    if claimed is not None and result.exceeds(bound):
         return "REFUTED" if bound in result.refuting else "scores are not normal: not to be relied on"
     if bound.ceiling > 0 and bound.epsilon >= 0.8 * bound.ceiling:
         return "as high as a perfect attack"
@@ -216,17 +219,96 @@ def one_run_paragraphs(audit: OneRunAudit) -> list[str]:
             f"{audit.looks} times."
         )
     sights = [f"Adversary {r.adversary!r} {r.result.plan.adversary}." for r in audit.readings]
+    controls = _controls(audit)
+    if audit.readings[0].result.plan.claimed is None:
+        return [game, *sights, *controls, "No finite epsilon is claimed, so there is nothing to refute."]
+    return [game, *sights, *_on_other_deltas(audit), *controls, *_power(audit), verdict(audit)]
+
+
+def verdict(audit: OneRunAudit) -> str:
+    """Return in a sentence whether the claim is refuted, and by what."""
+    claimed = _claim(audit.readings[0].result)
     refuted = [
-        f"{reading.adversary!r} by {bound.method.value}: at least {bound.epsilon:.2f}"
+        f"{reading.adversary!r} by {bound.method.value}: at least {_found(reading.result, bound)}"
         for reading in audit.readings
         for bound in reading.result.refuting
     ]
-    if audit.readings[0].result.plan.claimed is None:
-        return [game, *sights, "No finite epsilon is claimed, so there is nothing to refute."]
-    claimed = _claim(audit.readings[0].result)
-    verdict = (
-        f"The claimed epsilon {claimed} is REFUTED ({'; '.join(refuted)})."
-        if refuted
-        else f"The claimed epsilon {claimed} is not refuted, which does not prove it."
+    if refuted:
+        return f"The claimed epsilon {claimed} is REFUTED ({'; '.join(refuted)})."
+    return f"The claimed epsilon {claimed} is not refuted, which does not prove it."
+
+
+def _found(result: OneRunResult, bound: OneRunBound) -> str:
+    """Return a bound above the claim; if it is not above the claim's own epsilon, where it is above the claim."""
+    strictest = result.at_strictest(bound)
+    if strictest is None or (result.plan.claimed is not None and bound.epsilon > result.plan.claimed):
+        return f"{bound.epsilon:.2f}"
+    delta, claimed, found = strictest
+    return f"{found:.2f} at delta {delta:g}, where {claimed:.2f} is claimed"
+
+
+def _on_other_deltas(audit: OneRunAudit) -> list[str]:
+    """Say at which other delta the bounds of normal scores are held against the claim."""
+    for reading in audit.readings:
+        for bound in reading.result.bounds:
+            strictest = reading.result.at_strictest(bound)
+            if strictest is not None:
+                delta, claimed, _ = strictest
+                return [
+                    f"Normal scores are held against the claim at delta {delta:g} (epsilon {claimed:.2f}), where it is "
+                    "strictest: sampled steps cost less at large deltas than the Gaussian mechanism with the same "
+                    "epsilon does."
+                ]
+    return []
+
+
+def power_of(result: OneRunResult) -> float | None:
+    """Return the largest probability with which a bound from ideal scores would refute the claim at half the noise.
+
+    None if it is not known.
+    """
+    known = [bound.power for bound in result.bounds if bound.power is not None]
+    return max(known, default=None)
+
+
+def _power(audit: OneRunAudit) -> list[str]:
+    powers = [power for reading in audit.readings if (power := power_of(reading.result)) is not None]
+    if not powers:
+        return []
+    return [
+        "Power: if the mechanism had half of its noise, ideal scores of as many "
+        f"{'trainings' if audit.trainings > 1 else 'canaries'} would refute the claim with probability "
+        f"{max(powers):.2f}."
+    ]
+
+
+def says_of_control(result: OneRunResult, *, broken: bool) -> str:
+    """Return whether a control behaved as required.
+
+    Args:
+        result: The control's.
+        broken: Whether it has half of the noise, and must be found; otherwise there is nothing to find.
+    """
+    if not broken:
+        found = any(bound.epsilon > 0 for bound in result.bounds if bound.method.is_bound)
+        return "a false alarm: see the text" if found else "nothing found, as required"
+    if result.refuting:
+        return "found, as required"
+    return "not found: too few canaries" if (power_of(result) or 0.0) < SURE else "not found by this attack"
+
+
+def _controls(audit: OneRunAudit) -> list[str]:
+    if not audit.null:
+        return []
+    null = {says_of_control(reading.result, broken=False) for reading in audit.null}
+    text = (
+        "Null control: the same scores read with coins that no training followed, for which all bounds must be 0 (by "
+        f"chance, one audit in twenty has one above it): {'; '.join(sorted(null))}."
     )
-    return [game, *sights, verdict]
+    broken = {says_of_control(reading.result, broken=True) for reading in audit.broken}
+    if broken:
+        text += (
+            " Broken control: the same readings with half of the noise taken away, which the auditor, who knows the "
+            f"coins and the batches, can tell from the canaries: {'; '.join(sorted(broken))}."
+        )
+    return [text]

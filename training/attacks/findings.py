@@ -248,7 +248,7 @@ def finding_rows(audit: RunAudit) -> list[dict[str, str]]:
 
 def paragraphs(audit: RunAudit) -> list[str]:
     """Return the audit as text: the game, the result, what it means for each statement, and the controls."""
-    texts = [_game(audit), _result(audit), *_statements(audit), _controls(audit), audit.note]
+    texts = [_game(audit), _result(audit), *_statements(audit), _power(audit), _controls(audit), audit.note]
     return [text for text in texts if text]
 
 
@@ -349,6 +349,16 @@ def _verdict(result: AuditResult, guarantee: Guarantee) -> str:
             "supports it"
         )
     return "is not contradicted"
+
+
+def _power(audit: RunAudit) -> str:
+    best = audit.strongest
+    if best.power is None:
+        return ""
+    return (
+        "Power: if the mechanism had half of its noise, the best attack that its theorem then allows would refute the "
+        f"claim with probability {best.power:.2f} in as many trials."
+    )
 
 
 def _controls(audit: RunAudit) -> str:

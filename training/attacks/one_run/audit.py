@@ -329,9 +329,14 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
     """
     config, algorithm = plan.config, plan.algorithm
     if "gradients" not in algorithm.applies or not weight_layers(plan.network):
-        writes = "gradients" in algorithm.applies
-        what = "a user-supplied model or loss" if writes else f"trainer.kind = {config.trainer.kind!r}"
-        raise NoGuarantee(f"{what} cannot carry crafted gradients: {_WRITERS}")
+        if "gradients" in algorithm.applies:
+            raise NoGuarantee(
+                "the model has no weight matrix whose entries could carry crafted gradients; play the game of single "
+                "steps: opusim audit RUN"
+            )
+        raise NoGuarantee(
+            f"trainer.kind = {config.trainer.kind!r} cannot carry crafted gradients: {_WRITERS}"
+        )
     canaries = Canaries.drawn(
         plan.network,
         count,
@@ -342,7 +347,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
     clip = algorithm.clip_norm(config, plan.dataset.n_classes)
     shape = (len(canaries.planted), *plan.dataset.train.x.shape[1:])
     blank = torch.zeros(shape, dtype=plan.dataset.train.x.dtype)
-    labels = torch.zeros(len(blank), dtype=plan.dataset.train.y.dtype)
+    labels = torch.zeros(len(blank), *plan.dataset.train.y.shape[1:], dtype=plan.dataset.train.y.dtype)
     joined = with_records(plan, blank, labels)
     observer = EntryObserver(
         plan.network, canaries, config.optimizer, scale=config.divisor / clip, sampler=joined.sampler

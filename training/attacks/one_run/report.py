@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from accounting.audit import NOT_NORMAL, Method, OneRunBound, OneRunPlan, OneRunResult, audit_one_run
+from accounting.audit import (
+    NOT_NORMAL,
+    Method,
+    OneRunBound,
+    OneRunPlan,
+    OneRunResult,
+    audit_one_run,
+    guesses_bound,
+)
 from accounting.tables import number
 from training.attacks.findings import Curve
 from training.attacks.one_run.observers import Sight
@@ -147,7 +155,7 @@ def one_run_rows(audit: OneRunAudit) -> list[dict[str, str]]:
                     "claimed": _claim(result),
                     "AUC": f"{result.auc:.3f}",
                     "normality p": "-" if bound.guesses else f"{result.normality:.2g}",
-                    "finding": _says(result, bound.method),
+                    "finding": says(result, bound.method),
                 }
             )
     return rows
@@ -157,7 +165,8 @@ def _claim(result: OneRunResult) -> str:
     return "none" if result.plan.claimed is None else number(result.plan.claimed)
 
 
-def _says(result: OneRunResult, method: Method) -> str:
+def says(result: OneRunResult, method: Method) -> str:
+    """Return what a reading of the scores says, in a few words."""
     bound, claimed = result.bound(method), result.plan.claimed
     normal = result.normality >= NOT_NORMAL
     if method is Method.NORMAL_ESTIMATE:
@@ -184,7 +193,7 @@ def short_rows(audit: OneRunAudit) -> list[dict[str, str]]:
                     "read as": bound.method.value.replace("guesses, ", "").replace("scores, ", ""),
                     "epsilon": f"{'>= ' if bound.method.is_bound else ''}{found}",
                     "ceiling": f"{bound.ceiling:.2f}",
-                    "finding": _says(result, bound.method).partition(",")[0].partition(":")[0],
+                    "finding": says(result, bound.method).partition(",")[0].partition(":")[0],
                 }
             )
     return rows
@@ -222,10 +231,10 @@ def one_run_paragraphs(audit: OneRunAudit) -> list[str]:
     controls = _controls(audit)
     if audit.readings[0].result.plan.claimed is None:
         return [game, *sights, *controls, "No finite epsilon is claimed, so there is nothing to refute."]
-    return [game, *sights, *_on_other_deltas(audit), *controls, *_power(audit), verdict(audit)]
+    return [game, *sights, *_on_other_deltas(audit), *controls, *_power(audit), refutation(audit)]
 
 
-def verdict(audit: OneRunAudit) -> str:
+def refutation(audit: OneRunAudit) -> str:
     """Return in a sentence whether the claim is refuted, and by what."""
     claimed = _claim(audit.readings[0].result)
     refuted = [
@@ -262,24 +271,57 @@ def _on_other_deltas(audit: OneRunAudit) -> list[str]:
     return []
 
 
-def power_of(result: OneRunResult) -> float | None:
+def power_of(result: OneRunResult, *, guesses: bool | None = None) -> float | None:
     """Return the largest probability with which a bound from ideal scores would refute the claim at half the noise.
 
-    None if it is not known.
+    Args:
+        result: Of one adversary.
+        guesses: True for bounds from guesses only, False for those of normal scores, None for both.
+
+    Returns:
+        None if it is not known.
     """
-    known = [bound.power for bound in result.bounds if bound.power is not None]
-    return max(known, default=None)
+    bounds = [one for one in result.bounds if guesses is None or one.method.guesses == guesses]
+    return max((bound.power for bound in bounds if bound.power is not None), default=None)
 
 
 def _power(audit: OneRunAudit) -> list[str]:
-    powers = [power for reading in audit.readings if (power := power_of(reading.result)) is not None]
-    if not powers:
+    """Say what as many scores would find."""
+    known = {
+        guesses: [
+            found for one in audit.readings if (found := power_of(one.result, guesses=guesses)) is not None
+        ]
+        for guesses in (True, False)
+    }
+    if not known[True]:
         return []
-    return [
+    text = (
         "Power: if the mechanism had half of its noise, ideal scores of as many "
         f"{'trainings' if audit.trainings > 1 else 'canaries'} would refute the claim with probability "
-        f"{max(powers):.2f}."
-    ]
+        f"{max(known[True]):.2f} by guesses"
+    )
+    if known[False]:
+        text += f", and {max(known[False]):.2f} by normal scores if they pass the test of normality then"
+    return [f"{text}."]
+
+
+def perfect_guesses(audit: OneRunAudit) -> str:
+    """Return the largest epsilon that as many scores could have shown by guesses, one for each way to read them."""
+    result = audit.readings[0].result
+    plan = result.plan
+    shown = {
+        bound.method.value: guesses_bound(
+            bound.method,
+            plan.canaries,
+            bound.guesses,
+            bound.guesses,
+            delta=plan.delta,
+            confidence=plan.confidence,
+        )
+        for bound in result.bounds
+        if bound.method.guesses
+    }
+    return "; ".join(f"epsilon {epsilon:.2f} by {name}" for name, epsilon in shown.items())
 
 
 def says_of_control(result: OneRunResult, *, broken: bool) -> str:
@@ -294,7 +336,12 @@ def says_of_control(result: OneRunResult, *, broken: bool) -> str:
         return "a false alarm: see the text" if found else "nothing found, as required"
     if result.refuting:
         return "found, as required"
-    return "not found: too few canaries" if (power_of(result) or 0.0) < SURE else "not found by this attack"
+    sure = (power_of(result, guesses=True) or 0.0) >= SURE
+    return (
+        "not found by this attack"
+        if sure
+        else "not found: too few canaries for guesses, and scores not normal"
+    )
 
 
 def _controls(audit: OneRunAudit) -> list[str]:

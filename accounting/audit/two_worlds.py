@@ -248,8 +248,9 @@ def detection_probability(
     """Return the probability with which the best attack on another mechanism refutes a claim.
 
     Statements bound the attack's true positives by min over (delta, epsilon) of e^epsilon FPR + delta, and of
-    1 - e^-epsilon (1 - FPR - delta); the best attack reaches that. Its counts of errors are drawn at 25 rates of false
-    positives, of which the most telling one is taken.
+    1 - e^-epsilon (1 - FPR - delta); the best attack is taken to reach that, or less where the Gaussian mechanism of
+    the largest mu among the statements does. Its counts of errors are drawn at 25 rates of false positives, of which
+    the most telling one is taken.
 
     Args:
         statements: (delta, epsilon) pairs that are tight for the other mechanism, at least one.
@@ -262,6 +263,9 @@ def detection_probability(
     deltas, epsilons = (np.array(values)[:, None] for values in zip(*statements, strict=True))
     growth = np.exp(np.minimum(epsilons, 700.0))
     hits = np.minimum(growth * alarms + deltas, 1 - (1 - alarms - deltas) / growth).min(axis=0).clip(0.0, 1.0)
+    mus = [gaussian_mu(epsilon, delta) for delta, epsilon in statements if delta > 0]
+    if mus:
+        hits = np.minimum(hits, numerics.normal_cdf(numerics.normal_quantile(alarms) + max(mus)))
     generator, level = np.random.default_rng(plan.seed), (1 - plan.confidence) / 2
     limits = []
     for trials, rates in ((n_in, 1 - hits), (n_out, alarms)):

@@ -129,14 +129,14 @@ def scalars(
     directions: int = 2,
     epochs: int = 2,
     delta: float = DELTA,
-    clip: str = "direction",
+    **trainer: Any,
 ) -> ScalarsGame:
     """Return the game of zeroth-order steps on batches out of 100 records."""
     return ScalarsGame(
         plan_of(
             {"kind": "record", "delta": delta},
             classes=2,
-            trainer={"kind": "zo", "law": law, "directions": directions, "clip": clip},
+            trainer={"kind": "zo", "law": law, "directions": directions, **trainer},
             optimizer={"lr": 0.01, "momentum": 0.0},
             model={"hidden": [4]},
             sampler={"scheme": "poisson", "batch_size": batch_size},

@@ -113,9 +113,9 @@ class FinalModelGame:
         if plan.config.protection.protects != "records" or not isinstance(network, FullyConnected):
             raise NoGuarantee(
                 f"trainer.kind = {plan.config.trainer.kind!r}, protection.kind = "
-                f"{plan.config.protection.kind!r}, {type(network).__name__}: the game of the final model plants a record in "
-                "a fully connected network with a loss of opusim, under protection.kind = 'record'; play another: opusim "
-                "audit RUN --one-run"
+                f"{plan.config.protection.kind!r}, {type(network).__name__}: the game of the final model plants a "
+                "record in a fully connected network with a loss of opusim, under protection.kind = 'record'; play "
+                "another: opusim audit RUN --one-run"
             )
         direction = quiet_direction(plan.dataset.train.x)
         own = deepcopy(network)

@@ -15,18 +15,22 @@ from accounting.audit.one_run import (
     audit_one_run,
     ceiling,
     correct_guesses,
-    gaussian_mu,
     guesses_bound,
-    normal_limits,
 )
 from accounting.audit.two_worlds import (
     AuditPlan,
     AuditResult,
+    Estimate,
     Estimator,
     Verdict,
     audit,
     clopper_pearson_upper,
+    detection_probability,
+    epsilon_of,
+    estimated,
+    gaussian_mu,
     lower_bound,
+    normal_limits,
 )
 
 __all__ = [
@@ -34,6 +38,7 @@ __all__ = [
     "NOT_NORMAL",
     "AuditPlan",
     "AuditResult",
+    "Estimate",
     "Estimator",
     "Law",
     "Method",
@@ -46,6 +51,9 @@ __all__ = [
     "ceiling",
     "clopper_pearson_upper",
     "correct_guesses",
+    "detection_probability",
+    "epsilon_of",
+    "estimated",
     "gaussian_mu",
     "guesses_bound",
     "lower_bound",

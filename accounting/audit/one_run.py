@@ -31,12 +31,12 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
+from accounting.audit.two_worlds import LARGEST_MU, epsilon_of, gaussian_mu, normal_limits
 from accounting.errors import NoGuarantee
 from opusim import checks
 
 _SHARES = (0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
 """Shares of canaries to guess, of which the plan takes the one with the highest ceiling at the claimed epsilon."""
-_LARGEST_MU = 1e3
 _LARGEST_EPSILON = 1e3
 _LARGEST_CLAIM = 100.0
 """Ceilings are those of this epsilon if more is claimed, or nothing; no number of canaries comes near it."""
@@ -103,6 +103,20 @@ class OneRunPlan:
             "is left out lends its share to the others; it must be left out before any score is known."
         ),
     ] = None
+    elsewhere: Annotated[
+        tuple[tuple[float, float], ...],
+        Doc(
+            "The same claim at other deltas, as (delta, epsilon). Normal scores are held against the statement that "
+            "allows the least mu: sampled steps cost less at large deltas than a Gaussian mechanism does."
+        ),
+    ] = ()
+    weaker_mu: Annotated[
+        float | None,
+        Doc(
+            "mu that ideal scores would show if the mechanism had half of its noise, for `OneRunBound.power`; None if "
+            "it is not known."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         checks.integer(minimum=FEWEST_CANARIES, canaries=self.canaries)
@@ -110,6 +124,11 @@ class OneRunPlan:
         checks.in_unit_interval(closed="neither", confidence=self.confidence)
         if self.claimed is not None:
             checks.positive(claimed=self.claimed)
+        if self.weaker_mu is not None:
+            checks.positive(weaker_mu=self.weaker_mu)
+        for delta, epsilon in self.elsewhere:
+            checks.in_unit_interval(closed="neither", elsewhere=delta)
+            checks.positive(elsewhere=epsilon)
         if self.law is Law.GAUSSIAN and self.delta == 0:
             raise NoGuarantee("law = 'gaussian': no Gaussian mechanism has delta = 0; give a delta above 0")
         if self.readings is not None:
@@ -120,6 +139,19 @@ class OneRunPlan:
     def methods(self) -> tuple[Method, ...]:
         """The ways in which the scores are read."""
         return self.law.methods if self.readings is None else self.readings
+
+    @property
+    def strictest(self) -> tuple[float, float] | None:
+        """The statement, as (delta, epsilon), that allows the least mu; None without a claim or with delta = 0."""
+        if self.claimed is None or self.delta == 0:
+            return None
+        stated = ((self.delta, self.claimed), *self.elsewhere)
+        return min(stated, key=lambda one: gaussian_mu(one[1], one[0]))
+
+    @property
+    def allowed_mu(self) -> float:
+        """The mu that `strictest` allows; infinite without one."""
+        return math.inf if self.strictest is None else gaussian_mu(self.strictest[1], self.strictest[0])
 
     def guesses(self, method: Method) -> int:
         """Return the number of guesses of a method, fixed by m and the claim; 0 for one that does not guess.
@@ -137,6 +169,30 @@ class OneRunPlan:
     def ceiling(self, method: Method) -> float:
         """Return what a perfect attack on a Gaussian mechanism of the claimed epsilon would give; see `ceiling`."""
         return self._ceiling(method, self.guesses(method))
+
+    def power(self, method: Method) -> float | None:
+        """Return the probability with which a bound from ideal scores refutes the claim if the noise is halved.
+
+        The count of right guesses is taken for binomial, and the estimate of mu for normal. None for an estimate,
+        without a claim, or if `weaker_mu` is None.
+        """
+        mu, m, level = self.weaker_mu, self.canaries, 1 - self.confidence
+        if not method.is_bound or self.claimed is None or mu is None:
+            return None
+        if method is Method.NORMAL_BOUND:
+            allowed, z = self.allowed_mu, float(numerics.normal_quantile(self.confidence))
+            needed = allowed + z * _standard_error(allowed, m)
+            return float(numerics.normal_cdf((mu - needed) / _standard_error(mu, m)))
+        guesses = self.guesses(method)
+        own, claimed = gaussian_mu(self.claimed, self.delta) if self.delta else 0.0, self.claimed
+
+        def refuted(correct: int) -> bool:
+            if method is Method.ANY_MECHANISM:
+                return _p_value(m, guesses, correct, claimed, self.delta) <= level
+            return _refutes_mu(own, m, guesses, correct, level)
+
+        least = _least(refuted, guesses)
+        return float(numerics.binomial.sf(least - 1, guesses, _ideal_accuracy(mu, guesses / m)))
 
     def _ceiling(self, method: Method, guesses: int) -> float:
         epsilon = min(self.claimed or _LARGEST_CLAIM, _LARGEST_CLAIM)
@@ -156,6 +212,7 @@ class OneRunBound:
         guesses: How many canaries were guessed; 0 if the method does not guess.
         correct: How many of the guesses were right.
         interval: Ends of the confidence interval of an estimate, each one-sided. A bound has none.
+        power: Probability of refuting the claim with ideal scores if the noise is halved; see `OneRunPlan.power`.
     """
 
     method: Method
@@ -164,6 +221,7 @@ class OneRunBound:
     guesses: int = 0
     correct: int = 0
     interval: tuple[float, float] | None = None
+    power: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +257,27 @@ class OneRunResult:
         return tuple(
             bound
             for bound in self.bounds
-            if bound.method.is_bound
-            and self.plan.claimed is not None
-            and bound.epsilon > self.plan.claimed
+            if self.exceeds(bound)
             and (bound.method is not Method.NORMAL_BOUND or self.normality >= NOT_NORMAL)
         )
+
+    def exceeds(self, bound: OneRunBound) -> bool:
+        """Return whether a bound is above the claim; that of normal scores above its strictest statement."""
+        if not bound.method.is_bound or self.plan.claimed is None:
+            return False
+        if bound.method is Method.NORMAL_BOUND:
+            return gaussian_mu(bound.epsilon, self.plan.delta) > self.plan.allowed_mu
+        return bound.epsilon > self.plan.claimed
+
+    def at_strictest(self, bound: OneRunBound) -> tuple[float, float, float] | None:
+        """Return delta and epsilon of the plan's strictest statement, and epsilon of a bound of normal scores there.
+
+        None if that is the claim itself, or the bound is another one.
+        """
+        strictest = self.plan.strictest
+        if strictest is None or strictest[0] == self.plan.delta or bound.method is not Method.NORMAL_BOUND:
+            return None
+        return (*strictest, epsilon_of(gaussian_mu(bound.epsilon, self.plan.delta), strictest[0]))
 
 
 def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> OneRunResult:
@@ -242,11 +316,18 @@ def _read(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan, method: Meth
         found = guesses_bound(
             method, plan.canaries, guesses, correct, delta=plan.delta, confidence=plan.confidence
         )
-        return OneRunBound(method=method, epsilon=found, ceiling=ceiled, guesses=guesses, correct=correct)
+        return OneRunBound(
+            method=method,
+            epsilon=found,
+            ceiling=ceiled,
+            guesses=guesses,
+            correct=correct,
+            power=plan.power(method),
+        )
     estimate, low, high = normal_limits(scores[inside], scores[~inside], confidence=plan.confidence)
-    values = [_epsilon(mu, plan.delta) for mu in (estimate, low, high)]
+    values = [epsilon_of(mu, plan.delta) for mu in (estimate, low, high)]
     if method is Method.NORMAL_BOUND:
-        return OneRunBound(method=method, epsilon=values[1], ceiling=ceiled)
+        return OneRunBound(method=method, epsilon=values[1], ceiling=ceiled, power=plan.power(method))
     return OneRunBound(method=method, epsilon=values[0], ceiling=ceiled, interval=(values[1], values[2]))
 
 
@@ -295,8 +376,8 @@ def guesses_bound(
     level = 1 - confidence
     if method is Method.ANY_MECHANISM:
         return _largest(lambda e: _p_value(canaries, guesses, correct, e, delta) <= level, _LARGEST_EPSILON)
-    mu = _largest(lambda mu: _refutes_mu(mu, canaries, guesses, correct, level), _LARGEST_MU)
-    return _epsilon(mu, delta)
+    mu = _largest(lambda mu: _refutes_mu(mu, canaries, guesses, correct, level), LARGEST_MU)
+    return epsilon_of(mu, delta)
 
 
 def _p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
@@ -334,39 +415,18 @@ def _largest(refuted: Callable[[float], bool], limit: float) -> float:
     return low
 
 
-def normal_limits(
-    scores_in: np.ndarray, scores_out: np.ndarray, *, confidence: float = 0.95
-) -> tuple[float, float, float]:
-    """Return the estimate of mu and the ends of its interval, each one-sided at the confidence, all at least 0.
-
-    Args:
-        scores_in: Scores of canaries that were in, shape (n_in,), n_in at least 2.
-        scores_out: Scores of canaries that were not, shape (n_out,), n_out at least 2.
-        confidence: In (0, 1).
-    """
-    n, k = len(scores_in), len(scores_out)
-    squares = np.sum((scores_in - scores_in.mean()) ** 2) + np.sum((scores_out - scores_out.mean()) ** 2)
-    spread = math.sqrt(float(squares) / (n + k - 2))
-    difference = float(scores_in.mean() - scores_out.mean())
-    if spread == 0:
-        value = 0.0 if difference <= 0 else _LARGEST_MU
-        return value, value, value
-    found = min(difference / spread, _LARGEST_MU)
-    z, a, b = float(numerics.normal_quantile(confidence)), 1 / n + 1 / k, 1 / (2 * (n + k - 2))
-    shrink = 1 - z * z * b
-    centre, reach = found / shrink, z * math.sqrt(found * found * b / shrink + a) / math.sqrt(shrink)
-    return max(found, 0.0), max(centre - reach, 0.0), max(centre + reach, 0.0)
+def _least(refuted: Callable[[int], bool], guesses: int) -> int:
+    """Return the least number of right guesses that refutes; one more than all if none does."""
+    low, high = -1, guesses + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if refuted(middle) else (middle, high)
+    return high
 
 
-@functools.lru_cache(maxsize=1024)
-def gaussian_mu(epsilon: float, delta: float) -> float:
-    """Return the mu whose Gaussian mechanism has this epsilon at this delta.
-
-    Args:
-        epsilon: At least 0.
-        delta: In (0, 1).
-    """
-    return float(numerics.find_root(lambda mu: _epsilon(mu, delta) - epsilon, 0.0, _LARGEST_MU, xtol=1e-10))
+def _standard_error(mu: float, canaries: int) -> float:
+    """Standard error of an estimate of mu from normal scores, half of them of canaries that were in."""
+    return math.sqrt(4 / canaries + mu * mu / (2 * (canaries - 2)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -398,7 +458,7 @@ def ceiling(
         return epsilon
     if method is Method.NORMAL_BOUND:
         z = float(numerics.normal_quantile(confidence))
-        return _epsilon(max(mu - z * math.sqrt(4 / canaries + mu * mu / (2 * (canaries - 2))), 0.0), delta)
+        return epsilon_of(max(mu - z * _standard_error(mu, canaries), 0.0), delta)
     right = round(guesses * _ideal_accuracy(mu, guesses / canaries))
     return guesses_bound(method, canaries, guesses, right, delta=delta, confidence=confidence)
 
@@ -411,10 +471,6 @@ def _ideal_accuracy(mu: float, share: float) -> float:
 
     threshold = float(numerics.find_root(lambda t: guessed(t) - share / 2, -40.0, mu + 40.0))
     return float(numerics.normal_cdf(mu - threshold)) / 2 / guessed(threshold)
-
-
-def _epsilon(mu: float, delta: float) -> float:
-    return numerics.gaussian_bounds(mu, delta).lower if mu > 0 else 0.0
 
 
 def _even(number: float) -> int:

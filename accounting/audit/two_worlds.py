@@ -11,6 +11,9 @@ Source: Nasr et al. 2021 and 2023; Clopper and Pearson 1934.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +23,10 @@ from accounting import numerics
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from opusim import checks
+
+LARGEST_MU = 1e3
+"""mu of scores that separate the worlds entirely."""
+_FALSE_RATES, _DRAWS = 25, 400
 
 
 class Estimator(StrEnum):
@@ -192,6 +199,84 @@ def _strength(miss: np.ndarray, alarm: np.ndarray, plan: AuditPlan) -> np.ndarra
         return np.maximum(0.0, np.maximum(np.log(gain_in / alarm), np.log(gain_out / miss)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What an attack's scores say of epsilon if they are taken at face value; never a bound.
+
+    Attributes:
+        epsilon: The estimate, at least 0.
+        low: Lower end of its interval, 95 % confidence.
+        high: Upper end, or None if the attack made no error of a kind, so that there is none.
+    """
+
+    epsilon: float
+    low: float
+    high: float | None
+
+
+def estimated(scores_in: np.ndarray, scores_out: np.ndarray, result: AuditResult) -> Estimate:
+    """Return the epsilon that the scores show, without the margin of a bound.
+
+    Under the Gaussian law mu is the difference of the means over the pooled standard deviation, for scores that are
+    normal, such as log-likelihood ratios of that law. Otherwise both error rates at the bound's threshold are taken as
+    they are, half an error for none; the interval takes Clopper-Pearson limits of each.
+
+    Args:
+        scores_in: All scores with the target present.
+        scores_out: All scores with it absent.
+        result: The bound from them.
+    """
+    plan = result.plan
+    if plan.estimator is Estimator.GAUSSIAN:
+        mus = normal_limits(scores_in, scores_out, confidence=0.975)
+        found, low, high = (epsilon_of(mu, plan.delta) for mu in mus)
+        return Estimate(epsilon=found, low=low, high=high)
+    counts = (result.false_negatives, result.n_in), (result.false_positives, result.n_out)
+    level = 0.0125  # for each end of each rate
+    most = [clopper_pearson_upper(events, trials, level) for events, trials in counts]
+    least = [1 - clopper_pearson_upper(trials - events, trials, level) for events, trials in counts]
+    seen = [max(events, 0.5) / trials for events, trials in counts]  # half an error stands for none
+    found, low, high = (
+        float(_strength(np.array(miss), np.array(alarm), plan)) for miss, alarm in (seen, most, least)
+    )
+    return Estimate(epsilon=found, low=low, high=high if math.isfinite(high) else None)
+
+
+def detection_probability(
+    statements: Sequence[tuple[float, float]], claimed: float, n_in: int, n_out: int, plan: AuditPlan
+) -> float:
+    """Return the probability with which the best attack on another mechanism refutes a claim.
+
+    Statements bound the attack's true positives by min over (delta, epsilon) of e^epsilon FPR + delta, and of
+    1 - e^-epsilon (1 - FPR - delta); the best attack is taken to reach that, or less where the Gaussian mechanism of
+    the largest mu among the statements does. Its counts of errors are drawn at 25 rates of false positives, of which
+    the most telling one is taken.
+
+    Args:
+        statements: (delta, epsilon) pairs that are tight for the other mechanism, at least one.
+        claimed: The epsilon to refute, at the plan's delta.
+        n_in: Scores with the target that the bound rests on.
+        n_out: Scores without it.
+        plan: Confidence, delta and estimator.
+    """
+    alarms = np.geomspace(0.5 / n_out, 0.5, _FALSE_RATES)
+    deltas, epsilons = (np.array(values)[:, None] for values in zip(*statements, strict=True))
+    growth = np.exp(np.minimum(epsilons, 700.0))
+    hits = np.minimum(growth * alarms + deltas, 1 - (1 - alarms - deltas) / growth).min(axis=0).clip(0.0, 1.0)
+    mus = [gaussian_mu(epsilon, delta) for delta, epsilon in statements if delta > 0]
+    if mus:
+        hits = np.minimum(hits, numerics.normal_cdf(numerics.normal_quantile(alarms) + max(mus)))
+    generator, level = np.random.default_rng(plan.seed), (1 - plan.confidence) / 2
+    limits = []
+    for trials, rates in ((n_in, 1 - hits), (n_out, alarms)):
+        events, places = np.unique(
+            generator.binomial(trials, rates, (_DRAWS, _FALSE_RATES)), return_inverse=True
+        )
+        limits.append(_upper_limits(events, trials, level)[places].reshape(_DRAWS, _FALSE_RATES))
+    least = claimed if plan.estimator is Estimator.CLOPPER_PEARSON else gaussian_mu(claimed, plan.delta)
+    return float((_strength(limits[0], limits[1], plan) > least).mean(axis=0).max())
+
+
 def clopper_pearson_upper(events: int, trials: int, level: float) -> float:
     """Return the rate at which `events` or fewer in `trials` have probability `level`: an upper limit on the rate.
 
@@ -240,3 +325,46 @@ def _upper_limits(events: np.ndarray, trials: int, level: float) -> np.ndarray:
     """Clopper-Pearson limits; 1 if every trial is an event."""
     inside = np.minimum(events, trials - 1)
     return np.where(events == trials, 1.0, numerics.beta_quantile(1 - level, inside + 1, trials - inside))
+
+
+# Normal scores
+
+
+def normal_limits(
+    scores_in: np.ndarray, scores_out: np.ndarray, *, confidence: float = 0.95
+) -> tuple[float, float, float]:
+    """Return the estimate of mu and the ends of its interval, each one-sided at the confidence, all at least 0.
+
+    Args:
+        scores_in: Scores with the target, or of canaries that were in, shape (n_in,), n_in at least 2.
+        scores_out: The other scores, shape (n_out,), n_out at least 2.
+        confidence: In (0, 1).
+    """
+    n, k = len(scores_in), len(scores_out)
+    squares = np.sum((scores_in - scores_in.mean()) ** 2) + np.sum((scores_out - scores_out.mean()) ** 2)
+    spread = math.sqrt(float(squares) / (n + k - 2))
+    difference = float(scores_in.mean() - scores_out.mean())
+    if spread == 0:
+        value = 0.0 if difference <= 0 else LARGEST_MU
+        return value, value, value
+    found = min(difference / spread, LARGEST_MU)
+    z, a, b = float(numerics.normal_quantile(confidence)), 1 / n + 1 / k, 1 / (2 * (n + k - 2))
+    shrink = 1 - z * z * b
+    centre, reach = found / shrink, z * math.sqrt(found * found * b / shrink + a) / math.sqrt(shrink)
+    return max(found, 0.0), max(centre - reach, 0.0), max(centre + reach, 0.0)
+
+
+@functools.lru_cache(maxsize=1024)
+def gaussian_mu(epsilon: float, delta: float) -> float:
+    """Return the mu whose Gaussian mechanism has this epsilon at this delta.
+
+    Args:
+        epsilon: At least 0.
+        delta: In (0, 1).
+    """
+    return float(numerics.find_root(lambda mu: epsilon_of(mu, delta) - epsilon, 0.0, LARGEST_MU, xtol=1e-10))
+
+
+def epsilon_of(mu: float, delta: float) -> float:
+    """Return epsilon of the Gaussian mechanism of a mu at delta, rounded down."""
+    return numerics.gaussian_bounds(mu, delta).lower if mu > 0 else 0.0

@@ -263,7 +263,7 @@ def _of_game(name: str, *, claimed: bool = False) -> Callable[[], tuple[str, str
 
 def _of_records() -> tuple[str, str, str, str]:
     line = next(line for line in guarantees.table_rows({}) if "`record_central`" in line[0])
-    return line[2], line[2], f"at least {line[4]}, with half the noise {line[7].split()[0]}", "not refuted"
+    return line[2], line[2], f"at least {line[4]}, with half the noise {line[8].split()[0]}", "not refuted"
 
 
 def _of_search() -> tuple[str, str, str, str]:

@@ -5,9 +5,8 @@
     python -m benchmarks.attacks.guarantees show
 
 Each row plays a two-world game on the product's own code, crafted so that the proven epsilon is nearly reached, next to
-a game with nothing to find and one with much less noise. A new row is a function in `ROWS` that returns a game; a row
-that another benchmark measured is saved under the same keys by `save_row`. A mechanism without a row is listed as not
-audited.
+a game with nothing to find and one with much less noise (`benchmarks.attacks.crafted`). A row that another benchmark
+measured is saved under the same keys by `save_row`. A mechanism without a row is listed as not audited.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -26,18 +25,12 @@ import torch
 from accounting.audit import Method, audit
 from accounting.guarantee import Guarantee, Status
 from benchmarks.attacks import final_model, one_run
-from benchmarks.attacks.scalars import ScalarsGame
-from benchmarks.attacks.selection import selection
+from benchmarks.attacks.crafted import DELTA, ROWS, Row, convex
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import commit, load_results, save_results
 from opusim.tables import print_table
-from training.attacks.games.base import TwoWorlds, crafted, played
+from training.attacks.games.base import TwoWorlds, played
 from training.attacks.games.last_iterate import LEAN, LastIterateGame
-from training.attacks.games.look import LookGame
-from training.attacks.games.released_model import ReleasedModelGame
-from training.attacks.games.steps import AmplifiedGame, BudgetGame
-from training.config import load_config
-from training.engine.plan import RunPlan
 
 MODULE, NAME, GAMES_NAME = "benchmarks.attacks.guarantees", "guarantees_audited", "last_iterate_games"
 FAULT_CELLS = ("none", "noise_halved")
@@ -48,8 +41,6 @@ REASONS = {
     "poisson_gaussian": _PRICED_ONLY,
     "poisson_laplace": _PRICED_ONLY,
     "rejection_gaussian": _PRICED_ONLY,
-    "record_replaced": "as `record_central`, with canaries that push the other way if they are out "
-    "(tests/training/attacks/test_one_run_audit.py)",
     "pdfa_published": f"{_NOTHING_PROVEN}; `opusim audit RUN --one-run` refutes the claim from the updates",
     "pdfa_without_formula": _NOTHING_PROVEN,
     "ulr_published": f"{_NOTHING_PROVEN} of whole records; `opusim audit RUN --one-run` refutes the claim from the "
@@ -59,180 +50,17 @@ REASONS = {
 """Mechanisms without a row of their own."""
 COLUMN_NAMES = (
     *("mechanism", "release and adversary", "proven", "audited: any mechanism", "audited: Gaussian law"),
-    *("share of the proven", "most that the trials can show", "less noise", "nothing to find", "claimed"),
+    *(
+        "estimate",
+        "share of the proven",
+        "most that the trials can show",
+        "less noise",
+        "nothing to find",
+        "claimed",
+    ),
 )
-EPSILON, DELTA, SEED = 4.0, 1e-5, 20261122
+SEED = 20261122
 GAMES, GAME_TRIALS = 10_000, 1024
-CONTROL_TRIALS = 10_000
-"""Fewest trials of a control: a tenth of them shows at most 4.2, and hardly exceeds a proven 4 whatever the noise."""
-_LOOKS, _OUTPUTS = 10, 64
-"""Labels that are looked at, and a device's outputs: with 32, no light tells the argmax much more than at epsilon 4."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A line of the table.
-
-    Attributes:
-        game: Makes the game.
-        trials: Trials of both worlds together.
-        required: Share of the proven epsilon that is required of the audit.
-        gaussian: Whether the bound under the Gaussian law may reach it.
-        delta: Of the statement and of all bounds.
-    """
-
-    game: Callable[[], TwoWorlds]
-    trials: int
-    required: float
-    gaussian: bool = False
-    delta: float = DELTA
-
-    @property
-    def control_trials(self) -> int:
-        """Trials of each control: a tenth, and so many that a perfect attack would show an epsilon above 6."""
-        return max(self.trials // 10, CONTROL_TRIALS)
-
-
-def plan_of(protection: Mapping[str, Any], *, classes: int, **sections: Any) -> RunPlan:
-    """Return a small run with a protection; its records are replaced by the game's."""
-    config = load_config(
-        {
-            "threads": 1,
-            "epochs": 1,
-            "data": {
-                "name": "arrays",
-                "n_classes": classes,
-                "standardise": False,
-                "validation_fraction": 0.0,
-            },
-            "sampler": {"batch_size": 10},
-            "protection": {"epsilon": EPSILON, "delta": DELTA, **protection},
-            **sections,
-        }
-    )
-    labels = torch.arange(100) % classes
-    return RunPlan.resolve(config, crafted(torch.eye(100)[:, :3], labels, n_classes=classes))
-
-
-def look(
-    noise: str | None = None, kind: str = "label-readout", device: Mapping[str, Any] | None = None
-) -> LookGame:
-    """Return the game of ten labels that are looked at once."""
-    protection = {"kind": kind} if noise is None else {"kind": kind, "noise": noise}
-    trainer = {"kind": "dfa" if device is None else "pdfa"}
-    sections = {} if device is None else {"device": device}
-    return LookGame(
-        plan_of(protection, classes=_LOOKS, trainer=trainer, model={"hidden": [_OUTPUTS]}, **sections)
-    )
-
-
-def camera() -> dict[str, Any]:
-    """Return the low-light camera without read noise, which the theorem of counts does not credit."""
-    return {"name": "camera_low_light", "camera": {"sensor": {"read_noise_e": 0.0}}}
-
-
-def budget() -> BudgetGame:
-    """Return the game of a label budget that four visits spend in full."""
-    protection = {"kind": "label-budget", "noise_multiplier": 1.0, "floor": 1e-3}
-    plan = plan_of(protection, classes=2, trainer={"kind": "dfa"}, model={"hidden": [8]})
-    visits = 4
-    distance = math.sqrt(2.0 * visits / (1 + 1e-3)) * (1 + 1e-6)
-    return BudgetGame(
-        plan.replaced(protection={"noise_multiplier": distance / plan.protection.budget.budget_mu})
-    )
-
-
-def amplified() -> AmplifiedGame:
-    """Return the game of eight secret batches, q = 1/4."""
-    return AmplifiedGame(
-        plan_of(
-            {"kind": "label-amplified"},
-            classes=2,
-            trainer={"kind": "dfa"},
-            model={"hidden": [8]},
-            sampler={"batch_size": 25},
-            epochs=2,
-        )
-    )
-
-
-def released_model() -> ReleasedModelGame:
-    """Return the game of one noisy linear model; every record has the weight 1, so that no leverage is lowered."""
-    protection = {"kind": "label-release", "rounds": 0}
-    return ReleasedModelGame(plan_of(protection, classes=3, trainer={"kind": "ridge"}, sampler={}))
-
-
-def scalars(
-    law: str, batch_size: int, *, directions: int = 2, epochs: int = 2, delta: float = DELTA
-) -> ScalarsGame:
-    """Return the game of zeroth-order steps on batches out of 100 records."""
-    return ScalarsGame(
-        plan_of(
-            {"kind": "record", "delta": delta},
-            classes=2,
-            trainer={"kind": "zo", "law": law, "directions": directions},
-            optimizer={"lr": 0.01, "momentum": 0.0},
-            model={"hidden": [4]},
-            sampler={"scheme": "poisson", "batch_size": batch_size},
-            epochs=epochs,
-        )
-    )
-
-
-def convex(batches: int = 5, epochs: int = 4, lean: float = LEAN, **changes: Any) -> LastIterateGame:
-    """Return the game of the last iterate on its linear instance."""
-    config = {
-        "trainer": {"kind": "convex", **changes.pop("trainer", {})},
-        "optimizer": {"lr": 0.5, "momentum": 0.0, **changes.pop("optimizer", {})},
-        "sampler": {"scheme": "disjoint-cyclic", "batch_size": 100 // batches},
-    }
-    plan = plan_of({"kind": "last-iterate", **changes}, classes=2, epochs=epochs, **config)
-    return LastIterateGame(plan, lean=lean)
-
-
-def strongly_convex() -> LastIterateGame:
-    """Return the same with a regularised squared loss."""
-    return convex(trainer={"objective": "squared", "regularisation": 0.1, "clip": 0.5})
-
-
-ROWS: dict[str, Row] = {
-    "label, randomized response": Row(
-        game=lambda: look(kind="label-randomized-response"), trials=400_000, required=0.85
-    ),
-    "label, readout, digital noise": Row(game=look, trials=2_000_000, required=0.45),
-    "label, readout, gaussian device": Row(
-        game=lambda: look("device", device={"name": "gaussian"}), trials=2_000_000, required=0.45
-    ),
-    "label, photon counts": Row(
-        game=lambda: look("counts", device=camera()), trials=1_000_000, required=0.45
-    ),
-    "label, argmax of counts": Row(
-        game=lambda: look("argmax", device=camera()), trials=100_000, required=0.85
-    ),
-    "label, one linear model": Row(game=released_model, trials=600_000, required=0.85, gaussian=True),
-    "label, budget": Row(game=budget, trials=600_000, required=0.45),
-    "label, amplified": Row(game=amplified, trials=2_000_000, required=0.6),
-    "zeroth order, Gaussian scalars": Row(
-        game=lambda: scalars("gaussian", 100), trials=10_000, required=0.6, gaussian=True
-    ),
-    "zeroth order, Laplace scalars": Row(
-        game=lambda: scalars("laplace", 50, epochs=1), trials=20_000, required=0.6
-    ),
-    "zeroth order, Laplace scalars, pure epsilon": Row(
-        game=lambda: scalars("laplace", 50, directions=1, epochs=1, delta=0.0),
-        trials=20_000,
-        required=0.6,
-        delta=0.0,
-    ),
-    "private selection, 3 trials expected": Row(
-        game=lambda: selection(3.0, EPSILON, DELTA), trials=60_000, required=0.3
-    ),
-    "convex, last iterate": Row(game=convex, trials=200_000, required=0.6, gaussian=True),
-    "convex, last iterate, strongly convex": Row(
-        game=strongly_convex, trials=200_000, required=0.6, gaussian=True
-    ),
-}
-"""The games, by the names of their rows."""
 
 
 def measured(row: Row) -> dict[str, Any]:
@@ -258,6 +86,7 @@ def measured(row: Row) -> dict[str, Any]:
         "trials": row.trials,
         "any_mechanism": best.bound.epsilon_lower,
         "gaussian_law": max(gaussian) if gaussian else None,
+        "estimate": asdict(max(found, key=lambda one: one.best.epsilon_lower).estimate),
         "ceiling": best.bound.ceiling,
         "true_positives_at_0.1_percent": best.curve.low_true_positive,
         **broken(row, game),
@@ -295,9 +124,10 @@ def save_row(name: str, line: Mapping[str, Any]) -> None:
 
 
 def measure(names: list[str]) -> None:
-    """Measure the rows that are missing, or those named."""
+    """Measure the rows that are missing or lack an estimate, or those named."""
     torch.set_num_threads(1)
-    for name in names or [name for name in ROWS if name not in load_results(NAME).get("rows", {})]:
+    kept = load_results(NAME).get("rows", {})
+    for name in names or [name for name in ROWS if "estimate" not in kept.get(name, {})]:
         save_row(name, measured(ROWS[name]))
         print(name, load_results(NAME)["rows"][name], flush=True)
 
@@ -377,10 +207,7 @@ def _bounds(game: LastIterateGame, number: int) -> tuple[float, float]:
 def table_rows(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each row, then one for each mechanism without a row, with the reason."""
     lines = [_line(name, row) for name, row in rows.items()] + _lines_of_trainings()
-    touched = {row["kind"] for row in rows.values()} | (
-        {"record_central"} if _lines_of_trainings() else set()
-    )
-    missing = sorted(packaged_kinds() - touched)
+    missing = sorted(kind for kind in packaged_kinds() if not any(f"(`{kind}`)" in line[0] for line in lines))
     blank = ("–",) * (len(COLUMN_NAMES) - 2)
     return lines + [(f"`{kind}`", REASONS.get(kind, "**not measured yet**"), *blank) for kind in missing]
 
@@ -393,7 +220,7 @@ def readme_table() -> str:
         if bounds:
             name, kind = line[0].rstrip("`)").split(" (`")
             release = ", final model" if line[1].startswith("only the final model") else ""
-            numbers = (line[9], line[2], f"{max(bounds):.2f}")
+            numbers = (line[-1], line[2], f"{max(bounds):.2f}")
             found.setdefault(kind + release, (f"{name.partition(', digital')[0]}{release}", *numbers))
     rows = list(found.values())
     half = -(-len(rows) // 2)
@@ -408,64 +235,80 @@ def packaged_kinds() -> set[str]:
     return {each.name for each in packaged if each.value.startswith("accounting.")}
 
 
-def _runs_of(cells: Mapping[str, Any], fault: str) -> list[dict[str, Any]]:
-    """Return the audits of one training with a fault, of the trainers that were audited often."""
-    kept = [cells.get(f"{fault}, {trainer}", {}) for trainer in one_run.OFTEN]
+def _runs_of(cells: Mapping[str, Any], fault: str, trainers: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the audits of one training with a fault, of some trainers."""
+    kept = [cells.get(f"{fault}, {trainer}", {}) for trainer in trainers]
     return [run for cell in kept for run in cell.get("runs", [])]
 
 
 def _lines_of_trainings() -> list[tuple[str, ...]]:
     """Return the lines of the audits of whole trainings, whose results have pages of their own."""
-    found, bound = [], Method.NORMAL_BOUND.name
     cells = load_results(one_run.NAME).get("cells", {})
-    sound, halved = (_runs_of(cells, fault) for fault in FAULT_CELLS)
-    if sound:
-        updates = [run["epsilon"]["all updates"] for run in sound]
-        any_mechanism, gaussian = (
-            float(np.median([run[method.name] for run in updates]))
-            for method in (Method.ANY_MECHANISM, Method.NORMAL_BOUND)
+    groups = {
+        "records, pdfa and bp": one_run.OFTEN,
+        **{f"records, {name}": (name,) for name in one_run.VARIANTS},
+    }
+    found = [_line_of_updates(name, cells, trainers) for name, trainers in groups.items()]
+    return [line for line in found if line] + [
+        _line_of_final_models(games) for games in final_model.sound_games()
+    ]
+
+
+def _line_of_updates(name: str, cells: Mapping[str, Any], trainers: Sequence[str]) -> tuple[str, ...]:
+    """Return the line of the audits of one training, medians over some trainers; empty without results."""
+    sound, halved = (_runs_of(cells, fault, trainers) for fault in FAULT_CELLS)
+    if not sound:
+        return ()
+    any_mechanism, gaussian, estimate = (
+        float(np.median([run["epsilon"]["all updates"][method.name] for run in sound]))
+        for method in (Method.ANY_MECHANISM, Method.NORMAL_BOUND, Method.NORMAL_ESTIMATE)
+    )
+    less = [run["epsilon"]["all updates"][Method.NORMAL_BOUND.name] for run in halved]
+    kind = "record_replaced" if "replacing" in name else "record_central"
+    return (
+        f"{name} (`{kind}`)",
+        f"every update; crafted gradients, {len(sound)} audits of one training, medians",
+        *(f"{value:.2f}" for value in (one_run.EPSILON, any_mechanism, gaussian, estimate)),
+        f"{gaussian / one_run.EPSILON:.2f}",
+        f"{one_run.normal_ceiling():.2f}",
+        f"{np.median(less):.2f} (half the noise)" if less else "–",
+        f"{np.median([run['null'] for run in sound]):.2f}",
+        "–",
+    )
+
+
+def _line_of_final_models(games: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the line of games of the final model that differ in their seeds."""
+    first, bound = games[0], Method.NORMAL_BOUND.name
+    any_mechanism, gaussian, estimate, null = (
+        float(np.median(values))
+        for values in zip(
+            *(
+                (
+                    *(
+                        row["epsilon"][key]
+                        for key in (Method.ANY_MECHANISM.name, bound, Method.NORMAL_ESTIMATE.name)
+                    ),
+                    row["null"],
+                )
+                for row in games
+            ),
+            strict=True,
         )
-        less = float(np.median([run["epsilon"]["all updates"][bound] for run in halved])) if halved else None
-        found.append(
-            (
-                "records, pdfa and bp (`record_central`)",
-                f"every update; crafted gradients, {len(sound)} audits of one training, medians",
-                *(f"{value:.2f}" for value in (one_run.EPSILON, any_mechanism, gaussian)),
-                f"{gaussian / one_run.EPSILON:.2f}",
-                f"{one_run.normal_ceiling():.2f}",
-                _number(less) + " (half the noise)",
-                "–",
-                "–",
-            )
-        )
-    for games in final_model.sound_games():
-        first = games[0]
-        any_mechanism, gaussian, null = (
-            float(np.median(values))
-            for values in zip(
-                *(
-                    (row["epsilon"][Method.ANY_MECHANISM.name], row["epsilon"][bound], row["null"])
-                    for row in games
-                ),
-                strict=True,
-            )
-        )
-        weights = "worst-case" if first["worst_case"] else "drawn"
-        trainings = f"{len(first['scores'])} trainings"
-        found.append(
-            (
-                f"records, {first['trainer']} (`record_central`)",
-                f"only the final model, {weights} initial weights; "
-                + (trainings if len(games) == 1 else f"{len(games)} games of {trainings}, medians"),
-                *(f"{value:.2f}" for value in (first["proven"], any_mechanism, gaussian)),
-                f"{gaussian / first['proven']:.2f}",
-                f"{first['ceiling'][bound]:.2f}",
-                "–",
-                f"{null:.2f}",
-                "–",
-            )
-        )
-    return found
+    )
+    weights = "worst-case" if first["worst_case"] else "drawn"
+    trainings = f"{len(first['scores'])} trainings"
+    return (
+        f"records, {first['trainer']} (`record_central`)",
+        f"only the final model, {weights} initial weights; "
+        + (trainings if len(games) == 1 else f"{len(games)} games of {trainings}, medians"),
+        *(f"{value:.2f}" for value in (first["proven"], any_mechanism, gaussian, estimate)),
+        f"{gaussian / first['proven']:.2f}",
+        f"{first['ceiling'][bound]:.2f}",
+        "–",
+        f"{null:.2f}",
+        "–",
+    )
 
 
 def _line(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -476,6 +319,7 @@ def _line(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['proven']:.2f}",
         f"{row['any_mechanism']:.2f}",
         _number(row["gaussian_law"]),
+        _estimate(**row["estimate"]) if "estimate" in row else "–",
         f"{reached:.2f}",
         f"{row['ceiling']:.2f}",
         _less_noise(row),
@@ -490,6 +334,10 @@ def _less_noise(row: Mapping[str, Any]) -> str:
         return "–"
     missed = " (not found)" if row["less_noise"] <= row["proven"] else ""
     return f"{row['less_noise']:.2f} of {_number(row.get('less_noise_epsilon'))}{missed}"
+
+
+def _estimate(epsilon: float, low: float, high: float | None) -> str:
+    return f"{epsilon:.2f} ({low:.2f} to {'∞' if high is None else f'{high:.2f}'})"
 
 
 def _number(value: float | None) -> str:
@@ -507,6 +355,8 @@ def page_section() -> str:
         "limits (any mechanism) and, for a release that a theorem makes Gaussian, by the trade-off of that law. *Less "
         "noise* is the bound of the same audit on the same code with a quarter of the noise or four times the epsilon, "
         "of the epsilon that this really has: the bound must exceed *proven*; – says that it was not measured. "
+        "*Estimate* takes the same scores at face value, with a 95 % interval: under the Gaussian law the difference "
+        "of the means over their spread, otherwise the attack's error rates. "
         "*Nothing to find* is its bound if both worlds are one, and is above 0 in one of 20 rows by chance. *Claimed* "
         "is a paper's formula. A mechanism that is not audited says so in its statement (`opusim account run`): only "
         "its proof and the tests of its code speak for it. Zeroth-order steps and searches are played on crafted "

@@ -4,12 +4,12 @@ The auditor owns the model and the record: two logits w_0 x and w_1 x with x so 
 two sides of any direction differ by more than the clip. So its clipped difference is C times a sign, which the public
 direction tells, and a step's scalars in units of C, with their signs, are
 
-    y_j = B + noise_j,    j = 1 .. n,    B ~ Bernoulli(q) if the record is in, 0 if not,
+    y_j = s B + noise_j,    j = 1 .. n,    B ~ Bernoulli(q) if the record is in, 0 if not,
 
-with one B for all n directions. A trial is a whole run through the trainer's own steps, the run's sampler and its
-noise. The attacker sees the step log and takes the likelihood ratio. The learning rate, which the theorem leaves free,
-is so small that the weights stay at 0, so that a long run, every step of which has a batch and noise of its own, is
-many runs one after the other.
+with s = 1, or 1 / sqrt(n) if all differences of a record are clipped jointly, and with one B for all n directions. A
+trial is a whole run through the trainer's own steps, the run's sampler and its noise. The attacker sees the step log
+and takes the likelihood ratio. The learning rate, which the theorem leaves free, is so small that the weights stay at
+0, so that a long run, every step of which has a batch and noise of its own, is many runs one after the other.
 """
 
 from __future__ import annotations
@@ -116,12 +116,13 @@ class ScalarsGame(TwoWorlds):
         return np.array(ratios).reshape(RUNS, self._steps).sum(axis=1)[None]
 
     def _log_ratio(self, y: np.ndarray) -> float:
-        """Return log of (1 - q) + q p(y - 1) / p(y) for the law p of the scalars' noise."""
+        """Return log of (1 - q) + q p(y - s) / p(y) for the law p of the scalars' noise."""
         own = self._step
         if isinstance(own, ZoLaplace):
             shift = float(np.sum(np.abs(y) - np.abs(y - 1))) / own.scale
         else:
-            shift = float(np.sum(2 * y - 1)) / (2 * own.noise_multiplier**2)
+            s = own.spread / math.sqrt(own.directions)
+            shift = float(np.sum(2 * s * y - s * s)) / (2 * own.noise_multiplier**2)
         q = own.sampling_probability
         return float(np.logaddexp(math.log1p(-q) if q < 1 else -math.inf, math.log(q) + shift))
 

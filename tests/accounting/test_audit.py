@@ -8,9 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dp_accounting import get_epsilon_gaussian
-from scipy.stats import binom
+from scipy.stats import binom, norm
 
-from accounting.audit import AuditPlan, Estimator, Verdict, audit, clopper_pearson_upper, lower_bound
+from accounting.audit import (
+    AuditPlan,
+    Estimator,
+    Verdict,
+    audit,
+    clopper_pearson_upper,
+    detection_probability,
+    epsilon_of,
+    estimated,
+    lower_bound,
+)
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
 
@@ -113,3 +123,41 @@ def test_worlds_far_apart_reach_the_ceiling_whatever_the_split() -> None:
     for split in range(50):
         result = audit(10 + generator.random(60), generator.random(60), replace(PLAN, seed=split))
         assert result.epsilon_lower == result.ceiling
+
+
+@pytest.mark.parametrize("plan", [PLAN, GAUSSIAN])
+def test_estimates_lie_between_their_ends_and_cover_the_truth(plan: AuditPlan, seed: int) -> None:
+    """N(0, 1) against N(1, 1): mu = 1 under the Gaussian law; otherwise what the threshold's true rates show."""
+    generator, covered, repeats = np.random.default_rng(seed), 0, 60
+    for _ in range(repeats):
+        first, second = generator.normal(1.0, 1.0, N), generator.normal(0.0, 1.0, N)
+        result = audit(first, second, plan)
+        found = estimated(first, second, result)
+        high = math.inf if found.high is None else found.high
+        assert found.low <= found.epsilon <= high
+        miss, alarm = norm.cdf(result.threshold - 1.0), norm.sf(result.threshold)
+        truth = epsilon_of(1.0, DELTA)
+        if plan is PLAN:
+            truth = max(np.log((1 - miss - DELTA) / alarm), np.log((1 - alarm - DELTA) / miss))
+        covered += found.low <= truth <= high
+    assert covered / repeats >= 0.95 - 5 * np.sqrt(0.95 * 0.05 / repeats)
+
+
+@pytest.mark.parametrize(("plan", "claimed"), [(PLAN, 2.6), (GAUSSIAN, epsilon_of(1.75, DELTA))])
+def test_the_detection_probability_is_that_of_the_best_attack(
+    plan: AuditPlan, claimed: float, seed: int
+) -> None:
+    """The Gaussian mechanism of mu = 2 against a claim that allows less: audits of its scores refute it as often."""
+    statements = [(d, epsilon_of(2.0, d)) for d in (DELTA, 1e-4, 1e-3, 1e-2, 0.1, 0.3)]
+    expected = detection_probability(statements, claimed, N // 2, N // 2, plan)
+    generator, repeats = np.random.default_rng(seed), 60
+    found = np.mean(
+        [
+            audit(generator.normal(2.0, 1.0, N), generator.normal(0.0, 1.0, N), plan).epsilon_lower > claimed
+            for _ in range(repeats)
+        ]
+    )
+    assert 0.2 < expected < 0.98
+    error = 5 * np.sqrt(expected * (1 - expected) / repeats)
+    assert found - error <= expected <= found + error + 0.2  # audits choose their threshold on other scores
+    assert detection_probability(statements, 20.0, N // 2, N // 2, plan) == 0

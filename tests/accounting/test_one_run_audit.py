@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from accounting.audit import (
 )
 from accounting.audit.one_run import _p_value, _refutes_mu
 from accounting.errors import NoGuarantee
+from accounting.records.mechanisms import RecordCentral
 
 DELTA, REPEATS, LEVEL = 1e-5, 10_000, 0.05
 TOLERANCE = 5 * math.sqrt(LEVEL * (1 - LEVEL) / REPEATS)
@@ -251,3 +253,68 @@ def test_scores_are_read_only_as_the_plan_says() -> None:
         OneRunPlan(
             adversary="counts", canaries=100, delta=DELTA, claimed=4.0, readings=(Method.NORMAL_BOUND,)
         )
+
+
+def sampled_scores(
+    q: float,
+    z: float,
+    canaries: int,
+    repeats: int,
+    generator: np.random.Generator,
+    *,
+    drawn: float | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-likelihood ratios of 40 Poisson-sampled steps at q and z, drawn with another probability if one is given."""
+    coins = generator.random((repeats, canaries)) < 0.5
+    found = np.zeros(coins.shape)
+    for _ in range(40):
+        inside = coins & (generator.random(coins.shape) < (q if drawn is None else drawn))
+        y = z * generator.standard_normal(coins.shape) + inside
+        found += np.logaddexp(math.log1p(-q), math.log(q) + (2 * y - 1) / (2 * z * z))
+    return found, coins
+
+
+def test_normal_scores_are_held_against_the_strictest_statement(seed: int) -> None:
+    """Sound steps are refuted as seldom as stated; a rate a quarter too high more often than at the claim's delta."""
+    q, z, generator, repeats = 0.3, 2.3, np.random.default_rng(seed), 200
+    step = RecordCentral(noise_multiplier=z, sampling_probability=q, clip_norm=1.0, divisor=1.0, steps=40)
+    stated = {
+        d: RecordCentral.guarantees([step], delta=d, enforced=True)[0].epsilon
+        for d in (DELTA, 0.01, 0.1, 0.3)
+    }
+    claim = replace(plan(1000, stated.pop(DELTA)), elsewhere=tuple(stated.items()))
+    assert claim.strictest == (0.3, stated[0.3])
+    own = gaussian_mu(claim.claimed or 0.0, DELTA)
+    assert claim.allowed_mu < own
+    played = {d: sampled_scores(q, z, 1000, repeats, generator, drawn=d) for d in (q, 1.25 * q)}
+    shares = {
+        (drawn, mu): refuted_by_normality(*scores, mu)
+        for drawn, scores in played.items()
+        for mu in (own, claim.allowed_mu)
+    }
+    assert shares[q, claim.allowed_mu] <= LEVEL + 5 * math.sqrt(LEVEL * (1 - LEVEL) / repeats)
+    error = 5 * math.sqrt(0.5 / repeats)
+    assert shares[1.25 * q, claim.allowed_mu] > shares[1.25 * q, own] + error
+    (scores,), (coins,) = sampled_scores(q, z, 1000, 1, generator, drawn=2 * q)
+    result = audit_one_run(scores, coins, claim)
+    bound = result.bound(Method.NORMAL_BOUND)
+    assert result.exceeds(bound)
+    delta, claimed, found = result.at_strictest(bound) or (0.0, 0.0, 0.0)
+    assert (delta, claimed) == claim.strictest
+    assert found > claimed
+
+
+def test_the_power_is_the_share_of_refutations_of_ideal_scores(seed: int) -> None:
+    generator, repeats = np.random.default_rng(seed), 400
+    claim = replace(plan(400, 4.0), weaker_mu=1.3)
+    scores, coins = gaussian_scores(1.3, 400, repeats, generator)
+    found = {
+        Method.GAUSSIAN_TRADE_OFF: refuted_by_guesses(scores, coins, claim, Method.GAUSSIAN_TRADE_OFF),
+        Method.NORMAL_BOUND: refuted_by_normality(scores, coins, claim.allowed_mu),
+    }
+    for method, share in found.items():
+        power = claim.power(method)
+        assert power is not None
+        assert share == pytest.approx(power, abs=5 * math.sqrt(power * (1 - power) / repeats) + 0.05)
+    assert claim.power(Method.NORMAL_ESTIMATE) is None
+    assert plan(400, 4.0).power(Method.NORMAL_BOUND) is None

@@ -1,10 +1,20 @@
-"""The controls of an audit: a run with its records protected by a known noise, and a run without its noise."""
+"""The controls of an audit: a run with its records protected by a known noise, and a run without its noise.
+
+An audit's power is calculated, not played: the probability with which it would refute the same mechanism with half of
+its noise.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from accounting.guarantee import Adjacency
+from accounting.audit import AuditResult, detection_probability
+from accounting.composition import guarantees
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, Guarantee
+from accounting.mechanisms import Mechanism
 from training.engine.algorithm import require_applied
 from training.engine.plan import RunPlan
 from training.protections.config import RecordConfig
@@ -63,6 +73,40 @@ def without_noise(plan: RunPlan) -> RunPlan | None:
             protection={key: value for key, value in without.items() if key in own_keys}
         )
     return plan.configured(silent)
+
+
+_DELTAS = (1e-4, 1e-3, 1e-2, 0.1, 0.3)
+"""Deltas at which a mechanism with half of its noise is stated, besides the audit's."""
+
+
+def with_half_the_noise(mechanisms: Sequence[Mechanism], delta: float) -> list[tuple[float, float]]:
+    """Return what is proven of mechanisms with half of their noise, as (delta, epsilon); empty if nothing is.
+
+    Args:
+        mechanisms: Of what is attacked.
+        delta: Of the audit's bounds.
+    """
+    try:
+        halved = [one.with_noise(one.noise / 2) for one in mechanisms]
+        stated = [(d, guarantees(halved, delta=d)[0]) for d in (delta, *_DELTAS)]
+    except (NoGuarantee, ValueError):  # it has no noise, or half of it has no price
+        return []
+    return [(d, one.epsilon) for d, one in stated if one.is_proven and math.isfinite(one.epsilon)]
+
+
+def power_of(
+    result: AuditResult, claim: Guarantee | None, weaker: Sequence[tuple[float, float]]
+) -> float | None:
+    """Return the probability with which as many trials would refute a claim at half of the noise; None if not known.
+
+    Args:
+        result: The bound from the trials.
+        claim: What is claimed, if anything finite is.
+        weaker: What `with_half_the_noise` returned.
+    """
+    if claim is None or not weaker or not math.isfinite(claim.epsilon):
+        return None
+    return detection_probability(weaker, claim.epsilon, result.n_in, result.n_out, result.plan)
 
 
 def noiseless_step(plan: RunPlan) -> RunPlan | None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
-from accounting.audit import AuditResult, Verdict, clopper_pearson_upper
+from accounting.audit import AuditResult, Estimate, Verdict, clopper_pearson_upper
 from accounting.guarantee import Guarantee, Status
 from accounting.tables import number
 from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
@@ -103,6 +103,8 @@ class Finding:
         scope: What the claim covers: one step, or the whole run.
         curve: Its true and false positives at every threshold, or None if an older version kept none.
         actual: Of a broken control the finite epsilon that its code really has; None if it is not known.
+        estimate: What the scores say at face value, or None if it was not made.
+        power: Probability with which as many trials would refute the claim at half of the noise; None if not known.
     """
 
     role: Role
@@ -115,6 +117,8 @@ class Finding:
     scope: Literal["step", "run"] = "step"
     curve: Curve | None = None
     actual: float | None = None
+    estimate: Estimate | None = None
+    power: float | None = None
 
     @property
     def refutes(self) -> bool:
@@ -244,7 +248,7 @@ def finding_rows(audit: RunAudit) -> list[dict[str, str]]:
 
 def paragraphs(audit: RunAudit) -> list[str]:
     """Return the audit as text: the game, the result, what it means for each statement, and the controls."""
-    texts = [_game(audit), _result(audit), *_statements(audit), _controls(audit), audit.note]
+    texts = [_game(audit), _result(audit), *_statements(audit), _power(audit), _controls(audit), audit.note]
     return [text for text in texts if text]
 
 
@@ -345,6 +349,16 @@ def _verdict(result: AuditResult, guarantee: Guarantee) -> str:
             "supports it"
         )
     return "is not contradicted"
+
+
+def _power(audit: RunAudit) -> str:
+    best = audit.strongest
+    if best.power is None:
+        return ""
+    return (
+        "Power: if the mechanism had half of its noise, the best attack that its theorem then allows would refute the "
+        f"claim with probability {best.power:.2f} in as many trials."
+    )
 
 
 def _controls(audit: RunAudit) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Attack, Scores, play
-from training.attacks.controls import record_protected, without_noise
+from training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
 from training.attacks.findings import Curve, Finding, Role, RunAudit
 from training.attacks.games.base import TwoWorlds
 from training.attacks.games.of_run import GAME_TRIALS, findings_of, game_of
@@ -376,6 +377,7 @@ def _findings(
             on_trial=on_trial,
         )
     found = []
+    weaker = _with_half_the_noise(meant, delta) if role is Role.RUN and claim is not None else []
     for attack, own in zip(attacks, scores, strict=True):
         plan_of_audit = AuditPlan(
             threat_model=f"sees {MembershipGame.released}, knows {attack.knows}",
@@ -384,10 +386,16 @@ def _findings(
             confidence=1 - _ERROR / len(attacks),
             seed=derive_seed(seed, "halves") >> 1,
         )
-        found.append(_finding(role, attack, own.candidates, plan_of_audit, claim))
+        one = _finding(role, attack, own.candidates, plan_of_audit, claim)
+        found.append(replace(one, power=power_of(one.result, claim, weaker)))
         if role is Role.RUN:
             found.append(_finding(Role.NULL, attack, own.strangers, plan_of_audit, None))
     return found
+
+
+def _with_half_the_noise(plan: RunPlan, delta: float) -> list[tuple[float, float]]:
+    """Return what is proven of one step whose batch is known, with half of its noise."""
+    return with_half_the_noise([mechanism.known_batch() for mechanism in plan.mechanisms], delta)
 
 
 def _as_played(plan: RunPlan, seed: int) -> RunPlan:

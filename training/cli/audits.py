@@ -274,11 +274,13 @@ def _show_one_run(asked: _Asked, found: OneRunAudit, *, kept: str) -> None:
     from accounting.tables import print_rows
     from opusim.tables import wrapped
     from training.attacks.one_run.report import one_run_paragraphs, short_rows
+    from training.reports.audit_page import write_audit_page
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.stored_run import read_run
 
     loaded = read_run(asked.run)
     report_file = write_report(loaded, one_run=found, folder=asked.out)
+    page, document = write_audit_page(loaded, found, asked.place)
     if loaded.config.mode == "release":
         typer.echo(NOT_FOR_RELEASE, err=True)
     if asked.as_json:
@@ -287,7 +289,8 @@ def _show_one_run(asked: _Asked, found: OneRunAudit, *, kept: str) -> None:
     print_rows(short_rows(found))
     for text in one_run_paragraphs(found):
         typer.echo("\n" + wrapped(text))
-    typer.echo(f"\nkept in {asked.place / kept} and shown in {report_file}")
+    typer.echo(f"\nkept in {asked.place / kept}, shown in {report_file}")
+    typer.echo(f"for a reviewer: {page} and {document}")
 
 
 _WIDE_PAGE = 110

@@ -44,7 +44,7 @@ from training.networks.optimizers import make_optimizer
 from training.networks.record_gradients.separation import require_separate_steps
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import batch_statistics, invented_records, two_records
-from training.protections.base import SoftLabels
+from training.protections.base import SoftLabels, WrappedGradients
 from training.protections.planning import Updates
 from training.protections.record import RecordGradients, RecordProtection
 from training.runs.folder import RunFolder
@@ -230,7 +230,7 @@ class FeedbackAlgorithm(
         """Return what clips and noises a module's records, or None if nothing does; its points are in place."""
         self._require_bounded(network)
         writer = self.gradients(device)
-        if not isinstance(writer, RecordGradients):
+        if not isinstance(writer, RecordGradients | WrappedGradients):
             return None
         x, _ = invented_records(self.plan.dataset, network.parameters[0].device)
         network.model.train()

@@ -31,7 +31,7 @@ from training.networks.base import Network, seeded_torch
 from training.networks.objectives import Objective
 from training.networks.record_gradients.separation import restore_buffers
 from training.networks.record_gradients.tape import RecordTape
-from training.protections.base import SoftLabels
+from training.protections.base import SoftLabels, WrappedGradients
 from training.protections.record import RecordGradients
 
 
@@ -45,7 +45,7 @@ class PrivateRecords:
     """
 
     tape: RecordTape
-    writer: RecordGradients
+    writer: RecordGradients | WrappedGradients
 
 
 class ModuleTrainer(Trainer):
@@ -118,7 +118,8 @@ class ModuleTrainer(Trainer):
         try:
             with seeded_torch(self._seed_of(step), x.device):
                 diagnostics = self._diagnosed(lambda: losses()[1].mean(), step) if observe else {}
-                output, loss_sum = self._learn(losses, len(x), step, share=len(x) / batch_size)
+                share = len(x) / batch_size
+                output, loss_sum = self._learn(losses, len(x), step, share=share, records=records)
         except Exception:  # the device failed: the parameters are those before, and so must the buffers be
             restore_buffers(self.model, buffers)
             raise
@@ -196,7 +197,13 @@ class ModuleTrainer(Trainer):
         return output, losses[0] if len(losses) == 1 else torch.stack(losses).mean(dim=0)
 
     def _learn(
-        self, losses: Callable[[], tuple[Tensor, Tensor]], n_records: int, step: int, *, share: float
+        self,
+        losses: Callable[[], tuple[Tensor, Tensor]],
+        n_records: int,
+        step: int,
+        *,
+        share: float,
+        records: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Write the gradients of a batch; return its outputs, and the sum of its losses.
 
@@ -205,6 +212,7 @@ class ModuleTrainer(Trainer):
             n_records: Records of this process.
             step: The step's number.
             share: Share of the batch that this process has.
+            records: Numbers of its records.
 
         Raises:
             TrainingDiverged: Without protection, the loss or a gradient is not finite.
@@ -218,7 +226,7 @@ class ModuleTrainer(Trainer):
             with self._private.tape.recording(n_records):
                 output, per_record = losses()
                 per_record.sum().backward()
-            self._private.writer.set_recorded_gradients(self._private.tape)
+            self._private.writer.set_recorded_gradients(self._private.tape, records=records)
         return output.detach(), per_record.detach().sum(dtype=torch.float64)
 
     def _backward(self, loss: Tensor, step: int) -> None:

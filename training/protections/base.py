@@ -341,6 +341,17 @@ class WrappedGradients(PrivateGradients):
         """See PrivateGradients.state."""
         return self._writer.state
 
+    def set_recorded_gradients(self, tape: Any, *, records: Tensor | None = None) -> None:
+        """Write the private gradient of every parameter of a module; see RecordGradients.
+
+        Raises:
+            TypeError: The other writer takes no module.
+        """
+        write = getattr(self._writer, "set_recorded_gradients", None)
+        if write is None:
+            raise TypeError(f"writer: {type(self._writer).__name__} takes fully connected networks only")
+        write(tape, records=records)
+
 
 def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0) -> float:
     """Return z C, the standard deviation of the noise on a sum, once float32 can hold it.

@@ -413,13 +413,14 @@ class RecordGradients(PrivateGradients):
         clips = [Clip(factors=factor, norms=norm) for factor, norm in zip(factors, norms, strict=True)]
         return ClippedSignals(deltas=deltas, inputs=inputs, clips=clips)
 
-    def set_recorded_gradients(self, tape: RecordTape) -> None:
+    def set_recorded_gradients(self, tape: RecordTape, *, records: Tensor | None = None) -> None:
         """Write the private gradient of every parameter of a module, from the batch that a tape has recorded.
 
         The same guarantees as for layered networks hold. A batch without records is recorded by `tape.recording(0)`.
 
         Args:
             tape: It recorded the forward and backward passes of the batch, of a loss that sums over records.
+            records: Numbers of the batch's records, for a writer that wraps this one; not used here.
         """
         self.set_gradients_of_parts([tape])
 

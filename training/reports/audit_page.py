@@ -1,7 +1,8 @@
 """An audit for a privacy reviewer: an HTML page, and the same as a PDF of one A4 page.
 
 Both hold the statement that was attacked, who attacked it, every bound with the largest that the trials could have
-shown, the true positive rate at few false positives, the curve on logarithmic axes, the controls, seeds and versions.
+shown, the power, the true positive rate at few false positives, the curve on logarithmic axes, the controls, seeds and
+versions. Audits of single steps, of one training and of final models have the same page.
 """
 
 from __future__ import annotations
@@ -19,17 +20,35 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from accounting.guarantee import Guarantee
 from accounting.tables import number
 from opusim.files import write_file
-from training.attacks.findings import LOW_RATE, Finding, Role, RunAudit, paragraphs
+from training.attacks.findings import LOW_RATE, Curve, Finding, Role, RunAudit, paragraphs
+from training.attacks.one_run.report import (
+    OneRunAudit,
+    Reading,
+    one_run_paragraphs,
+    perfect_guesses,
+    refutation,
+    says,
+    says_of_control,
+)
 from training.reports.drawing import new_figure, png_bytes, style
 from training.reports.run_report import NOT_FOR_RELEASE, data_url, render, run_name
+from training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from training.runs.stored_run import StoredRun
 
-HTML_NAME, PDF_NAME = "audit.html", "audit.pdf"
 _A4 = (8.27, 11.69)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.07, 0.93, 0.965, 0.025
 _FEWEST_FALSE = 1e-5
+_MOST = "most these trials can show"
+_POWER = "finds half the noise with probability"
+_LOW = f"true positives at {LOW_RATE:.1%} false"
+_NULL, _BROKEN = (
+    "null control: coins that no training followed",
+    "broken control: half of the noise taken away",
+)
+_BAD_CONTROL = "A control did not behave as required: do not rely on this audit. Repeat it with more trials."
 
 Table = list[dict[str, str]]
 
@@ -44,10 +63,14 @@ class Sheet:
         warnings: What must not be overlooked.
         statement: What was claimed before the audit, key and value.
         adversaries: Who attacked.
-        bounds: A row for each attack on the run.
-        controls: A row for each attack on a control.
+        bounds: A row for each bound on the run.
+        bound_shares: Widths of its columns, which sum to 1.
+        controls: A row for each control; none if an older version kept none.
+        control_shares: Widths of its columns.
         paragraphs: The game, the result and the controls in words.
         facts: Trials, seed, step, date, versions, key and value.
+        curves: True against false positives of each adversary, by name.
+        limit: The claim that bounds every curve, or None.
     """
 
     title: str
@@ -56,45 +79,55 @@ class Sheet:
     statement: list[tuple[str, str]]
     adversaries: Table
     bounds: Table
+    bound_shares: tuple[float, ...]
     controls: Table
+    control_shares: tuple[float, ...]
     paragraphs: list[str]
     facts: list[tuple[str, str]]
+    curves: list[tuple[str, Curve]]
+    limit: Guarantee | None
 
 
-def write_audit_page(run: StoredRun, audit: RunAudit, folder: Path) -> tuple[Path, Path]:
-    """Write `audit.html` and `audit.pdf`; returns their paths.
+def write_audit_page(run: StoredRun, audit: RunAudit | OneRunAudit, folder: Path) -> tuple[Path, Path]:
+    """Write the page and the PDF next to the audit's JSON file, such as `audit.html` and `audit.pdf`.
 
     Args:
         run: The audited run.
         audit: What was found.
-        folder: Where they go: for a release run outside its folder, as `audit_run` requires.
+        folder: Where they go: for a release run outside its folder, as an audit requires.
+
+    Returns:
+        Their paths.
 
     Raises:
         OSError: The folder is not writable.
     """
-    sheet = sheet_of(run, audit)
+    if isinstance(audit, RunAudit):
+        sheet, kept = sheet_of_steps(run, audit), AUDIT_FILE
+    else:
+        sheet, kept = (
+            sheet_of_trainings(run, audit),
+            ONE_RUN_FILE if audit.trainings == 1 else FINAL_MODEL_FILE,
+        )
+    page, document = ((folder / kept).with_suffix(suffix) for suffix in (".html", ".pdf"))
     figure, axes = new_figure(5.2, 4.0)
-    draw_curves(axes, audit)
+    draw_curves(axes, sheet)
     html = render("audit.html", title=sheet.title, sheet=sheet, curve=data_url(png_bytes(figure)))
-    write_file(folder / HTML_NAME, html.encode())
+    write_file(page, html.encode())
     buffer = io.BytesIO()
-    draw_sheet(sheet, audit).savefig(
-        buffer, format="pdf", metadata={"Title": sheet.title, "CreationDate": None}
-    )
-    write_file(folder / PDF_NAME, buffer.getvalue())
-    return folder / HTML_NAME, folder / PDF_NAME
+    draw_sheet(sheet).savefig(buffer, format="pdf", metadata={"Title": sheet.title, "CreationDate": None})
+    write_file(document, buffer.getvalue())
+    return page, document
 
 
-def sheet_of(run: StoredRun, audit: RunAudit) -> Sheet:
-    """Return what the page of an audit says."""
+def sheet_of_steps(run: StoredRun, audit: RunAudit) -> Sheet:
+    """Return what the page of an audit of single steps, or of a game, says."""
     on_run = [finding for finding in audit.findings if finding.role is Role.RUN]
     others = [finding for finding in audit.findings if finding.role is not Role.RUN]
     release = run.config.mode == "release"
     warnings = [NOT_FOR_RELEASE] if release and not audit.game else []  # a game's records are the auditor's
     if not audit.controls_hold:
-        warnings.append(
-            "A control did not behave as required: do not rely on this audit. Repeat it with more trials."
-        )
+        warnings.append(_BAD_CONTROL)
     if audit.note:
         warnings.append(audit.note)
     return Sheet(
@@ -104,9 +137,57 @@ def sheet_of(run: StoredRun, audit: RunAudit) -> Sheet:
         statement=_statement(audit),
         adversaries=[{"name": one.attack, "sees and knows": one.result.plan.threat_model} for one in on_run],
         bounds=[_bound_row(one) for one in on_run],
+        bound_shares=(0.11, 0.10, 0.13, 0.12, 0.10, 0.07, 0.17, 0.09, 0.11),
         controls=[_control_row(one) for one in others],
+        control_shares=(0.16, 0.16, 0.13, 0.17, 0.09, 0.29),
         paragraphs=[text for text in paragraphs(audit) if text != audit.note],  # which is a warning already
-        facts=_facts(run, audit),
+        facts=[
+            ("trials", f"{audit.trials:,} on the run, at most {audit.control_trials:,} on each control"),
+            *_facts(run, audit.seed),
+            ("checkpoint", f"step {audit.step}"),
+        ],
+        curves=[(one.attack, one.curve) for one in on_run if one.curve is not None],
+        limit=audit.strongest.claim,
+    )
+
+
+def sheet_of_trainings(run: StoredRun, audit: OneRunAudit) -> Sheet:
+    """Return what the page of an audit of one training, or of final models, says."""
+    claim = next((one for one in audit.guarantees if one.is_proven), None)
+    controls = [
+        _control_row_of_scores(name, one, broken=name != _NULL)
+        for name, kept in ((_NULL, audit.null), (_BROKEN, audit.broken))
+        for one in kept
+    ]
+    failed = any(
+        not one["finding"].endswith("as required") and "too few" not in one["finding"] for one in controls
+    )
+    played = "one training" if audit.trainings == 1 else "final models"
+    counted = f"{audit.canaries:,}, with crafted {audit.crafted}"
+    return Sheet(
+        title=f"Privacy audit of {played}: {run_name(run)}",
+        verdict=verdict_of_scores(audit, claim),
+        warnings=[
+            *([NOT_FOR_RELEASE] if run.config.mode == "release" else []),
+            *([_BAD_CONTROL] if failed else []),
+        ],
+        statement=_stated(claim or audit.guarantees[0]),
+        adversaries=[
+            {"name": one.adversary, "sees and knows": one.result.plan.adversary} for one in audit.readings
+        ],
+        bounds=[row for one in audit.readings for row in _rows_of_scores(one)],
+        bound_shares=(0.12, 0.16, 0.15, 0.12, 0.10, 0.07, 0.14, 0.14),
+        controls=controls,
+        control_shares=(0.33, 0.17, 0.13, 0.09, 0.28),
+        paragraphs=[text for text in one_run_paragraphs(audit)[:-1] if not text.startswith("Adversary ")],
+        facts=[
+            ("canaries", counted) if audit.trainings == 1 else ("trainings", f"{audit.trainings:,}"),
+            ("steps", f"{audit.steps:,} in each training"),
+            ("at most", f"{perfect_guesses(audit)}, if every guess were right"),
+            *_facts(run, audit.seed),
+        ],
+        curves=[(one.adversary, one.curve) for one in audit.readings if one.curve is not None],
+        limit=claim,
     )
 
 
@@ -132,15 +213,38 @@ def verdict(audit: RunAudit) -> str:
     )
 
 
+def verdict_of_scores(audit: OneRunAudit, claim: Guarantee | None) -> str:
+    """Return the result of an audit by scores of canaries in one or two sentences.
+
+    Args:
+        audit: What was found.
+        claim: What is proven of the training, or None.
+    """
+    if audit.refuted:
+        return f"REFUTED. {refutation(audit)}"
+    known = [
+        (bound.epsilon, bound, one)
+        for one in audit.readings
+        for bound in one.result.bounds
+        if bound.method.is_bound
+    ]
+    found, bound, one = max(known, key=lambda each: each[0])
+    text = (
+        f"The highest bound shows an epsilon of at least {found:.2f} ({one.adversary}, {bound.method.value}); all hold "
+        f"together with {100 * audit.confidence:.0f} % confidence"
+    )
+    if claim is None:
+        return f"{text}. No theorem gives a finite epsilon to compare it with."
+    return (
+        f"Not refuted. {text}. That is {100 * found / claim.epsilon:.0f} % of the {claim.status.value} "
+        f"{number(claim.epsilon)}; ideal scores would show {bound.ceiling:.2f}. An audit never proves privacy; a "
+        "better attack may exist."
+    )
+
+
 def _statement(audit: RunAudit) -> list[tuple[str, str]]:
     claim = audit.strongest.claim or audit.guarantees[0]
-    attacked = [
-        ("attacked", f"epsilon {number(claim.epsilon)} at delta {claim.delta:g}, {claim.status.value}"),
-        ("protects", f"{claim.unit.value}, {claim.adjacency.value.replace('_', ' ')}"),
-        ("released", claim.release.value),
-        ("mechanism", claim.mechanism),
-        ("source", claim.source),
-    ]
+    attacked = _stated(claim)
     if audit.strongest.claim not in (None, *audit.guarantees):
         whole = audit.guarantees[0]
         attacked.append(
@@ -149,21 +253,77 @@ def _statement(audit: RunAudit) -> list[tuple[str, str]]:
     return [*attacked, ("two worlds", audit.strongest.result.plan.pair)]
 
 
+def _stated(claim: Guarantee) -> list[tuple[str, str]]:
+    return [
+        ("attacked", f"epsilon {number(claim.epsilon)} at delta {claim.delta:g}, {claim.status.value}"),
+        ("protects", f"{claim.unit.value}, {claim.adjacency.value.replace('_', ' ')}"),
+        ("released", claim.release.value),
+        ("mechanism", claim.mechanism),
+        ("source", claim.source),
+    ]
+
+
+def _low_rate(curve: Curve | None) -> str:
+    """Return the true positives at few false ones, with their limits."""
+    if curve is None:
+        return "–"
+    low = f"{curve.low_true_positive:.2%} ({curve.low_limits[0]:.2%} to {curve.low_limits[1]:.2%})"
+    return f"{low}, with {curve.low_false_positive:.2%} false on fresh trials"
+
+
+def _power(power: float | None) -> str:
+    return "–" if power is None else f"{power:.2f}"
+
+
 def _bound_row(finding: Finding) -> dict[str, str]:
-    result, curve = finding.result, finding.curve
-    low = "–"
-    if curve is not None:
-        low = f"{curve.low_true_positive:.2%} ({curve.low_limits[0]:.2%} to {curve.low_limits[1]:.2%})"
-        low = f"{low}, with {curve.low_false_positive:.2%} false on fresh trials"
+    result, estimate = finding.result, finding.estimate
     return {
         "attack": finding.attack,
-        "epsilon at least": f"{result.epsilon_lower:.2f}",
-        "most these trials can show": f"{result.ceiling:.2f}",
+        "epsilon at least": f"{result.epsilon_lower:.2f}"
+        + ("" if estimate is None else f" (estimate {estimate.epsilon:.2f})"),
+        _MOST: f"{result.ceiling:.2f}",
         "estimator": result.plan.estimator.value,
+        _POWER: _power(finding.power),
         "AUC": f"{finding.auc:.3f}",
-        f"true positives at {LOW_RATE:.1%} false": low,
+        _LOW: _low_rate(finding.curve),
         "trials": f"{result.n_in:,} + {result.n_out:,}",
         "finding": finding.says,
+    }
+
+
+def _rows_of_scores(reading: Reading) -> Table:
+    """Return a row for each way to read an adversary's scores."""
+    result = reading.result
+    rows = []
+    for place, bound in enumerate(result.bounds):
+        found = f"at least {bound.epsilon:.2f}"
+        if bound.interval is not None:
+            found = f"{bound.epsilon:.2f} ({bound.interval[0]:.2f} to {bound.interval[1]:.2f})"
+        rows.append(
+            {
+                "adversary": "" if place else reading.adversary,
+                "scores read as": bound.method.value,
+                "epsilon": found,
+                "ideal scores would show": f"{bound.ceiling:.2f}",
+                _POWER: _power(bound.power),
+                "AUC": "" if place else f"{result.auc:.3f}",
+                _LOW: "" if place else _low_rate(reading.curve),
+                "finding": says(result, bound.method),
+            }
+        )
+    return rows
+
+
+def _control_row_of_scores(name: str, reading: Reading, *, broken: bool) -> dict[str, str]:
+    best = max(
+        (bound for bound in reading.result.bounds if bound.method.is_bound), key=lambda bound: bound.epsilon
+    )
+    return {
+        "control": name,
+        "adversary": reading.adversary,
+        "epsilon at least": f"{best.epsilon:.2f}",
+        "AUC": f"{reading.result.auc:.3f}",
+        "finding": says_of_control(reading.result, broken=broken),
     }
 
 
@@ -172,20 +332,18 @@ def _control_row(finding: Finding) -> dict[str, str]:
         "control": finding.role.value,
         "attack": finding.attack,
         "epsilon at least": f"{finding.result.epsilon_lower:.2f}",
-        "most these trials can show": f"{finding.result.ceiling:.2f}",
+        _MOST: f"{finding.result.ceiling:.2f}",
         "AUC": f"{finding.auc:.3f}",
         "finding": finding.says,
     }
 
 
-def _facts(run: StoredRun, audit: RunAudit) -> list[tuple[str, str]]:
+def _facts(run: StoredRun, seed: int) -> list[tuple[str, str]]:
     repeatable = (
         "repeats the audit" if run.config.mode == "experiment" else "of what does not come from the system"
     )
     return [
-        ("trials", f"{audit.trials:,} on the run, at most {audit.control_trials:,} on each control"),
-        ("seed", f"{audit.seed} ({repeatable})"),
-        ("checkpoint", f"step {audit.step}"),
+        ("seed", f"{seed} ({repeatable})"),
         ("run", f"{run.config.mode} mode, {run.folder.path.name}"),
         ("date", time.strftime("%Y-%m-%d")),
         ("versions", ", ".join(f"{name} {version}" for name, version in run.facts["versions"].items())),
@@ -195,29 +353,26 @@ def _facts(run: StoredRun, audit: RunAudit) -> list[tuple[str, str]]:
 # Figures
 
 
-def draw_curves(axes: Axes, audit: RunAudit) -> None:
-    """Draw the true positives against the false ones of each attack on the run, both axes logarithmic.
+def draw_curves(axes: Axes, sheet: Sheet) -> None:
+    """Draw the true positives against the false ones of each adversary, both axes logarithmic.
 
     The lines of the proven epsilon bound what any attack may reach: e^epsilon FPR + delta.
     """
-    shown = [one for one in audit.findings if one.role is Role.RUN and one.curve is not None]
     least = 0.1
-    for count, one in enumerate(shown):
-        if one.curve is None:
-            continue
+    for count, (name, curve) in enumerate(sheet.curves):
         points = [
             (false, true)
-            for false, true in zip(one.curve.false_positive, one.curve.true_positive, strict=True)
+            for false, true in zip(curve.false_positive, curve.true_positive, strict=True)
             if false > 0 and true > 0
         ]
         if not points:
             continue
         least = min(least, points[0][0])
         look = {**style(count), "marker": ""}
-        axes.plot(*zip(*points, strict=True), label=one.attack, **look)
+        axes.plot(*zip(*points, strict=True), label=name, **look)
     least = max(min(least, LOW_RATE / 2), _FEWEST_FALSE)
     rates = [least * (1 / least) ** (step / 200) for step in range(201)]
-    claim = audit.strongest.claim
+    claim = sheet.limit
     if claim is not None and math.isfinite(claim.epsilon) and claim.epsilon < 700:
         allowed = [min(1.0, math.exp(claim.epsilon) * rate + claim.delta) for rate in rates]
         axes.plot(
@@ -235,10 +390,10 @@ def draw_curves(axes: Axes, audit: RunAudit) -> None:
     axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def draw_sheet(sheet: Sheet, audit: RunAudit) -> Figure:
+def draw_sheet(sheet: Sheet) -> Figure:
     """Return the A4 page; long texts are wrapped, and the type shrinks until all of it fits."""
     for size in (8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0):
-        figure, used = _drawn(sheet, audit, size)
+        figure, used = _drawn(sheet, size)
         if used >= _BOTTOM:
             break
     return figure
@@ -292,7 +447,7 @@ class _Page:
             self.y = lowest - 0.002
 
 
-def _drawn(sheet: Sheet, audit: RunAudit, size: float) -> tuple[Figure, float]:
+def _drawn(sheet: Sheet, size: float) -> tuple[Figure, float]:
     """Return the page with type of one size, and how far down it reaches."""
     page = _Page(size)
     page.text(sheet.title, size=size + 6, fontweight="bold")
@@ -312,7 +467,7 @@ def _drawn(sheet: Sheet, audit: RunAudit, size: float) -> tuple[Figure, float]:
     bottom = page.y
     height = 0.235
     axes = page.figure.add_axes((0.60, top - height, _RIGHT - 0.60, height - 0.005))
-    draw_curves(axes, audit)
+    draw_curves(axes, sheet)
     axes.tick_params(labelsize=size - 1)
     axes.xaxis.label.set_fontsize(size)
     axes.yaxis.label.set_fontsize(size)
@@ -320,9 +475,10 @@ def _drawn(sheet: Sheet, audit: RunAudit, size: float) -> tuple[Figure, float]:
     axes.spines[["top", "right"]].set_visible(False)
     page.y = min(bottom, top - height - 0.035)
     page.heading("Lower bounds on epsilon of this run")
-    page.table(sheet.bounds, (0.11, 0.10, 0.14, 0.13, 0.07, 0.20, 0.12, 0.13))
-    page.heading("Controls")
-    page.table(sheet.controls, (0.16, 0.16, 0.13, 0.17, 0.09, 0.29))
+    page.table(sheet.bounds, sheet.bound_shares)
+    if sheet.controls:
+        page.heading("Controls")
+        page.table(sheet.controls, sheet.control_shares)
     page.heading("How to read this")
     for paragraph in sheet.paragraphs:
         page.text(paragraph)

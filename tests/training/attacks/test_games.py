@@ -15,7 +15,8 @@ import torch
 import training
 from accounting.labels.budget import PerRecordBudget
 from accounting.mechanisms import mechanism_classes
-from benchmarks.attacks import guarantees as benchmark
+from benchmarks.attacks import crafted as benchmark
+from benchmarks.attacks import guarantees
 from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import all_replaced, replaced
 from tests.support.faults.streams import Wrapped, credited_noise
@@ -240,9 +241,9 @@ def test_every_audited_kind_has_a_game_or_its_reason() -> None:
     classes = mechanism_classes()
     games = {row.game().mechanism.kind for row in benchmark.ROWS.values()}
     of_trainings = {"record_central", "record_replaced"}
-    for kind in benchmark.packaged_kinds():
+    for kind in guarantees.packaged_kinds():
         assert classes[kind].audited == (kind in games | of_trainings), kind
-        assert kind in games | of_trainings | set(benchmark.REASONS), kind
+        assert kind in games | of_trainings | set(guarantees.REASONS), kind
 
 
 def test_a_game_repeats_by_its_seed() -> None:

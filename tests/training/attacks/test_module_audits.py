@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import training
+from accounting.audit import Method
 from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import replaced
 from tests.support.faults.streams import Wrapped, credited_noise
 from tests.support.record_models import Custom
 from training.attacks.findings import Role
 from training.attacks.mechanism.report import MechanismAudit, report_text
+from training.attacks.one_run.audit import audit_one_training
 from training.attacks.run_audit import audit_run
 from training.cli import main
 
@@ -91,10 +93,10 @@ def _first_layer_unclipped(factors: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def _by_realised_batch(write: Callable[..., None]) -> Callable[..., None]:
-    def divided(self: Any, tape: Any) -> None:
+    def divided(self: Any, tape: Any, **options: Any) -> None:
         stated, self._divisor = self._divisor, float(max(tape._records, 1))
         try:
-            write(self, tape)
+            write(self, tape, **options)
         finally:
             self._divisor = stated
 
@@ -166,7 +168,7 @@ def model_of(name: str) -> nn.Module:
     )
 
 
-def trained(folder: Path, name: str) -> tuple[Any, nn.Module]:
+def trained(folder: Path, name: str, **changes: Any) -> tuple[Any, nn.Module]:
     generator, y = np.random.default_rng(1), np.arange(200) % 3
     tokens = name == "embedding"
     x = generator.integers(0, 9, size=(200, 4)) if tokens else generator.normal(size=(200, 1, 6, 6))
@@ -180,6 +182,7 @@ def trained(folder: Path, name: str) -> tuple[Any, nn.Module]:
         "sampler": {"batch_size": 40 if name == "a layer that mixes records" else 12},
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.0},
         "protection": {"kind": "record", "noise_multiplier": 4.0, "clip_norm": 0.3},
+        **changes,
     }
     model = model_of(name)
     training.train(config, data=(x, y), model=model, folder=folder)
@@ -211,6 +214,42 @@ def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path) -> None:
     assert any(finding.refutes for finding in found.findings if finding.role is Role.RUN)
 
 
+@pytest.mark.parametrize(
+    ("name", "trainer"),
+    [
+        ("convolution", "bp"),
+        pytest.param("convolution", "pdfa", marks=pytest.mark.slow),
+        pytest.param("embedding", "bp", marks=pytest.mark.slow),
+    ],
+)
+def test_one_training_of_a_module_shows_what_its_steps_cost(tmp_path: Path, name: str, trainer: str) -> None:
+    """Without noise a planted canary counts as one clip; with it the bounds come near the claim, and not above."""
+    data, model = trained(
+        tmp_path, name, epochs=10, trainer={"kind": trainer}, protection={"kind": "record", "epsilon": 4.0}
+    )
+    options: dict[str, Any] = {"data": data, "model": model, "canaries": 50 if name == "embedding" else 190}
+    found = audit_one_training(tmp_path, **options, seed=4)
+    updates = found.reading("all updates")
+    assert not found.refuted
+    assert updates.bound(Method.NORMAL_ESTIMATE).interval is not None
+    low, high = updates.bound(Method.NORMAL_ESTIMATE).interval or (0.0, 0.0)
+    assert low < 4.0 < high + 1.0
+    with replaced("training.protections.record:central_noise", _almost_silent):
+        loud = audit_one_training(tmp_path, **options, seed=4)
+    assert loud.reading("all updates").auc > 0.99
+
+
+def _almost_silent(make: Callable[..., NoiseStream]) -> Callable[..., NoiseStream]:
+    return lambda *a, **k: _Tiny(make(*a, **k))
+
+
+class _Tiny(Wrapped):
+    """Noise of a fiftieth of its standard deviation."""
+
+    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
+        return super().normal(shape, device=device).div_(50.0)
+
+
 CODE = """
 import torch
 from torch import nn
@@ -230,6 +269,8 @@ def own_loss(output, target):
     [
         (["--trials", "40"], {"model": {"name": "NAME:build"}}),
         (["--trials", "40"], {"loss": "NAME:own_loss", "model": {"hidden": [8]}}),
+        (["--one-run", "--canaries", "40"], {"model": {"name": "NAME:build"}}),
+        (["--one-run", "--canaries", "40"], {"loss": "NAME:own_loss", "model": {"hidden": [8]}}),
     ],
 )
 def test_audits_execute_code_of_the_user_when_trusted_only(
@@ -239,7 +280,7 @@ def test_audits_execute_code_of_the_user_when_trusted_only(
     options: list[str],
     named: dict[str, Any],
 ) -> None:
-    name = f"audited_code_{'_'.join(named)}"
+    name = f"audited_code_{'_'.join(named)}_{options[0].strip('-').replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     x, y = np.random.default_rng(1).normal(size=(60, 8)).astype(np.float32), np.arange(60) % 3

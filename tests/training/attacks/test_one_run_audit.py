@@ -21,10 +21,16 @@ from accounting.guarantee import Adjacency
 from accounting.records.mechanisms import RecordReplaced
 from benchmarks.attacks import one_run
 from opusim.errors import ConfigError
-from tests.support.faults import averaged_before_noise, clipped_by_layer, noise_halved, noise_reused
+from tests.support.faults import (
+    averaged_before_noise,
+    clipped_by_layer,
+    noise_halved,
+    noise_reused,
+    sampled_too_often,
+)
 from tests.support.faults.base import Fault
 from training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again
-from training.attacks.one_run.observers import Descent, EntryObserver, log_ratio
+from training.attacks.one_run.observers import Descent, EntryObserver, log_ratio, shifted
 from training.attacks.one_run.report import OneRunAudit, one_run_paragraphs, one_run_rows, read_one_run
 from training.attacks.run_audit import read_run
 from training.cli.app import app
@@ -90,7 +96,35 @@ def test_a_correct_run_is_not_refuted_and_the_bounds_come_near_the_claim(pdfa: P
     assert read_one_run(pdfa / "one-run.json") == found
     assert OneRunAudit.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert all(row["ceiling"] for row in one_run_rows(found))
+    assert [one.adversary for one in found.null] == [one.adversary for one in found.readings]
+    assert not any(one.result.refuting for one in found.null)
+    (broken,) = found.broken
+    assert broken.result.refuting, broken
+    assert updates.plan.strictest is not None
+    assert updates.plan.strictest[0] > updates.plan.delta
     assert "not refuted" in one_run_paragraphs(found)[-1]
+
+
+def test_correlated_noise_is_undone_before_it_is_scored(tmp_path: Path) -> None:
+    """As tight as independent noise; half of it is found, and an attacker who ignores the correlation sees less."""
+    folder = trained(tmp_path / "run", trainer={"kind": "bp"}, protection={**RUN["protection"], "bands": 4})
+    updates = audited(folder).reading("all updates")
+    assert 2.8 <= updates.bound(Method.NORMAL_ESTIMATE).epsilon <= 5.2
+    assert not updates.refuting
+    assert audited(folder, noise_halved.FAULT).reading("all updates").refuting
+
+
+def test_a_drawn_canary_is_read_through_the_bands() -> None:
+    """A draw adds c_0, c_1, ... to rows of C y, whose inner product with c over |c|^2 is 1; other rows give 0."""
+    c, q, z = np.array([0.8, 0.5, 0.3]), 0.1, 1e-3
+    drawn = np.zeros((7, 2))
+    drawn[[0, 3, 6], 0] = [1.0, 0.0, 1.0]
+    matrix = sum(np.diag(np.full(7 - k, c[k]), -k) for k in range(3))
+    assert all(np.allclose(shifted(drawn, k), np.eye(7, k=-k) @ drawn) for k in range(3))
+    np.testing.assert_allclose(sum(c[k] * shifted(drawn, k) for k in range(3)), matrix @ drawn)
+    blocks = [c[: 7 - t] @ (matrix @ drawn)[t : t + 3, 0] / np.sum(c[: 7 - t] ** 2) for t in (0, 3, 6)]
+    np.testing.assert_allclose(blocks, [1.0, 0.0, 1.0], atol=1e-12)
+    assert log_ratio(np.array(blocks), q=3 * q, z=z, replaces=False)[1] < 0
 
 
 @pytest.mark.slow
@@ -108,6 +142,7 @@ def test_a_seed_repeats_the_audit(pdfa: Path) -> None:
         pytest.param(noise_reused.FAULT, "consecutive updates", marks=pytest.mark.slow),
         pytest.param(clipped_by_layer.FAULT, "all updates", marks=pytest.mark.slow),
         pytest.param(averaged_before_noise.FAULT, "all updates", marks=pytest.mark.slow),
+        pytest.param(sampled_too_often.FAULT, "all updates", marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_fault_is_refuted(pdfa: Path, fault: Fault, adversary: str) -> None:
@@ -230,6 +265,18 @@ def test_the_command_audits_one_training(pdfa: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "ceiling" in shown.output
     assert "one training of 200 steps" in (tmp_path / "page" / "report.html").read_text()
+    page = (tmp_path / "page" / "one-run.html").read_text()
+    assert "Not refuted." in page
+    for text in (
+        "finds half the noise with probability",
+        "null control",
+        "broken control",
+        "if every guess were right",
+    ):
+        assert text in page, text
+    document = (tmp_path / "page" / "one-run.pdf").read_bytes()
+    assert document.count(b"/Type /Page ") == 1
+    assert b"595" in document  # A4, in points
     assert runner.invoke(app, [*command, "--trials", "40"]).exit_code != 0
     assert runner.invoke(app, ["audit", str(pdfa), "--canaries", "40"]).exit_code != 0
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.audit import AuditPlan, AuditResult, Estimator, audit
+from accounting.audit import AuditPlan, AuditResult, Estimate, Estimator, audit, estimated
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism
@@ -72,6 +72,11 @@ class Played:
         """The larger of the two bounds."""
         found = [self.bound] if self.gaussian is None else [self.bound, self.gaussian]
         return max(found, key=lambda result: result.epsilon_lower)
+
+    @property
+    def estimate(self) -> Estimate:
+        """What the scores say at face value, under the Gaussian law if there is one."""
+        return estimated(self.first, self.second, self.gaussian or self.bound)
 
 
 class TwoWorlds(ABC):

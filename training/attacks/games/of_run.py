@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from accounting.guarantee import Guarantee
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Scores
+from training.attacks.controls import power_of, with_half_the_noise
 from training.attacks.findings import Finding, Role
 from training.attacks.games.base import Played, TwoWorlds, played
 from training.attacks.games.last_iterate import LastIterateGame
@@ -62,13 +64,20 @@ def findings_of(
         on_trials: Called with the number of trials done since the last call.
     """
     claim = next((guarantee for guarantee in stated if guarantee.is_proven), None)
+    weaker = with_half_the_noise([game.mechanism], delta)
     subjects = ((Role.RUN, game, False), (Role.NULL, game, True), (Role.BROKEN, game.weakened(), False))
     found = []
     for role, subject, null in subjects:
         own = derive_seed(seed, "audit", role.value) >> 1
         results = played(subject, trials=trials, seed=own, delta=delta, null=null, on_trials=on_trials)
         actual = subject.true_epsilon(delta) if role is Role.BROKEN else math.inf
-        found += [_finding(role, one, None if null else claim, actual) for one in results]
+        found += [
+            replace(
+                _finding(role, one, None if null else claim, actual),
+                power=power_of(one.best, claim, weaker) if role is Role.RUN else None,
+            )
+            for one in results
+        ]
     return found
 
 
@@ -84,4 +93,5 @@ def _finding(role: Role, one: Played, claim: Guarantee | None, actual: float) ->
         scope="run",
         curve=one.curve,
         actual=actual if math.isfinite(actual) else None,
+        estimate=one.estimate,
     )

@@ -31,9 +31,9 @@ from training.protections.config import LabelAmplifiedConfig, LabelBudgetConfig
 
 RECORDS = 128
 """Records of a pass: few enough for small matrices, many enough for few passes."""
-_OPPOSITE = torch.tensor([0.5, -0.5])
+OPPOSITE = torch.tensor([0.5, -0.5])
 """The error of label 1 if both logits are equal; that of label 0 is its negative, and they are sqrt(2) apart."""
-_LARGE = 1e3
+LARGE = 1e3
 _SEES = "every update"
 _KNOWS = "all features and initial weights, all other labels, and the noise's covariance"
 
@@ -74,24 +74,6 @@ class StepsGame(TwoWorlds):
     @abstractmethod
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
         """Scores of one pass, shape (adversaries, RECORDS)."""
-
-    def _crafted(self, seed: int, sampler: Mapping[str, Any]) -> RunPlan:
-        """Return the run on the auditor's layer and records."""
-        layer = torch.nn.Linear(RECORDS, len(_OPPOSITE), bias=False)
-        dataset = crafted(torch.eye(RECORDS), same_labels(RECORDS, 0), n_classes=len(_OPPOSITE))
-        plan = replace(self._plan, dataset=dataset, network=FullyConnected(torch.nn.Sequential(layer)))
-        return plan.unchecked(seed=seed, sampler=sampler)
-
-    @contextmanager
-    def _writer(self, plan: RunPlan) -> Iterator[PrivateGradients]:
-        """Yield the writer of the plan's protection, which draws on the run's own device if that is credited."""
-        with self._plan.unchecked(seed=plan.config.seed).opened_device() as device:
-            writer = plan.protection.gradients(device)
-            if writer is None:
-                raise TypeError(
-                    f"plan: protection.kind = {plan.config.protection.kind!r} writes no gradients"
-                )
-            yield writer
 
 
 class BudgetGame(StepsGame):
@@ -139,14 +121,14 @@ class BudgetGame(StepsGame):
         return protection.budget
 
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
-        plan = self._crafted(seed, {"scheme": "full-batch"})
+        plan = on_one_layer(self._plan, seed, {"scheme": "full-batch"})
         paid, floor = self.paid_visits, self._section.floor
         std = plan.protection.noise_multiplier * self._section.clip * math.sqrt(1 + floor)
-        signal = (1 if first else -1) * self._distance / 2**0.5 * _OPPOSITE.repeat(RECORDS, 1)
+        signal = (1 if first else -1) * self._distance / 2**0.5 * OPPOSITE.repeat(RECORDS, 1)
         found = np.zeros((2, RECORDS))
-        with self._writer(plan) as writer:
+        with writer_of(plan) as writer:
             for step in range(2 * paid):
-                gradient = _written(writer, plan, step, signal, plan.sampler.indices(step))
+                gradient = written(writer, plan, step, signal, plan.sampler.indices(step))
                 seen = gradient * RECORDS / std
                 found += np.stack([seen * (step < paid), seen])
         return found
@@ -178,17 +160,41 @@ class AmplifiedGame(StepsGame):
         if not isinstance(accounted, LabelAmplified):
             raise TypeError(f"accounted = {accounted.kind!r}: must be a LabelAmplified")
         q, shift = accounted.sampling_probability, 1 / accounted.noise_multiplier
-        plan = self._crafted(seed, {"scheme": "poisson", "sampling_probability": q})
+        plan = on_one_layer(self._plan, seed, {"scheme": "poisson", "sampling_probability": q})
         plan = plan.unchecked(protection={"divisor": 1.0, "reference_size": RECORDS})
         std = plan.protection.noise_multiplier * section.clip * math.sqrt(1 + section.floor)
-        signals = (1 if first else -1) * _LARGE * _OPPOSITE.repeat(RECORDS, 1)
+        signals = (1 if first else -1) * LARGE * OPPOSITE.repeat(RECORDS, 1)
         found = np.zeros(RECORDS)
-        with self._writer(plan) as writer:
+        with writer_of(plan) as writer:
             for step in range(accounted.steps):
                 batch = plan.sampler.indices(step)
-                seen = _written(writer, plan, step, signals[batch], batch) / std
+                seen = written(writer, plan, step, signals[batch], batch) / std
                 found += _log_mixture(q, shift, seen) - _log_mixture(q, shift, -seen)
         return found[None]
+
+
+def on_one_layer(plan: RunPlan, seed: int, sampler: Mapping[str, Any]) -> RunPlan:
+    """Return a run on the auditor's layer of two outputs and its `RECORDS` records.
+
+    Args:
+        plan: The run.
+        seed: Of its batches and noise.
+        sampler: Keys of its sampler.
+    """
+    layer = torch.nn.Linear(RECORDS, len(OPPOSITE), bias=False)
+    dataset = crafted(torch.eye(RECORDS), same_labels(RECORDS, 0), n_classes=len(OPPOSITE))
+    plan = replace(plan, dataset=dataset, network=FullyConnected(torch.nn.Sequential(layer)))
+    return plan.unchecked(seed=seed, sampler=sampler)
+
+
+@contextmanager
+def writer_of(plan: RunPlan) -> Iterator[PrivateGradients]:
+    """Yield the writer of a plan's protection, which draws on the run's own device if that is credited."""
+    with plan.unchecked(seed=plan.config.seed).opened_device() as device:
+        writer = plan.protection.gradients(device)
+        if writer is None:
+            raise TypeError(f"plan: protection.kind = {plan.config.protection.kind!r} writes no gradients")
+        yield writer
 
 
 def _log_mixture(q: float, shift: float, x: np.ndarray) -> np.ndarray:
@@ -197,10 +203,16 @@ def _log_mixture(q: float, shift: float, x: np.ndarray) -> np.ndarray:
     return np.logaddexp(absent, math.log(q) + shift * x - shift**2 / 2)
 
 
-def _written(
-    writer: PrivateGradients, plan: RunPlan, step: int, signals: Tensor, batch: Tensor
-) -> np.ndarray:
-    """Write one step's gradient; return its part along the signals for each record, float64, shape (RECORDS,)."""
+def written(writer: PrivateGradients, plan: RunPlan, step: int, signals: Tensor, batch: Tensor) -> np.ndarray:
+    """Write one step's gradient; return its part along the signals for each record, float64, shape (RECORDS,).
+
+    Args:
+        writer: The writer of `writer_of`.
+        plan: The run of `on_one_layer`.
+        step: The step's number.
+        signals: Of the batch's records, shape (batch, 2).
+        batch: Numbers of its records.
+    """
     x = plan.dataset.train.x
     writer.seek(step)
     public = None if writer.reference is None else [writer.reference]

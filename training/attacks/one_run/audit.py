@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting import numerics
-from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
+from accounting.audit import Law, OneRunPlan, gaussian_mu
 from accounting.composition import guarantees as composed
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
@@ -28,7 +28,13 @@ from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
-from training.attacks.one_run.observers import EntryObserver, Observer, QuietRowsObserver, RowSpaceObserver
+from training.attacks.one_run.observers import (
+    EntryObserver,
+    Observer,
+    QuietRowsObserver,
+    RowSpaceObserver,
+    Sight,
+)
 from training.attacks.one_run.report import OneRunAudit, Reading
 from training.attacks.replay import AuditedRun
 from training.attacks.run_audit import ROOM, audit_place, read_run, update_clipping
@@ -52,7 +58,7 @@ n counts the bounds that are reported, no others: seven under a Gaussian law, si
 updates are read by one bound (`Sight.readings`).
 """
 _WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
-"""Deltas at which a claim must be at most that of the Gaussian mechanism; see `known_law`."""
+"""Deltas at which a claim must be at most that of the Gaussian mechanism; see `Claim.of`."""
 _WRITERS = (
     "its updates do not pass the writer of private gradients; play the game of single steps: opusim audit RUN"
 )
@@ -181,31 +187,16 @@ def play_one_run(
     spent = time.process_time() - started
     guarantees = ledger.guarantees(delta=delta)
     mechanism = ledger.mechanisms[0]
-    claimed = claimed_epsilon(guarantees, game.relation)
-    law = known_law(ledger.mechanisms, game.relation, delta)
-    all_scores = game.observer.scores(mechanism)
-    bounds = sum(method.is_bound for sight in all_scores for method in sight.readings(law))
-    readings = [
-        Reading(
-            adversary=sight.name,
-            result=audit_one_run(
-                scores,
-                game.inside,
-                OneRunPlan(
-                    adversary=f"sees {sight.sees}, knows {sight.knows}",
-                    canaries=canaries,
-                    delta=delta,
-                    claimed=claimed,
-                    confidence=1 - (1 - CONFIDENCE) / bounds,
-                    law=law,
-                    readings=sight.readings(law),
-                ),
-            ),
-        )
-        for sight, scores in all_scores.items()
-    ]
+    claim = Claim.of(ledger.mechanisms, guarantees, game.relation, delta)
+    scores = game.observer.scores(mechanism)
+    plans, null = claim.plans(list(scores), canaries), null_coins(seed, canaries)
     return OneRunAudit(
-        readings=tuple(readings),
+        readings=tuple(Reading.of(sight, own, game.inside, plans[sight]) for sight, own in scores.items()),
+        null=tuple(Reading.of(sight, own, null, plans[sight]) for sight, own in scores.items()),
+        broken=tuple(
+            Reading.of(sight, own, game.inside, plans[sight])
+            for sight, own in game.observer.with_half_the_noise(mechanism).items()
+        ),
         guarantees=tuple(guarantees),
         accounted=mechanism.describe(),
         canaries=canaries,
@@ -230,35 +221,104 @@ def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> flo
     return max(min(finite), 1e-6) if finite else None
 
 
-def known_law(mechanisms: Sequence[Mechanism], relation: Adjacency, delta: float) -> Law:
-    """Return Gaussian if the claim is nowhere above that of the Gaussian mechanism with the same epsilon at delta.
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What an audit puts to the test.
 
-    Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes the
-    claim only if what is claimed at the deltas that bound frequent errors implies that mechanism: epsilon(d) <=
-    epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
-
-    Args:
-        mechanisms: What the audited training released.
-        relation: That of the game.
+    Attributes:
+        epsilon: The smallest epsilon that is proven at delta, or else that of a formula; None if none is finite.
         delta: Of the bounds.
+        law: Gaussian if the claim is nowhere above that of the Gaussian mechanism with the same epsilon at delta.
+        elsewhere: The claim at other deltas, as (delta, epsilon).
+        weaker_mu: mu of ideal scores with half of the noise, or None.
     """
-    if not isinstance(mechanisms[0], ClippedRecords) or delta == 0:
-        return Law.ANY
-    return _law(tuple(mechanisms), relation, delta)
+
+    epsilon: float | None
+    delta: float
+    law: Law = Law.ANY
+    elsewhere: tuple[tuple[float, float], ...] = ()
+    weaker_mu: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        mechanisms: Sequence[Mechanism],
+        stated: Sequence[Guarantee],
+        relation: Adjacency,
+        delta: float,
+    ) -> Claim:
+        """Return what is claimed of one training, and the law that its noise has.
+
+        Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes
+        the claim only if what is claimed at the deltas that bound frequent errors implies that mechanism: epsilon(d) <=
+        epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
+
+        Args:
+            mechanisms: What the audited training released.
+            stated: Its guarantees at delta.
+            relation: That of the game.
+            delta: Of the bounds.
+        """
+        epsilon = claimed_epsilon(stated, relation)
+        if not isinstance(mechanisms[0], ClippedRecords) or delta == 0:
+            return cls(epsilon=epsilon, delta=delta)
+        at_wider = _at_wider(tuple(mechanisms), relation)
+        mu = math.inf if epsilon is None else gaussian_mu(epsilon, delta)
+        implied = epsilon is None or all(
+            found is not None and found <= 1.01 * numerics.gaussian_bounds(mu, wider).upper + 1e-3
+            for wider, found in at_wider
+        )
+        if not implied:
+            return cls(epsilon=epsilon, delta=delta)
+        halved = tuple(one.with_noise(one.noise / 2) for one in mechanisms)
+        weaker = [
+            gaussian_mu(found, wider)
+            for wider, found in _at_wider(halved, relation, (delta, _WIDER[-1]))
+            if found
+        ]
+        return cls(
+            epsilon=epsilon,
+            delta=delta,
+            law=Law.GAUSSIAN,
+            elsewhere=tuple((wider, found) for wider, found in at_wider if found and wider != delta),
+            weaker_mu=min(weaker, default=None),
+        )
+
+    def plans(self, sights: Sequence[Sight], canaries: int) -> dict[Sight, OneRunPlan]:
+        """Return how the scores of each adversary are read; all bounds together hold with `CONFIDENCE`."""
+        bounds = sum(method.is_bound for sight in sights for method in sight.readings(self.law))
+        return {
+            sight: OneRunPlan(
+                adversary=f"sees {sight.sees}, knows {sight.knows}",
+                canaries=canaries,
+                delta=self.delta,
+                claimed=self.epsilon,
+                confidence=1 - (1 - CONFIDENCE) / bounds,
+                law=self.law,
+                readings=sight.readings(self.law),
+                elsewhere=self.elsewhere,
+                weaker_mu=self.weaker_mu,
+            )
+            for sight in sights
+        }
 
 
 @functools.lru_cache(maxsize=32)
-def _law(mechanisms: tuple[Mechanism, ...], relation: Adjacency, delta: float) -> Law:
-    """See `known_law`; kept, since the audits of a table share their mechanism."""
-    claimed = claimed_epsilon(composed(mechanisms, delta=delta), relation)
-    if claimed is None:
-        return Law.GAUSSIAN
-    mu = gaussian_mu(claimed, delta)
-    for wider in _WIDER:
-        found = claimed_epsilon(composed(mechanisms, delta=wider), relation)
-        if found is None or found > 1.01 * numerics.gaussian_bounds(mu, wider).upper + 1e-3:
-            return Law.ANY
-    return Law.GAUSSIAN
+def _at_wider(
+    mechanisms: tuple[Mechanism, ...], relation: Adjacency, deltas: tuple[float, ...] = _WIDER
+) -> tuple[tuple[float, float | None], ...]:
+    """Return what is claimed at other deltas; kept, since the audits of a table share their mechanism."""
+    return tuple((d, claimed_epsilon(composed(mechanisms, delta=d), relation)) for d in deltas)
+
+
+def null_coins(seed: int, count: int) -> np.ndarray:
+    """Return coins that no training followed, for the null control, bool, shape (count,).
+
+    Args:
+        seed: Of the audit.
+        count: How many.
+    """
+    return np.random.default_rng(derive_seed(seed, "null")).random(count) < 0.5
 
 
 def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
@@ -269,9 +329,14 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
     """
     config, algorithm = plan.config, plan.algorithm
     if "gradients" not in algorithm.applies or not weight_layers(plan.network):
-        writes = "gradients" in algorithm.applies
-        what = "a user-supplied model or loss" if writes else f"trainer.kind = {config.trainer.kind!r}"
-        raise NoGuarantee(f"{what} cannot carry crafted gradients: {_WRITERS}")
+        if "gradients" in algorithm.applies:
+            raise NoGuarantee(
+                "the model has no weight matrix whose entries could carry crafted gradients; play the game of single "
+                "steps: opusim audit RUN"
+            )
+        raise NoGuarantee(
+            f"trainer.kind = {config.trainer.kind!r} cannot carry crafted gradients: {_WRITERS}"
+        )
     canaries = Canaries.drawn(
         plan.network,
         count,
@@ -280,7 +345,13 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
         seed=seed,
     )
     clip = algorithm.clip_norm(config, plan.dataset.n_classes)
-    observer = EntryObserver(plan.network, canaries, config.optimizer, scale=config.divisor / clip)
+    shape = (len(canaries.planted), *plan.dataset.train.x.shape[1:])
+    blank = torch.zeros(shape, dtype=plan.dataset.train.x.dtype)
+    labels = torch.zeros(len(blank), *plan.dataset.train.y.shape[1:], dtype=plan.dataset.train.y.dtype)
+    joined = with_records(plan, blank, labels)
+    observer = EntryObserver(
+        plan.network, canaries, config.optimizer, scale=config.divisor / clip, sampler=joined.sampler
+    )
 
     def wrap(writer: PrivateGradients) -> PrivateGradients:
         observer.writer = CraftedGradients(
@@ -288,12 +359,8 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
         )
         return observer.writer
 
-    shape = (len(canaries.planted), *plan.dataset.train.x.shape[1:])
-    blank = torch.zeros(shape, dtype=plan.dataset.train.x.dtype)
-    labels = torch.zeros(len(blank), dtype=plan.dataset.train.y.dtype)
-    joined = replace(with_records(plan, blank, labels), wrap_writer=wrap)
     return Game(
-        plan=joined,
+        plan=replace(joined, wrap_writer=wrap),
         observer=observer,
         inside=canaries.inside.numpy(),
         relation=config.relation or Adjacency.REPLACE_ONE,

@@ -23,12 +23,16 @@ from torch import Tensor
 from opusim import checks
 from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
+from training.networks.any_module import AnyModule
 from training.networks.base import Network
 from training.networks.layers import LayeredNetwork
+from training.networks.record_gradients.tape import RecordTape
 from training.protections.base import PrivateGradients, WrappedGradients
 
 _EXCESS = 2.0**10
 """Norm of a crafted gradient before the clip, in units of C."""
+_MODULE_EXCESS = 2.0**20
+"""The same in a module, whose blank records add gradients of their own, so that they change its direction little."""
 _STEEPNESS = 2.0**10
 """Input of a canary at its own entry; the bias, whose input is 1, receives that much less than the weight."""
 
@@ -43,6 +47,7 @@ class LayerEntries:
         rows: Output of each canary's entry, shape (m,).
         columns: Input of each canary's entry, shape (m,).
         width: Inputs of the layer.
+        height: Its outputs.
     """
 
     name: str
@@ -50,6 +55,7 @@ class LayerEntries:
     rows: Tensor
     columns: Tensor
     width: int
+    height: int
 
     @property
     def flat(self) -> Tensor:
@@ -106,7 +112,7 @@ class Canaries:
             raise ConfigError(
                 "audit",
                 "canaries",
-                f"{count} exceeds the {largest} weights of the largest fully connected layer, and each canary needs "
+                f"{count} exceeds the {largest} weights of the largest weight matrix, and each canary needs "
                 "an entry of its own; take fewer",
             )
         entries = tuple(_entries(shape, count, generator) for shape in shapes if shape[2] * shape[3] >= count)
@@ -114,7 +120,10 @@ class Canaries:
 
 
 def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
-    """Return number, name of the weight, outputs and inputs of every fully connected layer."""
+    """Return number, name of the weight, outputs and inputs of every layer; of a module those of every matrix."""
+    if isinstance(network, AnyModule):
+        named = [(name, p) for name, p in network.model.named_parameters() if p.requires_grad and p.ndim == 2]
+        return [(number, name, *p.shape) for number, (name, p) in enumerate(named)]
     if not isinstance(network, LayeredNetwork):
         return []
     names = {tensor.data_ptr(): name for name, tensor in network.tensors.items()}
@@ -135,6 +144,7 @@ def _entries(shape: tuple[int, str, int, int], count: int, generator: np.random.
         rows=places // columns,
         columns=places % columns,
         width=columns,
+        height=rows,
     )
 
 
@@ -161,6 +171,8 @@ class CraftedGradients(WrappedGradients):
         self._planted = canaries.planted
         self.others = np.zeros(len(canaries.inside))
         """What other records contributed along each canary's direction in the last step, in units of C, shape (m,)."""
+        self.drawn = np.zeros(len(canaries.inside))
+        """What each canary contributed in the last step if the clip is sound: its sign or 0, shape (m,)."""
 
     def _write(
         self,
@@ -178,10 +190,62 @@ class CraftedGradients(WrappedGradients):
             )
         crafted = torch.nonzero(records >= self._canaries.first).flatten()
         self.others = self._others(deltas, inputs, records < self._canaries.first)
+        numbers = self._planted[records[crafted].cpu() - self._canaries.first]
+        self.drawn = np.zeros(len(self.others))
+        self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
         if len(crafted):
-            numbers = self._planted[records[crafted].cpu() - self._canaries.first]
             deltas, inputs = self._crafted(deltas, inputs, crafted, numbers)
         self._writer.set_gradients(network, deltas, inputs, records=records, public_inputs=public_inputs)
+
+    def set_recorded_gradients(self, tape: RecordTape, *, records: Tensor | None = None) -> None:
+        """See WrappedGradients: plants the canaries' gradients in what a tape recorded of a module.
+
+        What the other records contribute is a clipped sum without noise, in which canaries have the factor 0.
+        """
+        records = torch.zeros(0, dtype=torch.int64) if records is None else records
+        rows = torch.nonzero(records >= self._canaries.first).flatten()
+        numbers = self._planted[records[rows].cpu() - self._canaries.first]
+        self.drawn = np.zeros(len(self._canaries.inside))
+        self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
+        if len(rows):
+            self._plant(tape, len(records), rows, numbers)
+        squares = tape.squared_norms()
+        norms = squares.sum(dim=0).sqrt()
+        factors = (self._clip_norm / norms.clamp_min(1e-300)).clamp(max=1.0)
+        factors = torch.where(torch.isfinite(norms), factors, 0.0)
+        factors[rows] = 0.0
+        tape.set_gradients(factors.expand(len(squares), -1), squares)
+        self.others = self._along_canaries(tape) / self._clip_norm
+        for parameter in (parameter for layer in tape.layers for parameter in layer):
+            parameter.grad = None
+        super().set_recorded_gradients(tape, records=records)
+        self.batches_written += 1
+
+    def _plant(self, tape: RecordTape, count: int, rows: Tensor, numbers: Tensor) -> None:
+        """Add the gradients of the canaries of these numbers, rows of a recorded batch of `count` records."""
+        share = _MODULE_EXCESS * self._clip_norm / _STEEPNESS / math.sqrt(len(self._canaries.entries))
+        for entry in self._canaries.entries:
+            signals = torch.zeros(count, entry.height, device=rows.device)
+            inputs = torch.zeros(count, entry.width, device=rows.device)
+            signals[rows, entry.rows[numbers].to(rows.device)] = (
+                (share * self._canaries.signs[numbers]).float().to(rows.device)
+            )
+            inputs[rows, entry.columns[numbers].to(rows.device)] = _STEEPNESS
+            tape.plant(entry.name, signals, inputs)
+
+    def _along_canaries(self, tape: RecordTape) -> np.ndarray:
+        """Return the written gradients along each canary's direction, shape (m,)."""
+        written = {
+            name: parameter
+            for names, layer in zip(tape.names, tape.layers, strict=True)
+            for name, parameter in zip(names, layer, strict=True)
+        }
+        total = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
+        for entry in self._canaries.entries:
+            gradient = written[entry.name].grad
+            if gradient is not None:  # always, after set_gradients
+                total += gradient.flatten()[entry.flat.to(gradient.device)].double().cpu()
+        return (total / math.sqrt(len(self._canaries.entries))).numpy()
 
     def _crafted(
         self, deltas: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor, numbers: Tensor

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.audit import FEWEST_CANARIES, OneRunPlan, audit_one_run
+from accounting.audit import FEWEST_CANARIES
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
@@ -46,7 +46,7 @@ from accounting.mechanisms import Mechanism
 from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
-from training.attacks.one_run.audit import CONFIDENCE, claimed_epsilon, known_law, started_again, with_records
+from training.attacks.one_run.audit import CONFIDENCE, Claim, null_coins, started_again, with_records
 from training.attacks.one_run.observers import Sight
 from training.attacks.one_run.report import OneRunAudit, Reading
 from training.attacks.run_audit import audit_place, read_run
@@ -113,8 +113,9 @@ class FinalModelGame:
         if plan.config.protection.protects != "records" or not isinstance(network, FullyConnected):
             raise NoGuarantee(
                 f"trainer.kind = {plan.config.trainer.kind!r}, protection.kind = "
-                f"{plan.config.protection.kind!r}: the game of the final model plants a record in a fully connected "
-                "network under protection.kind = 'record'; play another: opusim audit RUN"
+                f"{plan.config.protection.kind!r}, {type(network).__name__}: the game of the final model plants a "
+                "record in a fully connected network with a loss of opusim, under protection.kind = 'record'; play "
+                "another: opusim audit RUN --one-run"
             )
         direction = quiet_direction(plan.dataset.train.x)
         own = deepcopy(network)
@@ -419,29 +420,18 @@ def read_scores(
         cpu_s: Processor seconds that they took.
     """
     relation = game.present.config.relation or Adjacency.REPLACE_ONE
-    stated = guarantees(list(game.mechanisms), delta=delta)
-    law = known_law(game.mechanisms, relation, delta)
-    bounds = sum(method.is_bound for method in law.methods)
-    result = audit_one_run(
-        np.array(scores),
-        game.coins(len(scores)),
-        OneRunPlan(
-            adversary=f"sees {game.sight.sees}, knows {game.sight.knows}",
-            canaries=len(scores),
-            delta=delta,
-            claimed=claimed_epsilon(stated, relation),
-            confidence=1 - (1 - CONFIDENCE) / bounds,
-            law=law,
-        ),
-    )
+    stated, count = guarantees(list(game.mechanisms), delta=delta), len(scores)
+    claim = Claim.of(game.mechanisms, stated, relation, delta)
+    plan, found = claim.plans([game.sight], count)[game.sight], np.array(scores)
     return OneRunAudit(
-        readings=(Reading(adversary=game.sight.name, result=result),),
+        readings=(Reading.of(game.sight, found, game.coins(count), plan),),
+        null=(Reading.of(game.sight, found, null_coins(game.seed, count), plan),),
         guarantees=tuple(stated),
         accounted=game.mechanisms[0].describe(),
-        canaries=len(scores),
+        canaries=count,
         crafted="records",
         steps=game.present.total_steps,
         seed=game.seed,
         cpu_s=cpu_s,
-        trainings=len(scores),
+        trainings=count,
     )

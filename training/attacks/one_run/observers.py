@@ -6,7 +6,12 @@ known to the strongest attacker and subtracted. Along canary i, in units of C, a
 
     y_t = s_i B_t + z N(0, 1),    B_t ~ Bernoulli(q) if the canary is in,
 
-with z and q as the ledger accounts for them.
+with z and q as the ledger accounts for them. Noise that is correlated over b steps is z inverse(C) Z for a public C
+with bands c. A canary of subset j is drawn at steps t = j mod b only, and what one draw tells is
+
+    <c, rows t .. t + b - 1 of C y> / |c|^2 = s_i B_t + z / |c| N(0, 1),    B_t ~ Bernoulli(b q),
+
+in which the noises of different draws are independent (theorem banded-records).
 """
 
 from __future__ import annotations
@@ -25,9 +30,11 @@ from training.attacks.base import steps_needed
 from training.attacks.one_run.canaries import Canaries, CraftedGradients
 from training.attacks.update_attacks import row_space
 from training.config.sections import OptimizerConfig
+from training.data.samplers import Sampler
 from training.networks.base import Network
 from training.networks.optimizers import make_optimizer, set_learning_rate
 from training.protections.base import with_constant
+from training.protections.record import CyclicPoissonSampler
 
 _SPIKE = 0.05
 """Two steps whose noise is the same differ by -1, 0 or 1 up to far less than this, in units of C."""
@@ -104,6 +111,14 @@ class Observer(ABC):
             mechanism: What the ledger says that one step released.
         """
 
+    def with_half_the_noise(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+        """Return the scores that half of the noise would have given; none if it cannot be told from the rest.
+
+        Args:
+            mechanism: What the ledger says that one step released.
+        """
+        return {}
+
     @abstractmethod
     def look(self, step: int) -> None:
         """Look at the weights after so many steps."""
@@ -167,17 +182,25 @@ class EntryObserver(Observer):
         canaries: The canaries.
         options: The optimizer.
         scale: divisor / C, by which a gradient is multiplied.
+        sampler: The run's, which knows the subset of each record if batches are cyclic.
     """
 
     def __init__(
-        self, network: Network, canaries: Canaries, options: OptimizerConfig, *, scale: float
+        self,
+        network: Network,
+        canaries: Canaries,
+        options: OptimizerConfig,
+        *,
+        scale: float,
+        sampler: Sampler,
     ) -> None:
         super().__init__()
-        self._network, self._canaries, self._scale = network, canaries, scale
+        self._network, self._canaries, self._scale, self._sampler = network, canaries, scale, sampler
         self._descent = Descent(options)
         self._averaged = options.averaged_tail > 0
         self.writer: CraftedGradients | None = None
         self._readings: list[np.ndarray] = []
+        self._drawn: list[np.ndarray] = []
         self._first = self._before = np.zeros(0)
 
     def look(self, step: int) -> None:
@@ -191,21 +214,58 @@ class EntryObserver(Observer):
             if self.writer is None:
                 raise ValueError("writer is missing: the trainer asked for no writer of private gradients")
             self._readings.append(sums - self.writer.others)
+            self._drawn.append(self.writer.drawn)
         self._before = now
 
     def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
         """See Observer.scores."""
-        y, q, z = (
-            np.array(self._readings),
-            float(mechanism.sampling_probability),
-            float(mechanism.noise_multiplier),
-        )
+        y = np.array(self._readings)
         jumps = np.abs(np.abs(np.diff(y, axis=0)) - 1) < _SPIKE
         return {
-            ALL_UPDATES: log_ratio(y, q=q, z=z, replaces=self._canaries.replaces).sum(axis=0),
+            ALL_UPDATES: self._log_ratios(y, mechanism),
             CONSECUTIVE: jumps.sum(axis=0).astype(float),
             FINAL_MODEL: self._first - self._before,
         }
+
+    def with_half_the_noise(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+        """See Observer; the auditor knows the coins and the batches, so it can tell a canary's draws from the noise."""
+        drawn = np.array(self._drawn)
+        return {ALL_UPDATES: self._log_ratios((np.array(self._readings) + drawn) / 2, mechanism)}
+
+    def _log_ratios(self, y: np.ndarray, mechanism: Any) -> np.ndarray:
+        """Return each canary's log-likelihood ratio over all steps, shape (m,).
+
+        Args:
+            y: Readings in units of C, shape (steps, m).
+            mechanism: What the ledger says that one step released.
+        """
+        q, z = float(mechanism.sampling_probability), float(mechanism.noise_multiplier)
+        replaces = self._canaries.replaces
+        if mechanism.bands == 1:
+            return log_ratio(y, q=q, z=z, replaces=replaces).sum(axis=0)
+        found = np.zeros(y.shape[1])
+        subsets, c = self._subsets(mechanism.bands), np.array(mechanism.correlation)
+        independent = sum(c[k] * shifted(y, k) for k in range(len(c)))  # C y, whose noise is independent
+        for start in range(len(y)):
+            due = subsets == start % mechanism.bands
+            block, own = independent[start : start + len(c), due], c[: len(y) - start]
+            read, spread = own @ block / (own @ own), z / math.sqrt(own @ own)
+            found[due] += log_ratio(read, q=mechanism.bands * q, z=spread, replaces=replaces)
+        return found
+
+    def _subsets(self, bands: int) -> np.ndarray:
+        """Return the subset of each canary's coin, 0 to bands - 1, shape (m,); the theorem takes it for known.
+
+        A canary that is out has such a coin as well, of which nothing depends.
+        """
+        canaries = self._canaries
+        if not isinstance(self._sampler, CyclicPoissonSampler):
+            raise TypeError(
+                f"sampler: {self._sampler.scheme!r} has no subsets, and the ledger says that it has {bands}"
+            )
+        found = np.random.default_rng(canaries.first).integers(bands, size=len(canaries.inside))
+        found[canaries.planted.numpy()] = self._sampler.subset_of_records[canaries.first :]
+        return found
 
     def _along(self) -> np.ndarray:
         """Return the weights along each canary's direction, float64, shape (m,)."""
@@ -215,6 +275,11 @@ class EntryObserver(Observer):
             values = tensors[entry.name].detach().flatten()
             total += values[entry.flat.to(values.device)].double().cpu()
         return (total / math.sqrt(len(self._canaries.entries))).numpy()
+
+
+def shifted(y: np.ndarray, steps: int) -> np.ndarray:
+    """Return the rows some steps later, after rows of zeros, shape (n, m)."""
+    return y if steps == 0 else np.concatenate([np.zeros_like(y[:steps]), y[:-steps]])[: len(y)]
 
 
 def log_ratio(y: np.ndarray, *, q: float, z: float, replaces: bool) -> np.ndarray:

@@ -37,7 +37,7 @@ from training.networks.clipping import (
 from training.networks.record_gradients.calls import Use
 from training.networks.record_gradients.probe import probe
 from training.networks.record_gradients.recorder import Recorder
-from training.networks.record_gradients.uses import OuterUse, use_of
+from training.networks.record_gradients.uses import OuterUse, PlantedUse, use_of
 
 _NUMBERS_LIMIT = 2**24
 """Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32."""
@@ -163,6 +163,21 @@ class RecordTape:
             use = use_of(call, records)
             if use is not None:
                 self._uses[self._layer_of[id(self._named[min(roots)][1])]].append(use)
+
+    def plant(self, name: str, signals: Tensor, inputs: Tensor) -> None:
+        """Add s_i u_i^T to what each record of the recorded batch adds to a weight, before any norm is measured.
+
+        An audit plants gradients of its choice by it.
+
+        Args:
+            name: The weight's, a matrix of shape (a, b).
+            signals: s, float32, shape (records, a); 0 for a record to which nothing is added.
+            inputs: u, float32, shape (records, b).
+        """
+        checks.shape((self._recorded(), None), signals=signals, inputs=inputs)
+        number = next(n for n, names in enumerate(self.names) if name in names)
+        weight = self.layers[number][self.names[number].index(name)]
+        self._uses[number].append(PlantedUse(weight, signals, inputs))
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each record's gradient by layer, or a bound on it, shape (depth, records).

@@ -136,6 +136,20 @@ class LinearUse(OuterUse):
         return keep(finite(self._delta)).totals(finite(self._h), products)
 
 
+class PlantedUse(LinearUse):
+    """s_i u_i^T for each record, which no call made: an audit adds it to a weight.
+
+    Args:
+        weight: The matrix, shape (a, b).
+        signals: s, shape (records, a).
+        inputs: u, shape (records, b).
+    """
+
+    def __init__(self, weight: Tensor, signals: Tensor, inputs: Tensor) -> None:
+        self.records, self.weight, self.bias, self.wrt = len(signals), weight, None, [weight]
+        self._delta, self._h, self.positions = signals[:, None], inputs[:, None], 1
+
+
 class EmbeddingUse(OuterUse):
     """v_p = W[id_p]: the signals of equal ids add up, and those of the padding id count as 0."""
 

@@ -31,6 +31,9 @@ from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, SignalGaussianNoise
 from opusim.randomness.streams import SeededStream
 
+_POINTS = 2048
+"""Of the table of a device's moments, on each side of 0."""
+
 
 def noise_aware(
     model: nn.Module,
@@ -123,25 +126,50 @@ class _Limited(nn.Module):
 
 
 class _WeightNoise(nn.Module):
-    """Add noise to a weight in training mode."""
+    """Replace a weight in training mode by a draw of what a device holds, or add relative noise to it.
+
+    The draw relative to the row's scale is a constant of the backward pass; the scale is not.
+    """
 
     def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
         super().__init__()
-        self._law, self._stream, self._after_s = law, stream, after_s
+        self._law = law if isinstance(law, float | int) else _DrawOfWeights(law, after_s)
+        self._stream = stream
 
     def forward(self, weight: Tensor) -> Tensor:
         if not self.training:
             return weight
+        rows = weight.flatten(1)
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
         with torch.no_grad():
-            rows = weight.flatten(1)
-            scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
-            std = scale * (
-                self._law
+            normal = self._stream.normal(rows.shape, device=weight.device)
+            change = (
+                normal.mul_(self._law)
                 if isinstance(self._law, float | int)
-                else self._law.weight_std(rows / scale, self._after_s)
+                else self._law.change(rows / scale, normal)
             )
-            noise = self._stream.normal(rows.shape, device=weight.device).mul_(std).reshape(weight.shape)
-        return weight + noise.to(weight.dtype)
+        return weight + (scale * change.to(weight.dtype)).reshape(weight.shape)
+
+
+class _DrawOfWeights:
+    """What a device makes of weights after a time, from a table of its moments.
+
+    The device's mean and spread are multiplied by the factor that makes <w, mean> equal <w, w> over the layer, as
+    `DeviceLinear` compensates drift.
+    """
+
+    def __init__(self, device: ProgrammableDevice, after_s: float) -> None:
+        points = torch.linspace(-1, 1, 2 * _POINTS + 1)
+        mean, self._std = (row[0] for row in device.weight_moments(points[None], after_s))
+        self._shift = mean - points
+
+    def change(self, relative: Tensor, normal: Tensor) -> Tensor:
+        """Return a draw minus the weights themselves, for weights in [-1, 1] and standard normal numbers."""
+        index = relative.float().add(1).mul_(_POINTS).round_().long()
+        mean = self._shift.to(relative.device)[index].add_(relative)
+        factor = relative.square().sum() / (relative * mean).sum().clamp_min(LEAST_SCALE)
+        drawn = mean.addcmul_(self._std.to(relative.device)[index], normal)
+        return drawn.mul_(factor).sub_(relative)
 
 
 class _OutputNoise:

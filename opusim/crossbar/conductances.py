@@ -107,12 +107,10 @@ def spread(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> torch
     return before.lerp_(after, share).div_(settings.g_max_us)
 
 
-def moments(
-    g: torch.Tensor, seconds: float, settings: CrossbarSettings
-) -> tuple[torch.Tensor, torch.Tensor]:
+def moments(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and variance of a conductance, relative to g_max, float32, of the targets' shape.
 
-    With s = sigma_p(g, t), u = g / s, L = ln((t0 + t) / t0), nu ~ N(m, tau^2), q = q(g) and a the accumulated 1/f noise,
+    With s = sigma_p(g, t), u = g / s, L = ln((t0 + t) / t0), nu ~ N(m, tau^2), q = q(g), a the accumulated 1/f noise,
     mean = E[g_p] E[k] and second moment = E[g_p^2] E[k^2] (1 + q^2 a^2), where
 
         E[g_p] = g Phi(u) + s phi(u),        E[g_p^2] = (g^2 + s^2) Phi(u) + g s phi(u),

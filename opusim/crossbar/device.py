@@ -100,9 +100,7 @@ class CrossbarDevice(ProgrammableDevice):
         """Return the spread of both devices of a pair just after programming: programming and 1/f noise."""
         return self.weight_moments(matrix, 0.0)[1]
 
-    def weight_moments(
-        self, matrix: torch.Tensor, seconds: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the moments of w = g+ - g- from those of the two conductances; see `conductances.moments`."""
         mean, variance = moments(matrix.abs(), seconds, self._settings)
         other, its_variance = moments(matrix.new_zeros(1), seconds, self._settings)  # its target is 0

@@ -1,14 +1,17 @@
 """Train a digital network so that it bears a device: noise on weights and outputs in training mode only.
 
 Each forward pass in training mode computes y = (W + E) x + b + e. For a number q, E_ij ~ N(0, (q s_i)^2) with
-s_i = max_j |W_ij|, and e = 0. For a device, E_ij has the spread that the device states for the weight at a time
-(`ProgrammableDevice.weight_std`), and e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversions
-of an output, v the least variance of a conversion's noise, and step that of the converter. What grows with the input
-in the noise of products is left out.
+s_i = max_j |W_ij|, and e = 0. For a device, (W + E)_ij = c s_i (m_ij + d_ij z_ij), z_ij ~ N(0, 1), with the mean m and
+the spread d that the device states for W_ij / s_i at a time (`ProgrammableDevice.weight_moments`), and with the c of
+the layer that makes <c s m, W> equal <W, W>, in units of the rows' scales, as the compensation of drift does. Small
+conductances drift more than large ones, so that a network has to learn with the weights that are left.
+e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversions of an output, v the least variance of
+a conversion's noise, and step that of the converter. What grows with the input in the noise of products is left out.
 
-Noise grows with the largest weight of a row. Limited to c standard deviations of their row, in training and in
-evaluation, weights are larger relative to it (Joshi et al., Nature Communications 2020, take 2 to 2.5). The gradient
-passes the limit as if it were not there.
+The gradient takes E / s as constant and s as it depends on the weights: noise grows with the largest weight of a row,
+and training lowers that weight if it costs more than it helps. A limit of c standard deviations of their row, in
+training and in evaluation, does the same by force (Joshi et al., Nature Communications 2020, take 2 to 2.5). The
+gradient passes the limit as if it were not there.
 """
 
 from __future__ import annotations

@@ -82,9 +82,7 @@ class ProgrammableDevice(NoisyDevice):
         """Which rows of the last `multiply` met the bound of a converter, shape (batch,); None if that is not told."""
         return None
 
-    def weight_moments(
-        self, matrix: torch.Tensor, seconds: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and standard deviation of what the device holds so many seconds after programming a matrix.
 
         The matrix itself and `programming_std` at every time, unless a device knows better. Each entry's moments depend

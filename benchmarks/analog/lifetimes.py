@@ -226,9 +226,9 @@ def lines_of_shares(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 elif back[0] <= 2 * STANDARD_ERROR:
                     shares.append("not resolved")
                 else:
-                    met = verdict(back[1] >= SHARE_GIVEN_BACK)
                     error = "" if math.isnan(back[2]) else f" ± {100 * back[2]:.0f}"
-                    shares.append(f"{100 * back[1]:.0f}{error} % ({met})")
+                    met = f" ({verdict(back[1] >= SHARE_GIVEN_BACK)})" if not shares else ""
+                    shares.append(f"{100 * back[1]:.0f}{error} %{met}")
             lines.append((name, device, f"{first[0]:.2f}", *shares))
     return lines
 
@@ -267,7 +267,8 @@ def page_section() -> str:
         "both regain",
     )
     required = (
-        "Required of noise in training: half. A loss of less than two standard errors of an accuracy is not resolved; "
+        "Required of noise in training, without correction: half. A loss of less than two standard errors of an "
+        "accuracy is not resolved; "
         "± is one standard error over chips."
     )
     body = "\n\n".join(

@@ -168,7 +168,7 @@ class _DrawOfWeights:
 
     def change(self, relative: Tensor, normal: Tensor) -> Tensor:
         """Return a draw minus the weights themselves, for weights in [-1, 1] and standard normal numbers."""
-        index = relative.float().add(1).mul_(_POINTS).round_().long()
+        index = relative.float().add(1).mul_(_POINTS).round_().nan_to_num_().long()  # NaN stays one by `add_`
         mean = self._shift.to(relative.device)[index].add_(relative)
         factor = relative.square().sum() / (relative * mean).sum().clamp_min(LEAST_SCALE)
         drawn = mean.addcmul_(self._std.to(relative.device)[index], normal)

@@ -370,6 +370,13 @@ def test_rows_of_equal_weights_are_not_limited() -> None:
         assert torch.equal(noise_aware(layer, 0.1, clip=2.0).eval().weight, before)
 
 
+def test_weights_that_are_no_numbers_stay_none() -> None:
+    layer = noise_aware(nn.Linear(3, 2), "pcm").train()
+    with torch.no_grad():
+        layer.parametrizations["weight"].original[0, 0] = torch.nan
+    assert bool(layer(torch.ones(1, 3)).isnan().all())
+
+
 def test_noise_keeps_the_type_of_the_weights() -> None:
     layer = noise_aware(nn.Linear(3, 2, dtype=torch.bfloat16), "pcm", clip=2.0).train()
     assert layer(torch.ones(1, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -214,7 +214,7 @@ def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert load_results(curves.name_of("cifar-10")) == found
     assert "2 seeds" in curves.page_table()
     state, text = ours("Convex", "Figure 3")
-    assert (state, text.count("2 trainings queued")) == ("queued", 1)  # the third seed
+    assert (state, text.count("2 more trainings of the command not done")) == ("smaller", 1)  # the third seed
 
 
 def write_sentences(root: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:

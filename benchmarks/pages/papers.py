@@ -1,7 +1,7 @@
 """Which tables and figures of the four papers are repeated? Writes docs/papers.md.
 
 Each row states what a table or figure shows, its state, our figures as far as results exist, and the command. A row
-with results has their date; one whose trainings are not complete is queued, whatever state it will have.
+with results has their date; one whose trainings are not complete is smaller and says how many are missing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from benchmarks.pages.paper_items import COSTS, PAPERS, Item
 
 STATES = {
     "repeated": "the paper's own setting, or its formula",
-    "smaller": "the paper's question on data or a model that fits a processor, named in the row",
-    "queued": "the command exists and resumes; results are missing, or not complete",
+    "smaller": "the paper's question on data, a model or a number of trainings that fits a processor, named in the row",
+    "queued": "the command exists and resumes; it was not run yet",
     "not possible": "with the reason",
     "no figures": "a sketch or a list without results",
 }
@@ -26,17 +26,18 @@ def papers_page() -> str:
     rows = {title: [item.row() for item in sorted(items, key=Item.order)] for title, items in PAPERS.items()}
     counts = Counter(row[2] for part in rows.values() for row in part)
     total = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    waiting = {words for items in PAPERS.values() for item in items if item.queued for words in item.run}
+    waiting = {words for items in PAPERS.values() for item in items if item.incomplete for words in item.run}
     hours = sum(COSTS.get(words, 0.0) for words in waiting)
     head = (
         "# The papers' tables and figures\n\n"
         "If you come from one of the four papers, look up its table or figure here. Written by `make bench-report` "
-        f"from [benchmarks/results](../benchmarks/README.md). {total}. The queued commands take about "
-        f"{hours:.0f} hours of two cores in all, each counted once.\n\n"
+        f"from [benchmarks/results](../benchmarks/README.md). {total}. The trainings that are not done take at most "
+        f"{hours:.0f} hours of two cores in all, each command counted once.\n\n"
         + markdown(("state", "means"), list(STATES.items()))
         + "\n\nAccuracies are on test records. Run the commands in a checkout, with `OPUSIM_DATA` naming the folder of "
         "the data sets; each resumes what it began, and its question stands at the top of its file. Hours are an "
-        "estimate of what a queued row's commands take from the start on two cores; rows may share a command.\n\n"
+        "estimate of what the commands of an incomplete row take from the start on two cores; rows may share a "
+        "command.\n\n"
         "Below each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with "
         "95 % confidence, by the strongest attacker that the claim allows, or an exact instance "
         "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. Claims that "

@@ -107,26 +107,39 @@ def spread(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> torch
     return before.lerp_(after, share).div_(settings.g_max_us)
 
 
-def weight_variance(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> torch.Tensor:
-    """Return the variance of a conductance about its target, divided by the mean loss of drift; not limited to g >= 0.
+def moments(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and variance of a conductance, relative to g_max, float32, of the targets' shape.
 
-    With L = ln((t0 + t) / t0), tau the spread of nu and a the accumulated 1/f noise:
-    sigma_p(g, t)^2 + g^2 (tau(g)^2 L^2 + q(g)^2 a^2), to the first order of nu's spread.
+    With s = sigma_p(g, t), u = g / s, L = ln((t0 + t) / t0), nu ~ N(m, tau^2), q = q(g), a the accumulated 1/f noise,
+    mean = E[g_p] E[k] and second moment = E[g_p^2] E[k^2] (1 + q^2 a^2), where
+
+        E[g_p] = g Phi(u) + s phi(u),        E[g_p^2] = (g^2 + s^2) Phi(u) + g s phi(u),
+        E[k] = exp(-m L + tau^2 L^2 / 2),    E[k^2] = exp(-2 m L + 2 tau^2 L^2).
+
+    Left out: that nu and the conductance with 1/f noise are not negative, and that q is taken at g_p.
 
     Args:
         g: targets in [0, 1].
         seconds: since programming, at least 0.
         settings: laws and constants.
     """
-    variance = spread(g, seconds, settings).square_()
+    std = spread(g, seconds, settings)
+    ratio = g / std.clamp(min=_LEAST_G)
+    density = ratio.square().mul_(-0.5).exp_().mul_(std / math.sqrt(2 * math.pi))
+    below = torch.special.ndtr(ratio)
+    mean, second = g * below + density, (g.square() + std.square()) * below + g * density
     if settings.drift is None:
-        return variance
-    t0 = settings.drift.t0_s
-    relative = piecewise(g, settings.drift.std).mul_(math.log((t0 + seconds) / t0)).square_()
+        return mean, second.sub_(mean.square()).clamp_(min=0)
+    decay = math.log((settings.drift.t0_s + seconds) / settings.drift.t0_s)
+    nu, tau = piecewise(g, settings.drift.mean).mul_(decay), piecewise(g, settings.drift.std).mul_(decay)
+    variance = tau.square_()
+    second *= torch.exp(2 * (variance - nu))
+    mean *= torch.exp(variance / 2 - nu)
     law = settings.low_frequency
     if law is not None:
-        relative += low_frequency(g, law).mul_(accumulated(t0 + seconds, law.t_read_s)).square_()
-    return variance.addcmul_(relative, g.square())
+        passing = low_frequency(g, law).mul_(accumulated(settings.drift.t0_s + seconds, law.t_read_s))
+        second *= passing.square_().add_(1)
+    return mean, second.sub_(mean.square()).clamp_(min=0)
 
 
 def piecewise(g: torch.Tensor, law: PiecewiseSettings) -> torch.Tensor:

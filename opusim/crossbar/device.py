@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from opusim.crossbar.conductances import Pairs, weight_variance
+from opusim.crossbar.conductances import Pairs, moments
 from opusim.crossbar.converter import Converter
 from opusim.crossbar.products import TiledProduct
 from opusim.crossbar.programmable import ProgrammableDevice
@@ -97,17 +97,14 @@ class CrossbarDevice(ProgrammableDevice):
         return self._forward().variance(batch).mul_(self.reading_scale**2)
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the spread of both devices of a pair just after programming: programming and 1/f noise.
+        """Return the spread of both devices of a pair just after programming: programming and 1/f noise."""
+        return self.weight_moments(matrix, 0.0)[1]
 
-        That conductances are not negative lowers it for weights near 0.
-        """
-        return self.weight_std(matrix, 0.0)
-
-    def weight_std(self, matrix: torch.Tensor, seconds: float) -> torch.Tensor:
-        """Return the spread at a time, to which drift's spread adds; see `conductances.weight_variance`."""
-        larger = weight_variance(matrix.abs(), seconds, self._settings)
-        other = weight_variance(matrix.new_zeros(1), seconds, self._settings)  # its target is 0
-        return larger.add_(other).sqrt_()
+    def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the moments of w = g+ - g- from those of the two conductances; see `conductances.moments`."""
+        mean, variance = moments(matrix.abs(), seconds, self._settings)
+        other, its_variance = moments(matrix.new_zeros(1), seconds, self._settings)  # its target is 0
+        return (mean - other).mul_(matrix.sign()), (variance + its_variance).sqrt_()
 
     def programming_cost(self) -> tuple[float, float]:
         """Return seconds and joules of writing two devices for each weight."""

@@ -1,14 +1,17 @@
 """Train a digital network so that it bears a device: noise on weights and outputs in training mode only.
 
 Each forward pass in training mode computes y = (W + E) x + b + e. For a number q, E_ij ~ N(0, (q s_i)^2) with
-s_i = max_j |W_ij|, and e = 0. For a device, E_ij has the spread that the device states for the weight at a time
-(`ProgrammableDevice.weight_std`), and e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversions
-of an output, v the least variance of a conversion's noise, and step that of the converter. What grows with the input
-in the noise of products is left out.
+s_i = max_j |W_ij|, and e = 0. For a device, (W + E)_ij = c s_i (m_ij + d_ij z_ij), z_ij ~ N(0, 1), with the mean m and
+the spread d that the device states for W_ij / s_i at a time (`ProgrammableDevice.weight_moments`), and with the c of
+the layer that makes <c s m, W> equal <W, W>, in units of the rows' scales, as the compensation of drift does. Small
+conductances drift more than large ones, so that a network has to learn with the weights that are left.
+e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversions of an output, v the least variance of
+a conversion's noise, and step that of the converter. What grows with the input in the noise of products is left out.
 
-Noise grows with the largest weight of a row. Limited to c standard deviations of their row, in training and in
-evaluation, weights are larger relative to it (Joshi et al., Nature Communications 2020, take 2 to 2.5). The gradient
-passes the limit as if it were not there.
+The gradient takes E / s as constant and s as it depends on the weights: noise grows with the largest weight of a row,
+and training lowers that weight if it costs more than it helps. A limit of c standard deviations of their row, in
+training and in evaluation, does the same by force (Joshi et al., Nature Communications 2020, take 2 to 2.5). The
+gradient passes the limit as if it were not there.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, SignalGaussianNoise
 from opusim.randomness.streams import SeededStream
+
+_POINTS = 2048
+"""Of the table of a device's moments, on each side of 0."""
 
 
 def noise_aware(
@@ -123,25 +129,50 @@ class _Limited(nn.Module):
 
 
 class _WeightNoise(nn.Module):
-    """Add noise to a weight in training mode."""
+    """Replace a weight in training mode by a draw of what a device holds, or add relative noise to it.
+
+    The draw relative to the row's scale is a constant of the backward pass; the scale is not.
+    """
 
     def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
         super().__init__()
-        self._law, self._stream, self._after_s = law, stream, after_s
+        self._law = law if isinstance(law, float | int) else _DrawOfWeights(law, after_s)
+        self._stream = stream
 
     def forward(self, weight: Tensor) -> Tensor:
         if not self.training:
             return weight
+        rows = weight.flatten(1)
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
         with torch.no_grad():
-            rows = weight.flatten(1)
-            scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
-            std = scale * (
-                self._law
+            normal = self._stream.normal(rows.shape, device=weight.device)
+            change = (
+                normal.mul_(self._law)
                 if isinstance(self._law, float | int)
-                else self._law.weight_std(rows / scale, self._after_s)
+                else self._law.change(rows / scale, normal)
             )
-            noise = self._stream.normal(rows.shape, device=weight.device).mul_(std).reshape(weight.shape)
-        return weight + noise.to(weight.dtype)
+        return weight + (scale * change.to(weight.dtype)).reshape(weight.shape)
+
+
+class _DrawOfWeights:
+    """What a device makes of weights after a time, from a table of its moments.
+
+    The device's mean and spread are multiplied by the factor that makes <w, mean> equal <w, w> over the layer, as
+    `DeviceLinear` compensates drift.
+    """
+
+    def __init__(self, device: ProgrammableDevice, after_s: float) -> None:
+        points = torch.linspace(-1, 1, 2 * _POINTS + 1)
+        mean, self._std = (row[0] for row in device.weight_moments(points[None], after_s))
+        self._shift = mean - points
+
+    def change(self, relative: Tensor, normal: Tensor) -> Tensor:
+        """Return a draw minus the weights themselves, for weights in [-1, 1] and standard normal numbers."""
+        index = relative.float().add(1).mul_(_POINTS).round_().nan_to_num_().long()  # NaN stays one by `add_`
+        mean = self._shift.to(relative.device)[index].add_(relative)
+        factor = relative.square().sum() / (relative * mean).sum().clamp_min(LEAST_SCALE)
+        drawn = mean.addcmul_(self._std.to(relative.device)[index], normal)
+        return drawn.mul_(factor).sub_(relative)
 
 
 class _OutputNoise:

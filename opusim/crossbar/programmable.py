@@ -82,12 +82,13 @@ class ProgrammableDevice(NoisyDevice):
         """Which rows of the last `multiply` met the bound of a converter, shape (batch,); None if that is not told."""
         return None
 
-    def weight_std(self, matrix: torch.Tensor, seconds: float) -> torch.Tensor:
-        """Return the same at so many seconds since programming, relative to what drift leaves of all weights alike.
+    def weight_moments(self, matrix: torch.Tensor, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and standard deviation of what the device holds so many seconds after programming a matrix.
 
-        That of `programming_std` at every time, unless a device knows better.
+        The matrix itself and `programming_std` at every time, unless a device knows better. Each entry's moments depend
+        on that entry only.
         """
-        return self.programming_std(matrix)
+        return matrix, self.programming_std(matrix)
 
     def programming_cost(self) -> tuple[float, float]:
         """Return seconds and joules that a programming of the whole window takes; 0 by default."""

@@ -72,6 +72,20 @@ def scaled(name: str, factor: float) -> Callable[..., Any]:
 
 @pytest.mark.compiled
 @pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("name", ["pcm", "hermes", "reram"])
+@pytest.mark.parametrize("seconds", [0.0, 86400.0, 31_557_600.0])
+def test_the_stated_moments_are_those_of_devices(name: str, seconds: float) -> None:
+    """Mean and spread within five standard errors and 0.5 %, which the limits that the law leaves out may take."""
+    for g in (0.3, 0.62, 1.0):
+        mean, std, mean_error, std_error = found_moments(name, g, seconds)
+        stated, variance = conductances.moments(torch.tensor([g]), seconds, settings_of(name))
+        assert abs(mean - float(stated)) <= SURE * mean_error + 0.005 * mean, (g, mean, float(stated))
+        assert abs(std - float(variance) ** 0.5) <= SURE * std_error + 0.005 * std, (g, std)
+        assert abs(mean - 1.02 * float(stated)) > SURE * mean_error + 0.005 * mean
+
+
+@pytest.mark.compiled
+@pytest.mark.usefixtures("single")
 @pytest.mark.parametrize(
     ("preset", "function", "factor", "time"),
     [

@@ -247,6 +247,7 @@ def account_run(
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
     from accounting.ledger.statement import WARNINGS
+    from opusim.tables import wrapped
     from training.runs.storage import kind_of
 
     statement = _stated(path, delta)
@@ -256,7 +257,11 @@ def account_run(
     if "unwitnessed" in statement.warnings:
         typer.echo(WARNINGS["unwitnessed"], err=True)
     typer.echo(statement.text(without=["unwitnessed"]))
-    if kind_of(path if path.is_dir() else path.parent) == "private loop":
+    folder = path if path.is_dir() else path.parent
+    note = _device_note(folder)
+    if note is not None:
+        typer.echo(wrapped(note, indent="  "))
+    if kind_of(folder) == "private loop":
         typer.echo(
             "This is the ledger of a private loop. Print private.statement() in the program that trains: it counts "
             "what the loop checked as checked."
@@ -291,6 +296,19 @@ def _stated(path: Path, delta: float | None) -> Statement:
         run=run,
         versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
     )
+
+
+def _device_note(path: Path) -> str | None:
+    """Return what to know of the device's noise; None if the folder holds no run, or a damaged configuration."""
+    from training.errors import RunFolderError
+    from training.runs.folder import RunFolder
+    from training.runs.stored_run import StoredRun
+
+    folder = RunFolder(path)
+    try:
+        return StoredRun(folder, 0).device_note if folder.started else None
+    except RunFolderError:
+        return None
 
 
 def _versions_of(folder: RunFolder) -> dict[str, str]:

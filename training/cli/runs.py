@@ -324,7 +324,10 @@ def _versions_of(folder: RunFolder) -> dict[str, str]:
 DeviceArgument = Annotated[
     str, typer.Argument(help="A name of `opusim device list`, or the path of a TOML file.")
 ]
-Outputs = Annotated[int, typer.Option(help="Outputs of a reading, at least 1.")]
+Outputs = Annotated[
+    int | None,
+    typer.Option(help="Outputs of a reading, at least 1; those of the certificate by default, else 1,024."),
+]
 Classes = Annotated[int, typer.Option(help="Number of labels, at least 2.")]
 Targets = Annotated[list[float] | None, typer.Option(help="State what this epsilon takes; repeatable.")]
 DeviceDelta = Annotated[float, typer.Option(help="delta at which epsilon is stated.")]
@@ -347,7 +350,7 @@ FigureFile = Annotated[
 
 def account_device(
     name: DeviceArgument,
-    outputs: Outputs = 1024,
+    outputs: Outputs = None,
     classes: Classes = 10,
     target_epsilon: Targets = None,
     delta: DeviceDelta = 1e-5,
@@ -361,6 +364,7 @@ def account_device(
     from opusim.description.loading import load_description
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
+    from opusim.tables import wrapped
     from training.device_privacy.levels import device_levels, level_rows
 
     if figure is not None:
@@ -368,6 +372,15 @@ def account_device(
     checks.choice(("reading", "counts", "argmax"), kept=kept)
     targets, description = target_epsilon or [8.0, 3.0, 1.0], load_description(name)
     held = None if certificate is None else load_certificate(certificate)
+    if outputs is None:
+        outputs = 1024 if held is None else held.n_outputs
+    text = (
+        f"Each record's label, one of {classes}, is shown to {name!r} once and read at {outputs:,} outputs, at delta "
+        f"{delta:g}. Epsilon is about the label only; features are public."
+    )
+    if description.camera is None:
+        text += " A protection of whole records (--protect record) scales the device's noise and needs no such level."
+    typer.echo(wrapped(text))
     if description.camera is not None:
         from opusim.progress import Progress
         from training.device_privacy.camera import label_counts

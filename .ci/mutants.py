@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import coverage
 import cosmic_ray.plugins
+import coverage
 import pytest
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -55,7 +55,9 @@ class Mutant:
 
     def name(self, source: str) -> str:
         """Return what identifies the mutant as long as its file does not change."""
-        return f"{self.file} {hashlib.sha256(source.encode()).hexdigest()[:8]} {self.operator} {self.occurrence}"
+        return (
+            f"{self.file} {hashlib.sha256(source.encode()).hexdigest()[:8]} {self.operator} {self.occurrence}"
+        )
 
 
 def mutants_of(file: str, source: str) -> Iterator[Mutant]:
@@ -256,8 +258,9 @@ def main() -> None:
         print(f"{each['name']}, line {each['line']}, {each['tests']} tests\n{each['difference']}\n")
     killed, number = len(tried) - len(survivors), max(len(tried), 1)
     low, high = stats.binomtest(killed, number).proportion_ci(method="wilson")
-    print(f"{killed} of {len(tried)} mutants killed, {100 * killed / number:.1f} % ({100 * low:.1f} to {100 * high:.1f} with")
-    print(f"95 % confidence); at least {given.least:g} % are needed")
+    interval = f"95 % confidence: {100 * low:.1f} to {100 * high:.1f} %"
+    print(f"{killed} of {len(tried)} mutants killed, {100 * killed / number:.1f} % ({interval})")
+    print(f"at least {given.least:g} % are needed")
     if 100 * killed / number < given.least:
         raise SystemExit(1)
 

@@ -41,7 +41,9 @@ WARNINGS: dict[WarningCode, str] = {
 }
 """What limits every guarantee of a document."""
 _MODES: dict[Mode, str] = {
-    "experiment": "not for release: the seed of the noise is stored, and the numbers hold for the same run in release mode",
+    "experiment": (
+        "not for release: the seed of the noise is stored, and the numbers hold for the same run in release mode"
+    ),
     "release": "no seed of the noise is stored",
 }
 

@@ -107,8 +107,14 @@ def first_problem(
         hint = f"; the keys here are {', '.join(known)}" if known else ""
         return ConfigError(origin, key, "unknown key" + did_you_mean(keys[-1], known, otherwise=hint))
     if kind == "missing":
-        missing = [".".join(_walk(model, each["loc"], sections or {})[1]) for each in problems if each["type"] == kind]
-        return ConfigError(origin, ", ".join(missing), "missing; add " + ("it" if len(missing) == 1 else "them"))
+        missing = [
+            ".".join(_walk(model, each["loc"], sections or {})[1])
+            for each in problems
+            if each["type"] == kind
+        ]
+        return ConfigError(
+            origin, ", ".join(missing), "missing; add " + ("it" if len(missing) == 1 else "them")
+        )
     if kind == "union_tag_invalid":
         tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
         return ConfigError(origin, f"{key}.kind", f"{tag!r} is no {keys[-1]}; take one of {expected}")
@@ -234,7 +240,11 @@ def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
     if isinstance(value, Mapping):
         return "is one value, not a section; give a value"
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        given = repr(value) if isinstance(value, str | int | float | list | tuple) else f"a {type(value).__name__}"
+        given = (
+            repr(value)
+            if isinstance(value, str | int | float | list | tuple)
+            else f"a {type(value).__name__}"
+        )
         return f"is a section, not one value; give its keys instead of {given}{_example(field)}"
     rule = message.replace("Input should be", "must be").split(", unable to parse")[0]
     if field is not None and problem["type"].startswith(("greater_than", "less_than")):

@@ -402,7 +402,7 @@ def standardised_by_records(dataset: Dataset) -> Dataset:
     return replace(_mapped(dataset, constants.apply), standardisation=constants, record_shape=shape)
 
 
-_WIDE = 10.0
+_WIDE = 30.0
 """Standard deviation of a feature from which a network's first layer, made for about 1, learns badly."""
 
 
@@ -419,8 +419,8 @@ def wide_feature(dataset: Dataset) -> str | None:
         return None
     name = repr(dataset.columns[widest]) if dataset.columns else f"number {widest}"
     return (
-        f"feature {name} has a standard deviation of {deviations[widest]:.3g} over the training records, where networks "
-        "expect about 1; set data.standardise = 'records', or constants data.mean and data.std"
+        f"feature {name} has a standard deviation of {deviations[widest]:.3g} over the training records, where "
+        "networks expect about 1; set data.standardise = 'records', or constants data.mean and data.std"
     )
 
 

@@ -80,14 +80,14 @@ class StoredRun:
 
     @property
     def device_note(self) -> str | None:
-        """That the device's noise counts for nothing in the run's epsilon, if a protection adds digital noise; else None."""
+        """That the device's noise counts for nothing in a finite epsilon, if the protection's is digital; else None."""
         protection = self.config.protection
         digital = getattr(protection, "noise", None) == "digital"
         if self.facts["device"] is None or not digital or not math.isfinite(self._least_epsilon):
             return None
         return (
-            f"The noise of device {self.facts['device']['name']!r} earns no privacy here (protection.noise = 'digital'): "
-            "epsilon counts only the noise that the protection draws in software."
+            f"The noise of device {self.facts['device']['name']!r} earns no privacy here (protection.noise = "
+            "'digital'): epsilon counts only the noise that the protection draws in software."
         )
 
     @property

@@ -371,4 +371,5 @@ def _at(config: BaseModel, key: str) -> Any:
 def _default(config: BaseModel, key: str) -> Any:
     section, _, name = key.rpartition(".")
     home = _at(config, section) if section else config
-    return type(home).model_fields[name].get_default(call_default_factory=True, validated_data={})
+    field = type(home).model_fields[name]
+    return field.get_default(call_default_factory=True)  # type: ignore[call-overload]  # pydantic 2.7 takes no more

@@ -27,6 +27,7 @@ import signal
 import sys
 import time
 import tomllib
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,13 @@ from scipy import stats
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / ".ci" / "mutants.toml").read_text())
-PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "--no-header"]
+PYTEST = [
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+]  # libraries are loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +88,21 @@ def chosen(mutant: Mutant, share: int, day: int) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % share == day % share
 
 
-def in_child(work: Callable[[], int], seconds: float) -> int | None:
-    """Return the exit code of a forked child that runs `work` in silence; None if it took longer or was killed."""
+def in_child(work: Callable[[], int], seconds: float, log: Path) -> int | None:
+    """Return the exit code of a forked child that runs `work` and prints into a file; None if it took longer."""
     child = os.fork()
     if child == 0:
         code = 70
         try:
             os.setsid()
-            silence = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silence, 1)
-            os.dup2(silence, 2)
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
             code = work()
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stdout.flush()
             os._exit(code)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -128,10 +138,11 @@ class _Watch:
 
 def draw_map(file: Path) -> int:
     """Run all tests once, unchanged, and write which lines each one reaches and its seconds; 0 if all pass."""
-    watched = coverage.Coverage(include=[str(ROOT / each) for each in SETTINGS["modules"]], data_file=None)
+    files = [str(ROOT / each) for each in SETTINGS["modules"]]
+    watched = coverage.Coverage(include=files, data_file=None, config_file=False)
     watch = _Watch(watched)
     watched.start()
-    code = int(pytest.main([*PYTEST[1:], *SETTINGS["tests"]], plugins=[watch]))
+    code = int(pytest.main([*PYTEST, *SETTINGS["tests"]], plugins=[watch]))
     watched.stop()
     data = watched.get_data()
     lines = {each: data.contexts_by_lineno(str(ROOT / each)) for each in SETTINGS["modules"]}
@@ -196,15 +207,15 @@ class _Select:
         items[:] = sorted(wanted, key=lambda item: self.order[item.nodeid])
 
 
-def survives(mutant: Mutant, changed: str, tests: list[str], drawn: dict[str, Any]) -> bool:
+def survives(mutant: Mutant, changed: str, tests: list[str], drawn: dict[str, Any], log: Path) -> bool:
     """Whether all tests pass with a changed source; a child that hangs or dies has noticed the change."""
 
     def run() -> int:
         sys.meta_path.insert(0, _Changed(mutant.file, changed))
         files = sorted({test.split("::")[0] for test in tests})
-        return int(pytest.main([*PYTEST, *files], plugins=[_Select(tests)]))
+        return int(pytest.main([*PYTEST, "-x", *files], plugins=[_Select(tests)]))
 
-    return not tests or in_child(run, 60 + 5 * sum(drawn["seconds"][test] for test in tests)) == 0
+    return not tests or in_child(run, 60 + 5 * sum(drawn["seconds"][test] for test in tests), log) == 0
 
 
 def difference(source: str, changed: str) -> str:
@@ -227,7 +238,7 @@ def try_all(share: int, day: int, drawn: dict[str, Any], results: Path) -> list[
                 operator = cosmic_ray.plugins.get_operator(mutant.operator)()
                 changed = mutate_code(source, operator, mutant.occurrence)
                 tests = tests_of(mutant, tree, drawn)
-                outcome = survives(mutant, changed, tests, drawn)
+                outcome = survives(mutant, changed, tests, drawn, results.with_name("last.log"))
                 found[name] = {"name": name, "line": mutant.line, "tests": len(tests), "survived": outcome}
                 found[name]["difference"] = difference(source, changed)
                 with results.open("a") as stream:
@@ -249,9 +260,9 @@ def main() -> None:
     for name in SETTINGS["preload"]:
         importlib.import_module(name)
     file = given.folder / "map.json"
-    if not file.exists() and in_child(lambda: draw_map(file), 7_200) != 0:
+    if not file.exists() and in_child(lambda: draw_map(file), 7_200, given.folder / "map.log") != 0:
         failed = json.loads(file.read_text())["failed"] if file.exists() else "the tests did not end"
-        raise SystemExit(f"the unchanged tests do not pass: {failed}; see {file}, and remove it")
+        raise SystemExit(f"the unchanged tests do not pass: {failed}; see map.log there, and remove {file}")
     tried = try_all(given.share, given.day, json.loads(file.read_text()), given.folder / "results.jsonl")
     survivors = [each for each in tried if each["survived"]]
     for each in survivors:

@@ -90,7 +90,8 @@ hashes: $(RELEASE)  ## The hashes of what requirements.txt pins, and the licence
 
 lowest:  ## The tests on the lowest versions that setup.cfg admits; where torch 2.6 has CUDA wheels only, 6 GB of disk.
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet -r requirements-lowest.txt "pyzmq==26" pytest hypothesis "setuptools>=77.0.3"
+	$(LOWEST)/bin/python -m pip install --quiet -r requirements-lowest.txt "pyzmq==26" pytest hypothesis "setuptools>=77.0.3,<81" numexpr attrs requests
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps lightonml==1.4.3
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -W default::DeprecationWarning tests/accounting tests/opusim
 

@@ -232,6 +232,11 @@ def _example(field: FieldInfo | None) -> str:
     return f", such as {{{next(iter(section.model_fields))!r}: ...}}"
 
 
+def default_of(field: FieldInfo) -> Any:
+    """Return a field's default; pydantic 2.7 takes no second argument, which later versions declare as required."""
+    return field.get_default(call_default_factory=True)  # type: ignore[call-overload]
+
+
 def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
     """Return what a key takes, the value if it is short of a section, and the key's default."""
     message, value = str(problem["msg"]).removeprefix("Value error, "), problem.get("input")

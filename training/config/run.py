@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, Validati
 
 from accounting.composition import Budget
 from accounting.guarantee import Adjacency
-from opusim.description.section import BadKey, first_problem
+from opusim.description.section import BadKey, default_of, first_problem
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
 from training.config.data import DataConfig, SplitRule
@@ -371,5 +371,4 @@ def _at(config: BaseModel, key: str) -> Any:
 def _default(config: BaseModel, key: str) -> Any:
     section, _, name = key.rpartition(".")
     home = _at(config, section) if section else config
-    field = type(home).model_fields[name]
-    return field.get_default(call_default_factory=True)  # type: ignore[call-overload]  # pydantic 2.7 takes no more
+    return default_of(type(home).model_fields[name])

@@ -1,62 +1,278 @@
-"""Which mutants does this night try, and how many were killed?
+"""How many mutants of the accounting's core do its tests kill?
 
-python .ci/mutants.py sample SESSION [--share SHARE] [--day DAY]   # one in SHARE, another part each day
-python .ci/mutants.py rate SESSION [--least PERCENT]               # prints survivors; exit code 1 below it
+python .ci/mutants.py [--share SHARE] [--day DAY] [--least PERCENT] [--folder FOLDER]
 
-cosmic-ray's own `cr-rate` counts skipped mutants as killed, so it cannot judge a sample.
+One mutant in SHARE is tried, another part each day; exit code 1 if fewer than PERCENT are killed. FOLDER keeps which
+tests run which line, and what was found, so that the same call resumes.
+
+A mutant costs about a second. It stays in memory: a process that has loaded the libraries, and nothing of this
+project, forks; the child imports the changed module and runs the tests that reach the changed line, the quickest
+first, until one fails. Tests that start processes of their own see the unchanged code there.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import difflib
 import hashlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
 import time
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+import cosmic_ray.plugins
+import coverage
+import pytest
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from scipy import stats
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = tomllib.loads((ROOT / ".ci" / "mutants.toml").read_text())
+PYTEST = [
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+]  # libraries are loaded
 
 
-def sample(database: WorkDB, share: int, day: int) -> int:
-    """Mark all waiting mutants but one in `share` as skipped; return how many are left."""
-    kept = 0
-    for item in list(database.pending_work_items):
-        mutation = item.mutations[0]
-        name = f"{mutation.module_path} {mutation.operator_name} {mutation.occurrence}"
-        if int(hashlib.sha256(name.encode()).hexdigest(), 16) % share == day % share:
-            kept += 1
-        else:
-            result = WorkResult(output="another night", worker_outcome=WorkerOutcome.SKIPPED)
-            database.set_result(item.job_id, result)
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One change of one file: the `occurrence`-th place of an operator, which starts at `line` and `column`."""
+
+    file: str
+    operator: str
+    occurrence: int
+    line: int
+
+    def name(self, source: str) -> str:
+        """Return what identifies the mutant as long as its file does not change."""
+        return (
+            f"{self.file} {hashlib.sha256(source.encode()).hexdigest()[:8]} {self.operator} {self.occurrence}"
+        )
+
+
+def mutants_of(file: str, source: str) -> Iterator[Mutant]:
+    """Yield every mutant of a file."""
+    tree = get_ast(source)
+    for name in cosmic_ray.plugins.operator_names():
+        if any(re.fullmatch(pattern, name) for pattern in SETTINGS["without"]):
+            continue
+        operator_class = cosmic_ray.plugins.get_operator(name)
+        if operator_class.arguments():
+            continue
+        operator = operator_class()
+        places = (place for node in ast_nodes(tree) for place in operator.mutation_positions(node))
+        for occurrence, (start, _) in enumerate(places):
+            yield Mutant(file=file, operator=name, occurrence=occurrence, line=start[0])
+
+
+def chosen(mutant: Mutant, share: int, day: int) -> bool:
+    """Whether a mutant belongs to the part of this day."""
+    name = f"{mutant.file} {mutant.operator} {mutant.occurrence}"
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % share == day % share
+
+
+def in_child(work: Callable[[], int], seconds: float, log: Path) -> int | None:
+    """Return the exit code of a forked child that runs `work` and prints into a file; None if it took longer."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            os.setsid()
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+class _Watch:
+    """A pytest plugin that tells coverage which test runs, and notes the seconds of each."""
+
+    def __init__(self, watched: coverage.Coverage) -> None:
+        self.watched = watched
+        self.seconds: dict[str, float] = {}
+        self.failed: list[str] = []
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.watched.switch_context(item.nodeid)
+        begun = time.perf_counter()
+        yield
+        self.seconds[item.nodeid] = time.perf_counter() - begun
+        self.watched.switch_context("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
+def draw_map(file: Path) -> int:
+    """Run all tests once, unchanged, and write which lines each one reaches and its seconds; 0 if all pass."""
+    files = [str(ROOT / each) for each in SETTINGS["modules"]]
+    watched = coverage.Coverage(include=files, data_file=None, config_file=False)
+    watch = _Watch(watched)
+    watched.start()
+    code = int(pytest.main([*PYTEST, *SETTINGS["tests"]], plugins=[watch]))
+    watched.stop()
+    data = watched.get_data()
+    lines = {each: data.contexts_by_lineno(str(ROOT / each)) for each in SETTINGS["modules"]}
+    drawn = {"seconds": watch.seconds, "lines": lines, "failed": watch.failed}
+    file.write_text(json.dumps(drawn))
+    return code
+
+
+def statement_lines(tree: ast.Module, line: int) -> set[int]:
+    """Return the lines of the innermost statement that holds a line; of a compound statement those of its head."""
+    found = set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            body = getattr(node, "body", None)
+            end = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+            if line <= max(end, node.lineno):
+                found = set(range(node.lineno, max(end, node.lineno) + 1))
+    return found
+
+
+def tests_of(mutant: Mutant, tree: ast.Module, drawn: dict[str, Any]) -> list[str]:
+    """Return the tests that reach a mutant, the quickest first, as many as the seconds allow.
+
+    What runs at import, such as a default or a field, is reached by every test that runs a line of the file.
+    """
+    reached = drawn["lines"][mutant.file]
+    lines = {str(line) for line in statement_lines(tree, mutant.line)}
+    tests = {test for line in lines & set(reached) for test in reached[line] if test}
+    if not tests and any(line in reached for line in lines):
+        tests = {test for contexts in reached.values() for test in contexts if test}
+    kept, left = [], SETTINGS["test_seconds"]
+    for test in sorted(tests, key=lambda each: drawn["seconds"][each]):
+        left -= drawn["seconds"][test]
+        if left < 0 and kept:
+            break
+        kept.append(test)
     return kept
 
 
-def killed(database: WorkDB) -> tuple[int, list[str]]:
-    """Return how many of the mutants that were tried were killed, and what changed in each that survived."""
-    tried = [result for _, result in database.results if result.worker_outcome != WorkerOutcome.SKIPPED]
-    survivors = [result for result in tried if result.test_outcome == TestOutcome.SURVIVED]
-    dead = sum(result.test_outcome == TestOutcome.KILLED for result in tried)
-    return dead, [str(result.diff) for result in survivors]
+class _Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Imports one module from a changed source, and leaves all others to the usual finders."""
+
+    def __init__(self, file: str, source: str) -> None:
+        super().__init__(file.removesuffix(".py").replace("/", "."), str(ROOT / file))
+        self.source = source
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.util.spec_from_loader(name, self) if name == self.name else None
+
+    def get_code(self, name: str) -> Any:
+        return compile(self.source, self.path, "exec", dont_inherit=True)
+
+
+class _Select:
+    """A pytest plugin that runs given tests in a given order."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self.order = {test: number for number, test in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        wanted = [item for item in items if item.nodeid in self.order]
+        items[:] = sorted(wanted, key=lambda item: self.order[item.nodeid])
+
+
+def survives(mutant: Mutant, changed: str, tests: list[str], drawn: dict[str, Any], log: Path) -> bool:
+    """Whether all tests pass with a changed source; a child that hangs or dies has noticed the change."""
+
+    def run() -> int:
+        sys.meta_path.insert(0, _Changed(mutant.file, changed))
+        files = sorted({test.split("::")[0] for test in tests})
+        return int(pytest.main([*PYTEST, "-x", *files], plugins=[_Select(tests)]))
+
+    return not tests or in_child(run, 60 + 5 * sum(drawn["seconds"][test] for test in tests), log) == 0
+
+
+def difference(source: str, changed: str) -> str:
+    """Return the changed lines, old and new."""
+    lines = difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0)
+    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+
+def try_all(share: int, day: int, drawn: dict[str, Any], results: Path) -> list[dict[str, Any]]:
+    """Try one mutant in `share`, and return what was found of each; results that are there are not found again."""
+    known = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    found = {each["name"]: each for each in known}
+    kept = []
+    for file in SETTINGS["modules"]:
+        source = (ROOT / file).read_text()
+        tree = ast.parse(source)
+        for mutant in (each for each in mutants_of(file, source) if chosen(each, share, day)):
+            name = mutant.name(source)
+            if name not in found:
+                operator = cosmic_ray.plugins.get_operator(mutant.operator)()
+                changed = mutate_code(source, operator, mutant.occurrence)
+                tests = tests_of(mutant, tree, drawn)
+                outcome = survives(mutant, changed, tests, drawn, results.with_name("last.log"))
+                found[name] = {"name": name, "line": mutant.line, "tests": len(tests), "survived": outcome}
+                found[name]["difference"] = difference(source, changed)
+                with results.open("a") as stream:
+                    stream.write(json.dumps(found[name]) + "\n")
+            kept.append(found[name])
+    return kept
 
 
 def main() -> None:
-    """Sample or judge."""
+    """Draw the map if it is not there, try the mutants of the day and judge."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("task", choices=("sample", "rate"))
-    parser.add_argument("session")
     parser.add_argument("--share", type=int, default=8)
     parser.add_argument("--day", type=int, default=int(time.time()) // 86_400)
     parser.add_argument("--least", type=float, default=85.0)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
     given = parser.parse_args()
-    with use_db(given.session) as database:
-        if given.task == "sample":
-            print(f"{sample(database, given.share, given.day)} mutants tonight")
-            return
-        dead, survivors = killed(database)
-    print(*survivors, sep="\n")
-    tried = dead + len(survivors)
-    percent = 100 * dead / tried if tried else 0.0
-    print(f"{dead} of {tried} mutants killed, {percent:.1f} %; at least {given.least:g} % are needed")
-    if percent < given.least:
+    os.chdir(ROOT)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    for name in SETTINGS["preload"]:
+        importlib.import_module(name)
+    file = given.folder / "map.json"
+    if not file.exists() and in_child(lambda: draw_map(file), 7_200, given.folder / "map.log") != 0:
+        failed = json.loads(file.read_text())["failed"] if file.exists() else "the tests did not end"
+        raise SystemExit(f"the unchanged tests do not pass: {failed}; see map.log there, and remove {file}")
+    tried = try_all(given.share, given.day, json.loads(file.read_text()), given.folder / "results.jsonl")
+    survivors = [each for each in tried if each["survived"]]
+    for each in survivors:
+        print(f"{each['name']}, line {each['line']}, {each['tests']} tests\n{each['difference']}\n")
+    killed, number = len(tried) - len(survivors), max(len(tried), 1)
+    low, high = stats.binomtest(killed, number).proportion_ci(method="wilson")
+    interval = f"95 % confidence: {100 * low:.1f} to {100 * high:.1f} %"
+    print(f"{killed} of {len(tried)} mutants killed, {100 * killed / number:.1f} % ({interval})")
+    print(f"at least {given.least:g} % are needed")
+    if 100 * killed / number < given.least:
         raise SystemExit(1)
 
 

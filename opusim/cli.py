@@ -67,9 +67,10 @@ def show_command(
     """Show a device: each number with its unit, status and source, and what its noise is."""
     from opusim.camera.from_description import noise_line, number_rows
     from opusim.description.loading import load_description
-    from opusim.devices.kinds import capabilities_of
+    from opusim.devices.kinds import capabilities_of, require_described
 
     description = load_description(name)
+    require_described(description)
     if as_json:
         typer.echo(json.dumps(description.dump(), indent=2))
         return

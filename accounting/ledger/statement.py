@@ -40,6 +40,12 @@ WARNINGS: dict[WarningCode, str] = {
     ),
 }
 """What limits every guarantee of a document."""
+_MODES: dict[Mode, str] = {
+    "experiment": (
+        "not for release: the seed of the noise is stored, and the numbers hold for the same run in release mode"
+    ),
+    "release": "no seed of the noise is stored",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +154,8 @@ class Statement:
         """
         stated = guarantees_text(self.guarantees, seed_stored="experiment" in self.warnings)
         shown = [code for code in self.warnings if code not in ("experiment", *without)]
-        return "\n".join([stated, *(wrapped(WARNINGS[code], indent="  ") for code in shown)])
+        mode = wrapped(f"mode: {self.mode} ({_MODES[self.mode]})", indent="  ")
+        return "\n".join([mode, stated, *(wrapped(WARNINGS[code], indent="  ") for code in shown)])
 
     def __str__(self) -> str:
         """Return `text()`; `to_json` has every fact."""

@@ -7,6 +7,8 @@ from scipy.optimize import isotonic_regression
 
 LARGEST_LOSS = 600.0
 """e^loss stays a double."""
+_ROUNDING = 1e-15
+"""What rounding may make of two equal values, relative to 1 or to the larger one."""
 
 
 def polygon_below(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[int, np.ndarray] | None:
@@ -46,9 +48,10 @@ def _ends(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[int, int] | None
 
     It may leave at x_i if 1 - x is at most the tangents behind it at their grid points, and end at x_i if the tangents
     before it are not negative there. (Both fail only near a loss that the mechanism cannot fall below or exceed.)
+    Neither counts what rounding may make of values that are equal.
     """
-    below = np.flatnonzero(x[:-1] * (1 - b) < (1 - a) - 1e-15)
-    negative = np.flatnonzero(a < x[1:] * b)
+    below = np.flatnonzero(x[:-1] * (1 - b) < (1 - a) - _ROUNDING)
+    negative = np.flatnonzero(a < (1 - _ROUNDING) * x[1:] * b)
     first = int(below[-1]) + 1 if below.size else 0
     last = int(negative[0]) if negative.size else len(x) - 1
     return (first, last) if last > first else None

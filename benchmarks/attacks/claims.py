@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.integrate import trapezoid
 
 from accounting import numerics
 from accounting.audit import gaussian_mu
@@ -181,7 +182,7 @@ def search_epsilon(mu: float, mean: float, delta: float) -> float:
 
     def excess(threshold: float, epsilon: float) -> float:
         first, second = (_released(x, shift, threshold, mean) for shift in (0.0, mu))
-        return float(np.trapezoid(np.maximum(second - math.exp(epsilon) * first, 0.0), x)) - delta
+        return float(trapezoid(np.maximum(second - math.exp(epsilon) * first, 0.0), x)) - delta
 
     def epsilon_of(threshold: float) -> float:
         if excess(threshold, 0.0) <= 0:

@@ -60,7 +60,7 @@ def main(figure: str = "drift.png") -> dict[str, list[float]]:
     plt.xlabel("time since programming [s]")
     plt.ylabel("test accuracy [%]")
     plt.title("A network of digits on phase-change memory, five chips")
-    plt.legend()
+    plt.legend(loc="lower left")
     plt.savefig(figure, dpi=100, bbox_inches="tight")
     return found
 

@@ -107,7 +107,14 @@ def first_problem(
         hint = f"; the keys here are {', '.join(known)}" if known else ""
         return ConfigError(origin, key, "unknown key" + did_you_mean(keys[-1], known, otherwise=hint))
     if kind == "missing":
-        return ConfigError(origin, key, "missing; add it")
+        missing = [
+            ".".join(_walk(model, each["loc"], sections or {})[1])
+            for each in problems
+            if each["type"] == kind
+        ]
+        return ConfigError(
+            origin, ", ".join(missing), "missing; add " + ("it" if len(missing) == 1 else "them")
+        )
     if kind == "union_tag_invalid":
         tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
         return ConfigError(origin, f"{key}.kind", f"{tag!r} is no {keys[-1]}; take one of {expected}")
@@ -217,6 +224,19 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 """Annotations of a number's range, in words."""
 
 
+def _example(field: FieldInfo | None) -> str:
+    """Return the first key of the section that a field takes, as an example; nothing if it takes another thing."""
+    section = None if field is None else field.annotation
+    if not (isinstance(section, type) and issubclass(section, BaseModel) and section.model_fields):
+        return ""
+    return f", such as {{{next(iter(section.model_fields))!r}: ...}}"
+
+
+def default_of(field: FieldInfo) -> Any:
+    """Return a field's default; pydantic 2.7 takes no second argument, which later versions declare as required."""
+    return field.get_default(call_default_factory=True)  # type: ignore[call-overload]
+
+
 def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
     """Return what a key takes, the value if it is short of a section, and the key's default."""
     message, value = str(problem["msg"]).removeprefix("Value error, "), problem.get("input")
@@ -225,7 +245,12 @@ def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
     if isinstance(value, Mapping):
         return "is one value, not a section; give a value"
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"is a section, not one value; give its keys instead of {value!r}"
+        given = (
+            repr(value)
+            if isinstance(value, str | int | float | list | tuple)
+            else f"a {type(value).__name__}"
+        )
+        return f"is a section, not one value; give its keys instead of {given}{_example(field)}"
     rule = message.replace("Input should be", "must be").split(", unable to parse")[0]
     if field is not None and problem["type"].startswith(("greater_than", "less_than")):
         rule = f"must be {_range(field)}"

@@ -127,6 +127,7 @@ class NoisyDevice(ABC):
             else Access(description.access, description.name, self._reconnect)
         )
         self._monitor: Monitor | None = None
+        self._last_sought: int | None = None
 
     can: ClassVar[frozenset[Capability]] = frozenset({"project", "draw"})
     """What devices of this class can do (`opusim.devices.kinds`); a subclass declares what it adds or lacks."""
@@ -430,7 +431,8 @@ class NoisyDevice(ABC):
 
         In ``experiment`` mode the noise is keyed by step and reading, so a re-executed step repeats its
         noise. In ``release`` mode, and on hardware, nothing is repeated. A monitored device is checked at every
-        ``monitor.every_steps``-th step.
+        ``monitor.every_steps``-th step, once however often the step is named in succession. Steps from 2^63 on key the
+        noise of readings before training, and no check belongs to them.
 
         Args:
             step: in [0, 2^64).
@@ -443,8 +445,9 @@ class NoisyDevice(ABC):
         self._require_open()
         checks.integer(step=step, minimum=0, maximum=2**64 - 1)
         self._seek(step)
-        if self._monitor is not None and self._monitor.due(step):
+        if self._monitor is not None and step != self._last_sought and self._monitor.due(step):
             self._monitor.check(step)
+        self._last_sought = step
 
     # Monitoring
 
@@ -609,7 +612,7 @@ class NoisyDevice(ABC):
             return act()
 
     def _begin_monitor(self, baseline: Baseline | None) -> None:
-        settings = self._description.monitor
+        settings, self._last_sought = self._description.monitor, None
         if settings is None:
             return
         self._monitor = Monitor(

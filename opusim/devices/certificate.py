@@ -223,7 +223,8 @@ class Certificate(StrictSection):
             raise ConfigError(
                 description.name,
                 "certificate",
-                f"covers {self.n_outputs} outputs, the window has {n_outputs}; calibrate with --outputs {n_outputs}",
+                f"covers {self.n_outputs} outputs, the window has {n_outputs}; calibrate with --outputs {n_outputs}, "
+                f"or open {self.n_outputs} outputs at most",
             )
 
     @property

@@ -176,6 +176,16 @@ def capabilities_of(description: DeviceDescription) -> tuple[Capability, ...]:
     return tuple(capability for capability in CAPABILITIES if capability in found)
 
 
+def require_described(description: DeviceDescription) -> None:
+    """Refuse a description that the class of its kind cannot run, if that class can tell without being opened.
+
+    Raises:
+        ConfigError: a section is missing, or a key has no use.
+    """
+    factory = device_factory(description.name, description.kind)
+    getattr(factory, "require_described", lambda _: None)(description)
+
+
 def devices_that(capability: Capability) -> tuple[str, ...]:
     """Return the names of the packaged devices that have a capability."""
     return tuple(name for name in packaged_names() if capability in capabilities_of(load_description(name)))

@@ -190,7 +190,7 @@ def import_lightonml() -> types.ModuleType:
     Raises:
         DeviceUnavailable: it is not installed, or does not import.
     """
-    if importlib.util.find_spec("pkg_resources") is None and "pkg_resources" not in sys.modules:
+    if "pkg_resources" not in sys.modules and importlib.util.find_spec("pkg_resources") is None:
         sys.modules["pkg_resources"] = _pkg_resources()
     try:
         with warnings.catch_warnings():

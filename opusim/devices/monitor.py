@@ -94,6 +94,8 @@ _MOST_READINGS_OF_A_CHECK = 2**12
 """Windows of fewer than 8 outputs would take more; `Monitor.smallest_changes` says what fewer find."""
 BEFORE_ALL = -1
 """Stands for a step in a check before the first one."""
+RESERVED_STEPS = 2**63
+"""Steps from here on are no steps of training: they key the noise of readings that a run takes before."""
 _TESTS = 8
 """Sequential tests that share the probability of a false alarm, and the repeats of blank readings."""
 
@@ -215,7 +217,7 @@ class Monitor:
 
     def due(self, step: int) -> bool:
         """Return whether a check belongs before this step."""
-        return step % self._settings.every_steps == 0
+        return step < RESERVED_STEPS and step % self._settings.every_steps == 0
 
     @property
     def changed(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, MediumSettings
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
@@ -40,6 +40,18 @@ class SimulatedDevice(NoisyDevice):
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
+        medium = self.require_described(description)
+        self._new_medium = partial(Medium, self.n_inputs, self.n_outputs, medium.seed)
+        self._dense_limit_mib = medium.dense_limit_mib
+        self._medium = self._new_medium(dense_limit_mib=self._dense_limit_mib)
+
+    @classmethod
+    def require_described(cls, description: DeviceDescription) -> MediumSettings:
+        """Return the medium's settings of a description that this class can run.
+
+        Raises:
+            ConfigError: there is no section ``[medium]``, or there are options.
+        """
         if description.medium is None:
             raise ConfigError(
                 description.name, "medium", "missing; a simulated device needs [medium] with a seed"
@@ -49,9 +61,7 @@ class SimulatedDevice(NoisyDevice):
             raise ConfigError(
                 description.name, key, f"the kind {description.kind!r} takes no options; remove it"
             )
-        self._new_medium = partial(Medium, self.n_inputs, self.n_outputs, description.medium.seed)
-        self._dense_limit_mib = description.medium.dense_limit_mib
-        self._medium = self._new_medium(dense_limit_mib=self._dense_limit_mib)
+        return description.medium
 
     @property
     def medium(self) -> Medium:

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from opusim.cli import app
 from opusim.description.loading import load_description, packaged_names
 from opusim.errors import ConfigError
+from opusim.files import to_toml
 
 RUNNER = CliRunner(env={"COLUMNS": "200"})
 
@@ -44,6 +45,16 @@ def test_show_gives_each_number_its_unit_status_and_source() -> None:
 )
 def test_show_says_what_the_noise_is(name: str, line: str) -> None:
     assert line in RUNNER.invoke(app, ["show", name]).stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_show_refuses_what_its_class_would_refuse(tmp_path: Path, options: list[str]) -> None:
+    content = load_description("gaussian").dump()
+    del content["medium"]
+    file = tmp_path / "bare.toml"
+    file.write_text(to_toml(content))
+    refused = RUNNER.invoke(app, ["show", str(file), *options]).exception
+    assert "medium: missing; a simulated device needs [medium] with a seed" in str(refused)
 
 
 def test_show_json_is_the_description() -> None:

@@ -77,3 +77,28 @@ def test_a_folder_of_that_name_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "training").mkdir()
     found = run(tmp_path, "import opusim; print(opusim.RunConfig.__name__)")
     assert found.stdout.strip() == "RunConfig", found.stderr
+
+
+@pytest.mark.parametrize(
+    ("platform", "lifted", "words"),
+    [
+        ("win32", "", "Subsystem for Linux"),
+        ("win32", "1", "Subsystem for Linux"),
+        ("darwin", "", "tested on Linux only, not on 'darwin'"),
+        ("darwin", "1", None),
+    ],
+)
+def test_other_systems_than_linux_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, lifted: str, words: str | None
+) -> None:
+    monkeypatch.setenv("OPUSIM_UNTESTED", lifted)
+    done = run(tmp_path, f"sys.platform = {platform!r}\nimport opusim")
+    assert (done.returncode == 0) is (words is None), done.stderr
+    assert words is None or words in done.stderr.splitlines()[-1]
+
+
+def test_apples_gpu_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        opusim.ConfigError, match="torch_device: 'mps' is not supported: .*no float64.*use 'cpu'"
+    ):
+        opusim.train({"torch_device": "mps", "epochs": 1}, folder=tmp_path / "run")

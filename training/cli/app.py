@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from functools import partial
 from typing import Annotated, Any
 
@@ -145,6 +146,7 @@ def main() -> None:
     Exit codes: 1 for a sweep in which a run failed, 2 for bad input, 3 for a device fault, 4 for a spent budget, 130
     for Ctrl-C.
     """
+    warnings.formatwarning = lambda message, *_, **__: f"opusim: warning: {' '.join(str(message).split())}\n"
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")

@@ -17,7 +17,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from opusim.description.section import described_fields
+from opusim.description.section import default_of, described_fields
 from opusim.errors import ConfigError
 from training.config.kinds import KINDS, PROTECTIONS
 from training.config.reading import load_config, merged, named_trainer, nested
@@ -291,7 +291,7 @@ def _short(field: FieldInfo) -> str:
         words = f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
         told = all(re.search(rf"\b{re.escape(str(choice))}\b", first) for choice in choices)
         first = first if told else f"{first} ({words})"
-    default = field.get_default(call_default_factory=True, validated_data={})
+    default = default_of(field)
     if default is None or default == () or isinstance(default, bool) or "by default" in first:
         return f"{first}."
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
@@ -360,7 +360,7 @@ def _topic_rows(topic: str) -> list[KeyRow]:
 
 
 def _row(key: str, field: FieldInfo) -> KeyRow:
-    default = field.get_default(call_default_factory=True, validated_data={})
+    default = default_of(field)
     return key, json.dumps(default), _meaning(field)
 
 

@@ -247,6 +247,7 @@ def account_run(
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
     from accounting.ledger.statement import WARNINGS
+    from opusim.tables import wrapped
     from training.runs.storage import kind_of
 
     statement = _stated(path, delta)
@@ -256,7 +257,11 @@ def account_run(
     if "unwitnessed" in statement.warnings:
         typer.echo(WARNINGS["unwitnessed"], err=True)
     typer.echo(statement.text(without=["unwitnessed"]))
-    if kind_of(path if path.is_dir() else path.parent) == "private loop":
+    folder = path if path.is_dir() else path.parent
+    note = _device_note(folder)
+    if note is not None:
+        typer.echo(wrapped(note, indent="  "))
+    if kind_of(folder) == "private loop":
         typer.echo(
             "This is the ledger of a private loop. Print private.statement() in the program that trains: it counts "
             "what the loop checked as checked."
@@ -293,6 +298,19 @@ def _stated(path: Path, delta: float | None) -> Statement:
     )
 
 
+def _device_note(path: Path) -> str | None:
+    """Return what to know of the device's noise; None if the folder holds no run, or a damaged configuration."""
+    from training.errors import RunFolderError
+    from training.runs.folder import RunFolder
+    from training.runs.stored_run import StoredRun
+
+    folder = RunFolder(path)
+    try:
+        return StoredRun(folder, 0).device_note if folder.started else None
+    except RunFolderError:
+        return None
+
+
 def _versions_of(folder: RunFolder) -> dict[str, str]:
     """Return the versions that a run was started with; none if its configuration, which no guarantee needs, is bad."""
     from training.errors import RunFolderError
@@ -306,7 +324,10 @@ def _versions_of(folder: RunFolder) -> dict[str, str]:
 DeviceArgument = Annotated[
     str, typer.Argument(help="A name of `opusim device list`, or the path of a TOML file.")
 ]
-Outputs = Annotated[int, typer.Option(help="Outputs of a reading, at least 1.")]
+Outputs = Annotated[
+    int | None,
+    typer.Option(help="Outputs of a reading, at least 1; those of the certificate by default, else 1,024."),
+]
 Classes = Annotated[int, typer.Option(help="Number of labels, at least 2.")]
 Targets = Annotated[list[float] | None, typer.Option(help="State what this epsilon takes; repeatable.")]
 DeviceDelta = Annotated[float, typer.Option(help="delta at which epsilon is stated.")]
@@ -329,7 +350,7 @@ FigureFile = Annotated[
 
 def account_device(
     name: DeviceArgument,
-    outputs: Outputs = 1024,
+    outputs: Outputs = None,
     classes: Classes = 10,
     target_epsilon: Targets = None,
     delta: DeviceDelta = 1e-5,
@@ -343,6 +364,7 @@ def account_device(
     from opusim.description.loading import load_description
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
+    from opusim.tables import wrapped
     from training.device_privacy.levels import device_levels, level_rows
 
     if figure is not None:
@@ -350,6 +372,15 @@ def account_device(
     checks.choice(("reading", "counts", "argmax"), kept=kept)
     targets, description = target_epsilon or [8.0, 3.0, 1.0], load_description(name)
     held = None if certificate is None else load_certificate(certificate)
+    if outputs is None:
+        outputs = 1024 if held is None else held.n_outputs
+    text = (
+        f"Each record's label, one of {classes}, is shown to {name!r} once and read at {outputs:,} outputs, at delta "
+        f"{delta:g}. Epsilon is about the label only; features are public."
+    )
+    if description.camera is None:
+        text += " A protection of whole records (--protect record) scales the device's noise and needs no such level."
+    typer.echo(wrapped(text))
     if description.camera is not None:
         from opusim.progress import Progress
         from training.device_privacy.camera import label_counts

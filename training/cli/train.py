@@ -257,6 +257,8 @@ def print_run(run: Run, report_file: Path) -> None:
     print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
     typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
     typer.echo(f"assumptions: opusim account run {run.folder.path}")
+    if run.device_note is not None:
+        typer.echo(wrapped(run.device_note))
     if run.advice is not None:
         typer.echo(wrapped(run.advice))
     if run.config.mode == "experiment":

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, Validati
 
 from accounting.composition import Budget
 from accounting.guarantee import Adjacency
-from opusim.description.section import BadKey, first_problem
+from opusim.description.section import BadKey, default_of, first_problem
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
 from training.config.data import DataConfig, SplitRule
@@ -371,4 +371,4 @@ def _at(config: BaseModel, key: str) -> Any:
 def _default(config: BaseModel, key: str) -> Any:
     section, _, name = key.rpartition(".")
     home = _at(config, section) if section else config
-    return type(home).model_fields[name].get_default(call_default_factory=True, validated_data={})
+    return default_of(type(home).model_fields[name])

@@ -402,6 +402,28 @@ def standardised_by_records(dataset: Dataset) -> Dataset:
     return replace(_mapped(dataset, constants.apply), standardisation=constants, record_shape=shape)
 
 
+_WIDE = 30.0
+"""Standard deviation of a feature from which a network's first layer, made for about 1, learns badly."""
+
+
+def wide_feature(dataset: Dataset) -> str | None:
+    """Say which feature varies most, if it varies so much that a network learns badly; else, and for tokens, None.
+
+    The text follows from the training records: show it to nobody who may not know them.
+    """
+    if dataset.holds_tokens or len(dataset.train) < 2:
+        return None
+    deviations = dataset.train.x.double().std(dim=0)
+    widest = int(deviations.argmax())
+    if not deviations[widest] > _WIDE:
+        return None
+    name = repr(dataset.columns[widest]) if dataset.columns else f"number {widest}"
+    return (
+        f"feature {name} has a standard deviation of {deviations[widest]:.3g} over the training records, where "
+        "networks expect about 1; set data.standardise = 'records', or constants data.mean and data.std"
+    )
+
+
 def _mapped(dataset: Dataset, change: Callable[[Tensor], Tensor]) -> Dataset:
     """Return the data set with a map applied to the features of every record, which are flat behind it."""
 

@@ -25,6 +25,7 @@ from training.config.kinds import KINDS
 from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
+from training.data.dataset import wide_feature
 from training.data.optical_map import expected_usage as features_usage
 from training.data.tables import OwnData, OwnTest
 from training.engine.callbacks import Callback, FeaturesWatcher, Watcher, Watchers
@@ -242,6 +243,7 @@ def _train_in(
             if forecast is not None:
                 engine.tell(forecast.usage(engine.step), is_mean=forecast.is_mean)
             if not resume:
+                _hint_at_scales(plan)
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_state(trainer, ranks)
@@ -258,6 +260,16 @@ def _train_in(
                 algorithm.prepare(trainer, folder)
                 engine.run(ledger, plan.mechanisms, interrupted)
     end(ranks)
+
+
+def _hint_at_scales(plan: RunPlan) -> None:
+    """Warn of user-supplied features in units of their own, unless these are private."""
+    data = plan.config.data
+    if not data.is_own or data.features is not None or plan.config.protection.protects == "records":
+        return
+    hint = wide_feature(plan.dataset)
+    if hint is not None:
+        warnings.warn(hint, stacklevel=4)
 
 
 def _features_usage(config: RunConfig, records: Dataset) -> Usage | None:

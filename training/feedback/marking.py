@@ -114,9 +114,12 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
         return find_points(model, declared)
     blocks = _repeated(model) or _activations(model)
     if not blocks:
+        names = [name for name, _ in model.named_modules() if name]
+        known = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise ValueError(
             f"points = 'blocks' finds no repeated block in {type(model).__name__}, and no activation module before a "
-            "layer with parameters; name the submodules whose output receives feedback"
+            "layer with parameters; name the submodules whose output receives feedback: points=[...], in a "
+            f"configuration trainer.points=[...], from {known or 'a model that has submodules'}"
         )
     return tuple(blocks)
 

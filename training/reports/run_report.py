@@ -206,6 +206,8 @@ def _render(
         takes=[row for run, name in zip(runs, names, strict=True) for row in _device_time_rows(run, name)],
         data_sets=distinct([(name, run.facts["data"]) for run, name in zip(runs, names, strict=True)]),
         guarantees=[(name, _guarantee_rows(run)) for run, name in zip(runs, names, strict=True)],
+        device_notes=dict.fromkeys(run.device_note for run in runs if run.device_note is not None),
+        folders=[shlex.quote(str(run.folder.path)) for run in runs],
         audits=[
             (name, finding_rows(found), [*paragraphs(found), *_warning(run)])
             for run, name, found in zip(runs, names, audits, strict=True)

@@ -78,6 +78,22 @@ class StoredRun:
                 )
         return None
 
+    @property
+    def device_note(self) -> str | None:
+        """That the device's noise counts for nothing in a finite epsilon, if the protection's is digital; else None."""
+        protection = self.config.protection
+        digital = getattr(protection, "noise", None) == "digital"
+        if self.facts["device"] is None or not digital or not math.isfinite(self._least_epsilon):
+            return None
+        return (
+            f"The noise of device {self.facts['device']['name']!r} earns no privacy here (protection.noise = "
+            "'digital'): epsilon counts only the noise that the protection draws in software."
+        )
+
+    @property
+    def _least_epsilon(self) -> float:
+        return min((guarantee.epsilon for guarantee in self.guarantees), default=math.inf)
+
     def _guesses(self, accuracy: float, part: str) -> bool:
         chance = 1 / self.facts["data"]["n_classes"]
         records = self.facts["data"].get(f"n_{part}") or 1

@@ -27,6 +27,7 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
 from accounting.numerics import poisson_loss
+from accounting.numerics.lower_polygon import polygon_below
 from accounting.numerics.poisson_pairs import RenyiBounds
 
 DELTA = 1e-5
@@ -441,3 +442,14 @@ def test_one_certificate_costs_its_beta_once(one: CertifiedMechanism) -> None:
     assert named.taken_upfront
     old = {key: value for key, value in one.to_json().items() if key != "certificate"}
     assert mechanism_from_json(old) == one
+
+
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+def test_a_ratio_on_the_grid_survives_the_last_digit_of_its_point(ulps: int) -> None:
+    """One ratio, 1, at a point that is 1 up to rounding: its polygon is the two measures' own curve."""
+    ends = np.array([1.0, 0.0])
+    found = polygon_below(np.array([0.97, 1 + ulps * np.spacing(1.0), 1.03]), ends, ends)
+    assert found is not None
+    first, masses = found
+    assert dict(enumerate(masses, start=first))[1] == pytest.approx(1.0)
+    assert masses.sum() == pytest.approx(1.0)

@@ -170,6 +170,7 @@ def test_the_document_says_what_the_text_says(
     )
     assert "unwitnessed" in warned
     assert opusim("account", "run", tmp_path, cwd=tmp_path).stderr.strip() == WARNINGS["unwitnessed"]
+    assert text.startswith(f"mode: {mode} (")
     printed = " ".join(str(Statement.from_json(content)).split())
     assert printed == f"{text} {WARNINGS['unwitnessed']}"
     assert found.ledger.digest == json.loads((tmp_path / "ledger.head").read_text())["digest"]

@@ -28,13 +28,19 @@ class Square(Section):
     width: float = 1.0
 
 
+class Needs(Section):
+    kind: Literal["needs"] = "needs"
+    low: float
+    high: float
+
+
 def registered(value: Any) -> Any:
     """What a field of registered sections does: the class of its kind validates the value."""
     return Round.model_validate(value) if isinstance(value, dict) else value
 
 
 class Whole(Section):
-    shape: Annotated[Round | Square, Field(discriminator="kind")] = Round()
+    shape: Annotated[Round | Square | Needs, Field(discriminator="kind")] = Round()
     added: Annotated[SerializeAsAny[Section], BeforeValidator(registered)] = Round()
     inner: Square = Square()
     count: int = 1
@@ -67,8 +73,16 @@ def problem(content: Any, model: type[BaseModel] = Whole) -> str:
         ({"shape": {"kind": "ball", "radus": 1}}, "x.toml: shape.radus: unknown key; did you mean 'radius'?"),
         ({"added": {"radus": 1}}, "x.toml: added.radus: unknown key; did you mean 'radius'?"),
         ({"shape": {"kind": "cube"}}, "x.toml: shape.kind: 'cube' is no shape; take one of 'round'"),
+        ({"shape": {"kind": "needs"}}, "x.toml: shape.low, shape.high: missing; add them"),
         ({"count": {"a": 1}}, "x.toml: count: is one value, not a section; give a value"),
-        ({"inner": 3}, "x.toml: inner: is a section, not one value; give its keys instead of 3"),
+        (
+            {"inner": 3},
+            "x.toml: inner: is a section, not one value; give its keys instead of 3, such as {'kind': ...}",
+        ),
+        (
+            {"inner": object()},
+            "x.toml: inner: is a section, not one value; give its keys instead of a object, such",
+        ),
         ({"count": "many"}, "x.toml: count: must be a valid integer"),
         ({"inner": {"width": 1e13}}, "x.toml: inner: width = 1e+13 exceeds 1e+12"),
         ({"count": 13}, "x.toml: inner.width: 1.0: is no width for 13"),

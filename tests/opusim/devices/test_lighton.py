@@ -90,6 +90,30 @@ with open_device("lightonml_simulated", n_inputs=3, n_outputs=4) as device:
     assert done.stdout == "(2, 4)\n"
 
 
+def test_a_missing_library_is_named_each_time() -> None:
+    """The stand-in for pkg_resources that the first try leaves behind does not trip the second one."""
+    code = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pkg_resources", "lightonml"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+import importlib.util
+real = importlib.util._find_spec
+importlib.util._find_spec = lambda name, path: None if name == "pkg_resources" else real(name, path)
+from opusim.devices.lighton import import_lightonml
+from opusim.errors import DeviceUnavailable
+for attempt in range(2):
+    try:
+        import_lightonml()
+    except DeviceUnavailable as error:
+        print("install" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\nTrue\n"
+
+
 def test_hardware_without_its_driver_is_one_clear_line() -> None:
     with pytest.raises(
         DeviceUnavailable, match="needs LightOn's driver lightonopu.*take the device lightonml_simulated"

@@ -349,3 +349,32 @@ class TestFiles:
         monkeypatch.setitem(sys.modules, "pandas", None)
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'opusim\[data\]'"):
             load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv", "label": "x"}}), None)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "hinted"),
+    [
+        (305.0, {}, True),
+        (5.0, {}, False),
+        (305.0, {"data": {"standardise": "records"}}, False),
+        (
+            305.0,
+            {
+                "protection": {"kind": "record", "noise_multiplier": 1.0},
+                "sampler": {"scheme": "poisson", "batch_size": 9},
+            },
+            False,
+        ),
+    ],
+)
+def test_features_in_units_of_their_own_give_a_hint_unless_they_are_private(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, size: float, changes: dict[str, Any], hinted: bool
+) -> None:
+    frame = pandas.DataFrame(
+        {"small": FRAME["length"], "salary": size * FRAME["length"], "y": np.arange(40) % 2}
+    )
+    config = {**CONFIG, **changes}
+    config["data"] = {"n_classes": 2, **config.get("data", {})}
+    opusim.train(config, data=frame, label="y", folder=tmp_path / "run")
+    texts = [str(warning.message) for warning in recwarn]
+    assert any("'salary' has a standard deviation of" in text for text in texts) is hinted

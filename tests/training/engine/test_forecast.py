@@ -109,6 +109,17 @@ FIXED: dict[str, dict[str, Any]] = {
         protection=protected(noise_multiplier=1.0, divisor=72.0),
         sampler={"scheme": "poisson", "sampling_probability": 1.0},
     ),
+    "calibrated and monitored": configuration(
+        "pdfa",
+        model={"hidden": [5], "initial_output": "feedback"},
+        device={"name": "gaussian", "noise": {"sigma": 1.0}, "monitor": {"every_steps": 1}},
+    ),
+    "labels once, monitored": configuration(
+        "pdfa",
+        protection=protected("label-readout", epsilon=3.0),
+        sampler=WHOLE | {"batch_size": 12},
+        device={"name": "gaussian", "noise": {"sigma": 1.0}, "monitor": {"every_steps": 1}},
+    ),
     "camera": configuration("pdfa", device={"name": "camera", "monitor": {"every_steps": 3}}),
     "monitored": configuration(
         "pdfa",
@@ -145,6 +156,20 @@ def test_a_run_of_fixed_batches_takes_what_it_was_told(tmp_path: Path, name: str
 def test_a_module_takes_what_it_was_told(tmp_path: Path, rows: str, encoding: str) -> None:
     trainer = {"points": "1", "encoding": encoding, "rows": rows}
     config = configuration("pdfa", trainer=trainer)
+    del config["model"]
+    told, run = play(config, tmp_path, module())
+    assert [expected.frames for expected, _, _ in told.expected] == [run.summary["frames"]]
+
+
+def test_a_module_under_a_monitored_device_is_checked_once_a_step(tmp_path: Path) -> None:
+    """Its loop names each step up to three times: for its noise, its reading and its diagnostics."""
+    config = configuration(
+        "pdfa",
+        trainer={"points": "1"},
+        device={"name": "gaussian", "noise": {"sigma": 1.0}, "monitor": {"every_steps": 1}},
+        protection=protected(noise_multiplier=1.0, divisor=72.0),
+        sampler={"scheme": "poisson", "sampling_probability": 1.0},
+    )
     del config["model"]
     told, run = play(config, tmp_path, module())
     assert [expected.frames for expected, _, _ in told.expected] == [run.summary["frames"]]

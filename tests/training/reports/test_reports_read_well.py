@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -51,6 +52,26 @@ def one_epoch(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return training.train(RELEASED, folder=tmp_path_factory.mktemp("released") / "run")
+
+
+def test_a_report_names_the_command_that_lists_assumptions_and_what_the_devices_noise_earns(
+    one_epoch: Run, tmp_path: Path
+) -> None:
+    assert f"opusim account run {one_epoch.folder.path}" in write_report(one_epoch).read_text()
+    assert one_epoch.device_note is None, "no epsilon, so nothing that noise could earn"
+    protected = {
+        **SMALL,
+        "sampler": {"scheme": "poisson"},
+        "protection": {"kind": "record", "noise_multiplier": 2.0},
+    }
+    run = training.train(protected, folder=tmp_path / "digital")
+    assert run.device_note is not None
+    assert "'gaussian' earns no privacy here" in write_report(run).read_text().replace("&#39;", "'")
+    credited = {**protected, "device": {"name": "gaussian", "noise": {"sigma": 1.0}}}
+    credited["protection"] = {**protected["protection"], "noise": "device"}
+    run = training.train(credited, folder=tmp_path / "device")
+    assert run.device_note is None
+    assert "earns no privacy" not in write_report(run).read_text()
 
 
 @pytest.fixture(scope="module")

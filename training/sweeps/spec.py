@@ -152,8 +152,9 @@ def parse_spec(values: Mapping[str, Any], text: SpecText) -> tuple[SweepSpec, Sp
         problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         location = [str(part) for part in problem["loc"]] or ["sweep"]
         if problem["type"] == "extra_forbidden":
-            section = {"series": SeriesSpec, "published": PublishedSpec}.get(location[0], SweepSpec)
-            reason = f"is not a key of a sweep; the keys here are {', '.join(section.model_fields)}"
+            sections: dict[str, type[Section]] = {"series": SeriesSpec, "published": PublishedSpec}
+            keys = sections.get(location[0], SweepSpec).model_fields
+            reason = f"is not a key of a sweep; the keys here are {', '.join(keys)}"
         elif problem["type"] == "missing":
             reason = "missing; add it"
         else:

@@ -106,6 +106,21 @@ def example_of(
     return tuple(moved), {}
 
 
+def show_invented(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Run the module's first pass on invented records, from which it may take initial values that it keeps.
+
+    They have the shapes of the given ones, and N(0, 1) or zeros as numbers; a module may refuse them.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def invented(leaf: Tensor) -> Tensor:
+        real = leaf.is_floating_point()
+        return torch.randn(leaf.shape, generator=generator).to(leaf) if real else torch.zeros_like(leaf)
+
+    with preserved_generators(next(module.parameters()).device), torch.no_grad():
+        _accepts(module, Rows.of((args, kwargs)).repeated(_COUNTS[0]).mapped(invented))
+
+
 def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return the module's outputs for some records, and refuse parameters and buffers that a training pass changes.
 

@@ -44,6 +44,7 @@ from training.private_loop.inputs import (
     require_rows,
     require_separate,
     rows_of,
+    show_invented,
     template_of,
 )
 from training.private_loop.saves import generator_states, set_generator_states
@@ -95,6 +96,7 @@ class PrivateModule:
         self._gradients, self._limit = gradients, max_physical_batch_size
         self._shared = shared or SharedSteps()
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
+        show_invented(module, args, kwargs)
         self._tape = RecordTape(module, *args, **kwargs)
         if max_physical_batch_size is not None:
             require_rows((args, kwargs), rows_of(args, kwargs) or 0)

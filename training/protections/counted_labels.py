@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from scipy.optimize import linprog
 from scipy.special import logsumexp
 from torch import Tensor
 
-from accounting.devices.counts import LabelArgmax, LabelCounts
+from accounting.devices.counts import LabelCounts
 from accounting.labels.observations import UniformSource
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
@@ -180,9 +181,16 @@ def _exchanged(distances: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, f
 
 # Protections by a camera
 
+Readout = TypeVar("Readout", CountsReadout, ArgmaxReadout)
+_LAST: dict[tuple[type, bytes, float, float], dict[str, Any]] = {}
+"""What the last search found, but for the camera: by readout, fingerprint of the frames, epsilon and delta."""
 
-class _CameraProtection(OneLookProtection, ABC):
+
+class _CameraProtection(OneLookProtection, ABC, Generic[Readout]):
     """Labels that a camera counts, with the laser dimmed to the run's epsilon."""
+
+    readout: type[Readout]
+    """How the labels are read."""
 
     @cached_property
     def mechanism(self) -> Mechanism:
@@ -196,16 +204,27 @@ class _CameraProtection(OneLookProtection, ABC):
             )
             raise ConfigError("configuration", KEY, reason)
         with self._plan.opened_device() as device:
-            return self._released(self._frames(device))
+            return self._readout(self._frames(device)).mechanism
 
     def _frames(self, device: NoisyDevice | None) -> LabelFrames:
         if device is None:
             raise ConfigError("configuration", KEY, f"{self.section.noise!r} needs a device; use 'digital'")
         return LabelFrames.of(device, self._plan.dataset.n_classes)
 
-    @abstractmethod
-    def _released(self, frames: LabelFrames) -> Mechanism:
-        """What a camera releases at the run's epsilon."""
+    def _readout(self, frames: LabelFrames) -> Readout:
+        """Return how the labels are read; the last search is not repeated for a camera that sees them alike.
+
+        A run opens its device for its statement and again for its labels.
+        """
+        epsilon, delta = epsilon_of(self.section), self.section.delta
+        wanted = self.readout, frames.fingerprint, epsilon, delta
+        if wanted not in _LAST:
+            found = self.readout.within(frames, epsilon=epsilon, delta=delta)
+            _LAST.clear()
+            _LAST[wanted] = {
+                each.name: getattr(found, each.name) for each in fields(found) if each.name != "frames"
+            }
+        return self.readout(frames=frames, **_LAST[wanted])
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
@@ -223,27 +242,19 @@ class _CameraProtection(OneLookProtection, ABC):
         """Read every label once; see OneLookProtection.look."""
 
 
-class LabelCountsProtection(_CameraProtection):
+class LabelCountsProtection(_CameraProtection[CountsReadout]):
     """Labels: a camera's counts of each, kept."""
 
-    def _readout(self, frames: LabelFrames) -> CountsReadout:
-        return CountsReadout.within(frames, epsilon=epsilon_of(self.section), delta=self.section.delta)
-
-    def _released(self, frames: LabelFrames) -> LabelCounts:
-        return self._readout(frames).mechanism
+    readout = CountsReadout
 
     def _read(self, frames: LabelFrames, labels: Tensor, pay: Pay) -> Tensor:
         return read_counts(self._readout(frames), labels, pay=pay)
 
 
-class LabelArgmaxProtection(_CameraProtection):
+class LabelArgmaxProtection(_CameraProtection[ArgmaxReadout]):
     """Labels: the brightest group of a camera's pixels for each, and no counts."""
 
-    def _readout(self, frames: LabelFrames) -> ArgmaxReadout:
-        return ArgmaxReadout.within(frames, epsilon=epsilon_of(self.section), delta=self.section.delta)
-
-    def _released(self, frames: LabelFrames) -> LabelArgmax:
-        return self._readout(frames).mechanism
+    readout = ArgmaxReadout
 
     def _read(self, frames: LabelFrames, labels: Tensor, pay: Pay) -> Tensor:
         readout = self._readout(frames)

@@ -138,6 +138,7 @@ def test_ulr_widths(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found["rows"]) == 8
     table1.widths(batches="64,128", seeds="0,1")
     assert load_results("ulr_widths") == found
+    take_committed(results, "ulr_published")
     _, text = ours("DP-ULR", "Table C1")
     assert text.count("small, batch 64") == 1, "seeds are averaged"
 
@@ -181,6 +182,18 @@ def test_an_unbiased_estimate_has_at_most_the_signal_of_its_gradient() -> None:
         assert bound.signals_compared(*figures, clip=clip)[1] < 1 - error
     biased = figures[0] * 1.5, figures[1] * 1.5**2, figures[2]  # the planted fault
     assert bound.signals_compared(*biased, clip=1e9)[1] > 1 + error
+
+
+def test_a_cell_of_table_1_is_one_of_the_widths_too(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_committed(results, "ulr_published")
+    assert not table1.width_rows()  # DP-SGD's part is missing
+    take_committed(results, "ulr_opacus")
+    found = table1.width_rows()
+    assert {(row["width"], row["batch"]) for row in found} == {("small", 64)}
+    assert table1.widths_left() == 27 - len(found)
+    assert ours("ULR", "Table C1")[0] == "smaller"
+    table1.keep("widths", {**found[0], "ulr": 0.0}, key=("width", "batch", "seed"))
+    assert table1.width_rows() == found
 
 
 def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def lifetimes_figure(panels: Mapping[str, Mapping[tuple[str, str], Mapping[str, 
     Args:
         panels: for each network and (device, training) the accuracies of `benchmarks.analog.lifetimes.means`.
     """
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for side, (name, curves) in zip(axes, panels.items(), strict=True):
         for (device, training), found in curves.items():
@@ -53,7 +53,7 @@ def lifetimes_figure(panels: Mapping[str, Mapping[tuple[str, str], Mapping[str, 
         side.set(xscale="log", xlabel="time since programming", ylabel="test accuracy [%]", title=name)
         side.set_xticks([*TIMES_S.values()], [*TIMES_S])
         side.grid(alpha=0.3)
-        side.legend(fontsize="small")
+        side.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))
     return figure
 
 

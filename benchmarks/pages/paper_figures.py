@@ -67,7 +67,7 @@ def ulr_table() -> str:
 
 def widths() -> str:
     """Return the mean accuracies of each width and batch."""
-    rows = load_results("ulr_widths")["rows"]
+    rows = ulr_table1.width_rows()
     parts = []
     for width, batch in dict.fromkeys((r["width"], r["batch"]) for r in rows):
         mine = [r for r in rows if (r["width"], r["batch"]) == (width, batch)]

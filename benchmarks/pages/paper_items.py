@@ -175,7 +175,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="repeated",
             figures=widths,
             run=("ulr.table1 widths",),
-            results="ulr_widths",
+            results="ulr_published",
             left=ulr_table1.widths_left,
         ),
     ),

@@ -259,12 +259,15 @@ def proven(epsilons: str = "3,1", seeds: str = "0,1,2", trainers: str = ";".join
 
 @app.command()
 def widths(batches: str = ",".join(map(str, WIDTH_BATCHES)), seeds: str = "0,1,2") -> None:
-    """Train DP-ULR and DP-SGD at sigma_0 = 8 for the widths of Table C1; batches of 128 and 256 take 200's setting."""
+    """Train DP-ULR and DP-SGD at sigma_0 = 8 for the widths of Table C1; batches of 128 and 256 take 200's setting.
+
+    The small network at batches of 64 is a cell of Table 1 and is taken from there.
+    """
     for seed, batch, (name, hidden) in itertools.product(
         _numbers(seeds), map(int, batches.split(",")), WIDTHS.items()
     ):
         cell = {"width": name, "batch": batch, "seed": int(seed)}
-        if any(all(row[key] == cell[key] for key in cell) for row in rows_of("widths")):
+        if any(all(row[key] == cell[key] for key in cell) for row in width_rows()):
             continue
         config = published_config(batch, 8.0, int(seed), **chosen(64 if batch == 64 else 200))
         config["model"] = {**config["model"], "hidden": hidden}
@@ -277,9 +280,34 @@ def widths(batches: str = ",".join(map(str, WIDTH_BATCHES)), seeds: str = "0,1,2
         )
 
 
+def width_rows() -> list[dict[str, Any]]:
+    """Return the cells of Table C1 that were trained, those that Table 1 shares with it first."""
+    ulr, dp_sgd = (
+        {row["seed"]: row for row in rows_of(part) if (row["batch"], row["target_std"]) == (64, 8.0)}
+        for part in ("published", "opacus")
+    )
+    shared = {
+        seed: {
+            "width": "small",
+            "batch": 64,
+            "seed": seed,
+            "ulr": row["test"],
+            "dp_sgd": dp_sgd[seed]["best"],
+        }
+        for seed, row in ulr.items()
+        if seed in dp_sgd
+    }
+    own = [
+        row
+        for row in rows_of("widths")
+        if (row["width"], row["batch"]) != ("small", 64) or row["seed"] not in shared
+    ]
+    return [*shared.values(), *own]
+
+
 def widths_left() -> int:
     """Return how many cells of `widths` with three seeds are not in the results."""
-    done = {(row["width"], row["batch"], row["seed"]) for row in rows_of("widths")}
+    done = {(row["width"], row["batch"], row["seed"]) for row in width_rows()}
     return len(set(itertools.product(WIDTHS, WIDTH_BATCHES, (0, 1, 2))) - done)
 
 

@@ -191,10 +191,12 @@ def play_one_run(
     scores = game.observer.scores(mechanism)
     plans, null = claim.plans(list(scores), canaries), null_coins(seed, canaries)
     return OneRunAudit(
-        readings=tuple(Reading.of(sight, own, game.inside, plans[sight]) for sight, own in scores.items()),
-        null=tuple(Reading.of(sight, own, null, plans[sight]) for sight, own in scores.items()),
+        readings=tuple(
+            Reading.of(sight.name, own, game.inside, plans[sight]) for sight, own in scores.items()
+        ),
+        null=tuple(Reading.of(sight.name, own, null, plans[sight]) for sight, own in scores.items()),
         broken=tuple(
-            Reading.of(sight, own, game.inside, plans[sight])
+            Reading.of(sight.name, own, game.inside, plans[sight])
             for sight, own in game.observer.with_half_the_noise(mechanism).items()
         ),
         guarantees=tuple(guarantees),

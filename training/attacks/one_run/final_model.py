@@ -424,8 +424,8 @@ def read_scores(
     claim = Claim.of(game.mechanisms, stated, relation, delta)
     plan, found = claim.plans([game.sight], count)[game.sight], np.array(scores)
     return OneRunAudit(
-        readings=(Reading.of(game.sight, found, game.coins(count), plan),),
-        null=(Reading.of(game.sight, found, null_coins(game.seed, count), plan),),
+        readings=(Reading.of(game.sight.name, found, game.coins(count), plan),),
+        null=(Reading.of(game.sight.name, found, null_coins(game.seed, count), plan),),
         guarantees=tuple(stated),
         accounted=game.mechanisms[0].describe(),
         canaries=count,

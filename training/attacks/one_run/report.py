@@ -20,7 +20,6 @@ from accounting.audit import (
 )
 from accounting.tables import number
 from training.attacks.findings import Curve
-from training.attacks.one_run.observers import Sight
 from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
 
 SCHEMA_VERSION = 1
@@ -44,17 +43,17 @@ class Reading:
     curve: Curve | None = None
 
     @classmethod
-    def of(cls, sight: Sight, scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> Reading:
+    def of(cls, adversary: str, scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> Reading:
         """Return what the scores of an adversary say.
 
         Args:
-            sight: The adversary.
+            adversary: Its name.
             scores: One for each canary, shape (m,).
             inside: The coins, bool, shape (m,).
             plan: How the scores are read.
         """
         return cls(
-            adversary=sight.name,
+            adversary=adversary,
             result=audit_one_run(scores, inside, plan),
             curve=Curve.of(scores[inside], scores[~inside]),
         )

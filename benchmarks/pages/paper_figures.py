@@ -256,6 +256,7 @@ def zo_membership() -> str:
             f"{method} {', '.join(row[3].split()[0] for row in reversed(rows) if row[:2] == (method, kind))}"
             for method in membership.PLANS
         )
+        + f", standard errors up to {max(float(row[3].split()[2]) for row in rows if row[1] == kind):.1f}"
         for kind, text in kinds.items()
         if any(row[1] == kind for row in rows)
     ]

@@ -9,7 +9,7 @@ e_i ~ N(0, (s_i r)^2 k (v + step^2 / 12)) with r = max_j |x_j|, k the conversion
 a conversion's noise, and step that of the converter. What grows with the input in the noise of products is left out.
 
 The gradient takes E / s as constant and s as it depends on the weights: noise grows with the largest weight of a row,
-and training lowers that weight if it costs more than it helps. A limit of c standard deviations of their row, in
+and training lowers that weight if it costs more than it helps. A limit of some standard deviations of their row, in
 training and in evaluation, does the same by force (Joshi et al., Nature Communications 2020, take 2 to 2.5). The
 gradient passes the limit as if it were not there.
 """
@@ -49,14 +49,14 @@ def noise_aware(
 ) -> nn.Module:
     """Inject noise into a network in training mode, so that it learns to bear that of a device.
 
-    Each forward pass in training mode draws fresh Gaussian noise for each nn.Linear and nn.Conv2d that `convert` puts
-    on a device; in evaluation mode the network is as it is. Gradients are those at the noisy weights and reach them.
+    Each forward pass in training mode draws fresh noise for each nn.Linear and nn.Conv2d that `convert` puts on a
+    device; in evaluation mode the network is as it is. Gradients are those at the noisy weights.
     A forward pass that torch.utils.checkpoint repeats draws other noise, and its gradients are wrong.
 
     Args:
         model: the network, changed in place.
         noise: standard deviation of weights relative to the largest weight of each output's row, at least 0; or a
-            device, by name or path, whose noise of weights and outputs is taken.
+            device, by name or path: what it makes of the weights, and its noise of outputs.
         after_s: seconds since programming that the network is to bear, at least 0; only for a device.
         clip: limit of weights, standard deviations of their row, above 0; None sets no limit.
         seed: seed of the noise, in [0, 2^64).

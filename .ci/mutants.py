@@ -221,7 +221,7 @@ def survives(mutant: Mutant, changed: str, tests: list[str], drawn: dict[str, An
         files = sorted({test.split("::")[0] for test in tests})
         return int(pytest.main([*PYTEST, "-x", *files], plugins=[_Select(tests)]))
 
-    return not tests or in_child(run, 60 + 5 * sum(drawn["seconds"][test] for test in tests), log) == 0
+    return not tests or in_child(run, 20 + 3 * sum(drawn["seconds"][test] for test in tests), log) == 0
 
 
 def difference(source: str, changed: str) -> str:
@@ -230,21 +230,36 @@ def difference(source: str, changed: str) -> str:
     return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
 
+def compiles(source: str) -> bool:
+    """Whether a changed source is Python; a changed `*` of a signature is not, and no test is needed to see it."""
+    try:
+        compile(source, "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
 def try_all(share: int, day: int, drawn: dict[str, Any], results: Path) -> list[dict[str, Any]]:
     """Try one mutant in `share`, and return what was found of each; results that are there are not found again."""
+    log = results.with_name("last.log")
     known = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    found = {each["name"]: each for each in known}
-    kept = []
+    found, kept = {each["name"]: each for each in known}, []
     for file in SETTINGS["modules"]:
         source = (ROOT / file).read_text()
-        tree = ast.parse(source)
+        tree, checked = ast.parse(source), False
         for mutant in (each for each in mutants_of(file, source) if chosen(each, share, day)):
-            name = mutant.name(source)
+            operator = cosmic_ray.plugins.get_operator(mutant.operator)()
+            name, changed = mutant.name(source), mutate_code(source, operator, mutant.occurrence)
+            if not compiles(changed):
+                continue
             if name not in found:
-                operator = cosmic_ray.plugins.get_operator(mutant.operator)()
-                changed = mutate_code(source, operator, mutant.occurrence)
                 tests = tests_of(mutant, tree, drawn)
-                outcome = survives(mutant, changed, tests, drawn, results.with_name("last.log"))
+                if tests and not checked and not survives(mutant, source, tests, drawn, log):
+                    raise SystemExit(
+                        f"{file}: the tests fail without a change; see {log}, and remove the map"
+                    )
+                checked = checked or bool(tests)
+                outcome = survives(mutant, changed, tests, drawn, log)
                 found[name] = {"name": name, "line": mutant.line, "tests": len(tests), "survived": outcome}
                 found[name]["difference"] = difference(source, changed)
                 with results.open("a") as stream:

@@ -233,7 +233,7 @@ def _example(field: FieldInfo | None) -> str:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """Return a field's default; pydantic 2.7 takes no second argument, which later versions declare as required."""
+    """Return a field's default; pydantic 2.7 has no other argument, and no factory here takes one."""
     return field.get_default(call_default_factory=True)
 
 

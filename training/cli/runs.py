@@ -380,7 +380,8 @@ def account_device(
     )
     if description.camera is None:
         text += " A protection of whole records (--protect record) scales the device's noise and needs no such level."
-    typer.echo(wrapped(text))
+    for target in targets:
+        checks.positive(target_epsilon=target)
     if description.camera is not None:
         from opusim.progress import Progress
         from training.device_privacy.camera import label_counts
@@ -396,6 +397,7 @@ def account_device(
                 on_evaluation=progress.advance,
                 certificate=held,
             )
+            typer.echo(wrapped(text))
             progress.start(evaluations(len(targets), figure=figure is not None))
             print_account(counts, targets, figure)
         return
@@ -413,6 +415,7 @@ def account_device(
         delta=delta,
         certificate=held,
     )
+    typer.echo(wrapped(text))
     print_rows(level_rows(levels))
 
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from accounting.composition import guarantees
 from accounting.tables import guarantee_rows, number, print_rows
-from opusim import checks
 from opusim.camera.exposure import OperatingPoint
 from opusim.errors import ConfigError
 from opusim.plugins import Deferred
@@ -47,10 +46,7 @@ def print_account(counts: LabelCounts, targets: Sequence[float], figure: Path | 
 
     Raises:
         ConfigError: A figure is requested and the device has no dark current.
-        ValueError: A target is not above 0.
     """
-    for target in targets:
-        checks.positive(target_epsilon=target)
     if counts.kept != "argmax" and counts.certificate is None:
         print_rows(temperature_rows(counts))
     print_rows(target_rows(counts, targets))

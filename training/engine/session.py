@@ -21,6 +21,7 @@ from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
 from opusim.devices.usage import Usage
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
 from opusim.processes.ranks import Ranks, init_process_group
+from training.config.data import DataConfig
 from training.config.kinds import KINDS
 from training.config.reading import flat, load_config
 from training.config.run import RunConfig
@@ -243,7 +244,8 @@ def _train_in(
             if forecast is not None:
                 engine.tell(forecast.usage(engine.step), is_mean=forecast.is_mean)
             if not resume:
-                _hint_at_scales(plan)
+                if plan.config.protection.protects != "records":
+                    _hint_at_scales(plan.config.data, plan.dataset)
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_state(trainer, ranks)
@@ -262,12 +264,9 @@ def _train_in(
     end(ranks)
 
 
-def _hint_at_scales(plan: RunPlan) -> None:
-    """Warn of user-supplied features in units of their own, unless these are private."""
-    data = plan.config.data
-    if not data.is_own or data.features is not None or plan.config.protection.protects == "records":
-        return
-    hint = wide_feature(plan.dataset)
+def _hint_at_scales(data: DataConfig, records: Dataset) -> None:
+    """Warn of user-supplied features in units of their own, which must not be private."""
+    hint = wide_feature(records) if data.is_own and data.features is None else None
     if hint is not None:
         warnings.warn(hint, stacklevel=4)
 

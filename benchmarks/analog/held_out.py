@@ -97,8 +97,8 @@ def page_section() -> str:
         return ""
     text = (
         f"The MLP on {HELD_OUT:,} held-out images of the training set, one training seed, {len(CHIPS)} chips, one day "
-        f"after programming ({found['date']}, {command(MODULE)}); the epochs of the MLP above, and that its "
-        f"weights have no limit, were chosen by this table."
+        f"after programming ({found['date']}, {command(MODULE)}); the epochs of the MLP above were chosen by "
+        f"`hermes` without a limit; the rows with a limit, and `reram` with noise for 15 epochs, were measured later."
     )
     return section(
         "Epochs and limit of weights, held-out images", text, markdown(HEADER, table(found["rows"]))

@@ -37,8 +37,9 @@ TRAINERS = ("pdfa", "bp", "dfa", "tdfa", "ulr")
 OFTEN, ATTEMPTS, NULLS = ("pdfa", "bp"), 20, 50
 REPEATED = {"sampled_too_often": 5}
 """Attempts with faults that are found by a narrow margin."""
+BANDED = "bp, noise correlated over 4 steps"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bp, noise correlated over 4 steps": ("bp", {"bands": 4}),
+    BANDED: ("bp", {"bands": 4}),
     "bp, for replacing a record": ("bp", {"relation": "replace_one"}),
 }
 """Other releases of a trainer: the trainer, and keys of its protection; halved noise and no fault are attempted."""
@@ -77,6 +78,7 @@ UNSEEN = {
     "batches_reused": "shows few canaries very often and the others never, where the score adds up steps",
     "batches_repeat_every_epoch": "shows each canary as often as the law does",
     "divided_by_realised_size": "tells the size of a batch, which no single canary moves visibly",
+    "all_subsets_sampled": "draws a record at more steps than its subset's, which this score does not look at",
     "noise_same_in_every_run": "is seen in two runs, and this audit makes one",
     "noise_shared_by_coordinates": "adds the same noise to all canaries of a step, which leaves its law for each",
     "noise_shared_by_parameters": "adds the same noise to canaries of two layers, which leaves its law for each",
@@ -106,7 +108,7 @@ def cells() -> list[Cell]:
         often = trainer in OFTEN
         found.append(Cell(_NO_FAULT, trainer, NULLS if often else 1))
         for fault in (*OF_ONE_RUN, *FAULTS):
-            if fault.applies(trainer=trainer, mode="experiment"):
+            if fault.applies(trainer=trainer, mode="experiment") and not fault.settings:
                 attempts = REPEATED.get(fault.name, 1)
                 if fault.name == "noise_halved" and often:
                     attempts = ATTEMPTS
@@ -114,6 +116,7 @@ def cells() -> list[Cell]:
     found += [
         Cell(fault, name, VARIANT_ATTEMPTS) for name in VARIANTS for fault in (_NO_FAULT, "noise_halved")
     ]
+    found += [Cell(fault.name, BANDED, 1) for fault in FAULTS if "protection.bands" in str(fault.settings)]
     order = {"noise_halved": 0, _NO_FAULT: 1}
     return sorted(found, key=lambda cell: (cell.attempts == 1, order.get(cell.fault, 2)))
 

@@ -147,14 +147,14 @@ class AmplifiedLabels(PrivateGradients):
             write_gradient(network, layer, total.div_(self._divisor).float())
 
     def _metrics(self, public: Sequence[Tensor]) -> list[Metric]:
-        """Return P_l of every layer, scaled by the sum of fan-ins."""
-        scale = sum(row.shape[1] for row in public) ** 0.5
+        """Return P_l of every layer, times the sum of fan-ins."""
+        scale = float(sum(row.shape[1] for row in public))
         if self._first is None:
             weights = None
             if self._equalise:
                 weights = equalised_weights(public[0], rounds=_EQUALISING_ROUNDS, floor=self._floor)
-            self._first = Metric.of_rows(public[0].double() * scale, weights=weights, floor=self._floor)
-        others = [Metric.of_rows(row.double() * scale, floor=self._floor) for row in public[1:]]
+            self._first = Metric.of_rows(public[0], weights=weights, floor=self._floor, scale=scale)
+        others = [Metric.of_rows(row, floor=self._floor, scale=scale) for row in public[1:]]
         return [self._first, *others]
 
 

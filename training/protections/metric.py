@@ -1,8 +1,8 @@
 """The geometry of label noise: a positive definite matrix over a layer's inputs, and its leverages.
 
 P = sum_r w_r h_r h_r^T + lambda I over public rows h_r, which include the bias's constant 1; lambda is a stated share
-of the mean of the sum's diagonal. The leverage of a row is h^T P^-1 h. Both are computed in float64. The noise is drawn
-with the same factor L (P = L L^T) from which the leverages are computed.
+of the mean of the sum's diagonal. The leverage of a row is h^T P^-1 h, computed in float64. The noise is drawn with the
+same factor L (P = L L^T) from which the leverages are computed.
 Source: docs/privacy-labels.md, sections 1 and 3 (leverage scores).
 """
 
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_FLOOR_OF_SINGLE_PRECISION = 1e-4
+"""Least lambda, over the mean of the diagonal, at which the sum may be rounded to float32: 1,600 times its rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,20 +28,29 @@ class Metric:
     factor: Tensor
 
     @classmethod
-    def of_rows(cls, rows: Tensor, *, weights: Tensor | None = None, floor: float) -> Metric:
-        """Return P of public rows.
+    def of_rows(
+        cls, rows: Tensor, *, weights: Tensor | None = None, floor: float, scale: float = 1.0
+    ) -> Metric:
+        """Return P of public rows, times a number.
+
+        Any positive definite matrix of public numbers is a sound P, as long as noise and leverages have the same
+        factor. The sum is therefore formed in the precision of the rows if lambda is far above its rounding.
 
         Args:
             rows: h_r with the bias's constant, shape (n, d).
             weights: w_r >= 0, shape (n,), or None for 1 / n each.
             floor: lambda over the mean of the sum's diagonal, above 0.
+            scale: Number that P is multiplied by, above 0.
         """
+        if weights is None and floor >= _FLOOR_OF_SINGLE_PRECISION:
+            p = (rows.t() @ rows).double().div_(len(rows))
+            if torch.isfinite(p.diagonal()).all():
+                factor, failed = torch.linalg.cholesky_ex(_with_ridge(p, floor).mul_(scale))
+                if not failed:
+                    return cls(factor=factor)
         h = rows.double()
         weighted = h / len(h) if weights is None else h * weights.double()[:, None]
-        p = h.t() @ weighted
-        ridge = floor * p.diagonal().mean().clamp_min(torch.finfo(p.dtype).tiny)
-        p.diagonal().add_(ridge)
-        return cls(factor=torch.linalg.cholesky(p))
+        return cls(factor=torch.linalg.cholesky(_with_ridge(h.t() @ weighted, floor).mul_(scale)))
 
     @classmethod
     def of_lower(cls, p: Tensor) -> Metric:
@@ -64,6 +76,12 @@ class Metric:
     def colour(self, white: Tensor) -> Tensor:
         """Return rows with covariance P, made of rows of independent N(0, 1), float64, shape (n, d)."""
         return white.double() @ self.factor.t()
+
+
+def _with_ridge(p: Tensor, floor: float) -> Tensor:
+    """Add lambda to the diagonal of a matrix, in place; returns it."""
+    p.diagonal().add_(floor * p.diagonal().mean().clamp_min(torch.finfo(p.dtype).tiny))
+    return p
 
 
 def equalised_weights(rows: Tensor, *, rounds: int, floor: float) -> Tensor:

@@ -55,9 +55,10 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 bench-report: $(DEV)  ## Write the pages that show what benchmarks/results/ holds.
 	$(BIN)/python -m benchmarks.pages
 
-audit: $(DEV)  ## Planted faults by audit, resumed where it stopped; some hours.
+audit: $(DEV)  ## Planted faults by audit and every statement beside its audit, resumed where it stopped; some hours.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attacks.self_test measure
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attacks.one_run measure
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attacks.guarantees measure
 	$(BIN)/python -m benchmarks.pages
 
 nightly: $(DEV)  ## All tests, with fresh seeds in those that print theirs, and with the kernels uncompiled.

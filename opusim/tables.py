@@ -158,6 +158,7 @@ _UNITS = {
     "repeated": "of the frames",
     "reanchor_steps": "steps",
     "us_per_output": "µs",
+    "mb_s": "MB/s",
     "lowest": "of the mean",
     "highest": "of the mean",
 }

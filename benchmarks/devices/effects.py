@@ -87,7 +87,7 @@ def missed_limits(device: CameraDevice, transfer: PhotonTransfer) -> list[str]:
 
 def outcome(effect: Effect, number: int) -> tuple[str, list[str]]:
     """Calibrate one instrument: holds, fails, or the test that refuses it; and its single limits that miss."""
-    overrides: dict[str, Any] = {"camera": effect.camera, "medium": {"seed": number}}
+    overrides = effect.changes | {"medium": {"seed": number}}
     device = open_device(DEVICE, n_inputs=10, n_outputs=OUTPUTS, seed=number, **overrides)
     with device:
         if not isinstance(device, CameraDevice):
@@ -173,7 +173,7 @@ def times() -> None:
     faults: dict[str, float] = {}
     for effect in EffectTable(DEVICE, n_outputs=OUTPUTS).effects:
         try:
-            faults[effect.name], _ = seconds_of(DEVICE, Plan(frames=64), 200, camera=effect.camera)
+            faults[effect.name], _ = seconds_of(DEVICE, Plan(frames=64), 200, **effect.changes)
         except ValueError as error:
             print(f"{effect.name}: {error}", flush=True)
             continue

@@ -41,7 +41,7 @@ def record_command(
             raise ConfigError(
                 name, "kind", f"{device.kind!r} takes no frames; record a device of kind 'camera'"
             )
-        exposure_us, bits = camera.light.exposure_us, camera.sensor.adc_bits
+        exposure_us, bits = camera.light.exposure_us, device.exposure.sensor.adc_bits
         if bits is None:
             raise ConfigError(
                 name, "camera.sensor.adc_bits", "is off; images need whole numbers, so switch it on"

@@ -27,37 +27,54 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
     """
     high = exposure.dark_e + exposure.light_of(np.square(largest_fields))
     low = np.broadcast_to(exposure.floor_e, high.shape)
-    scale = recovery.decode()[0]
-    weight = exposure.sensor.gain_dn_per_e * scale * recovery.weights[:, None]
+    scale, weight = recovery.decode()[0], count_weights(exposure, recovery)
     slope = exposure.least_slope if isinstance(exposure, ImperfectExposure) else 1.0
     frames = float(np.sum(np.square(recovery.weights)))
-    least, most = (frames * np.square(scale) * rest for rest in _rest_of_a_frame(exposure))
-    if slope < 1:  # variances of a read-out of slopes in [slope, 1] lie between these
-        most = most + (1 - slope**2) * np.sum(np.square(weight) * high, axis=0)
+    rest, most_of_rest = _rest_of_a_frame(exposure)
+    counts = np.square(slope * exposure.sensor.gain_dn_per_e) * exposure.floor_e
+    hidden = np.divide(-rest, counts, out=np.zeros_like(rest), where=(rest < 0) & (counts > 0))
+    shown = np.maximum(1.0 - hidden, 0.0)  # share of the counts' variance that no rounding hides, at every rate
+    most = frames * np.square(scale) * most_of_rest
+    most = most + (1 - slope**2 * shown) * np.sum(np.square(weight) * high, axis=0)
     return PhotonCountNoise(
         rate_low=low,
         rate_high=high,
-        weight=slope * weight,
-        added_variance=least,
+        weight=slope * np.sqrt(shown) * weight,
+        added_variance=frames * np.square(scale) * np.maximum(rest, 0.0),
         added_variance_high=most,
     )
+
+
+def count_weights(exposure: Exposure, recovery: Recovery) -> np.ndarray:
+    """Return what an electron more in each frame adds to a reading of a straight read-out, shape (frames, n_outputs)."""
+    return np.asarray(exposure.sensor.gain_dn_per_e * recovery.decode()[0] * recovery.weights[:, None])
 
 
 def _rest_of_a_frame(exposure: Exposure) -> tuple[np.ndarray, np.ndarray]:
     """Least and largest variance of a number beyond K^2 rate, DN squared, for every frame; see `rounding_limit_dn2`.
 
-    Where dark frames reach the converter's lower end, their exact variance is the least.
+    Where dark frames reach the converter's lower end, their exact variance is the least. It is below 0 where steps are
+    so coarse that rounding hides the counts' own noise.
     """
     sensor = exposure.sensor
     middle, limit = sensor.variance_dn2(0.0), sensor.rounding_limit_dn2(exposure.floor_e)
     exact = sensor.moments(exposure.floor_e, exposure.offset_e)[1]
     counts = sensor.gain_dn_per_e**2 * exposure.floor_e * float(sensor.shot_noise)
     least = np.minimum(middle - limit, exact - counts)
-    return np.maximum(least, 0.0), middle + limit
+    return least, middle + limit
 
 
-def under_power(boxes: PhotonCountNoise, power: LightPower) -> FluctuatingCountNoise:
-    """Return the law whose counts at mean power have these boxes."""
+def under_power(boxes: PhotonCountNoise, power: LightPower, weight: np.ndarray) -> FluctuatingCountNoise:
+    """Return the law whose counts at mean power have these boxes.
+
+    Args:
+        boxes: the steady law.
+        power: law of the power.
+        weight: `count_weights`; above those of the boxes if the read-out bends or rounding hides noise.
+    """
+    light = np.asarray(boxes.rate_high) - np.asarray(boxes.rate_low)
+    totals = [np.sum(np.abs(each) * light, axis=0) for each in (weight, np.asarray(boxes.weight))]
+    beyond = power.rms**2 * np.maximum(np.square(totals[0]) - np.square(totals[1]), 0.0)
     return FluctuatingCountNoise(
         rate_low=boxes.rate_low,
         rate_high=boxes.rate_high,
@@ -65,7 +82,7 @@ def under_power(boxes: PhotonCountNoise, power: LightPower) -> FluctuatingCountN
         power_rms=power.rms,
         weight=boxes.weight,
         added_variance=boxes.added_variance,
-        added_variance_high=boxes.added_variance_high,
+        added_variance_high=np.asarray(boxes.added_variance_high) + beyond,
     )
 
 

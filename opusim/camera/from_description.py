@@ -15,7 +15,7 @@ from opusim.camera.mirrors import FaultyMirrors, MirrorFaults
 from opusim.camera.speckle import Speckle, SpeckleLaw
 from opusim.camera.stages import FixedPattern, Light, Sensor
 from opusim.description.camera import CameraSettings, PixelSettings, TransferSettings
-from opusim.description.schema import DeviceDescription, MediumSettings
+from opusim.description.schema import DeviceDescription, FrameSettings, MediumSettings
 from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
 from opusim.tables import unit_of
@@ -148,7 +148,7 @@ def exposure_of(
     window = int(pixels[0]), int(pixels[-1]) + 1
     stages: dict[str, Any] = {
         "light": light,
-        "sensor": sensor_of(camera),
+        "sensor": sensor_of(camera, description.frames),
         "mirrors": mirrors,
         "dark_current_e": dark_charge_e(camera, light.exposure_us, temperature_c),
         "response": pattern.response(*window)[pixels - window[0]],
@@ -215,9 +215,10 @@ def light_of(camera: CameraSettings, exposure_us: float | None = None) -> Light:
     )
 
 
-def sensor_of(camera: CameraSettings) -> Sensor:
-    """Return the stages behind the light, without the fixed pattern."""
-    return Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e"}))
+def sensor_of(camera: CameraSettings, frames: FrameSettings) -> Sensor:
+    """Return the stages behind the light, without the fixed pattern, in the numbers that the link sends."""
+    sensor, bits = Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e"})), frames.packed_bits
+    return sensor if bits is None else sensor.sent_in(bits)
 
 
 def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: float | None = None) -> float:
@@ -245,9 +246,9 @@ def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, Med
     return description.camera, description.medium
 
 
-def camera_lines(camera: CameraSettings) -> str:
-    """Return where the light of a mean pixel goes, and what share of its variance each stage makes."""
-    light, sensor = light_of(camera), sensor_of(camera)
+def camera_lines(camera: CameraSettings, frames: FrameSettings) -> str:
+    """Return where the light of a mean pixel goes, what share of its variance each stage makes, and what is sent."""
+    light, sensor = light_of(camera), sensor_of(camera, frames)
     dark = dark_charge_e(camera, light.exposure_us)
     shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron
     parts = {
@@ -263,11 +264,18 @@ def camera_lines(camera: CameraSettings) -> str:
         ", ".join(f"{name} {float(part) / total:.3%}" for name, part in parts.items()) if total else "none"
     )
     at = "" if camera.dark is None else f" at {camera.dark.temperature_c:g} °C"
+    sent = (
+        ""
+        if frames.packing is None
+        else f"\nsent as {frames.packing}: {sensor.adc_bits} of the converter's {camera.sensor.adc_bits} bits; DN are "
+        "those that arrive"
+    )
     return (
         f"a mean pixel of the anchor frame: {light.anchor_e:.4g} e⁻ of light, {light.bias_e:.4g} e⁻ of bias light, "
         f"{dark:.4g} e⁻ of dark charge{at}; {sensor.gain_dn_per_e * light.anchor_e:.4g} DN above black, saturated at "
         f"{sensor.saturation_e:.5g} e⁻\nvariance of a frame there: {total:.4g} DN²: {shares}\n"
         "noise: Poisson counts, whose rates depend on what is shown; a reading takes four frames"
+        f"{sent}"
     )
 
 
@@ -286,7 +294,7 @@ def noise_line(description: DeviceDescription) -> str:
     """Return what the noise of a reading is, as text."""
     noise = description.noise
     if description.camera is not None:
-        return camera_lines(description.camera)
+        return camera_lines(description.camera, description.frames)
     if description.crossbar is not None:
         rounded = "" if description.crossbar.converter.adc_bits is None else ", then rounded by the converter"
         return f"noise: Gaussian, its standard deviation depends on input and weights{rounded}"

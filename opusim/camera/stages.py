@@ -18,7 +18,7 @@ Source of the series: Widrow and Kollar, Quantization Noise (2008), chapter 4.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numba
 import numpy as np
@@ -294,7 +294,7 @@ class Sensor:
         shot_noise: whether N is a count; False: N is the rate itself.
         full_well_e: electrons that a pixel holds; None is off.
         read_noise_e: standard deviation, electrons; 0 is off.
-        black_level_dn: DN without any charge, at least 0.
+        black_level_dn: DN without any charge, at least 0; at least -1/2 with a converter (`sent_in`).
         adc_bits: bits of the converter, 1 to 24; None is off: DN are neither rounded nor clipped.
     """
 
@@ -307,12 +307,42 @@ class Sensor:
 
     def __post_init__(self) -> None:
         checks.positive(gain_dn_per_e=self.gain_dn_per_e)
-        checks.non_negative(read_noise_e=self.read_noise_e, black_level_dn=self.black_level_dn)
+        checks.non_negative(read_noise_e=self.read_noise_e)
         if self.full_well_e is not None:
             checks.positive(full_well_e=self.full_well_e)
-        if self.adc_bits is not None:
+        if self.adc_bits is None:
+            checks.non_negative(black_level_dn=self.black_level_dn)
+        else:
             checks.integer(adc_bits=self.adc_bits, minimum=1, maximum=24)
-            checks.in_range(0, 2**self.adc_bits - 1, black_level_dn=self.black_level_dn)
+            checks.in_range(-0.5, 2**self.adc_bits - 1, black_level_dn=self.black_level_dn)
+
+    def sent_in(self, bits: int) -> Sensor:
+        """Return the sensor whose numbers are these without the lowest bits, where a link sends fewer than there are.
+
+        With d = adc_bits - bits above 0, floor(round(v) / 2^d) = round((v + 1/2) / 2^d - 1/2) for every v but ties of
+        the rounding, and clipping commutes with it: the numbers that arrive are those of a converter of so many bits
+        with the gain K / 2^d and the black level (black_level + 1/2) / 2^d - 1/2. All laws of numbers hold for them.
+        They are a function of the finer numbers, so no guarantee changes. A nonlinear read-out's saturation is that of
+        the numbers that arrive.
+
+        Args:
+            bits: of a number on the link, at least 1; as many as the converter's or more change nothing.
+
+        Raises:
+            ValueError: there is no converter, or bits is below 1.
+        """
+        checks.integer(bits=bits, minimum=1)
+        if self.adc_bits is None:
+            raise ValueError(f"bits = {bits}: numbers without a converter have no bits; give adc_bits")
+        if bits >= self.adc_bits:
+            return self
+        step = 2.0 ** (self.adc_bits - bits)
+        return replace(
+            self,
+            gain_dn_per_e=self.gain_dn_per_e / step,
+            black_level_dn=(self.black_level_dn + 0.5) / step - 0.5,
+            adc_bits=bits,
+        )
 
     @property
     def is_noisy(self) -> bool:

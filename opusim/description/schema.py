@@ -9,6 +9,7 @@ It also holds the sections for a device behind lightonml, for time-outs and excl
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -121,7 +122,7 @@ class MediumSettings(StrictSection):
 
 
 class FrameSettings(StrictSection):
-    """Time and energy of the frames.
+    """Time, energy and transport of the frames. What is not given is off.
 
     Attributes:
         frame_period_us: time from frame to frame, microseconds; of narrow windows, if wide ones take longer.
@@ -133,6 +134,10 @@ class FrameSettings(StrictSection):
         host_us_per_call: time that they add to each call, likewise.
         readout_us_per_output: time to read an output out, microseconds, or None if it is not known; a frame takes at
             least so long for each output of its window (`period_us`).
+        packing: how the link sends an output's number (GenICam pixel format names): mono8, mono10p, mono12p or mono16,
+            of 8, 10, 12 and 16 bits. A camera whose converter has more bits sends the highest ones.
+        link_mb_s: rate at which the link carries the packed numbers, 10^6 bytes per second, or None if it is not known;
+            given with packing. A frame takes at least the time that its bytes need.
     """
 
     frame_period_us: float = Field(gt=0)
@@ -141,10 +146,38 @@ class FrameSettings(StrictSection):
     host_us_per_frame: float | None = Field(default=None, ge=0)
     host_us_per_call: float | None = Field(default=None, ge=0)
     readout_us_per_output: float | None = Field(default=None, gt=0)
+    packing: Literal["mono8", "mono10p", "mono12p", "mono16"] | None = None
+    link_mb_s: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _a_link_packs(self) -> Self:
+        if self.link_mb_s is not None and self.packing is None:
+            raise ValueError(
+                f"link_mb_s = {self.link_mb_s:g}: how many bytes a frame has is not said; give packing, such as "
+                '"mono12p"'
+            )
+        return self
+
+    @property
+    def packed_bits(self) -> int | None:
+        """Bits of an output's number on the link, or None if the description does not say."""
+        return None if self.packing is None else int(self.packing.removeprefix("mono").removesuffix("p"))
+
+    def frame_bytes(self, n_outputs: int) -> int:
+        """Return the bytes of a window's packed numbers, ceil(n_outputs bits / 8); 0 without packing.
+
+        The formats ending in p leave no bits between pixels (GenICam Pixel Format Naming Convention 2.1). Headers of
+        frames and packets do not count; `link_mb_s` is the rate that they leave.
+        """
+        return math.ceil(n_outputs * (self.packed_bits or 0) / 8)
 
     def period_us(self, n_outputs: int) -> float:
-        """Return the time from frame to frame of a window, microseconds: max(frame_period_us, n_outputs readout)."""
-        return max(self.frame_period_us, n_outputs * (self.readout_us_per_output or 0.0))
+        """Return the time from frame to frame of a window, microseconds.
+
+        max(frame_period_us, n_outputs readout_us_per_output, frame_bytes / link_mb_s), what is off left out.
+        """
+        link_us = 0.0 if self.link_mb_s is None else self.frame_bytes(n_outputs) / self.link_mb_s
+        return max(self.frame_period_us, n_outputs * (self.readout_us_per_output or 0.0), link_us)
 
     def call_seconds(self, frames: int, n_outputs: int = 0) -> float:
         """Return the time of a call end to end, as far as it is known: frame periods and what the host adds, s.
@@ -323,6 +356,18 @@ class DeviceDescription(StrictSection):
             raise ValueError(
                 f"camera.light.exposure_us = {self.camera.light.exposure_us:g}: is longer than "
                 f"frames.frame_period_us = {self.frames.frame_period_us:g}; lengthen the period"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _numbers_have_bits_to_pack(self) -> Self:
+        packing = self.frames.packing
+        if packing is not None and self.crossbar is not None:
+            raise ValueError(f"frames.packing = {packing!r}: a crossbar has no camera's link; remove it")
+        if packing is not None and self.camera is not None and self.camera.sensor.adc_bits is None:
+            raise ValueError(
+                f"frames.packing = {packing!r}: numbers without a converter have no bits to send; give "
+                "camera.sensor.adc_bits, or remove packing"
             )
         return self
 

@@ -13,6 +13,7 @@ import torch
 from opusim import checks
 from opusim.camera.described_law import (
     count_boxes,
+    count_weights,
     require_fixed_rates,
     require_lawful_readings,
     require_unsaturated,
@@ -139,7 +140,10 @@ class CameraDevice(NoisyDevice):
         """
         require_fixed_rates(self.name, self._settings)
         boxes = count_boxes(self.exposure, self.ideal_recovery(), self._largest_fields())
-        return boxes if self._laser is None else under_power(boxes, self._laser.law.power)
+        if self._laser is None:
+            return boxes
+        weight = count_weights(self.exposure, self.ideal_recovery())
+        return under_power(boxes, self._laser.law.power, weight)
 
     def _law_as_decoded(self) -> NoiseModel | None:
         """The law with each output's measured anchor, in whose units its readings are, in place of the exact one.

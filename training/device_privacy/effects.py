@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,19 @@ class Effect:
         size: how much of it, in words.
         camera: the keys under ``[camera]`` that switch it on.
         step: training step at which the device is read, for effects that grow with time.
+        frames: the keys under ``[frames]``, likewise.
     """
 
     name: str
     size: str
     camera: Mapping[str, Any]
     step: int = 0
+    frames: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The description's sections with the keys that switch it on."""
+        return {"camera": self.camera, "frames": self.frames}
 
 
 def effects_of(description: DeviceDescription) -> tuple[Effect, ...]:
@@ -125,7 +132,15 @@ def effects_of(description: DeviceDescription) -> tuple[Effect, ...]:
         hot = {"pixels": {"hot_share": 0.02, "hot_factor": 30.0}}
         found.insert(6, Effect(name="hot pixels", size="2 %, 30 times the dark current", camera=hot))
         found.insert(8, Effect(name="uneven dark current", size="10 % rms", camera={"pixels": {"dcnu": 0.1}}))
-    return tuple(found)
+    return (*found, *_packings(camera.sensor.adc_bits or 0))
+
+
+def _packings(bits: int) -> Iterator[Effect]:
+    """Yield the links that send fewer bits than the converter has."""
+    for packing, sent in (("mono10p", 10), ("mono8", 8)):
+        if bits > sent:
+            size = f"{packing}: {sent} of {bits} bits"
+            yield Effect(name=f"{sent}-bit link", size=size, camera={}, frames={"packing": packing})
 
 
 def _reference_effects(camera: CameraSettings) -> list[Effect]:
@@ -223,7 +238,7 @@ class EffectTable:
 
     def _opened(self, effect: Effect, monitor: Mapping[str, Any] | None = None) -> CameraDevice:
         """Open the camera with an effect."""
-        overrides: dict[str, Any] = {"camera": effect.camera}
+        overrides = effect.changes
         if monitor is not None:
             overrides["monitor"] = monitor
         device = open_device(self._name, **self._window, **overrides)

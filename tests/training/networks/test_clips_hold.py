@@ -30,6 +30,7 @@ from training.networks.layers import LayeredNetwork
 from training.networks.network import FullyConnected
 from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import with_constant
+from training.protections.metric import Metric
 from training.protections.record import RecordGradients
 from training.ulr.network import ModuleSequence
 from training.zeroth_order.trainer import loss_differences
@@ -372,14 +373,16 @@ FLOOR = 1e-3
 
 
 def whitened(protection: AmplifiedLabels, network: FullyConnected, public: list[Tensor]) -> float:
-    """Norm of the gradients in the geometry P, by an inverse square root of its own."""
+    """Norm of the gradients in the geometry P of the noise, by an inverse square root of its own."""
     total = 0.0
-    rows = [with_constant(h.double(), bias=True) for h in public]
-    scale = sum(row.shape[1] for row in rows)
+    rows = [with_constant(h, bias=True) for h in public]
+    scale = float(sum(row.shape[1] for row in rows))
     for linear, row in zip(network.linears, rows, strict=True):
-        p = scale * row.t() @ row / len(row)
-        p += FLOOR * p.diagonal().mean() * torch.eye(len(p), dtype=torch.float64)
-        values, vectors = torch.linalg.eigh(p)
+        defined = scale * row.double().t() @ row.double() / len(row)
+        defined += FLOOR * defined.diagonal().mean() * torch.eye(len(defined), dtype=torch.float64)
+        factor = Metric.of_rows(row, floor=FLOOR, scale=scale).factor  # the sum is formed in float32
+        torch.testing.assert_close(factor @ factor.t(), defined, rtol=1e-5, atol=1e-6 * float(defined.max()))
+        values, vectors = torch.linalg.eigh(factor @ factor.t())
         gradient = torch.cat([linear.weight.grad, linear.bias.grad[:, None]], dim=1).double()
         total += float(((gradient @ vectors) / values.sqrt()).square().sum())
     return math.sqrt(total)

@@ -33,7 +33,9 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
     rest, most_of_rest = _rest_of_a_frame(exposure)
     counts = np.square(slope * exposure.sensor.gain_dn_per_e) * exposure.floor_e
     hidden = np.divide(-rest, counts, out=np.zeros_like(rest), where=(rest < 0) & (counts > 0))
-    shown = np.maximum(1.0 - hidden, 0.0)  # share of the counts' variance that no rounding hides, at every rate
+    shown = np.maximum(
+        1.0 - hidden, 0.0
+    )  # share of the counts' variance that no rounding hides, at every rate
     most = frames * np.square(scale) * most_of_rest
     most = most + (1 - slope**2 * shown) * np.sum(np.square(weight) * high, axis=0)
     return PhotonCountNoise(

@@ -48,7 +48,7 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
 
 
 def count_weights(exposure: Exposure, recovery: Recovery) -> np.ndarray:
-    """Return what an electron more in each frame adds to a reading of a straight read-out, shape (frames, n_outputs)."""
+    """Return what an electron more in each frame adds to a reading, without nonlinearity: (frames, n_outputs)."""
     return np.asarray(exposure.sensor.gain_dn_per_e * recovery.decode()[0] * recovery.weights[:, None])
 
 

@@ -24,7 +24,7 @@ from training.engine.plan import RunPlan
 
 EPSILON, DELTA = 4.0, 1e-5
 CONTROL_TRIALS = 10_000
-"""Fewest trials of a control: a tenth of them shows at most 4.2, and hardly exceeds a proven 4 whatever the noise."""
+"""Fewest trials of a control: with a tenth of them, no noise shows more than 4.2, too little to refute a proven 4."""
 _LOOKS, _OUTPUTS = 10, 64
 """Labels that are looked at, and a device's outputs: with 32, no light tells the argmax much more than at epsilon 4."""
 

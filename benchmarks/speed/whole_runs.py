@@ -36,7 +36,7 @@ class Pair(NamedTuple):
         run: Arguments of Python here; OUT stands for a new folder.
         other: Arguments of Python for the other.
         earlier: Whether the other runs at the earlier commit.
-        most: Largest ratio of processor time; None where none is required.
+        most: Largest ratio of processor time allowed, or None if no limit is set.
     """
 
     run: tuple[str, ...]

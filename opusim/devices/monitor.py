@@ -500,7 +500,10 @@ class Monitor:
             return None
 
     def _hot_share(self) -> float:
-        """Return the share of outputs whose noise doubled, if these gained most and the median hardly any; else 0."""
+        """Return the share of outputs whose noise variance at least doubled; 0 if the noise of the others rose too.
+
+        It rose if the median output gained 25 % or more, or if the doubled ones hold at most half of the total gain.
+        """
         variance, before = self._fresh_variance(_BLANKS_AFTER_AN_ALARM), self.baseline.variance
         if variance is None:
             return 0.0

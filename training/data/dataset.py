@@ -407,9 +407,9 @@ _WIDE = 30.0
 
 
 def wide_feature(dataset: Dataset) -> str | None:
-    """Say which feature varies most, if it varies so much that a network learns badly; else, and for tokens, None.
+    """Return a warning that names the feature that varies most; None for tokens, or if a network can learn from it.
 
-    The text follows from the training records: show it to nobody who may not know them.
+    The text depends on the training records: do not show it if they are private.
     """
     if dataset.holds_tokens or len(dataset.train) < 2:
         return None

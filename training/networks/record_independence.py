@@ -5,7 +5,8 @@ statistics, it changes all contributions and no clip bounds their sum. The probe
 a few records and
 
 - replaces the first or the last record by another, by one a thousand times as large, and by NaN;
-- removes the first or the last record, because an output must not depend on the number of records.
+- removes the first or the last record, because an output must not depend on the number of records;
+- shows one of two batches, then a third, after which the module's Python attributes must not tell which it was.
 
 NaN reveals what finite values can hide: it passes through weights of 0 and saturated activations. Parameters are
 perturbed too, so that a branch with zero weights is not missed. Afterwards the generators of torch, numpy and Python
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from opusim.errors import DeviceError
 from training.data import Dataset
 from training.data.dataset import PADDING
+from training.networks.memory import preserved_attributes, require_forgetful
 
 _BATCH_SIZES = (4, 33)
 """Batch sizes to try: a few records, and more than a block of some batch-wise kernels."""
@@ -74,13 +76,20 @@ def require_independent_records(model: nn.Module, records: Tensor) -> None:
         raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
     with preserved_generators(records.device):
         require_fixed_tensors(model, records)
+        require_forgetful(model, lambda index, factor: seeded_output(model, _scaled(records, index, factor)))
     small = sum(parameter.numel() for parameter in model.parameters()) <= _FULL_PROBE_LIMIT
     settings, sizes = (_SETTINGS, _BATCH_SIZES) if small else (_SETTINGS - 1, _BATCH_SIZES[:1])
-    with preserved_generators(records.device), torch.no_grad():
+    with preserved_generators(records.device), preserved_attributes(model), torch.no_grad():
         for setting in range(settings):
             state = _state(model, everything=small, setting=setting)
             for count in sizes:
                 _probe(model, state, _first_records(records, count))
+
+
+def _scaled(records: Tensor, index: Tensor, factor: float) -> Tensor:
+    """Return some records, whole numbers as they are."""
+    rows = records[index.to(records.device) % len(records)]
+    return rows if bool((rows == rows.round()).all()) else factor * rows
 
 
 def batch_statistics(model: nn.Module) -> str | None:

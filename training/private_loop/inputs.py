@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from training.networks.memory import preserved_attributes
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.separation import require_no_hooks, require_separate_gradients
 from training.networks.record_gradients.tape import RecordTape
@@ -133,7 +134,8 @@ def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """
     given = Rows.of((args, kwargs))
     many, few = (given.repeated(count) for count in _COUNTS)
-    with preserved_generators(next(module.parameters()).device), torch.no_grad():
+    place = next(module.parameters()).device
+    with preserved_generators(place), preserved_attributes(module), torch.no_grad():
         start = _copies(module)
         try:
             _seeded(module, many)  # some modules fill caches in their first pass

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 import training
 from tests.support.ulr_models import MODELS, Residual
+from training.networks.memory import require_forgetful
 from training.networks.record_independence import require_independent_records
 
 N_INPUTS = 6
@@ -324,3 +328,75 @@ def test_a_release_draws_for_modules_from_the_system(tmp_path: Path, kind: str) 
         states.append(torch.get_rng_state())
     assert all(first != second for first, second in zip(*last, strict=True))
     assert torch.equal(*states)
+
+
+class Attributed(nn.Module):
+    """The identity, which keeps something of a batch in a Python attribute: no output shows it yet."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.mean, self.calls = way, torch.zeros(N_INPUTS), 0
+        self.queue: deque[Tensor] = deque(maxlen=64)
+        self.kept: dict[str, Tensor] = {}
+        self.helper = Function(torch.sin)
+        self.last = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(dim=0)
+        self.calls += 1
+        if self.way == "running mean":
+            self.mean = 0.999 * self.mean + 0.001 * mean
+        elif self.way == "queue":
+            self.queue.append(mean)
+        elif self.way == "table":
+            self.kept[str(float(mean.sum()))] = mean
+        elif self.way == "largest":
+            self.last = torch.maximum(self.last, x.detach().abs().max())
+        elif self.way == "variable of the file":
+            LOG.append(float(mean.sum()))
+        elif self.way == "what every batch overwrites":
+            self.last, self.kept["mean"] = x.detach(), mean
+        return x - self.mean if self.calls > 10_000 else x
+
+
+LOG: list[float] = []
+REMEMBERS = ("running mean", "queue", "table", "largest", "variable of the file", "hook")
+
+
+def remembering(way: str) -> nn.Sequential:
+    model, seen = around(Attributed(way)), list[float]()
+
+    def log(module: nn.Module, inputs: object, output: Tensor) -> None:
+        seen.append(float(output.detach().sum()))
+
+    if way == "hook":
+        model.register_forward_hook(log)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*((kind, "running mean") for kind in ("bp", "zo", "ulr")), *(("bp", w) for w in REMEMBERS[1:])],
+)
+def test_attributes_that_outlast_a_batch_are_refused(tmp_path: Path, kind: str, way: str) -> None:
+    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
+    with pytest.raises(ValueError, match="keeps what depends on earlier batches"):
+        training.train(run, data=data(), model=remembering(way), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
+def test_attributes_that_every_batch_overwrites_pass(tmp_path: Path, kind: str) -> None:
+    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
+    model = remembering("what every batch overwrites")
+    training.train(run, data=data(), model=model, folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize("way", [*REMEMBERS, "what every batch overwrites"])
+def test_a_look_at_attributes_leaves_them_as_they_were(way: str) -> None:
+    model = remembering(way)
+    before = pickle.dumps([dict(vars(model[1])), LOG])
+    refused = pytest.raises(ValueError, match="earlier batches") if way in REMEMBERS else nullcontext()
+    with refused:
+        require_forgetful(model, lambda index, factor: model(factor * rows()[index]))
+    assert pickle.dumps([dict(vars(model[1])), LOG]) == before

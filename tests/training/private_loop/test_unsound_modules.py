@@ -24,9 +24,12 @@ class Kept(nn.Module):
         self.embedding = nn.Embedding(9, 4)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("histogram", torch.zeros(9))
+        self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (batch, 4), or tokens of shape (batch, 4)."""
+        if self.way == "log":
+            self.seen.append(x.detach().mean())
         if self.way == "calls":
             self.calls += 1.0
         if self.way.startswith("first") and len(x) and not self.calls:  # as ActNorm takes its initial values
@@ -68,6 +71,7 @@ TOKENS = torch.randint(9, (40, 4), generator=GENERATOR)
     [
         ("calls", NUMBERS, "a training pass changes buffer 'calls'"),
         ("histogram", TOKENS, "a training pass changes buffer 'histogram'"),
+        ("log", NUMBERS, "'Kept.seen[^']*' keeps what depends on earlier batches"),
         ("records last", NUMBERS, "records must come first; transpose it in the module|no tensor with a row"),
         ("mixes", TOKENS, "mixes the records"),
         ("mixes", TOKENS[:1].expand(40, 4), "the probe's records are equal"),

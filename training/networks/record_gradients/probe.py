@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from training.networks.memory import preserved_attributes
 from training.networks.record_gradients.calls import real_tensors
 from training.networks.record_gradients.layout import (
     Layout,
@@ -54,7 +55,7 @@ def probe(
 ) -> tuple[Kinds, list[list[int]]]:
     """Return the kinds of uses, and the layers: the numbers of parameters that share a use.
 
-    The model's buffers and torch's generators are as before afterwards.
+    The model's buffers, its Python attributes and torch's generators are as before afterwards.
 
     Args:
         model: In the mode in which it will be trained.
@@ -69,7 +70,7 @@ def probe(
     batches = [given.repeated(count) for count in _COUNTS]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     kinds = Kinds()
-    with preserved_generators(given.tensors[0].device), torch.enable_grad():
+    with preserved_generators(given.tensors[0].device), preserved_attributes(model), torch.enable_grad():
         try:
             for _ in range(_ROUNDS):
                 few, many = (_trace(model, named, kinds, batch) for batch in batches)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import DeviceError
+from training.networks.memory import preserved_attributes, require_forgetful
 from training.networks.record_gradients.calls import real_tensors
 from training.networks.record_gradients.layout import Rows, finite, with_nan
 from training.networks.record_gradients.tape import RecordTape
@@ -245,6 +246,10 @@ class _Steps:
                 "model: its gradients depend on earlier batches, or on random numbers that no global generator draws; "
                 "use modules that keep nothing between batches, and draw from torch's generator"
             )
+        require_forgetful(
+            self._tape.model,
+            lambda index, factor: self._gradient(_scaled(first, index, factor)),
+        )
         for batch in batches:
             try:
                 found = self._gradient(batch)
@@ -286,6 +291,12 @@ class _Steps:
         return found
 
 
+def _scaled(batch: _Batch, index: Tensor, factor: float) -> _Batch:
+    """Return some records of a batch, real ones multiplied by a factor."""
+    rows = batch.records.take(index).mapped(lambda leaf: leaf * factor if leaf.is_floating_point() else leaf)
+    return _Batch(rows, batch.targets[index.to(batch.targets.device)])
+
+
 def _changed(records: Rows, targets: Tensor) -> Iterator[_Batch]:
     """Yield a batch, then batches whose first or last record is another one, a large one, or NaN."""
     yield _Batch(records, targets)
@@ -321,10 +332,11 @@ def _near(first: Tensor, second: Tensor, size: Tensor, tolerance: float = _TOLER
 
 @contextmanager
 def _preserved_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers on exit."""
+    """Restore all buffers and Python attributes on exit."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        yield
+        with preserved_attributes(model):
+            yield
     finally:
         restore_buffers(model, before)
 

@@ -1,0 +1,196 @@
+"""Refuse modules that remember: Python attributes, such as a running mean or a queue, that outlast a batch.
+
+Parameters and buffers that a pass changes are refused elsewhere (`training.networks.record_independence`). An attribute
+may begin to act after any number of steps, so its effect on outputs is not waited for.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TRUSTED = frozenset({"torch", "opusim", "training", "builtins"})
+"""Packages whose classes and functions keep nothing of a batch that a later one reads."""
+
+
+@contextmanager
+def preserved_attributes(model: nn.Module) -> Iterator[None]:
+    """Give the Python attributes of a module the values on exit that they had before; see `require_forgetful`."""
+    before = _Memory(model)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:
+    """Refuse a module whose Python attributes still tell, after a batch, which batch came before it.
+
+    Running means, queues and logs of activations do, even if no output shows it yet; what every batch overwrites does
+    not, and neither do counters. Attributes of modules are followed through containers, functions, hooks and objects of
+    the packages that the modules come from. What two equal passes set differently is taken for noise. The attributes
+    are as before afterwards.
+
+    Args:
+        model: The module.
+        run: Makes a pass on records of these numbers, from 0 to 4, with real values times the factor,
+            with the same random numbers in each pass.
+
+    Raises:
+        ValueError: There is such an attribute.
+    """
+    kept = []
+    for before, factor in (([0, 0, 1, 1, 2], 2.0), ([4, 4, 3, 3, 2], 3.0), ([0, 0, 1, 1, 2], 2.0)):
+        with preserved_attributes(model):
+            run(torch.tensor(before), factor)
+            run(torch.tensor([1, 3, 0, 2, 4]), 1.0)
+            kept.append(_Memory(model).values)
+    one, other, again = kept
+    for path in sorted(one.keys() | other.keys()):
+        value = one.get(path, _Memory)
+        if _equal(value, again.get(path, _Memory)) and not _equal(value, other.get(path, _Memory)):
+            raise ValueError(
+                f"model: {path!r} keeps what depends on earlier batches, which no clip and no noise protects; use a "
+                "module that keeps nothing between batches, or keep it in what every batch overwrites"
+            )
+
+
+class _Memory:
+    """What a module keeps in Python attributes, now.
+
+    Attributes:
+        values: Numbers, texts and copies of tensors and arrays, by a path that says where they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values: dict[str, Any] = {}
+        self._undo: list[Callable[[], object]] = []
+        self._seen = {id(each) for each in (*model.parameters(), *model.buffers(), *model.modules())}
+        hooks = [hook for m in model.modules() for name in _HOOKS for hook in getattr(m, name).values()]
+        makers = [kind for m in model.modules() for kind in type(m).__mro__]
+        self._homes = {_package(each) for each in (*hooks, *makers)} - _TRUSTED
+        for name, module in model.named_modules():
+            if _package(type(module)) not in _TRUSTED - {"torch"}:
+                self._attributes(name or type(module).__name__, module)
+        for hook in hooks:
+            self._visit(getattr(hook, "__name__", "hook"), hook)
+
+    def put_back(self) -> None:
+        """Give everything its value of the time when this was made."""
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+
+    def _attributes(self, path: str, owner: Any) -> None:
+        left_out = _OF_TORCH if id(owner) in self._seen and isinstance(owner, nn.Module) else frozenset()
+        self._mapping(path, vars(owner), left_out)
+        for kind in type(owner).__mro__:
+            if _package(kind) in self._homes:
+                for name, value in vars(kind).items():
+                    self._visit(f"{kind.__name__}.{name}", value)
+
+    def _mapping(
+        self, path: str, held: MutableMapping[Any, Any], left_out: frozenset[str] = frozenset()
+    ) -> None:
+        content = {key: value for key, value in held.items() if key not in left_out}
+        self._undo.append(lambda: _fill(held, content, left_out))
+        self.values[f"{path} (names)"] = [key for key in content if isinstance(key, (str, int))]
+        for key, value in content.items():
+            self._visit(f"{path}.{key}", value)
+
+    def _visit(self, path: str, value: Any) -> None:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+            self.values[path] = value
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, (Tensor, np.ndarray)):
+            self._numbers(path, value)
+        elif isinstance(value, (list, deque, tuple)):
+            self._row(path, value)
+        elif isinstance(value, (set, frozenset)):
+            self.values[path] = content = frozenset(value)
+            if isinstance(value, set):
+                self._undo += [value.clear, partial(value.update, content)]
+        elif isinstance(value, dict):
+            self._mapping(path, value)
+        elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
+            self._function(path, value)
+        elif self._is_followed(value):
+            self._attributes(path, value)
+
+    def _is_followed(self, value: Any) -> bool:
+        """Whether a value is an object of the modules' packages, or a module that is not registered as a part."""
+        follows = isinstance(value, nn.Module) or _package(type(value)) in self._homes
+        return follows and hasattr(value, "__dict__") and not isinstance(value, type)
+
+    def _numbers(self, path: str, value: Tensor | np.ndarray) -> None:
+        if isinstance(value, np.ndarray):
+            self.values[path] = array = value.copy()
+            self._undo.append(lambda: np.copyto(value, array))
+            return
+        self.values[path] = copy = value.detach().clone()
+        self._undo.append(lambda: value.shape == copy.shape and value.copy_(copy))
+
+    def _row(self, path: str, value: Sequence[Any]) -> None:
+        content = list(value)
+        if isinstance(value, MutableSequence):
+            self._undo += [value.clear, partial(value.extend, content)]
+        self.values[f"{path} (length)"] = len(content)
+        for number, each in enumerate(content):
+            self._visit(f"{path}[{number}]", each)
+
+    def _function(self, path: str, value: Any) -> None:
+        """Follow what a function of the modules' packages has closed over, and the variables of its file."""
+        while isinstance(value, (types.MethodType, partial)):
+            self._visit(path, value.__self__ if isinstance(value, types.MethodType) else list(value.args))
+            value = value.__func__ if isinstance(value, types.MethodType) else value.func
+        if not isinstance(value, types.FunctionType) or _package(value) not in self._homes:
+            return
+        names = [name for name in value.__code__.co_names if name in value.__globals__]
+        variables = {name: value.__globals__[name] for name in names if _is_plain(value.__globals__[name])}
+        for name, held in variables.items():
+            self._undo.append(partial(value.__globals__.__setitem__, name, held))
+            self._visit(name, held)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a variable that has no value yet
+                content = cell.cell_contents
+                self._undo.append(partial(setattr, cell, "cell_contents", content))
+                self._visit(f"{path}.{name}", content)
+
+
+def _package(each: Any) -> str:
+    """Return the package in which a class or a function is defined."""
+    return str(getattr(each, "__module__", "builtins")).partition(".")[0]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, list, dict, set, deque, Tensor, np.ndarray))
+
+
+def _fill(held: MutableMapping[Any, Any], content: dict[Any, Any], left_out: frozenset[str]) -> None:
+    for key in [key for key in held if key not in content and key not in left_out]:
+        del held[key]
+    held.update(content)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        return torch.equal(first.nan_to_num(), second.nan_to_num())
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return first.shape == second.shape and first.tobytes() == second.tobytes()
+    return type(first) is type(second) and (first == second or first != first)

@@ -16,7 +16,7 @@ from training.networks.memory import preserved_attributes
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.separation import require_no_hooks, require_separate_gradients
 from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_independence import preserved_generators, same
+from training.networks.record_independence import fixed_parameters, preserved_generators, same
 from training.private_loop.loader import examples
 from training.private_loop.sharing import feedback_of
 
@@ -141,11 +141,14 @@ def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
             _seeded(module, many)  # some modules fill caches in their first pass
             first = _copies(module)
             _require_kept(module, {name: start[name] for name, _ in module.named_parameters()})
-            output = _seeded(module, many)
+            with fixed_parameters(module):
+                output = _seeded(module, many)
             _require_kept(module, first)
-            _put_back(module, start)
-            if _accepts(module, many.mapped(_other)):
-                _require_kept(module, first)
+            one = given.take(torch.zeros(_COUNTS[0], dtype=torch.int64))
+            for others in (many.mapped(_other), many.mapped(_larger), one):
+                _put_back(module, start)
+                if _accepts(module, others):
+                    _require_kept(module, first)
             _put_back(module, start)
             fewer = _seeded(module, few)
         finally:
@@ -194,6 +197,11 @@ def _other(leaf: Tensor) -> Tensor:
     """Return other values of records: each one's numbers in the opposite order, real ones halved."""
     turned = leaf.flip(tuple(range(1, leaf.ndim)))
     return turned * 0.5 if turned.is_floating_point() else turned
+
+
+def _larger(leaf: Tensor) -> Tensor:
+    """Return three times the real numbers of records."""
+    return 3.0 * leaf if leaf.is_floating_point() else leaf
 
 
 def _shapes(output: Any) -> list[tuple[int, ...]]:

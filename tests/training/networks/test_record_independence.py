@@ -298,6 +298,46 @@ def test_a_module_that_remembers_batches_is_refused(tmp_path: Path, kind: str) -
         )
 
 
+class Tokens(nn.Module):
+    """Means of the embeddings of |x|, rounded down; each pass shortens the rows of its tokens to norm 0.1."""
+
+    def __init__(self, *, trained: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, N_INPUTS, max_norm=0.1).requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding(x.nan_to_num().abs().long().clamp(max=39)).mean(dim=1)
+
+
+class Largest(nn.Module):
+    """The identity, which keeps the largest number of all records in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [
+        ("zo", Tokens(trained=True)),
+        ("bp", Tokens(trained=False)),
+        ("zo", Largest()),
+        ("bp", Largest()),
+    ],
+)
+def test_what_the_probe_s_records_cannot_move_is_refused(tmp_path: Path, kind: str, layer: nn.Module) -> None:
+    """Tokens that no invented record has, and numbers beyond theirs, would show in the released model."""
+    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
+    x = 30 + rows(60).abs()
+    with pytest.raises(ValueError, match="a forward pass changes '.*(embedding.weight|largest)'"):
+        training.train(run, data=(x, torch.arange(60) % 3), model=around(layer), folder=tmp_path / "run")
+
+
 class Drawing(nn.Module):
     """Drops records' features as numpy's, Python's and torch's generators say."""
 

@@ -21,13 +21,18 @@ class Kept(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.linear = way, nn.Linear(4, 3)
-        self.embedding = nn.Embedding(9, 4)
+        self.embedding = nn.Embedding(9, 4, max_norm=0.5 if way == "frozen, max_norm" else None)
+        self.embedding.requires_grad_(way != "frozen, max_norm")
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("histogram", torch.zeros(9))
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (batch, 4), or tokens of shape (batch, 4)."""
+        if self.way == "largest":
+            self.calls.copy_(torch.maximum(self.calls, x.detach().abs().max()))
+        if self.way == "seen tokens":
+            self.histogram[x.flatten()] = 1.0
         if self.way == "log":
             self.seen.append(x.detach().mean())
         if self.way == "calls":
@@ -72,6 +77,9 @@ TOKENS = torch.randint(9, (40, 4), generator=GENERATOR)
         ("calls", NUMBERS, "a training pass changes buffer 'calls'"),
         ("histogram", TOKENS, "a training pass changes buffer 'histogram'"),
         ("log", NUMBERS, "'Kept.seen[^']*' keeps what depends on earlier batches"),
+        ("largest", NUMBERS, "a training pass changes buffer 'calls'"),
+        ("seen tokens", TOKENS, "a training pass changes buffer 'histogram'"),
+        ("frozen, max_norm", TOKENS, "a forward pass changes 'embedding.weight'"),
         ("records last", NUMBERS, "records must come first; transpose it in the module|no tensor with a row"),
         ("mixes", TOKENS, "mixes the records"),
         ("mixes", TOKENS[:1].expand(40, 4), "the probe's records are equal"),

@@ -33,6 +33,7 @@ from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import (
     MIXES_REMEDY,
     batch_statistics,
+    first_half,
     perturbed,
     preserved_generators,
     require_fixed_tensors,
@@ -77,7 +78,9 @@ def require_separate_steps(
     modes = {module: module.training for module in model.modules()}
     try:
         with preserved_generators(x.device):
-            seeded_output(model.train(), x)  # what the first pass sets comes from these records and stays
+            seeded_output(
+                model.train(), first_half(x)
+            )  # what this pass sets comes from these records and stays
         with preserved_generators(x.device), _preserved_buffers(model):
             _require_nothing_kept(model.train(), x)
             require_independent_records(model.eval(), x)

@@ -371,6 +371,12 @@ class DeviceDescription(StrictSection):
             )
         return self
 
+    @property
+    def joins_readings(self) -> bool:
+        """Whether a reading may hold another's frame, by which one record would enter what is read of the next."""
+        transfer = None if self.camera is None else self.camera.transfer
+        return transfer is not None and transfer.repeated > 0
+
     def dump(self) -> dict[str, Any]:
         """Return plain values under the files' keys, fit for TOML and JSON; the loader takes them back."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)

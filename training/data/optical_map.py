@@ -121,6 +121,11 @@ class OpticalMap(PublicMap):
         repeats = torch.equal(found[0], found[1])
         return repeats and not torch.equal(found[0][1:], found[2])
 
+    @property
+    def joins_records(self) -> bool:
+        """See PublicMap.joins_records: true of a camera that repeats frames."""
+        return self.description.joins_readings
+
     def device(self) -> NoisyDevice:
         """Return the device, open."""
         return open_described(self.description, n_inputs=self.n_inputs, n_outputs=self.components, seed=_SEED)

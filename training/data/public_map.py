@@ -78,6 +78,11 @@ class PublicMap(ABC):
         return False
 
     @property
+    def joins_records(self) -> bool:
+        """Whether the features of a record may hold what was read of another."""
+        return False
+
+    @property
     def n_inputs(self) -> int:
         """Features of a record before."""
         return math.prod(self.record_shape)

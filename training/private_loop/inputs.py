@@ -45,6 +45,20 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) 
             )
 
 
+def require_own_readings(module: nn.Module) -> None:
+    """Refuse a feedback device whose description says that a reading may hold another's frame.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for points in feedback_of(module):
+        if points.device is not None and points.device.description.joins_readings:
+            raise ValueError(
+                f"module: device {points.device.name!r} repeats frames (camera.transfer.repeated), so that one record "
+                "would change the feedback of the next; mend the transfer, or take another device"
+            )
+
+
 def require_recordable(module: nn.Module) -> None:
     """Refuse modules whose gradients of single records cannot be taken here.
 

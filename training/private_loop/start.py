@@ -17,7 +17,12 @@ from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
 from training.networks.base import require_fresh_noise
 from training.private_loop.accountants import NamedAccountant
-from training.private_loop.inputs import example_of, require_arguments, require_own_parameters
+from training.private_loop.inputs import (
+    example_of,
+    require_arguments,
+    require_own_parameters,
+    require_own_readings,
+)
 from training.private_loop.loader import batch_size_of
 from training.private_loop.module import PrivateModule
 from training.private_loop.session import PrivateTraining
@@ -144,6 +149,7 @@ def make_private(
                 }
             )
         shared.require_devices_of_all(module)
+        require_own_readings(module)
         if mode == "release":
             require_fresh_noise(module)
             for points in feedback_of(module):

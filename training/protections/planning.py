@@ -123,7 +123,13 @@ def require_covered(plan: Plan) -> None:
             "which no guarantee covers; leave it out, or take data.components_from = 'synthetic' for images"
         )
     added = options.protects == "records" and config.relation is Adjacency.ADD_OR_REMOVE_ONE
-    if added and dataset.public_map is not None and map_from_facts(dataset.public_map).depends_on_order:
+    read = None if dataset.public_map is None else map_from_facts(dataset.public_map)
+    if options.protects == "records" and read is not None and read.joins_records:
+        raise NoGuarantee(
+            f"data.features = {config.data.features!r}: the device repeats frames (camera.transfer.repeated), so that "
+            "the features of one record may be those of another; mend the transfer, or take another device"
+        )
+    if added and read is not None and read.depends_on_order:
         raise NoGuarantee(
             f"data.features = {config.data.features!r}: the device's noise has a fixed seed and goes by a record's "
             "place, so that one record more changes the features of all others; take protection.relation = 'zero_out', "

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import opusim
 import training
 from accounting.errors import NoGuarantee
 from opusim import open_device
+from opusim.description.loading import load_description
 from opusim.errors import ConfigError
+from opusim.files import to_toml
 from training.config.reading import load_config
 from training.data import load_dataset, public_map
 from training.data.optical_map import OpticalMap
@@ -168,3 +174,39 @@ def test_no_record_changes_the_features_of_its_neighbours(device: str) -> None:
         return
     with pytest.raises(NoGuarantee, match="changes the features of all others"):
         features("add_or_remove_one", x)
+
+
+def test_a_device_that_repeats_frames_joins_records(tmp_path: Path) -> None:
+    """A record's features may then be those of the record before, whose clip does not bound that."""
+    description = load_description("camera", {"camera": {"transfer": {"repeated": 0.2}}})
+    file = tmp_path / "repeating.toml"
+    file.write_text(to_toml(description.dump()))
+    stated = {"features": f"optical:{file}", "n_features": 16, "n_classes": 2}
+    x, y = np.random.default_rng(3).normal(size=(60, 9)), np.arange(60) % 2
+    for protection in ({"kind": "record", "epsilon": 3.0}, {"kind": "label-release", "epsilon": 3.0}):
+        kind = "bp" if protection["kind"] == "record" else "ridge"
+        sampler = {"sampler": {"batch_size": 20}} if kind == "bp" else {}
+        sections = {"trainer": {"kind": kind}, "data": stated, "protection": protection, **sampler}
+        config = with_own_data(load_config(sections), (x, y))
+        refused = pytest.raises(NoGuarantee, match="repeats frames") if kind == "bp" else nullcontext()
+        with refused:
+            RunPlan.checked(config, load_data(config, (x, y)))
+
+
+def test_make_private_refuses_feedback_by_a_device_that_repeats_frames(tmp_path: Path) -> None:
+    x, y = torch.randn(40, 9), torch.arange(40) % 3
+    net = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3))
+    camera = {"transfer": {"repeated": 0.2}}
+    with open_device("camera", n_inputs=3, n_outputs=8, camera=camera) as device:
+        model = opusim.FeedbackAlignment(net, points=["1"], device=device)
+        with pytest.raises(ValueError, match="repeats frames"):
+            opusim.make_private(
+                module=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                criterion=nn.CrossEntropyLoss(),
+                data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
+                max_grad_norm=1.0,
+                target_delta=1e-5,
+                noise_multiplier=1.0,
+                folder=tmp_path / "loop",
+            )

@@ -275,7 +275,7 @@ class NoisyDevice(ABC):
         Raises:
             ConfigError: the certificate is another device's, or certifies another law.
         """
-        certificate.check_device(self._description, n_outputs=self._n_outputs)
+        certificate.check_device(self._description, n_outputs=self._n_outputs, n_inputs=self._n_inputs)
         try:
             described = self._described_law()
         except NoiseUnknown:

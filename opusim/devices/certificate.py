@@ -199,12 +199,16 @@ class Certificate(StrictSection):
     tests: list[TestedProperty] = Field(default_factory=list)
     remarks: list[str] = Field(default_factory=list)
 
-    def check_device(self, description: DeviceDescription, *, n_outputs: int) -> None:
-        """Refuse a certificate of another device, of another state of its description or of fewer outputs.
+    def check_device(
+        self, description: DeviceDescription, *, n_outputs: int, n_inputs: int | None = None
+    ) -> None:
+        """Refuse a certificate of another device, of another state of its description or of another window.
 
         Args:
             description: the device's.
             n_outputs: outputs of the open window; the smallest noise of some outputs does not bound that of more.
+            n_inputs: its inputs, or None if they are not known yet. Hardware decodes a reading by the width of its
+                window, so that the noise of one width, in projection units, does not bound that of another.
 
         Raises:
             ConfigError: it is not this device's.
@@ -225,6 +229,14 @@ class Certificate(StrictSection):
                 "certificate",
                 f"covers {self.n_outputs} outputs, the window has {n_outputs}; calibrate with --outputs {n_outputs}, "
                 f"or open {self.n_outputs} outputs at most",
+            )
+        is_other = n_inputs not in (None, self.n_inputs) and description.medium is None
+        if isinstance(self.noise, GaussianLaw) and is_other:
+            raise ConfigError(
+                description.name,
+                "certificate",
+                f"was made with {self.n_inputs} inputs, the window has {n_inputs}, and hardware scales its noise by "
+                f"that number; calibrate with --inputs {n_inputs}",
             )
 
     @property

@@ -97,7 +97,7 @@ class SharedDevice(NoisyDevice):
 
     def attach_certificate(self, certificate: Certificate) -> None:
         """See NoisyDevice.attach_certificate; every process attaches it."""
-        certificate.check_device(self._whole, n_outputs=self._n_outputs)
+        certificate.check_device(self._whole, n_outputs=self._n_outputs, n_inputs=self._n_inputs)
         if self.held is not None:
             self.held.attach_certificate(certificate)
         self._certified = certificate.certified(self.described_noise)

@@ -1,5 +1,6 @@
 """A certificate may state a law that another package added."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from opusim.description.loading import load_description
-from opusim.devices.certificate import Certificate, OtherLaw, digest_of, load_certificate
+from opusim.devices.certificate import Certificate, GaussianLaw, OtherLaw, digest_of, load_certificate
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
@@ -88,3 +89,17 @@ def test_an_unknown_law_or_wrong_numbers_are_one_line() -> None:
         device = LaplaceDevice(DESCRIPTION, n_inputs=2, n_outputs=3)
         with pytest.raises(ConfigError, match=message):
             device.attach_certificate(made)
+
+
+def test_noise_of_hardware_is_that_of_one_width_of_its_window() -> None:
+    """lightonml's readings grow with the root of the inputs; a simulation states its law for any window."""
+    hardware = DESCRIPTION.model_copy(update={"medium": None})
+    for description, refuses in ((DESCRIPTION, False), (hardware, True)):
+        made = certificate(Laplace(scale=np.ones(3), beta=BETA)).model_copy(
+            update={"noise": GaussianLaw(std=0.1), "description_digest": digest_of(description)}
+        )
+        for n_inputs in (None, 2):
+            made.check_device(description, n_outputs=3, n_inputs=n_inputs)
+        refused = pytest.raises(ConfigError, match="calibrate with --inputs 8") if refuses else nullcontext()
+        with refused:
+            made.check_device(description, n_outputs=3, n_inputs=8)

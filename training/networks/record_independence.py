@@ -206,11 +206,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def seed_generators() -> None:
+def seed_generators(seed: int = 0) -> None:
     """Seed the global generators of torch, numpy and Python."""
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    random.seed(0)
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    random.seed(seed)
 
 
 def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:

@@ -8,6 +8,9 @@ like any other. Of several processes, each hands out its part of the batch.
 
 from __future__ import annotations
 
+import copy
+import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -15,14 +18,22 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from training.data.samplers import PoissonSampler
-from training.networks.record_independence import system_generators
+from training.networks.record_independence import (
+    preserved_generators,
+    same,
+    seed_generators,
+    system_generators,
+)
 from training.private_loop.sharing import SharedSteps
 
 _EXAMPLES = 7
 """Records that are read once to probe the module."""
+_COLLATED = 4
+"""Seeds under which a collate function is tried, which may mix records at random."""
 _SEEDED = "accelerate.data_loader.SeedableRandomSampler"
 """The permutation of a loader that Accelerate or the Hugging Face Trainer has prepared."""
 
@@ -79,6 +90,7 @@ class PrivateLoader:
         self._shared, self._fresh = shared, release
         count = len(self.dataset)  # type: ignore[arg-type]
         one, two = (_batch(loader, indices) for indices in ([0], [count - 1, count // 2]))
+        require_separate_rows(loader)
         self._collate = _CollateCounted(loader.collate_fn, empty_batch(one, two))
 
     def __len__(self) -> int:
@@ -249,6 +261,54 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
 def examples(loader: DataLoader[Any], count: int = _EXAMPLES) -> Any:
     """Return the first records of a loader's data set as a batch."""
     return _batch(loader, range(min(count, len(loader.dataset))))  # type: ignore[arg-type]
+
+
+def require_separate_rows(loader: DataLoader[Any]) -> None:
+    """Refuse a collate function that mixes records, as mixup does: another record would change a record's row.
+
+    Batches of the first records differ in the first or the last one. Rows are compared if the collate function drew as
+    many numbers for both, under the same seed, and where the tensors of both have one shape, which padding may change.
+
+    Raises:
+        ValueError: There is such a row.
+    """
+    dataset: Any = loader.dataset
+    with preserved_generators(torch.device("cpu")):
+        records = [dataset[index] for index in range(min(_EXAMPLES, len(dataset)))]
+    count = len(records)
+    for place, seed in itertools.product((0, count - 1), range(_COLLATED)):
+        others = [record for number, record in enumerate(records) if number != place]
+        for donor in (others[0], others[-1]) if others else ():
+            changed = [*records[:place], donor, *records[place + 1 :]]
+            try:
+                (one, drawn), (two, again) = (
+                    _seeded_collate(loader, rows, seed) for rows in (records, changed)
+                )
+            except Exception:  # a function may refuse a record that occurs twice, or cannot be copied
+                continue
+            if drawn == again and not _rows_agree(one, two, count, place):
+                raise ValueError(
+                    "data_loader: its collate function mixes records (one record changed the row of another, as mixup "
+                    "does), so that no clip bounds what a record adds; leave that out"
+                )
+
+
+def _seeded_collate(
+    loader: DataLoader[Any], records: Sequence[Any], seed: int
+) -> tuple[list[Tensor], list[float]]:
+    """Return the tensors of a batch, put together under a seed from copies of records, and the next random numbers."""
+    with preserved_generators(torch.device("cpu")):
+        seed_generators(seed)
+        leaves = tree_leaves(loader.collate_fn(copy.deepcopy(list(records))))
+        following = [float(torch.rand(())), float(np.random.random()), random.random()]  # noqa: NPY002
+    return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)], following
+
+
+def _rows_agree(one: Sequence[Tensor], two: Sequence[Tensor], count: int, place: int) -> bool:
+    """Whether all rows but one are equal in tensors that have a row for each record and the same shape in both."""
+    kept = torch.arange(count) != place
+    pairs = [(a, b) for a, b in zip(one, two, strict=False) if a.ndim and len(a) == count]
+    return all(same(a.cpu()[kept], b.cpu()[kept]) for a, b in pairs if a.shape == b.shape)
 
 
 def _batch(loader: DataLoader[Any], indices: Sequence[int]) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import opusim
 
@@ -372,3 +373,27 @@ def test_no_record_sets_what_a_module_keeps_of_its_first_pass(way: str, tmp_path
             assert float(module.calls) == 1
             found.append(torch.cat([module.linear.bias.detach(), module.histogram]))
     assert torch.equal(*found)
+
+
+def mixed(records: list[Any]) -> tuple[Tensor, Tensor]:
+    """Mixup, in half of the batches."""
+    x, y = default_collate(records)
+    share = float(torch.rand(())) * float(torch.rand(()) < 0.5)
+    return (1 - share) * x + share * x.roll(1, 0), y
+
+
+def in_order(records: list[Any]) -> tuple[Tensor, Tensor]:
+    """Draws for every record, and more often for larger ones; takes nothing from others."""
+    x, y = default_collate(records)
+    kept = torch.stack([torch.rand(int(4 + row.abs().sum()))[:4] < 0.8 for row in x])
+    return x * kept, y
+
+
+def test_a_collate_function_that_mixes_records_is_refused(tmp_path: Path) -> None:
+    """Another record may not change a record's row; draws that another record only shifts may."""
+    data = TensorDataset(NUMBERS, torch.zeros(len(NUMBERS), dtype=torch.int64))
+    for collate in (mixed, in_order, default_collate):
+        loader = DataLoader(data, batch_size=10, collate_fn=collate)
+        refused = pytest.raises(ValueError, match="mixes records") if collate is mixed else nullcontext()
+        with refused:
+            private(nn.Linear(4, 3), NUMBERS, tmp_path / collate.__name__, data_loader=loader).close()

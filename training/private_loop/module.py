@@ -105,6 +105,7 @@ class PrivateModule:
         self._trained = [p for layer in self._tape.layers for p in layer]
         self._known = {id(p) for p in self._trained}
         self._hooks = backward_hooks(module)
+        self._modes = {name: each.training for name, each in module.named_modules()}
         for parameter in self._trained:
             parameter.grad = None  # of earlier training, which was not private
         self._batch: Batch | None = None
@@ -175,6 +176,21 @@ class PrivateModule:
                 "register hooks before make_private"
             )
 
+    def require_same_modes(self) -> None:
+        """Refuse a training pass in other modes than those that were probed, such as frozen batch statistics in use.
+
+        Raises:
+            RuntimeError: A part of the module changed its mode.
+        """
+        for name, each in self.module.named_modules():
+            if self._modes.get(name) != each.training:
+                now = "training" if each.training else "evaluation"
+                raise RuntimeError(
+                    f"module: {name!r} ({type(each).__name__}) is in {now} mode now, and was not when make_private "
+                    "probed whether it mixes records; put it back after module.train(), such as by .eval() on frozen "
+                    "batch normalisation"
+                )
+
     # Forward
 
     @torch._disable_dynamo
@@ -187,6 +203,7 @@ class PrivateModule:
                 self._plain = reason or self._plain
             return self.module._call_impl(*args, **kwargs)
         self.require_same_parameters()
+        self.require_same_modes()
         one = Pass(args=args, kwargs=kwargs)
         batch.passes.append(one)
         if not batch.records:

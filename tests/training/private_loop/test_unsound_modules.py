@@ -397,3 +397,21 @@ def test_a_collate_function_that_mixes_records_is_refused(tmp_path: Path) -> Non
         refused = pytest.raises(ValueError, match="mixes records") if collate is mixed else nullcontext()
         with refused:
             private(nn.Linear(4, 3), NUMBERS, tmp_path / collate.__name__, data_loader=loader).close()
+
+
+def test_frozen_batch_statistics_stay_frozen(tmp_path: Path) -> None:
+    """module.train() at the start of an epoch would put them to use, and one record into every other."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.ReLU(), nn.Linear(6, 3))
+    net[1].eval()
+    mean = net[1].running_mean.clone()
+    with private(net, NUMBERS, tmp_path) as loop:
+        module, optimizer, criterion, loader = loop
+        for x, y in loader:
+            module.train()
+            with pytest.raises(RuntimeError, match=r"'1' \(BatchNorm1d\) is in training mode now"):
+                module(x)
+            module[1].eval()
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+            optimizer.step()
+    assert torch.equal(net[1].running_mean, mean)

@@ -493,10 +493,15 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
     )
 
 
-def fingerprint(split: Split) -> str:
-    """Return BLAKE2b of the records, by which a run is not resumed or audited on other data."""
+def fingerprint(split: Split, *, labels: bool = True) -> str:
+    """Return BLAKE2b of the records, by which a run is not resumed or audited on other data.
+
+    Args:
+        split: The records, whose order counts.
+        labels: Whether their labels count, or their features only.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for tensor in (split.x, split.y):
+    for tensor in (split.x, split.y) if labels else (split.x,):
         digest.update(tensor.cpu().contiguous().numpy().view(np.uint8).data)
     return digest.hexdigest()
 
@@ -534,6 +539,7 @@ def _require_same_data(folder: RunFolder, stored: dict[str, Any], dataset: Datas
             f"run folder {folder.path} held records out by {split}, and these are held out by {dataset.split}; give "
             "the same data in the same form"
         )
-    kept = stored.get("fingerprint")
-    if kept is not None and kept != fingerprint(dataset.train):
+    kept, features = stored.get("fingerprint"), stored.get("features_fingerprint")
+    is_other = kept is not None and kept != fingerprint(dataset.train)
+    if is_other or (features is not None and features != fingerprint(dataset.train, labels=False)):
         raise RunFolderError(f"run folder {folder.path} was trained on other data; give the same again")

@@ -368,6 +368,10 @@ def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         facts["fingerprint"] = fingerprint(dataset.train)
         if dataset.test is not None:
             facts["test_fingerprint"] = fingerprint(dataset.test)
+    elif (
+        config.protection.protects == "labels"
+    ):  # features are public, and budgets go by their records' numbers
+        facts["features_fingerprint"] = fingerprint(dataset.train, labels=False)
     return facts
 
 

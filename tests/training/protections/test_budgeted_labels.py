@@ -23,6 +23,7 @@ from tests.oracles.label_leverage import LayerReadings, leverages
 from training.config import RunConfig, load_config
 from training.config.sections import OptimizerConfig
 from training.engine.plan import RunPlan, build_sampler
+from training.errors import RunFolderError, RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.functions import ACTIVATIONS
 from training.networks.network import FullyConnected
@@ -449,3 +450,23 @@ def test_a_release_run_cannot_spend_its_budget_twice(tmp_path: Path, stop_at: ty
     assert guarantee.status == "proven"
     assert guarantee.epsilon <= 3.0
     assert len(run.predict(data()[0])) == 60
+
+
+def test_a_release_resumes_on_features_in_their_order_only(tmp_path: Path, ctrl_c_at: type) -> None:
+    """What a record has spent is kept by its number; under another number it could spend its budget again."""
+    x, y = np.random.default_rng(2).normal(size=(60, 5)), np.arange(60) % 3
+    config = {
+        "mode": "release",
+        "epochs": 6,
+        "trainer": {"kind": "dfa"},
+        "model": {"hidden": [8]},
+        "data": {"n_classes": 3, "validation_fraction": 0.0},
+        "sampler": {"batch_size": 20},
+        "protection": {"kind": "label-budget", "epsilon": 2.0},
+    }
+    folder = tmp_path / "run"
+    with pytest.raises(RunInterrupted):
+        training.train(config, data=(x, y), folder=folder, watcher=ctrl_c_at(4))
+    with pytest.raises(RunFolderError, match="started with another data"):
+        training.train(data=(x[::-1].copy(), y[::-1].copy()), folder=folder, resume=True)
+    training.train(data=(x, (y + 1) % 3), folder=folder, resume=True)  # it knows no labels

@@ -51,7 +51,7 @@ def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) 
         ValueError: There is such an attribute.
     """
     kept = []
-    for before, factor in (([0, 0, 1, 1, 2], 2.0), ([4, 4, 3, 3, 2], 3.0), ([0, 0, 1, 1, 2], 2.0)):
+    for before, factor in (([0, 0, 1, 1, 2], 16.0), ([4, 4, 3, 3, 2], 64.0), ([0, 0, 1, 1, 2], 16.0)):
         with preserved_attributes(model):
             run(torch.tensor(before), factor)
             run(torch.tensor([1, 3, 0, 2, 4]), 1.0)

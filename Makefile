@@ -11,7 +11,7 @@ DOCS := $(VENV)/.docs-installed
 RELEASE := $(VENV)/.release-installed
 LOWEST := $(VENV)-lowest
 
-.PHONY: demo test examples docs lint format bench bench-report audit nightly dist wheel-check security coverage mutants hashes lowest clean
+.PHONY: demo test examples docs lint format bench bench-report audit nightly dist wheel-check resolve security coverage mutants hashes lowest clean
 
 demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digits; open runs/demo/report.html.
 	$(BIN)/python -m benchmarks.pdfa.demo
@@ -76,9 +76,22 @@ security: $(RELEASE)  ## Suspicious code, and known vulnerabilities of what is p
 	$(BIN)/bandit --quiet -ll --recursive --configfile pyproject.toml opusim training accounting hw_configs
 	$(BIN)/pip-audit --strict --no-deps --disable-pip -r requirements.txt
 
-coverage: $(RELEASE)  ## Lines that the tests of accounting and opusim reach, kernels uncompiled; below the floor it fails.
-	OMP_NUM_THREADS=1 NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -q -m "not compiled and not slow" tests/accounting tests/opusim
-	$(BIN)/coverage report
+resolve: $(RELEASE)  ## Whether everything that setup.cfg requires has wheels for Python 3.11 to 3.14; a minute.
+	$(BIN)/python .ci/resolve.py
+
+# A piece for each folder and each test file beside them. A piece that is done is not run again until a file changes.
+PIECES := $(sort $(patsubst %/,%,$(dir $(wildcard tests/accounting/*/test_*.py tests/opusim/*/test_*.py))) $(wildcard tests/accounting/test_*.py tests/opusim/test_*.py))
+PIECES := $(PIECES:%=build/coverage/%.data)
+
+coverage: $(PIECES)  ## Lines that the tests of accounting and opusim reach, kernels uncompiled; below the floor it fails; resumes.
+	$(BIN)/coverage combine --quiet --keep --data-file=build/coverage/all $(PIECES)
+	$(BIN)/coverage report --data-file=build/coverage/all
+
+build/coverage/%.data: $(shell find accounting opusim tests -name '*.py') | $(RELEASE)
+	mkdir -p $(@D)
+	rm -f $@.part
+	OMP_NUM_THREADS=1 NUMBA_DISABLE_JIT=1 $(BIN)/coverage run --data-file=$@.part -m pytest -q -p no:cacheprovider -m "not compiled and not slow" $*
+	mv $@.part $@
 
 mutants: $(RELEASE)  ## One in SHARE mutants of the accounting's core; fails if over 15 % survive; build/mutants resumes.
 	OMP_NUM_THREADS=1 $(BIN)/python .ci/mutants.py --share $(SHARE) --least 85

@@ -20,6 +20,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import io
 import json
 import math
 import os
@@ -28,6 +29,7 @@ import resource
 import signal
 import sys
 import time
+import tokenize
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator
@@ -69,9 +71,41 @@ class Mutant:
         )
 
 
+def lines_left_out(file: str, tree: ast.Module) -> set[int]:
+    """Return the lines of the functions and constants of a file that the settings leave out."""
+    names = set(SETTINGS["left_out"].get(file, []))
+    found: dict[str, range] = {}
+    for prefix, body in [
+        ("", tree.body),
+        *((f"{c.name}.", c.body) for c in tree.body if isinstance(c, ast.ClassDef)),
+    ]:
+        for node in body:
+            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            if isinstance(node, ast.FunctionDef):
+                found[prefix + node.name] = lines
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                found[prefix + node.targets[0].id] = lines
+    if names - set(found):
+        raise SystemExit(f"left_out: {file} has no {', '.join(sorted(names - set(found)))}")
+    return {line for name in names for line in found[name]}
+
+
+def code_lines(file: str, source: str) -> set[int]:
+    """Return the lines of code of a file that are judged: no docstring, comment or blank line, nothing left out."""
+    tree = ast.parse(source)
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    shown = [text for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+    without = {line for text in shown for line in range(text.lineno, (text.end_lineno or text.lineno) + 1)}
+    code = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.string.strip() and token.type != tokenize.COMMENT:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return code - without - lines_left_out(file, tree)
+
+
 def mutants_of(file: str, source: str) -> Iterator[Mutant]:
-    """Yield every mutant of a file."""
-    tree = get_ast(source)
+    """Yield every mutant of the code of a file that is judged."""
+    tree, judged = get_ast(source), code_lines(file, source)
     for name in cosmic_ray.plugins.operator_names():
         if any(re.fullmatch(pattern, name) for pattern in SETTINGS["without"]):
             continue
@@ -81,7 +115,8 @@ def mutants_of(file: str, source: str) -> Iterator[Mutant]:
         operator = operator_class()
         places = (place for node in ast_nodes(tree) for place in operator.mutation_positions(node))
         for occurrence, (start, _) in enumerate(places):
-            yield Mutant(file=file, operator=name, occurrence=occurrence, line=start[0])
+            if start[0] in judged:
+                yield Mutant(file=file, operator=name, occurrence=occurrence, line=start[0])
 
 
 def chosen(mutant: Mutant, share: int, day: int) -> bool:
@@ -277,6 +312,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
     given = parser.parse_args()
     os.chdir(ROOT)
+    lines = sum(len(code_lines(file, (ROOT / file).read_text())) for file in SETTINGS["modules"])
+    print(f"{lines:,} lines of code in {len(SETTINGS['modules'])} modules", flush=True)
+    if lines > SETTINGS["most_lines"]:
+        raise SystemExit(f"at most {SETTINGS['most_lines']:,} are judged; leave out what only reads or shows")
     given.folder.mkdir(parents=True, exist_ok=True)
     for name in SETTINGS["preload"]:
         importlib.import_module(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from importlib import import_module
 
@@ -11,6 +10,7 @@ import torch
 
 from opusim.processes.ranks import init_process_group
 from tests.support.killing import start_child
+from tests.support.ports import free_port
 
 PRELOADED = (
     *("torch._dynamo", "opusim.devices.simulated", "training.feedback.algorithm"),
@@ -31,9 +31,7 @@ def start_ranks(work: Callable[[int], object], processes: int) -> list[int]:
 
     A child exits with 0, or with 1 after an exception, which it prints.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     return [start_child(lambda rank=rank: _join(work, rank, processes, port)) for rank in range(processes)]
 
 

@@ -28,6 +28,7 @@ from opusim.serving.keys import Users, make_key
 from opusim.serving.server import Limits, Server
 from tests.support.command import COMMAND, ROOT
 from tests.support.killing import start_child
+from tests.support.ports import free_port
 
 ONE_THREAD = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -116,14 +117,6 @@ def serving(
             faulthandler.dump_traceback()
         assert not thread.is_alive(), "the server does not end"
         assert not failures, failures
-
-
-def free_port() -> int:
-    """Return a port on which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 class ForkedServer:

@@ -39,8 +39,9 @@ from opusim.serving.keys import Users
 from opusim.serving.messages import told_error
 from opusim.serving.server import Limits, Server
 from tests.support.killing import start_child
+from tests.support.ports import free_port
 from tests.support.ranks import preload, run_ranks
-from tests.support.served import Laboratory, expire, free_port, new_laboratory
+from tests.support.served import Laboratory, expire, new_laboratory
 from tests.support.slow_network import slow_network
 from tests.support.wire import answer, call, opened_session, raw_socket
 from training.runs.checkpoints import list_checkpoints, read_checkpoint

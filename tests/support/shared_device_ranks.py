@@ -241,6 +241,7 @@ def timed(act: Callable[[], object]) -> dict[str, Any]:
 
 def hang_shared(rank: int) -> dict[str, Any]:
     """One process stays away for longer than the time-out."""
+    dist.barrier()  # one process may have been started much later
     device = open_shared_device("gaussian", timeout_s=2, **WINDOW)
     device.project(ROWS)
     if rank:

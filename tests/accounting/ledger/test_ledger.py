@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from accounting.composition import Budget
 from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.mechanisms import Mechanism
 from accounting.records.additive_noise import PoissonGaussian
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
@@ -150,3 +154,147 @@ def test_a_step_whose_noise_is_not_repeated_is_charged_again(tmp_path: Path) -> 
                 for step in range(start, 10):
                     ledger.pay(step, STEP, until=10)
         assert paid(path) == wanted
+
+
+def equal(mechanism: PoissonGaussian) -> PoissonGaussian:
+    """An equal mechanism that is another object, as a resumed process makes it."""
+    return replace(mechanism)
+
+
+def blocks(path: Path) -> list[tuple[int | None, int]]:
+    return [(payment.first_step, payment.steps) for payment in read_ledger(path).payments]
+
+
+def test_a_block_ends_at_the_next_paid_step_and_at_the_end_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    for step, until in ((8, 11), (2, None), (7, None), (0, 11), (11, 11), (13, 12), (20, 40)):
+        with Ledger(path, mode="experiment", delta=1e-5, block=4) as ledger:
+            ledger.pay(step, STEP, until=until)
+    assert blocks(path) == [(8, 3), (2, 4), (7, 1), (0, 2), (11, 1), (13, 1), (20, 4)]
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_block_pays_for_its_mechanism_only(tmp_path: Path, mode: str) -> None:
+    """An equal mechanism is the same; another one is refused where steps repeat, and charged where they do not."""
+    path, other = tmp_path / "ledger.jsonl", replace(STEP, noise_multiplier=3.0)
+    with Ledger(path, mode=mode, delta=1e-5, block=4) as ledger:
+        for step in range(3):
+            ledger.pay(step, equal(STEP))
+        assert blocks(path) == [(0, 4)]
+        if mode == "experiment":
+            with pytest.raises(LedgerCorrupt, match="step 3 was paid for as .*start a new run folder"):
+                ledger.pay(3, other)
+        else:
+            ledger.pay(3, other)
+    assert blocks(path) == [(0, 4)] if mode == "experiment" else [(0, 4), (3, 4)]
+
+
+def test_release_mode_takes_the_steps_of_a_block_in_their_order(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, mode="release", delta=1e-5, block=4) as ledger:
+        for step in (0, 1, 1, 2, 4):
+            ledger.pay(step, STEP)
+    assert blocks(path) == [(0, 4), (1, 4), (4, 4)]
+
+
+def test_a_release_that_happens_once_is_paid_once_where_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    for _ in range(2):
+        with Ledger(path, mode="experiment", delta=1e-5) as ledger:
+            ledger.pay_once("labels", equal(STEP))
+            ledger.pay_once("scores", equal(STEP))
+            with pytest.raises(LedgerCorrupt, match="'labels' was paid for as another mechanism"):
+                ledger.pay_once("labels", STEP.repeated(2))
+            with pytest.raises(ValueError, match="mechanisms: must name at least one"):
+                ledger.pay_once("more")
+    assert [payment.name for payment in read_ledger(path).payments] == ["labels", "scores"]
+
+
+def test_a_stopped_run_resumes_under_the_last_payment_of_a_name(tmp_path: Path) -> None:
+    path, whole = tmp_path / "ledger.jsonl", LabelBudget(budget_mu=0.5)
+    larger = LabelBudget(budget_mu=0.7)
+    with Ledger(path, mode="release", delta=1e-5) as ledger:
+        ledger.pay_once("budget", whole, whole_run=True)
+        ledger.pay_once("budget", larger, whole_run=True)
+        ledger.note_stop(3, "stop")
+    with Ledger(path, mode="release", delta=1e-5, resumed_from="stop") as ledger:
+        with pytest.raises(LedgerCorrupt, match="was paid for as another mechanism"):
+            ledger.pay_once("budget", whole, whole_run=True)
+        ledger.pay_once("budget", larger, whole_run=True)
+    assert len(read_ledger(path).payments) == 2
+
+
+def test_a_run_that_fits_is_accounted_for_once_each_time_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps ahead are those to the end of the run, beside what was paid."""
+    asked: list[int] = []
+
+    def spent(self: Budget, mechanisms: Sequence[Mechanism]) -> float:
+        asked.append(sum(mechanism.steps for mechanism in mechanisms))
+        return 0.01 * asked[-1]
+
+    monkeypatch.setattr(Budget, "spent", spent)
+    for start, end in ((0, 8), (8, 20)):
+        budget = Budget(epsilon=0.2, delta=1e-5)
+        with Ledger(tmp_path / "l", mode="experiment", delta=1e-5, block=4, budget=budget) as ledger:
+            for step in range(start, end):
+                ledger.pay(step, STEP, until=20)
+        assert asked == [20]
+        asked.clear()
+    with Ledger(tmp_path / "m", mode="experiment", delta=1e-5, budget=budget) as ledger:
+        ledger.pay(0, STEP)  # nothing is known of the end
+    assert asked == []  # one step of twenty that fit
+    with Ledger(
+        tmp_path / "m", mode="experiment", delta=1e-5, budget=Budget(epsilon=0.2, delta=1e-5)
+    ) as ledger:
+        ledger.pay(1, STEP)
+    assert asked == [2]
+
+
+def test_a_part_of_a_block_is_reserved_if_no_more_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Budget, "spent", lambda _, mechanisms: 0.1 * sum(one.steps for one in mechanisms))
+    budget = Budget(epsilon=0.65, delta=1e-5)
+    with Ledger(tmp_path / "l", mode="release", delta=1e-5, block=4, budget=budget) as ledger:
+        for step in range(6):
+            ledger.pay(step, STEP, until=30)
+        with pytest.raises(BudgetExceeded, match="spent 0.6"):
+            ledger.pay(6, STEP, until=30)
+    assert blocks(tmp_path / "l") == [(0, 4), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "test"}, "mode = 'test': must be 'experiment' or 'release'"),
+        ({"block": 0}, "block = 0"),
+        ({"block": 1.5}, "block = 1.5"),
+        ({"delta": 1.0}, "delta = 1"),
+        ({"delta": -1e-9}, "delta = -1e-09"),
+    ],
+)
+def test_a_ledger_that_cannot_be_is_not_created(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        Ledger(tmp_path / "l", **{"mode": "experiment", "delta": 1e-5, **changes})  # type: ignore[arg-type]
+    assert not (tmp_path / "l").exists()
+
+
+@pytest.mark.parametrize("changes", [{"mode": "release"}, {"delta": 0.0}, {"enforced": True}])
+def test_a_ledger_is_continued_as_it_began(tmp_path: Path, changes: dict[str, object]) -> None:
+    begun = {"mode": "experiment", "delta": 1e-5, "enforced": False}
+    for _ in range(2):
+        with Ledger(tmp_path / "l", **begun) as ledger:  # type: ignore[arg-type]
+            ledger.pay(0, STEP)
+    with pytest.raises(ValueError, match="the ledger was created with .*; start a new run folder"):
+        Ledger(tmp_path / "l", **{**begun, **changes})  # type: ignore[arg-type]
+    with Ledger(tmp_path / "l", **begun) as ledger:  # type: ignore[arg-type]  # and is not held
+        with pytest.raises(ValueError, match="mechanisms: must name at least one"):
+            ledger.pay(1)
+        with pytest.raises(ValueError, match="step = -1"):
+            ledger.pay(-1, STEP)
+        assert not ledger.charges_again
+    assert blocks(tmp_path / "l") == [(0, 1)]

@@ -16,14 +16,15 @@ from dp_accounting import (
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy.integrate import quad, trapezoid
-from scipy.optimize import brentq
+from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtr
 from scipy.stats import norm
 
 from accounting.composition import guarantees
-from accounting.guarantee import Adjacency, Release, Status
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, Release, Status, Unit
 from accounting.numerics import noise_bounds
-from accounting.records.additive_noise import PoissonGaussian
+from accounting.records.additive_noise import Gaussian, PoissonGaussian
 from accounting.selection.mechanisms import (
     NoisyTrial,
     PrivateSelection,
@@ -285,3 +286,114 @@ def test_a_trial_from_the_command_line() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             NoisyTrial.from_text(text)
+
+
+def test_bounds_end_where_the_numbers_do() -> None:
+    for mu, mean, delta in ((0.5, 3.0, 0.0), (math.nextafter(25.0, 26.0), 3.0, DELTA), (1e3, 0.1, 0.5)):
+        assert selection_bounds(mu, mean, delta).upper == math.inf
+    assert selection_bounds(25.0, 3.0, DELTA).upper < math.inf
+    assert models_bounds((SAMPLED,), Adjacency.ADD_OR_REMOVE_ONE, 3.0, 0.0).upper == math.inf
+
+
+@pytest.mark.parametrize("mu", [0.2, 1.0, 4.0])
+@pytest.mark.parametrize("mean", [0.3, 1.0, 6.0])
+def test_the_least_of_three_bounds_counts(mu: float, mean: float) -> None:
+    three = [bound(mu, mean, DELTA) for bound in (theorem_epsilon, refined_epsilon, renyi_epsilon)]
+    assert selection_bounds(mu, mean, DELTA).upper == min(three)
+    assert selection_bounds(mu, mean, DELTA).lower == 0
+    assert refined_delta(mu, mean, three[1]) <= DELTA or three[1] == math.inf
+    if three[1] < math.inf:
+        assert refined_delta(mu, mean, three[1] * (1 - 3e-4)) > DELTA
+
+
+@pytest.mark.parametrize("mu", [0.3473, 1.0749])
+@pytest.mark.parametrize("mean", [0.25, 1.0, 8.0])
+def test_the_renyi_bound_against_its_formula(mu: float, mean: float) -> None:
+    """The best order is searched without a grid; the logarithm of a mean below 1 is not credited."""
+
+    def epsilon(log_order: float) -> float:
+        over = math.exp(log_order)  # lambda - 1
+        spent = (1 + over) * mu**2 / 2 + mean * gaussian_delta(mu, math.log1p(1 / over))
+        spent += math.log(max(mean, 1.0)) / over
+        return spent + math.log1p(-1 / (1 + over)) - math.log(DELTA * (1 + over)) / over
+
+    best = minimize_scalar(epsilon, bounds=(-3.0, 5.0), method="bounded", options={"xatol": 1e-9}).fun
+    assert best * (1 - 1e-9) <= renyi_epsilon(mu, mean, DELTA) <= 1.001 * best
+
+
+def test_theorem_5_1_in_its_two_cases() -> None:
+    mu, mean = 1.0749, 5.0
+    most = mean * gaussian_delta(mu, 0.0)
+    for delta in (DELTA, 0.999 * most):
+        inner = brentq(lambda e, delta=delta: mean * gaussian_delta(mu, e) - delta, 0.0, 60.0, xtol=1e-12)
+        assert theorem_epsilon(mu, mean, delta) == pytest.approx(inner + most, rel=1e-6)
+    small = 0.1  # so few trials that nothing is left of delta at epsilon 0
+    for delta in (1.001 * small * gaussian_delta(mu, 0.0), 0.5):
+        assert theorem_epsilon(mu, small, delta) == small * gaussian_delta(mu, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": 0.0}, "scale = 0"),
+        ({"scale": math.inf}, "scale = inf"),
+        ({"probability": 0.0}, "probability = 0"),
+        ({"probability": 1.1}, "probability = 1.1"),
+        ({"steps": 0}, "steps = 0"),
+        ({"steps": 2.5}, "steps = 2.5"),
+    ],
+)
+def test_a_trial_that_cannot_be_is_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        replace(SAMPLED, **changes)
+    assert replace(SAMPLED, probability=1.0, steps=1).probability == 1
+
+
+def test_more_noise_scales_every_setting_and_leaves_the_score() -> None:
+    search = PrivateSelection(mean=3.0, mu=0.4, trials=(replace(SAMPLED, what="x"), OTHER))
+    assert (search.noise, search.repeated(1).noise) == (SAMPLED.scale, SAMPLED.scale)
+    found = search.with_noise(2.5)
+    assert [one.scale for one in found.trials] == [2.5, pytest.approx(2.5 * OTHER.scale / SAMPLED.scale)]
+    assert (found.mu, found.noise, found.trials[0].what) == (0.4, 2.5, "")
+    plain = PrivateSelection(mean=3.0, mu=0.4)
+    assert plain.noise == pytest.approx(2.5)
+    assert plain.with_noise(4.0) == replace(plain, mu=0.25)
+
+
+def test_searches_add_up_at_equal_shares_and_only_alike_ones() -> None:
+    one, other = PrivateSelection(mean=5.0, mu=0.3), PrivateSelection(mean=2.0, mu=0.5, steps=2)
+    (both,) = guarantees([one, other], delta=DELTA)
+    parts = [selection_bounds(found.mu, found.mean, DELTA / 3).upper * found.steps for found in (one, other)]
+    assert both.epsilon == pytest.approx(math.fsum(parts), rel=1e-12)
+    assert both.theorem == "private-selection"
+    mixed = replace(other, trials=(SAMPLED,), adjacency=Adjacency.ZERO_OUT)
+    assert guarantees([mixed], delta=DELTA)[0].theorem == "selection-of-noisy-sums"
+    for changes in (
+        {"adjacency": Adjacency.ZERO_OUT},
+        {"release": Release.EVERY_UPDATE},
+        {"unit": Unit.LABEL},
+        {"rests_on": "another"},
+    ):
+        (name,) = changes
+        with pytest.raises(NoGuarantee, match=f"searches: {name} differs"):
+            guarantees([one, replace(other, **changes)], delta=DELTA)
+    (device,) = guarantees([one, replace(one, mean=3.0, device_noise=True)], delta=DELTA)
+    assert device.status is Status.PROVEN_UNDER_DEVICE_MODEL
+
+
+@pytest.mark.parametrize("adjacency", [Adjacency.REPLACE_ONE, Adjacency.ZERO_OUT])
+def test_settings_without_sampling_are_priced_by_their_mu(adjacency: Adjacency) -> None:
+    whole = Gaussian(noise_multiplier=3.0, steps=4, adjacency=adjacency)
+    priced = priced_search([whole, whole.repeated(16)], mean=3.0, epsilon=2.0, delta=DELTA)
+    assert not priced.selection.trials
+    (stated,) = guarantees([priced.selection], delta=DELTA)
+    assert 1.999 < stated.epsilon <= 2.0
+    moved = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
+    for trial in priced.trials:
+        mu = moved * math.sqrt(trial.steps) / trial.noise
+        assert mu == pytest.approx(priced.selection.mu, rel=1e-6)
+        assert mu < priced.selection.mu
+    with pytest.raises(NoGuarantee, match="the trials differ in what they protect"):
+        priced_search(
+            [whole, replace(whole, adjacency=Adjacency.ADD_OR_REMOVE_ONE)], mean=3.0, epsilon=2.0, delta=DELTA
+        )

@@ -18,8 +18,10 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseBelowCertificate
 from opusim.serving.server import Limits
+from opusim.serving.sessions import ROWS_AT_ONCE
 from opusim.testing.faults import KIND, FaultyDevice, faulty_device
 from tests.support.killing import start_child
+from tests.support.patience import eventually, patient
 from tests.support.served import ForkedServer, Laboratory, serving
 from tests.support.slow_network import slow_network
 
@@ -89,15 +91,16 @@ def hold_a_place(address: str) -> None:
     time.sleep(600)
 
 
+@patient
 def test_a_killed_client_leaves_its_place_to_those_who_wait(
-    lab: Laboratory, caplog: pytest.LogCaptureFixture
+    lab: Laboratory, caplog: pytest.LogCaptureFixture, pace: float
 ) -> None:
+    caplog.clear()
     caplog.set_level("INFO")
-    with serving(lab, limits=Limits(silence_s=2.0)) as address:
+    with serving(lab, limits=Limits(silence_s=2.0 * pace)) as address:
         client = start_child(lambda: hold_a_place(f"{address}?outputs_from=0&run=doomed"))
         try:
-            while "alice opened 40 outputs (doomed)" not in caplog.messages:
-                time.sleep(0.05)
+            assert eventually(lambda: "alice opened 40 outputs (doomed)" in caplog.messages, 60)
             with pytest.raises(DeviceBusy, match="alice reads outputs 0 to 39; waited 0.1 s, position 1"):
                 open_device(f"{address}?wait_s=0.1", **WINDOW)
         finally:
@@ -105,17 +108,18 @@ def test_a_killed_client_leaves_its_place_to_those_who_wait(
             os.waitpid(client, 0)
         with open_device(f"{address}?wait_s=60", **WINDOW) as device:
             assert torch.equal(device.project(X), local_readings(1, 1)[0][0])
-    assert "alice was silent for 2 s (doomed)" in caplog.messages
+    assert f"alice was silent for {2 * pace:g} s (doomed)" in caplog.messages
     assert any("waiting for device" in line and "position 1" in line for line in caplog.messages)
 
 
-def test_a_living_client_keeps_its_place_while_it_computes(lab: Laboratory) -> None:
+@patient
+def test_a_living_client_keeps_its_place_while_it_computes(lab: Laboratory, pace: float) -> None:
     """Its signs of life come as often as the server wants them, which is told when it opens the device."""
-    with serving(lab, limits=Limits(silence_s=1.0)) as address, open_device(address, **WINDOW) as device:
+    with serving(lab, limits=Limits(silence_s=pace)) as address, open_device(address, **WINDOW) as device:
         expected = local_readings(1, 2)[0]
         device.seek(0)
         assert torch.equal(device.project(X), expected[0])
-        time.sleep(2.5)
+        time.sleep(2.5 * pace)
         assert torch.equal(device.project(X), expected[1])
 
 
@@ -131,29 +135,45 @@ def test_a_client_may_have_the_device_to_itself(lab: Laboratory, monkeypatch: py
                 open_device(address, **WINDOW)
             reading.join(1.0)
             assert reading.is_alive()
-            monkeypatch.setenv("OPUSIM_WAIT", "60")
+            monkeypatch.setenv("OPUSIM_WAIT", "300")
             late = threading.Thread(target=lambda: open_device(address, **WINDOW).close())
             late.start()
-        reading.join(30)
-        late.join(30)
+        reading.join(300)
+        late.join(300)
         assert not late.is_alive()
         assert torch.equal(found[0], local_readings(1, 1)[0][0])
 
 
 def test_clients_take_turns_on_a_shared_device(lab: Laboratory) -> None:
-    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 200}
+    """Three calls of one client go between the batches of another one's call, which lasts until they are done."""
+    begun, done, read = threading.Event(), threading.Event(), list[int]()
+
+    class Noted(GaussianDevice):
+        def _project(self, x: torch.Tensor) -> torch.Tensor:
+            read.append(len(x))
+            if len(x) == ROWS_AT_ONCE:
+                begun.set()
+                done.wait(0.1)
+            return super()._project(x)
+
+    register_device("noted", Noted)
+    served = {"kind": "noted", "access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 4}
     with (
         serving(lab, "gaussian", served) as address,
         open_device(address) as greedy,
         open_device(address) as modest,
     ):
-        long_call = threading.Thread(target=lambda: greedy.project(torch.zeros(200_000, 12)))
+        long_call = threading.Thread(target=lambda: greedy.project(torch.zeros(200 * ROWS_AT_ONCE, 12)))
         long_call.start()
-        time.sleep(0.3)
+        assert begun.wait(60)
         for _ in range(3):
             modest.project(X)
-        assert long_call.is_alive()  # three calls went between its batches
+        done.set()
         long_call.join()
+    batches = [number for number, rows in enumerate(read) if rows == ROWS_AT_ONCE]
+    calls = [number for number, rows in enumerate(read) if rows == len(X)]
+    assert (len(batches), len(calls)) == (200, 3)
+    assert calls[-1] < batches[-1]
 
 
 # The network
@@ -184,17 +204,19 @@ def test_a_call_repeated_after_a_broken_connection_has_its_own_reading(lab: Labo
         assert network.carried >= 3
 
 
-def test_a_call_that_takes_too_long_is_given_up(lab: Laboratory) -> None:
+@patient
+def test_a_call_that_takes_too_long_is_given_up(lab: Laboratory, pace: float) -> None:
     class Slow(GaussianDevice):
         def _project(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.0 if len(x) > 100 else 1.0)
+            time.sleep(0.0 if len(x) > 100 else pace)
             return super()._project(x)
 
     register_device("slow", Slow)
+    limit = 0.3 * pace
     with (
         serving(lab, "gaussian", {"kind": "slow"}) as address,
-        open_device(f"{address}?timeout_s=0.3&silence_s=1", **WINDOW) as device,
-        pytest.raises(DeviceTimeout, match="did not finish a call within 0.3 s"),
+        open_device(f"{address}?timeout_s={limit:g}&silence_s={pace:g}", **WINDOW) as device,
+        pytest.raises(DeviceTimeout, match=f"did not finish a call within {limit:g} s"),
     ):
         device.project(X)
 
@@ -284,7 +306,11 @@ def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faul
         assert one.project(X).shape == other.project(X).shape == (16, 40)
 
 
-def test_a_shared_device_that_hangs_does_not_hang_its_server(lab: Laboratory, faulty: None) -> None:
+@patient
+def test_a_shared_device_that_hangs_does_not_hang_its_server(
+    lab: Laboratory, faulty: None, pace: float
+) -> None:
+    FaultyDevice.repaired, limit = False, 0.5 * pace
     options = {"kind": "gaussian", "fault": "time-out", "at_step": 0}
     served = {
         "kind": KIND,
@@ -294,12 +320,12 @@ def test_a_shared_device_that_hangs_does_not_hang_its_server(lab: Laboratory, fa
         "n_outputs": 40,
     }
     with (
-        serving(lab, "gaussian", served, call_timeout_s=0.5) as address,
+        serving(lab, "gaussian", served, call_timeout_s=limit) as address,
         open_device(address) as one,
         open_device(address) as other,
     ):
         one.seek(0)
-        with pytest.raises(DeviceTimeout, match="did not answer within 0.5 s; check its cables and power"):
+        with pytest.raises(DeviceTimeout, match=f"did not answer within {limit:g} s; check its cables"):
             one.project(X)
         FaultyDevice.repaired = True
         assert other.project(X).shape == (16, 40)

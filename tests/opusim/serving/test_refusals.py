@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from opusim.serving.keys import Users, own_key
 from opusim.serving.messages import Message, told_error
 from opusim.serving.server import Limits, Server
 from tests.support.killing import start_child
+from tests.support.patience import eventually
 from tests.support.served import Laboratory, expire, new_laboratory, serving
 from tests.support.wire import WINDOW, X, answer, call, opened_session, raw_socket
 
@@ -31,13 +32,6 @@ from tests.support.wire import WINDOW, X, answer, call, opened_session, raw_sock
 def still_serves(address: str) -> None:
     with open_device(address, **WINDOW) as device:
         assert device.project(X).shape == (16, 40)
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
-    until = time.monotonic() + seconds
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.05)
-    return holds()
 
 
 def test_keys_decide_who_is_served(
@@ -174,7 +168,7 @@ def test_a_message_that_is_none_is_refused(
 
 
 def test_the_log_gets_a_bounded_number_of_lines_about_each_cause(
-    lab: Laboratory, caplog: pytest.LogCaptureFixture
+    lab: Laboratory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(lab) as address, raw_socket(address) as dealer:
         for _ in range(200):
@@ -182,14 +176,18 @@ def test_the_log_gets_a_bounded_number_of_lines_about_each_cause(
         still_serves(address)
     assert len([line for line in caplog.messages if line.startswith("refused alice: ")]) == door._LINES
     caplog.clear()
-    refusals = Refusals(every_s=0.1)
+    refusals, now = Refusals(every_s=60.0), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for _ in range(door._LINES + 7):
         refusals.tell("eve", "garbage")
     refusals.tell("bob", "garbage")
-    time.sleep(0.15)
+    now[0] += 59.0
+    refusals.sum_up()
+    assert caplog.messages[-1] == "refused bob: garbage"
+    now[0] += 2.0
     refusals.sum_up()
     assert caplog.messages[-2] == "refused bob: garbage"
-    assert caplog.messages[-1].startswith("refused eve: 7 more within ")
+    assert caplog.messages[-1] == "refused eve: 7 more within 61 s"
 
 
 def test_few_large_messages_are_taken_at_once(lab: Laboratory) -> None:

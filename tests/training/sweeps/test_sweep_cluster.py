@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_port
 from training.errors import SweepStopped
 from training.sweeps.execution import run_sweep
 from training.sweeps.rows import SweepFolder
@@ -49,12 +50,6 @@ def scheduler(port: int) -> contextlib.AbstractContextManager[subprocess.Popen[b
 def worker(address: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     one = ["--nthreads=1", "--nworkers=1", "--no-nanny", "--no-dashboard", "--host=127.0.0.1"]
     return running("distributed.cli.dask_worker", address, *one)
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def swept_points(tmp_path: Path) -> tuple[Path, list[Point]]:

@@ -1,0 +1,148 @@
+"""Budgets and merged mechanisms: what fits, what is computed for it, and what counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from accounting.composition import Budget, guarantees, merge
+from accounting.errors import BudgetExceeded, NoGuarantee
+from accounting.guarantee import Adjacency, Unit
+from accounting.labels.mechanisms import LabelBudget
+from accounting.mechanisms import Mechanism
+from accounting.records.additive_noise import PoissonGaussian
+from accounting.records.mechanisms import Unprotected
+
+STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
+OTHER = replace(STEP, noise_multiplier=3.0)
+DELTA = 1e-5
+PRICE = 0.3
+"""Of a step, in `linear` budgets."""
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Let every step cost 0.3; holds the numbers of steps that were accounted for."""
+    asked: list[int] = []
+
+    def spent(self: Budget, mechanisms: Sequence[Mechanism]) -> float:
+        asked.append(sum(mechanism.steps for mechanism in mechanisms))
+        return PRICE * asked[-1]
+
+    monkeypatch.setattr(Budget, "spent", spent)
+    return asked
+
+
+@pytest.mark.parametrize("paid", [0, 1, 3, 7])
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("ahead", [0, 1, 5, 50])
+def test_as_many_steps_as_fit_are_affordable(linear: list[int], paid: int, each: int, ahead: int) -> None:
+    for epsilon in (0.1, 0.3, 1.0, 2.2, 3.0):
+        for wanted in range(1, 13):
+            before = [STEP.repeated(paid)] if paid else []
+            most = max((n for n in range(13) if PRICE * (paid + each * n) <= epsilon), default=0)
+            found = Budget(epsilon=epsilon, delta=DELTA).affordable(
+                before, [STEP.repeated(each)], wanted, ahead=ahead
+            )
+            assert found == min(most, wanted)
+
+
+def test_steps_ahead_are_accounted_for_once(linear: list[int]) -> None:
+    """If the whole run fits, no later block is accounted for; if it does not, each block is."""
+    for epsilon, expected in ((100.0, [3 + 2 * 20]), (10.0, [3 + 2 * 20, 3 + 2 * 5, 3 + 2 * 7])):
+        budget = Budget(epsilon=epsilon, delta=DELTA)
+        linear.clear()
+        for wanted, ahead in ((5, 20), (7, 7), (5, 5)):
+            assert budget.affordable([STEP.repeated(3)], [STEP.repeated(2)], wanted, ahead=ahead) == wanted
+        assert linear == expected
+    linear.clear()
+    assert Budget(epsilon=10.0, delta=DELTA).affordable([], [STEP], 4) == 4
+    assert linear == [4]
+
+
+def test_several_mechanisms_are_accounted_for_each_time(linear: list[int]) -> None:
+    budget = Budget(epsilon=3.0, delta=DELTA)
+    assert not budget.would_exceed([STEP.repeated(4)], [OTHER])
+    assert not budget.would_exceed([STEP.repeated(4)], [OTHER])
+    assert not budget.would_exceed([STEP.repeated(8)], [OTHER])
+    assert budget.would_exceed([STEP.repeated(8)], [OTHER.repeated(3)])
+    assert linear == [5, 5, 9, 11]
+
+
+def test_what_fits_for_one_mechanism_says_nothing_of_another(linear: list[int]) -> None:
+    budget = Budget(epsilon=3.0, delta=DELTA)
+    assert not budget.would_exceed([], [STEP.repeated(9)])
+    assert not budget.would_exceed([], [OTHER.repeated(9)])
+    assert budget.would_exceed([], [STEP.repeated(11)])
+    assert budget.would_exceed([], [STEP.repeated(11)])
+    assert linear == [9, 9, 11, 11]
+
+
+@pytest.mark.parametrize(
+    ("cost", "exceeds"), [(1.0, False), (math.nextafter(1.0, 2.0), True), (math.nan, True), (math.inf, True)]
+)
+def test_a_budget_is_spent_to_its_last_bit_and_not_beyond(
+    cost: float, exceeds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Budget, "spent", lambda *_: cost)
+    assert Budget(epsilon=1.0, delta=DELTA).would_exceed([], [STEP]) is exceeds
+
+
+def test_a_refusal_says_whether_a_smaller_step_would_help() -> None:
+    budget = Budget(epsilon=1.0, delta=DELTA)
+    budget.require([], [STEP])
+    spent = budget.spent([STEP.repeated(2)])
+    assert spent == guarantees([STEP.repeated(2)], delta=DELTA)[0].epsilon > 0
+    with pytest.raises(BudgetExceeded, match=rf"more than epsilon 1 at delta 1e-05 \(spent {spent:.4g}\)"):
+        budget.require([STEP.repeated(2)], [STEP.repeated(10_000)])
+    with pytest.raises(NoGuarantee, match="has no proven finite guarantee"):
+        budget.require([], [Unprotected(what="nothing")])
+    assert budget.spent([]) == 0.0
+
+
+def test_a_budget_counts_only_what_it_is_about() -> None:
+    label, record = LabelBudget(budget_mu=0.5), STEP
+    for mechanism in (label, record):
+        (stated,) = guarantees([mechanism], delta=DELTA)
+        for unit in (None, *Unit):
+            for adjacency in (None, *Adjacency):
+                budget = Budget(epsilon=1.0, delta=DELTA, unit=unit, adjacency=adjacency)
+                fits = unit in (None, stated.unit) and adjacency in (None, stated.adjacency)
+                assert budget.spent([mechanism]) == (stated.epsilon if fits else math.inf)
+
+
+@pytest.mark.parametrize(
+    "values", [{"epsilon": 0.0}, {"epsilon": -1.0}, {"epsilon": math.inf}, {"delta": 1.0}]
+)
+def test_a_budget_needs_numbers_in_range(values: dict[str, float]) -> None:
+    (name,) = values
+    with pytest.raises(ValueError, match=f"{name} = "):
+        Budget(**{"epsilon": 1.0, "delta": DELTA} | values)
+    assert Budget(epsilon=1e-9, delta=0.0).delta == 0
+
+
+def test_equal_mechanisms_are_one_with_the_sum_of_their_steps() -> None:
+    parts = [STEP, OTHER.repeated(4), STEP.repeated(3), OTHER]
+    whole = merge(parts)
+    assert whole == merge(reversed(parts))
+    assert {one.repeated(1): one.steps for one in whole} == {STEP: 4, OTHER: 5}
+    assert merge([]) == []
+
+
+def test_the_guarantee_of_all_is_that_of_their_sum() -> None:
+    (both,) = guarantees([OTHER, STEP, STEP], delta=DELTA, enforced=True)
+    assert [both] == guarantees([STEP.repeated(2), OTHER], delta=DELTA, enforced=True)
+    (less,) = guarantees([OTHER, STEP], delta=DELTA)
+    assert less.epsilon < both.epsilon
+    checked = [one.holds for one in both.assumptions]
+    assert True in checked
+    assert True not in [one.holds for one in less.assumptions]
+    with pytest.raises(ValueError, match="delta = 1"):
+        guarantees([STEP], delta=1.0)
+    with pytest.raises(NoGuarantee, match="nothing was paid for"):
+        guarantees([], delta=DELTA)
+    with pytest.raises(NoGuarantee, match="no accountant covers them together"):
+        guarantees([STEP, LabelBudget(budget_mu=0.5)], delta=DELTA)

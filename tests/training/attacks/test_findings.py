@@ -65,7 +65,13 @@ def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None,
         **{"result": audit(scores[0], scores[1], plan), "claim": claim},
     )
     found = RunAudit(
-        findings=(finding,), guarantees=(claim,), trials=400, control_trials=0, seed=1, step=1, release="weights"
+        findings=(finding,),
+        guarantees=(claim,),
+        trials=400,
+        control_trials=0,
+        seed=1,
+        step=1,
+        release="weights",
     )
     assert finding.result.ceiling < 9
     assert ("is weak" in verdict(found)) is (says is not None and "half" in says)

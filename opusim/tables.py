@@ -1,7 +1,7 @@
 """Print results as text: tables that never break a word, and amounts in the unit that a reader would choose.
 
-If a page is too narrow for a table, its rows are printed below each other. The unit of a number is read from the end of
-its key (`unit_of`).
+If a page is too narrow for a table, or a row of it would be tall, its rows are printed below each other. The unit of a
+number is read from the end of its key (`unit_of`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from textwrap import fill
+from textwrap import fill, wrap
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +20,8 @@ from rich.table import Table
 _NO_TERMINAL = 140
 """Columns if the output is no terminal and COLUMNS is not set."""
 _WIDEST_TEXT = 120
+_MOST_LINES = 8
+"""Lines of a row above which rows are printed below each other."""
 
 
 def output_width() -> int:
@@ -70,9 +72,11 @@ def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | str:
-    """Return a table as wide as the output, or its rows below each other if that is too narrow."""
+    """Return a table as wide as the output, or its rows below each other if that is too narrow for it or its rows."""
     widths = column_widths([columns, *rows], output_width())
-    if widths is None:
+    if widths is None or any(
+        len(wrap(cell, size)) > _MOST_LINES for row in rows for cell, size in zip(row, widths, strict=True)
+    ):
         return as_records(title, columns, rows)
     table = Table(title=escape(title) or None)
     for column, size in zip(columns, widths, strict=True):

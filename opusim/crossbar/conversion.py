@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from opusim import checks
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear, patch_size, zero_padding
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
@@ -172,8 +173,10 @@ def convertible_layers(
         digital: names of layers that are left out too.
 
     Raises:
+        TypeError: the model is no torch module.
         ValueError: there is none, or `digital` names what is no such layer.
     """
+    checks.instance(nn.Module, model=model)
     named = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)

@@ -122,9 +122,10 @@ class DeviceLinear(nn.Module):
         product = self._within_bound((rows / largest).clamp_(-1, 1))
         product = product.mul_(largest).mul_(self._row_scale.to(product.device) * self._gain)
         if self._compensating:
+            checks.integer(minimum=1, remedy="give records of the training set", inputs=len(rows))
             self._fit_rows(product, rows @ self.weight.detach().T.float())
         product = product.mul_(self._row_gain.to(product.device)).add_(self._row_offset.to(product.device))
-        return product.reshape(*x.shape[:-1], -1)
+        return product.reshape(*x.shape[:-1], product.shape[1])
 
     @contextmanager
     def compensating(self) -> Iterator[None]:
@@ -293,7 +294,7 @@ class DeviceConv2d(nn.Module):
             (length + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
             for length, kernel, dilation, padding, stride in zip(x.shape[2:], *self._shape, strict=True)
         ]
-        return y.reshape(len(x), -1, *sizes)
+        return y.reshape(len(x), y.shape[1], *sizes)
 
     def patches(self, x: Tensor) -> Tensor:
         """Return what the device multiplies, shape (batch, positions, in_channels * kernel height * width)."""

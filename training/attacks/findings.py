@@ -33,6 +33,8 @@ NullableFloat = Annotated[
 
 LOW_RATE = 1e-3
 """The rate of false positives at which an attack's true positives are told."""
+_WEAK = 0.5
+"""The power below which an audit is called weak."""
 _CURVE_POINTS = 200
 
 
@@ -351,14 +353,34 @@ def _verdict(result: AuditResult, guarantee: Guarantee) -> str:
     return "is not contradicted"
 
 
+def weakness(power: float | None, stronger: str) -> str:
+    """Return a sentence about an audit that would probably miss half of the noise; empty if it would not.
+
+    Args:
+        power: Probability with which it would refute the claim at half of the noise; None if not known.
+        stronger: What finds smaller faults, as the end of the sentence.
+    """
+    if power is None or power >= _WEAK:
+        return ""
+    return f"This audit is weak: it would find half of the noise missing with probability {power:.2f}; {stronger}."
+
+
+def weakness_of_trials(audit: RunAudit) -> str:
+    """Return `weakness` of an audit of single steps, or of a game."""
+    best = audit.strongest
+    training = " and, for most trainers, an audit of one training" if best.scope == "step" else ""
+    return weakness(best.power, f"more trials{training} find smaller faults")
+
+
 def _power(audit: RunAudit) -> str:
     best = audit.strongest
     if best.power is None:
         return ""
-    return (
+    text = (
         "Power: if the mechanism had half of its noise, the best attack that its theorem then allows would refute the "
         f"claim with probability {best.power:.2f} in as many trials."
     )
+    return f"{text} {weakness_of_trials(audit)}".rstrip()
 
 
 def _controls(audit: RunAudit) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opusim.errors import ConfigError, DeviceError, OpusimError
+from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimError
 from opusim.processes import launched_processes
 from training.cli.groups import LazyGroup, built
 
@@ -207,4 +207,6 @@ def _exit_code(error: BaseException) -> int:
         return 130
     if isinstance(error, BudgetExceeded):
         return 4
+    if isinstance(error, CapabilityMissing):  # no fault of the device: another one must be named
+        return 2
     return 3 if isinstance(error, DeviceError) else 2

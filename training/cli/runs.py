@@ -58,6 +58,11 @@ def evaluate(
     from training.runs.folder import RunFolder
     from training.runs.run import evaluate_run
 
+    if device is None and (chip or _seconds(after)):
+        given = f"--chip {chip}" if chip else f"--after {after}"
+        raise ValueError(
+            f"{given}: only a device has chips and drifts; name one with --device, or leave it out"
+        )
     if trust_code:
         say_trusted(RunFolder(run).read_facts())
     figures = evaluate_run(

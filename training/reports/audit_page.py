@@ -23,7 +23,15 @@ from matplotlib.figure import Figure
 from accounting.guarantee import Guarantee
 from accounting.tables import number
 from opusim.files import write_file
-from training.attacks.findings import LOW_RATE, Curve, Finding, Role, RunAudit, paragraphs
+from training.attacks.findings import (
+    LOW_RATE,
+    Curve,
+    Finding,
+    Role,
+    RunAudit,
+    paragraphs,
+    weakness_of_trials,
+)
 from training.attacks.one_run.report import (
     OneRunAudit,
     Reading,
@@ -32,6 +40,7 @@ from training.attacks.one_run.report import (
     refutation,
     says,
     says_of_control,
+    weakness_of_scores,
 )
 from training.reports.drawing import new_figure, png_bytes, style
 from training.reports.run_report import NOT_FOR_RELEASE, data_url, render, run_name
@@ -43,7 +52,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 0.07, 0.93, 0.965, 0.025
 _FEWEST_FALSE = 1e-5
 _MOST = "most these trials can show"
 _POWER = "finds half the noise with probability"
-_LOW = f"true positives at {LOW_RATE:.1%} false"
+_LOW = f"true positives at {100 * LOW_RATE:g} % false"
 _NULL, _BROKEN = (
     "null control: coins that no training followed",
     "broken control: half of the noise taken away",
@@ -196,20 +205,18 @@ def verdict(audit: RunAudit) -> str:
     best = audit.strongest
     bound, claim = best.result.epsilon_lower, best.claim
     found = f"The strongest attack shows an epsilon of at least {bound:.2f} with 95 % confidence"
-    if claim is None:
+    if claim is None or math.isinf(claim.epsilon):
         return f"{found}. No theorem gives a finite epsilon to compare it with."
     whose = "one step" if best.scope == "step" else "the run"
     if best.refutes:
         return f"REFUTED. {found}, above the {claim.status.value} {number(claim.epsilon)} of {whose}."
     share = bound / claim.epsilon if claim.epsilon else 1.0
-    power = (
-        ""
-        if best.result.ceiling > claim.epsilon
-        else (f" So few trials cannot show more than {best.result.ceiling:.2f}, so they could not refute it.")
-    )
+    weak = weakness_of_trials(audit)
+    if best.result.ceiling <= claim.epsilon:
+        weak = f"So few trials cannot show more than {best.result.ceiling:.2f}, so they could not refute it."
     return (
-        f"Not refuted. {found}: {share:.0%} of the {claim.status.value} {number(claim.epsilon)} of {whose}.{power} An "
-        "audit never proves privacy; a better attack may exist."
+        f"Not refuted. {found}: {100 * share:.0f} % of the {claim.status.value} {number(claim.epsilon)} of {whose}."
+        f"{weak and ' '}{weak} An audit never proves privacy; a better attack may exist."
     )
 
 
@@ -235,10 +242,11 @@ def verdict_of_scores(audit: OneRunAudit, claim: Guarantee | None) -> str:
     )
     if claim is None:
         return f"{text}. No theorem gives a finite epsilon to compare it with."
+    weak = weakness_of_scores(audit)
     return (
         f"Not refuted. {text}. That is {100 * found / claim.epsilon:.0f} % of the {claim.status.value} "
-        f"{number(claim.epsilon)}; ideal scores would show {bound.ceiling:.2f}. An audit never proves privacy; a "
-        "better attack may exist."
+        f"{number(claim.epsilon)}; ideal scores would show {bound.ceiling:.2f}.{weak and ' '}{weak} An audit never "
+        "proves privacy; a better attack may exist."
     )
 
 
@@ -256,19 +264,28 @@ def _statement(audit: RunAudit) -> list[tuple[str, str]]:
 def _stated(claim: Guarantee) -> list[tuple[str, str]]:
     return [
         ("attacked", f"epsilon {number(claim.epsilon)} at delta {claim.delta:g}, {claim.status.value}"),
-        ("protects", f"{claim.unit.value}, {claim.adjacency.value.replace('_', ' ')}"),
+        ("protects", f"{claim.unit.value}, {claim.adjacency.value}"),
         ("released", claim.release.value),
         ("mechanism", claim.mechanism),
         ("source", claim.source),
     ]
 
 
-def _low_rate(curve: Curve | None) -> str:
-    """Return the true positives at few false ones, with their limits."""
+def _low_rate(curve: Curve | None, trials: float) -> str:
+    """Return the true positives at few false ones, or at as few as the trials can tell, with their limits.
+
+    Args:
+        curve: Of the attack, or None.
+        trials: Of the second world, of which half choose the threshold.
+    """
     if curve is None:
         return "–"
-    low = f"{curve.low_true_positive:.2%} ({curve.low_limits[0]:.2%} to {curve.low_limits[1]:.2%})"
-    return f"{low}, with {curve.low_false_positive:.2%} false on fresh trials"
+    low, high = (100 * limit for limit in curve.low_limits)
+    found = f"{100 * curve.low_true_positive:.2f} % ({low:.2f} to {high:.2f} %)"
+    fresh = f"{100 * curve.low_false_positive:.2f} % false"
+    if trials / 2 * LOW_RATE < 1:
+        return f"too few trials: {found}, with {fresh}"
+    return f"{found}, with {fresh} on fresh trials"
 
 
 def _power(power: float | None) -> str:
@@ -285,7 +302,7 @@ def _bound_row(finding: Finding) -> dict[str, str]:
         "estimator": result.plan.estimator.value,
         _POWER: _power(finding.power),
         "AUC": f"{finding.auc:.3f}",
-        _LOW: _low_rate(finding.curve),
+        _LOW: _low_rate(finding.curve, 2 * result.n_out),
         "trials": f"{result.n_in:,} + {result.n_out:,}",
         "finding": finding.says,
     }
@@ -307,7 +324,7 @@ def _rows_of_scores(reading: Reading) -> Table:
                 "ideal scores would show": f"{bound.ceiling:.2f}",
                 _POWER: _power(bound.power),
                 "AUC": "" if place else f"{result.auc:.3f}",
-                _LOW: "" if place else _low_rate(reading.curve),
+                _LOW: "" if place else _low_rate(reading.curve, result.plan.canaries / 2),
                 "finding": says(result, bound.method),
             }
         )

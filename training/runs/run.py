@@ -310,7 +310,7 @@ def evaluate_run(
     Raises:
         DataError: The records cannot be read, or the run was trained on user-supplied arrays and none are given.
         RunFolderError: There is no run there.
-        ValueError: Both data and arrays are given, or after_s without a device.
+        ValueError: Both data and arrays are given, or after_s or another seed than 0 without a device.
     """
     if data is not None and arrays is not None:
         raise ValueError(
@@ -318,6 +318,8 @@ def evaluate_run(
         )
     if device is None and after_s:
         raise ValueError(f"after_s = {after_s:g}: only a device drifts; name one with device")
+    if device is None and seed:
+        raise ValueError(f"seed = {seed}: only a device has chips; name one with device")
     run = load_run(path, trust_code=trust_code)
     if device is not None:
         run.put_on_device(device, after_s=after_s, seed=seed)

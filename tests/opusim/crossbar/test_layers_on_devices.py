@@ -460,6 +460,21 @@ def test_what_cannot_run_on_a_device_is_refused() -> None:
         pytest.raises(ConfigError, match="layer's size"),
     ):
         DeviceLinear(nn.Linear(2, 2), device)
+    with pytest.raises(TypeError, match="model = 'net': must be Module, not str"):
+        convert("net", "pcm")  # type: ignore[arg-type]
+
+
+def test_an_empty_batch_passes_and_corrects_nothing() -> None:
+    """Poisson sampling draws one now and then."""
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    none = torch.zeros(0, 1, 4, 4)
+    with convert(network, "pcm", programming_step=0.1) as analog:
+        y = analog(none)
+        assert y.shape == network(none).shape == (0, 3)
+        y.sum().backward()
+        assert all(not parameter.grad.any() for parameter in analog.parameters())
+        with pytest.raises(ValueError, match="inputs = 0: must be at least 1; give records"):
+            analog.compensate(none)
 
 
 def test_public_names_lead_here() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from accounting.audit import AuditPlan, audit
 from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from training.attacks.findings import Finding, Role
+from training.attacks.findings import Finding, Role, RunAudit, paragraphs
+from training.reports.audit_page import verdict
 
 DELTA = 1e-5
 CLAIM = Guarantee(
@@ -39,3 +43,39 @@ def test_a_broken_control_says_why_it_was_not_found(scores: int, gap: float, say
         role=Role.BROKEN, attack="difference", members="", others="", auc=1.0, result=result, claim=CLAIM
     )
     assert finding.says == says
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "power", "says"),
+    [
+        (1.0, 0.004, "would find half of the noise missing with probability 0.00"),
+        (1.0, 0.9, None),
+        (1.0, None, None),
+        (9.0, 0.0, "cannot show more than"),
+        (math.inf, None, "No theorem gives a finite epsilon"),
+    ],
+)
+def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None, says: str | None) -> None:
+    scores = np.random.default_rng(1).random((2, 200))
+    plan = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
+    claim = replace(CLAIM, epsilon=epsilon, reason="no theorem" if math.isinf(epsilon) else None)
+    finding = Finding(
+        role=Role.RUN,
+        **{"attack": "difference", "members": "", "others": "", "auc": 0.5, "power": power},
+        **{"result": audit(scores[0], scores[1], plan), "claim": claim},
+    )
+    found = RunAudit(
+        findings=(finding,),
+        guarantees=(claim,),
+        trials=400,
+        control_trials=0,
+        seed=1,
+        step=1,
+        release="weights",
+    )
+    assert finding.result.ceiling < 9
+    assert ("is weak" in verdict(found)) is (says is not None and "half" in says)
+    assert says is None or says in verdict(found)
+    assert "none infinite" not in verdict(found)
+    weak = power is not None and power < 0.5
+    assert ("This audit is weak" in "\n".join(paragraphs(found))) is weak

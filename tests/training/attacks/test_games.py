@@ -282,6 +282,7 @@ def test_a_run_that_protects_labels_is_audited_by_its_game(mode: str, tmp_path: 
     text = page.read_text()
     assert ("Not refuted." in text) is not refuted
     assert "most these trials can show" in text
+    assert "too few trials" not in text
     assert f"opusim {run.facts['versions']['opusim']}" in text
     content = document.read_bytes()
     assert content.startswith(b"%PDF")

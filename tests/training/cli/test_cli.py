@@ -163,6 +163,8 @@ def test_the_configuration_of_a_run_redoes_it(run: Path) -> None:
         (["train", "pdfa", "--config", "nowhere.toml"], 2, "nowhere.toml.*cannot be read"),
         (["train", "pdfa", "--device", "nowhere.toml"], 2, "nowhere.toml"),
         (["evaluate", "nowhere"], 2, "holds no run"),
+        (["evaluate", "nowhere", "--chip", "1"], 2, "--chip 1: only a device.*--device"),
+        (["evaluate", "nowhere", "--after", "1d"], 2, "--after 1d: only a device.*--device"),
         (["train", "resume", "nowhere"], 2, "holds no run"),
         (["report", "nowhere"], 2, "holds no run"),
         (["train", "bp", "--data", "mnist"], 2, "OPUSIM_DATA"),

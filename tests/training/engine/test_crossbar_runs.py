@@ -67,8 +67,13 @@ def test_a_model_is_evaluated_on_a_device_over_time(run: Path) -> None:
     assert figures[1]["loss"] != figures[0]["loss"]
     with pytest.raises(ValueError, match="after_s = 1: only a device drifts"):
         evaluate_run(run, after_s=1.0)
+    with pytest.raises(ValueError, match="seed = 1: only a device has chips"):
+        evaluate_run(run, seed=1)
     with pytest.raises(CapabilityMissing, match="lacks the capability 'program'"):
         evaluate_run(run, device="gaussian")
+    refused = run_command("evaluate", run.name, "--device", "gaussian", cwd=run.parent)
+    assert refused.returncode == 2, refused.stderr  # 3 says that a device failed
+    assert "lacks the capability 'program'; hermes, pcm, reram can" in refused.stderr
 
 
 def test_a_noise_aware_network_is_trained_with_its_noise_and_evaluated_on_a_device(tmp_path: Path) -> None:

@@ -188,6 +188,15 @@ def test_widths_of_columns_hold_their_longest_words_and_fill_the_page() -> None:
     assert column_widths(cells, 13) is None
 
 
+def test_a_tall_row_is_printed_line_by_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    for words, tall in ((16, False), (60, True)):
+        print_table("", ["status", "mechanism"], [["proven", "word " * words]])
+        assert ("mechanism: word word" in capsys.readouterr().out) is tall
+
+
 def test_paragraphs_are_as_wide_as_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert output_width() == 80

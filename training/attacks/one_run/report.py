@@ -19,7 +19,7 @@ from accounting.audit import (
     guesses_bound,
 )
 from accounting.tables import number
-from training.attacks.findings import Curve
+from training.attacks.findings import Curve, weakness
 from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
 
 SCHEMA_VERSION = 1
@@ -173,7 +173,7 @@ def says(result: OneRunResult, method: Method) -> str:
     if claimed is not None and result.exceeds(bound):
         return "REFUTED" if bound in result.refuting else "scores are not normal: not to be relied on"
     if bound.ceiling > 0 and bound.epsilon >= 0.8 * bound.ceiling:
-        return "as high as a perfect attack"
+        return "near the ceiling"
     return "not refuted" if bound.epsilon > 0 else "nothing found, which proves nothing"
 
 
@@ -301,7 +301,14 @@ def _power(audit: OneRunAudit) -> list[str]:
     )
     if known[False]:
         text += f", and {max(known[False]):.2f} by normal scores if they pass the test of normality then"
-    return [f"{text}."]
+    return [f"{text}. {weakness_of_scores(audit)}".rstrip()]
+
+
+def weakness_of_scores(audit: OneRunAudit) -> str:
+    """Return `weakness` of an audit by scores of canaries or trainings."""
+    powers = [found for one in audit.readings if (found := power_of(one.result)) is not None]
+    counted = "trainings" if audit.trainings > 1 else "canaries"
+    return weakness(max(powers, default=None), f"more {counted} find smaller faults")
 
 
 def perfect_guesses(audit: OneRunAudit) -> str:

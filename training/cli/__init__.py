@@ -25,11 +25,12 @@ def main() -> None:
     Python looks for cycles of objects less often than usual, and not at the end of the process: the objects that
     imports make live as long as the process, and walking through them took a third of a short command's time.
     """
-    gc.set_threshold(_COLLECTED_AFTER)
-    atexit.register(gc.freeze)  # registered first, so it runs after what libraries do at the end
     if threading.current_thread() is not threading.main_thread():
         _run()
         return
+    atexit.register(gc.freeze)  # registered first, so it runs after what libraries do at the end
+    usual = gc.get_threshold()
+    gc.set_threshold(_COLLECTED_AFTER)
     interrupt = _Interrupt()
     before = signal.signal(signal.SIGINT, interrupt)
     try:
@@ -37,6 +38,7 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     finally:
+        gc.set_threshold(*usual)
         signal.signal(signal.SIGINT, before)
         if interrupt.came:
             _say()

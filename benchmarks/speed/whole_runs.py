@@ -124,7 +124,10 @@ def page_section() -> str:
         return ""
     text = (
         f"Whole runs, reports and figures included, one thread ({load_results(NAME)['date']}, {command(MODULE)}). "
-        "[plain.py](plain.py) is a script of torch, scikit-learn and matplotlib that loads, trains and draws the same."
+        "[plain.py](plain.py) is a script of torch, scikit-learn and matplotlib that loads, trains and draws the same. "
+        "The demo's runs are processes side by side on all cores, so the limit is on its wall time. A label-amplified "
+        "step computes the activations of all public records and their products in every layer, which follow the "
+        "weights: a shortcut would change the noise, and with it the results of a seed."
     )
     return section("Whole runs", text, markdown(COLUMNS, table_rows()))
 

@@ -10,15 +10,17 @@ import shutil
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import typer
+from joblib import cpu_count
 from rich.console import Console
 
-import opusim
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.results_file import load_results, save_results
+from opusim import load_run, train, write_comparison
 from opusim.tables import print_table
 from training.reports import drawing as figures
 from training.runs.run import Run
@@ -44,7 +46,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def run_once(kind: str, seed: int, name: str, device: dict[str, Any] | None = None) -> Run:
+def run_once(kind: str, seed: int, name: str, device: dict[str, Any] | None = None) -> Path:
+    """Train once; returns the run's folder."""
     config = {
         **CONFIG,
         "seed": seed,
@@ -52,7 +55,21 @@ def run_once(kind: str, seed: int, name: str, device: dict[str, Any] | None = No
     }
     if kind == "pdfa":
         config["device"] = {"name": str(DEVICE_FILE), **(device or {})}
-    return opusim.train(config, folder=FOLDER / name)
+    return train(config, folder=FOLDER / name).folder.path
+
+
+def run_all(console: Console) -> None:
+    """Make all runs, one on each core at a time; each writes its own folder."""
+    runs: list[tuple[Any, ...]] = [(kind, seed, f"{kind}-{seed}") for kind in KINDS for seed in SEEDS]
+    for sigma in SIGMAS:
+        noise = {"noise": {"sigma": sigma}}
+        runs += [("pdfa", seed, f"sigma-{sigma:g}-{seed}", noise) for seed in SEEDS]
+    with ProcessPoolExecutor(cpu_count()) as processes:
+        # submitted before the display, which is a thread, so that a process that is forked has one thread
+        waiting = [processes.submit(run_once, *run) for run in runs]
+        with console.status(f"{len(runs)} runs") as status:
+            for done, run in enumerate(waiting, start=1):
+                status.update(f"{done} of {len(runs)} runs done, the last one in {run.result()}")
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -60,27 +77,23 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return 100 * statistics.mean(values), 100 * statistics.stdev(values) / len(values) ** 0.5
 
 
-def compare_feedbacks(console: Console) -> tuple[dict[str, list[float]], list[Run]]:
+def compare_feedbacks() -> tuple[dict[str, list[float]], list[Run]]:
+    """Return the accuracies of each feedback by seed, and its first run."""
     accuracies: dict[str, list[float]] = {}
     shown = []
-    for kind, name in KINDS.items():
-        with console.status(f"training by {name}, {len(SEEDS)} seeds"):
-            runs = [run_once(kind, seed, f"{kind}-{seed}") for seed in SEEDS]
+    for kind in KINDS:
+        runs = [load_run(FOLDER / f"{kind}-{seed}") for seed in SEEDS]
         accuracies[kind] = [test_accuracy(run) for run in runs]
         shown.append(runs[0])
     return accuracies, shown
 
 
-def sweep_noise(console: Console) -> dict[float, list[float]]:
-    results = {}
-    for sigma in SIGMAS:
-        with console.status(f"photonic DFA, noise sigma {sigma:g}"):
-            runs = [
-                run_once("pdfa", seed, f"sigma-{sigma:g}-{seed}", {"noise": {"sigma": sigma}})
-                for seed in SEEDS
-            ]
-        results[sigma] = [test_accuracy(run) for run in runs]
-    return results
+def sweep_noise() -> dict[float, list[float]]:
+    """Return the accuracies of photonic DFA at each noise by seed."""
+    return {
+        sigma: [test_accuracy(load_run(FOLDER / f"sigma-{sigma:g}-{seed}")) for seed in SEEDS]
+        for sigma in SIGMAS
+    }
 
 
 def test_accuracy(run: Run) -> float:
@@ -141,13 +154,14 @@ def main(save: bool = False) -> None:
     started = time.perf_counter()
     console = Console(width=None if sys.stdout.isatty() else 100)
     shutil.rmtree(FOLDER, ignore_errors=True)
-    accuracies, shown = compare_feedbacks(console)
-    noise = sweep_noise(console)
+    run_all(console)
+    accuracies, shown = compare_feedbacks()
+    noise = sweep_noise()
     named = {f"{sigma:g}": values for sigma, values in noise.items()}
     print_table(f"digits, mean of {len(SEEDS)} seeds", COLUMN_NAMES, table_rows(accuracies, named))
     draw_noise(noise, accuracies)
     names = [f"{KINDS[run.config.trainer.kind]}, seed {run.config.seed}" for run in shown]
-    report = opusim.write_comparison(
+    report = write_comparison(
         shown,
         FOLDER / "report.html",
         title="Digits: photonic DFA compared with digital DFA and backpropagation",

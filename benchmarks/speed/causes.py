@@ -115,7 +115,9 @@ def causes_section() -> str:
     commands = load_results(NAME).get("commands", {})
     text = (
         "Processor time of whole commands on one thread, and its causes on this tree. A cause has the time that no "
-        "cause within it has. Other processes ran on the machine; ratios are of runs in turn."
+        "cause within it has; what a process does at its end has no cause. Other processes ran on the machine; ratios "
+        "are of runs in turn. `account device camera_low_light` needs torch to compute the medium, and bounds epsilon "
+        "anew at each of the points that its tables search."
     )
     return section(
         "Where the time of commands goes", text, command(MODULE), markdown(COLUMNS, table_rows(commands))

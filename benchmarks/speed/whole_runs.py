@@ -3,8 +3,9 @@
 `opusim train pdfa` on digits and on MNIST (15 epochs, report included) over `benchmarks/speed/plain.py`, a script of
 torch, scikit-learn and matplotlib that loads, trains and draws the same, by photonic DFA and by backpropagation. The
 demo, and two epochs of label-amplified training on FashionMNIST, over the same at commit 02c3c03. Each is a process of
-its own on one thread, in turn with what it is measured against; medians of processor and of wall time. The first turn
-compiles kernels and does not count. Required: at most 1.3, 1.1, 0.45 and 0.35.
+its own on one thread, in turn with what it is measured against; medians of processor and of wall time. The demo starts
+as many processes as there are cores, so its wall time is what counts. The first turn compiles kernels and does not
+count. Required: at most 1.3, 1.1, 0.45 and 0.35.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.markdown import command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
@@ -36,13 +37,15 @@ class Pair(NamedTuple):
         run: Arguments of Python here; OUT stands for a new folder.
         other: Arguments of Python for the other.
         earlier: Whether the other runs at the earlier commit.
-        most: Largest ratio of processor time allowed, or None if no limit is set.
+        most: Largest ratio allowed, or None if no limit is set.
+        clock: The time that the limit is on.
     """
 
     run: tuple[str, ...]
     other: tuple[str, ...]
     earlier: bool
     most: float | None
+    clock: Literal["processor", "wall"] = "processor"
 
 
 def _opusim(*arguments: str) -> tuple[str, ...]:
@@ -62,7 +65,7 @@ PAIRS = {
     "digits, against backpropagation": Pair(_train("digits"), _plain("digits", "bp"), False, None),
     "MNIST, photonic DFA": Pair(_train("mnist"), _plain("mnist", "pdfa"), False, 1.1),
     "MNIST, against backpropagation": Pair(_train("mnist"), _plain("mnist", "bp"), False, None),
-    "make demo": Pair(("-m", "benchmarks.pdfa.demo"), ("-m", "benchmarks.demo_digits"), True, 0.45),
+    "make demo": Pair(("-m", "benchmarks.pdfa.demo"), ("-m", "benchmarks.demo_digits"), True, 0.45, "wall"),
     "label-amplified, two epochs": Pair(
         _opusim(*AMPLIFIED, "--epochs", "2", "--set", "data.components=64"),
         _opusim(*AMPLIFIED, "--epochs", "2", "--set", "data.components=64"),
@@ -105,7 +108,11 @@ def table_rows() -> list[tuple[str, ...]]:
         pair = PAIRS[name]
         ratios = {clock: found["run"][clock] / found["other"][clock] for clock in ("processor", "wall")}
         other = f"the same at {BEFORE}" if pair.earlier else f"plain.py, {pair.other[2]}"
-        met = "" if pair.most is None else f"{pair.most:g}: {verdict(ratios['processor'] <= pair.most)}"
+        met = (
+            ""
+            if pair.most is None
+            else f"{pair.most:g} of {pair.clock}: {verdict(ratios[pair.clock] <= pair.most)}"
+        )
         times = (f"{found[side]['processor']:.2f} s" for side in ("run", "other"))
         rows.append((name, other, *times, *(f"{ratio:.2f}" for ratio in ratios.values()), met))
     return rows
@@ -117,7 +124,10 @@ def page_section() -> str:
         return ""
     text = (
         f"Whole runs, reports and figures included, one thread ({load_results(NAME)['date']}, {command(MODULE)}). "
-        "[plain.py](plain.py) is a script of torch, scikit-learn and matplotlib that loads, trains and draws the same."
+        "[plain.py](plain.py) is a script of torch, scikit-learn and matplotlib that loads, trains and draws the same. "
+        "The demo's runs are processes side by side on all cores, so the limit is on its wall time. A label-amplified "
+        "step computes the activations of all public records and their products in every layer, which follow the "
+        "weights: a shortcut would change the noise, and with it the results of a seed."
     )
     return section("Whole runs", text, markdown(COLUMNS, table_rows()))
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
+_MADE_BY_IMPORTS = 400_000
+"""More objects than a command's imports make; before so many there is nothing that Python could collect."""
 
 
 def main() -> None:
@@ -17,20 +23,42 @@ def main() -> None:
 
     Ctrl-C ends it with one line at any time, also while libraries are being imported, which takes seconds and during
     which an exception could come out anywhere. A training run catches Ctrl-C itself and writes a checkpoint.
+
+    Python looks for cycles of objects only when the imports are done, and not at the end of the process: what imports
+    make lives as long as the process, and a short command would spend much of its time on walking through it.
     """
     if threading.current_thread() is not threading.main_thread():
         _run()
         return
+    atexit.register(gc.freeze)  # registered first, so it runs after what libraries do at the end
     interrupt = _Interrupt()
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        _run()
+        with _collecting_later():
+            _run()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGINT, before)
         if interrupt.came:
             _say()
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Let Python look for cycles as usual only after so many objects as imports make."""
+    usual = gc.get_threshold()
+
+    def as_usual(phase: str, info: dict[str, int]) -> None:
+        gc.set_threshold(*usual)
+
+    gc.callbacks.append(as_usual)
+    gc.set_threshold(_MADE_BY_IMPORTS)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(as_usual)
+        gc.set_threshold(*usual)
 
 
 class _Interrupt:

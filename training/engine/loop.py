@@ -348,7 +348,8 @@ class Engine:
         if not self._private:
             self._sums.add(record)
         self._step += 1
-        self._average.update(self._step, self._trainer.tensors)
+        if self._average.covers(self._step):
+            self._average.update(self._step, self._trainer.tensors)
         if ends_epoch:
             self._end_epoch()
         if ends_epoch or self._step % self._checkpoint_every == 0:

@@ -113,6 +113,14 @@ class TailAverage:
         self._total = total_steps
         self._means: dict[str, Tensor] = {}
 
+    def covers(self, step: int) -> bool:
+        """Return whether the parameters after a step count, so that a step before them need not name its parameters.
+
+        Args:
+            step: Steps done, at least 1.
+        """
+        return step > self._first
+
     def update(self, step: int, parameters: Mapping[str, Tensor]) -> None:
         """Add the parameters after a step; after the last step the mean replaces them.
 
@@ -120,9 +128,9 @@ class TailAverage:
             step: Steps done, at least 1.
             parameters: By name.
         """
-        count = step - self._first
-        if count < 1:
+        if not self.covers(step):
             return
+        count = step - self._first
         if count == 1:
             self._means = {name: tensor.clone() for name, tensor in parameters.items()}
             return

@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -287,3 +288,18 @@ def test_a_small_batch_under_record_is_said_before_training() -> None:
         small_batch(RunConfig.model_validate({"trainer": {"kind": "bp"}, "sampler": {"batch_size": 8}}))
         is None
     )
+
+
+def test_the_end_of_a_command_does_not_walk_through_what_imports_made() -> None:
+    code = (
+        "import atexit, gc, sys; atexit.register(lambda: print('kept', gc.get_freeze_count()))\n"
+        "sys.argv = ['opusim', '--version']; from training.cli import main; main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[-1]) > 1000

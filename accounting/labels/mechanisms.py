@@ -153,9 +153,9 @@ STAGED_RESPONSE = Theorem(
     "among a set of m labels: one in the set stays with probability e^epsilon / (e^epsilon + m - 1), and else becomes "
     "one of the m - 1 others with equal probability; one outside becomes any of the m. The sets are functions of "
     "features, and of responses of earlier parts. All responses together are epsilon-DP for a label, with delta = 0.",
-    proof="Given the set, an answer has probability e^epsilon / D, 1 / D or 1 / m under a label, with D = e^epsilon + m "
-    "- 1 and m <= D <= m e^epsilon: no two differ by more than e^epsilon. A record's label enters its own answer only; "
-    "earlier answers do not depend on it, and later ones depend on it only through that answer. The loss of "
+    proof="Given the set, an answer has probability e^epsilon / D, 1 / D or 1 / m under a label, with D = e^epsilon + "
+    "m - 1 and m <= D <= m e^epsilon: no two differ by a factor above e^epsilon. A record's label enters its own "
+    "answer only; earlier answers do not depend on it, and later ones only through that answer. The loss of "
     "randomized response over two labels dominates that of any epsilon-DP mechanism, which gives epsilon at a delta.",
     reference="Ghazi, Golowich, Kumar, Manurangsi and Zhang 2021; Kairouz, Oh and Viswanath 2015",
     code="accounting.labels.observations.respond_among",

@@ -73,11 +73,13 @@ def response_log_likelihood(observed: np.ndarray, *, epsilon: float, n_labels: i
     return np.where(same, math.log(stays), math.log(stays) - epsilon)
 
 
-def likeliest(priors: np.ndarray, *, epsilon: float) -> np.ndarray:
+def telling_labels(priors: np.ndarray, *, epsilon: float) -> np.ndarray:
     """Return the labels that a response with a prior may take, bool, shape (n, k).
 
-    These are the m likeliest ones, with the m that makes the response most often true under the prior: the maximum of
-    e^epsilon / (e^epsilon + m - 1) times their mass. Of equal labels the first ones are taken.
+    These are the m likeliest ones, with the m >= 2 at which the response tells most of the label under the prior: the
+    largest mutual information H(response) - H(response | label) of `respond_among`. The m at which the response is
+    most often true (Ghazi et al. 2021) is mostly 1 once a prior is good, and such a response tells nothing. Of equally
+    likely labels the first ones are taken.
 
     Args:
         priors: Of each label, at least 0, rows of sum 1, shape (n, k). They must not depend on the record's own label.
@@ -89,13 +91,38 @@ def likeliest(priors: np.ndarray, *, epsilon: float) -> np.ndarray:
     checks.positive(epsilon=epsilon)
     checks.shape((None, None), priors=priors)
     checks.non_negative(priors=priors)
+    n, k = priors.shape
     order = np.argsort(-priors, axis=1, kind="stable")
-    mass = np.cumsum(np.take_along_axis(priors, order, axis=1), axis=1)
-    sizes = np.arange(1, priors.shape[1] + 1)
-    best = np.argmax(mass / (1 + (sizes - 1) * math.exp(-epsilon)), axis=1)
-    found = np.zeros(priors.shape, dtype=bool)
-    np.put_along_axis(found, order, np.arange(priors.shape[1]) <= best[:, None], axis=1)
-    return found
+    likely = np.take_along_axis(priors, order, axis=1)
+    most, best = np.full(n, -math.inf), np.full(n, 2)
+    for size in range(2, k + 1):
+        found = _information(likely[:, :size], epsilon)
+        better = found > most
+        most[better], best[better] = found[better], size
+    among = np.zeros((n, k), dtype=bool)
+    np.put_along_axis(among, order, np.arange(k) < best[:, None], axis=1)
+    return among
+
+
+def _information(likely: np.ndarray, epsilon: float) -> np.ndarray:
+    """Return the mutual information of labels and responses among m of them, nats, shape (n,).
+
+    Args:
+        likely: Prior of these m >= 2 labels, shape (n, m).
+        epsilon: Above 0.
+    """
+    size = likely.shape[1]
+    stays = 1 / (1 + (size - 1) * math.exp(-epsilon))
+    other = stays * math.exp(-epsilon)
+    outside = np.maximum(1 - likely.sum(axis=1), 0.0)
+    answers = other * (1 - outside[:, None]) + (stays - other) * likely + outside[:, None] / size
+    inside = _entropy(np.array([stays] + [other] * (size - 1)))
+    return np.asarray(_entropy(answers) - (1 - outside) * inside - outside * math.log(size))
+
+
+def _entropy(probabilities: np.ndarray) -> np.ndarray:
+    """Return -sum p log p over the last axis, nats."""
+    return -np.sum(probabilities * np.log(np.maximum(probabilities, np.finfo(float).tiny)), axis=-1)
 
 
 def respond_among(
@@ -109,7 +136,7 @@ def respond_among(
 
     Args:
         labels: Integers in [0, k), shape (n,).
-        among: Which labels the record may take, at least one each, bool, shape (n, k); see `likeliest`.
+        among: Which labels the record may take, at least one each, bool, shape (n, k); see `telling_labels`.
         epsilon: Above 0 and finite.
         generator: As for `respond`.
 
@@ -162,7 +189,7 @@ def among_targets(
     Args:
         observed: What `respond_among` returned, shape (n,).
         among: Its argument.
-        priors: As for `likeliest`.
+        priors: As for `telling_labels`.
         epsilon: Above 0 and finite.
     """
     sizes = among.sum(axis=1, keepdims=True)

@@ -1,8 +1,8 @@
 """Randomized responses in stages: those of each part of the records choose among which classes the next part answers.
 
 The first part answers by k-ary randomized response. Then, part after part, a model of all responses so far predicts
-every record's class from its features, and a label is randomized among the classes that the prediction makes likely.
-A model sees features, which are public, and responses, never a label; every label is randomized once.
+every record's class from its features, and a label is randomized among the likeliest classes of the prediction. A
+model sees features, which are public, and responses, never a label; every label is randomized once.
 Source: Ghazi, Golowich, Kumar, Manurangsi and Zhang 2021, algorithms 2 and 3; docs/privacy-labels.md, section 5.
 """
 
@@ -20,8 +20,8 @@ from accounting.labels.observations import (
     UniformSource,
     among_log_likelihood,
     among_targets,
-    likeliest,
     respond_among,
+    telling_labels,
 )
 from training.networks.clipping import full_precision
 
@@ -76,7 +76,7 @@ def randomize_in_stages(
     scores = np.empty((n, k))
     for number, part in enumerate(parts):
         priors = model.priors() if number else priors
-        among = likeliest(priors[part], epsilon=epsilon)
+        among = telling_labels(priors[part], epsilon=epsilon)
         observed = respond_among(labels[part], among, epsilon=epsilon, generator=source)
         scores[part] = among_log_likelihood(observed, among, epsilon=epsilon)
         if number < len(parts) - 1:

@@ -44,7 +44,6 @@ from training.protections.planning import epsilon_of, require_own_noise
 from training.protections.staged_responses import (
     LEAST_PART,
     MOST_FEATURES,
-    drawn_parts,
     randomize_in_stages,
 )
 from training.runs.folder import RunFolder
@@ -198,11 +197,10 @@ class StagedResponseProtection(RandomizedResponseProtection):
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
-        train, mechanism, source = self._plan.dataset.train, self.mechanism, self.source()
+        train, mechanism = self._plan.dataset.train, self.mechanism
         pay(mechanism)
-        parts = drawn_parts(len(train), mechanism.stages, source)
         x = train.x.to(self._plan.config.torch_device)
-        return randomize_in_stages(x, train.y.cpu().numpy(), parts, mechanism, source)
+        return randomize_in_stages(x, train.y.cpu().numpy(), mechanism, self.source())
 
 
 @dataclass(frozen=True, kw_only=True)

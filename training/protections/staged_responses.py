@@ -29,6 +29,7 @@ LEAST_PART = 10
 """Least number of records of a part; every tenth is held out of its model."""
 MOST_FEATURES = 16_384
 """Largest number of features: a model holds three matrices of its square, 6 GiB at this number."""
+_LEAST_PRIOR = float(np.finfo(np.float32).tiny)
 _ROWS = 4096
 """Records of one matrix product."""
 _RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -47,42 +48,60 @@ def drawn_parts(n_records: int, stages: int, source: UniformSource) -> list[np.n
     return np.array_split(np.argsort(source.random((n_records,)), kind="stable"), stages)
 
 
-def randomize_in_stages(
-    x: Tensor,
-    labels: np.ndarray,
-    parts: Sequence[np.ndarray],
-    mechanism: StagedResponse,
-    source: UniformSource,
-) -> Tensor:
-    """Randomize the labels of one part after the other; the caller has paid.
+class StagedResponses:
+    """The responses of one part of the records after the other; the caller has paid for them.
 
     Args:
         x: Public features, shape (n, d).
-        labels: Class numbers, shape (n,).
         parts: What `drawn_parts` returned.
         mechanism: What is paid for.
-        source: Of randomness; the operating system's own for a release.
 
-    Returns:
-        The log-likelihood of every class, and behind it the logarithm of the last prior, float32, shape (n, 2 k).
+    Attributes:
+        kept: The log-likelihood of every class, and behind it the logarithm of the last prior, float64, shape (n, 2 k).
 
     Raises:
         ValueError: The parts do not hold every record once: a label would be randomized twice, or never.
     """
-    n, k, epsilon = len(labels), mechanism.n_classes, mechanism.step_epsilon
-    if not np.array_equal(np.sort(np.concatenate(parts)), np.arange(n)):
-        raise ValueError("parts: must hold every record once, or a label would be randomized twice or never")
-    model, priors = ResponseModel(x, k), np.full((n, k), 1 / k)
-    scores = np.empty((n, k))
-    for number, part in enumerate(parts):
-        priors = model.priors() if number else priors
+
+    def __init__(self, x: Tensor, parts: Sequence[np.ndarray], mechanism: StagedResponse) -> None:
+        if not np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(x))):
+            raise ValueError(
+                "parts: must hold every record once, or a label would be randomized twice or never"
+            )
+        k = mechanism.n_classes
+        self._left, self._epsilon = list(parts), mechanism.step_epsilon
+        self._model = ResponseModel(x, k)
+        self.kept = np.full((len(x), 2 * k), -math.log(k))
+
+    def answer(self, labels: np.ndarray, source: UniformSource) -> None:
+        """Randomize the labels of the next part among those that the responses so far make likely.
+
+        Args:
+            labels: Class numbers of all records, shape (n,); those of other parts are not looked at.
+            source: Of randomness; the operating system's own for a release.
+        """
+        part, epsilon, k = self._left.pop(0), self._epsilon, self.kept.shape[1] // 2
+        priors = self._model.priors()
         among = telling_labels(priors[part], epsilon=epsilon)
         observed = respond_among(labels[part], among, epsilon=epsilon, generator=source)
-        scores[part] = among_log_likelihood(observed, among, epsilon=epsilon)
-        if number < len(parts) - 1:
-            model.add(part, *among_targets(observed, among, priors[part], epsilon=epsilon), scores[part])
-    kept = np.concatenate([scores, np.log(np.maximum(priors, np.finfo(np.float32).tiny))], axis=1)
-    return torch.from_numpy(kept).float()
+        scores = among_log_likelihood(observed, among, epsilon=epsilon)
+        self.kept[part, :k], self.kept[:, k:] = scores, np.log(np.maximum(priors, _LEAST_PRIOR))
+        if self._left:
+            self._model.add(part, *among_targets(observed, among, priors[part], epsilon=epsilon), scores)
+
+
+def randomize_in_stages(
+    x: Tensor, labels: np.ndarray, mechanism: StagedResponse, source: UniformSource
+) -> Tensor:
+    """Randomize every label once, in parts drawn at random; see `StagedResponses`.
+
+    Returns:
+        What is kept of them, float32, shape (n, 2 k).
+    """
+    responses = StagedResponses(x, drawn_parts(len(x), mechanism.stages, source), mechanism)
+    for _ in range(mechanism.stages):
+        responses.answer(labels, source)
+    return torch.from_numpy(responses.kept).float()
 
 
 class ResponseModel:
@@ -96,7 +115,7 @@ class ResponseModel:
     """
 
     def __init__(self, x: Tensor, n_classes: int) -> None:
-        self._x = x
+        self._x, self._k = x, n_classes
         self._fitted, self._held = _Sums(x, n_classes), _Sums(x, n_classes)
         self._records: list[np.ndarray] = []
         self._scores: list[np.ndarray] = []
@@ -117,7 +136,13 @@ class ResponseModel:
         self._scores.append(scores[held])
 
     def priors(self) -> np.ndarray:
-        """Return the probabilities of the classes, shape (n, k); flat for records whose features are not finite."""
+        """Return the probabilities of the classes, shape (n, k); flat for records whose features are not finite.
+
+        They are flat for all records before the first response.
+        """
+        everyone = np.arange(len(self._x))
+        if not self._records:
+            return np.full((len(everyone), self._k), 1 / self._k)
         records, scores = np.concatenate(self._records), torch.from_numpy(np.concatenate(self._scores))
         best = (-math.inf, _RIDGES[-1], 0.0)
         for ridge in _RIDGES:
@@ -126,8 +151,7 @@ class ResponseModel:
                 chances = torch.log_softmax(beta * output, dim=1) + scores
                 best = max(best, (float(torch.logsumexp(chances, dim=1).mean()), ridge, beta))
         self._fitted.merge(self._held)
-        self._held = _Sums(self._x, scores.shape[1])
-        everyone = np.arange(len(self._x))
+        self._held = _Sums(self._x, self._k)
         output = _predicted(self._x, self._fitted.solved(best[1]), everyone)
         return np.asarray(torch.softmax(best[2] * output, dim=1).numpy())
 

@@ -18,6 +18,7 @@ from .labels.mechanisms import LabelAmplified as LabelAmplified
 from .labels.mechanisms import LabelBudget as LabelBudget
 from .labels.mechanisms import LabelReadout as LabelReadout
 from .labels.mechanisms import RandomizedResponse as RandomizedResponse
+from .labels.mechanisms import StagedResponse as StagedResponse
 from .ledger.ledger import Ledger as Ledger
 from .ledger.ledger import read_ledger as read_ledger
 from .mechanisms import Mechanism as Mechanism

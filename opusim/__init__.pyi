@@ -28,6 +28,7 @@ from accounting import RecordCentral as RecordCentral
 from accounting import RecordReplaced as RecordReplaced
 from accounting import RejectionGaussian as RejectionGaussian
 from accounting import Release as Release
+from accounting import StagedResponse as StagedResponse
 from accounting import Status as Status
 from accounting import Theorem as Theorem
 from accounting import Unit as Unit

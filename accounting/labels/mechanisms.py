@@ -15,6 +15,7 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Unit
+from accounting.labels.observations import keep_probability
 from accounting.mechanisms import (
     CertifiedMechanism,
     DeviceNoise,
@@ -144,6 +145,27 @@ RANDOMIZED_RESPONSE = Theorem(
     page="privacy-labels.md, section 5",
     checked_by_code=("the noise of every step is fresh", "labels are used only through the randomized ones"),
     trusted=("neither the noise nor the seed that it came from is ever revealed",),
+)
+STAGED_RESPONSE = Theorem(
+    name="staged-response",
+    title="randomized response in stages",
+    statement="Labels are randomized once each, part after part of the records. A label of a later part is randomized "
+    "among a set of m labels: one in the set stays with probability e^epsilon / (e^epsilon + m - 1), and else becomes "
+    "one of the m - 1 others with equal probability; one outside becomes any of the m. The sets are functions of "
+    "features, and of responses of earlier parts. All responses together are epsilon-DP for a label, with delta = 0.",
+    proof="Given the set, an answer has probability e^epsilon / D, 1 / D or 1 / m under a label, with D = e^epsilon + "
+    "m - 1 and m <= D <= m e^epsilon: no two differ by a factor above e^epsilon. A record's label enters its own "
+    "answer only; earlier answers do not depend on it, and later ones only through that answer. The loss of "
+    "randomized response over two labels dominates that of any epsilon-DP mechanism, which gives epsilon at a delta.",
+    reference="Ghazi, Golowich, Kumar, Manurangsi and Zhang 2021; Kairouz, Oh and Viswanath 2015",
+    code="accounting.labels.observations.respond_among",
+    page="privacy-labels.md, section 5",
+    checked_by_code=(
+        "every label is randomized once, in the part that its record was drawn into",
+        "the sets of a part are made before its labels are touched, of features and earlier responses only",
+        "labels are used only through the randomized ones",
+    ),
+    trusted=(PUBLIC_FEATURES, *RANDOMIZED_RESPONSE.trusted),
 )
 
 
@@ -416,5 +438,49 @@ class RandomizedResponse(Mechanism):
                 delta=delta,
                 adjacency=Adjacency.REPLACE_ONE,
                 assumptions=RANDOMIZED_RESPONSE.assumptions(enforced=enforced),
+            )
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedResponse(Mechanism):
+    """Each label randomized once, in parts: later ones among the labels that responses of earlier parts make likely."""
+
+    step_epsilon: Annotated[Positive, Doc("Pure epsilon of the one response that each label gives, above 0.")]
+    n_classes: Annotated[int, Doc("k, at least 2."), partial(checks.integer, minimum=2)]
+    stages: Annotated[int, Doc("Parts of the records, at least 2."), partial(checks.integer, minimum=2)]
+
+    kind: ClassVar[str] = "staged_response"
+    audited: ClassVar[bool] = True
+    taken_upfront: ClassVar[bool] = True
+    unit: ClassVar[Unit] = Unit.LABEL
+    noise_field: ClassVar[str | None] = "step_epsilon"
+    noise_is_inverse: ClassVar[bool] = True
+
+    def describe(self) -> str:
+        """Return what ran, in a few words."""
+        times = "" if self.steps == 1 else f", {self.steps:,} fresh responses for each label"
+        return (
+            f"randomized response over {self.n_classes} labels in {self.stages} stages, pure epsilon "
+            f"{self.step_epsilon:.4g}{times}"
+        )
+
+    @classmethod
+    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+        """Return the sum of pure epsilons; equal responses compose as randomized response over two labels."""
+        pure = math.fsum(one.steps * one.step_epsilon for one in mechanisms)
+        epsilon, steps = mechanisms[0].step_epsilon, sum(one.steps for one in mechanisms)
+        if delta == 0 or len({one.step_epsilon for one in mechanisms}) > 1:
+            bounds = EpsilonBounds(lower=pure if delta == 0 else 0.0, upper=pure, method="closed form")
+        else:
+            bounds = numerics.response_bounds(keep_probability(epsilon, 2), 2, epsilon, steps, delta)
+        return [
+            proven_guarantee(
+                mechanisms,
+                theorem=STAGED_RESPONSE,
+                bounds=bounds,
+                delta=delta,
+                adjacency=Adjacency.REPLACE_ONE,
+                assumptions=STAGED_RESPONSE.assumptions(enforced=enforced),
             )
         ]

@@ -16,7 +16,7 @@ from benchmarks.attacks.scalars import ScalarsGame
 from benchmarks.attacks.selection import SelectedModelGame, selected_model, selection
 from training.attacks.games.base import TwoWorlds, crafted
 from training.attacks.games.last_iterate import LEAN, LastIterateGame
-from training.attacks.games.look import LookGame
+from training.attacks.games.look import LookGame, StagedLookGame
 from training.attacks.games.released_model import ReleasedModelGame
 from training.attacks.games.steps import AmplifiedGame, BudgetGame
 from training.config import load_config
@@ -84,6 +84,13 @@ def look(
     return LookGame(
         plan_of(protection, classes=_LOOKS, trainer=trainer, model={"hidden": [_OUTPUTS]}, **sections)
     )
+
+
+def staged(stages: int = 3) -> StagedLookGame:
+    """Return the game of ten labels that are randomized in stages."""
+    protection = {"kind": "label-randomized-response", "stages": stages}
+    trainer, model = {"kind": "dfa"}, {"hidden": [_OUTPUTS]}
+    return StagedLookGame(plan_of(protection, classes=_LOOKS, trainer=trainer, model=model))
 
 
 def camera() -> dict[str, Any]:
@@ -178,6 +185,7 @@ ROWS: dict[str, Row] = {
     "label, randomized response": Row(
         game=lambda: look(kind="label-randomized-response"), trials=400_000, required=0.85
     ),
+    "label, randomized response in stages": Row(game=staged, trials=400_000, required=0.85),
     "label, readout, digital noise": Row(game=look, trials=2_000_000, required=0.45),
     "label, readout, gaussian device": Row(
         game=lambda: look("device", device={"name": "gaussian"}), trials=2_000_000, required=0.45

@@ -22,7 +22,13 @@ from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status, Unit
 from accounting.labels.linear_model import LabelRelease
-from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelReadout, RandomizedResponse
+from accounting.labels.mechanisms import (
+    LabelAmplified,
+    LabelBudget,
+    LabelReadout,
+    RandomizedResponse,
+    StagedResponse,
+)
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
 from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
@@ -61,6 +67,7 @@ CALIBRATED = (
     LabelBudget(budget_mu=1.0, order="hardware", beta=1e-6),
     LabelReadout(mu=2.0, device_law=True, beta=1e-6),
     LabelRelease(mu=2.0, device_noise=True, beta=1e-6),
+    StagedResponse(step_epsilon=0.5, n_classes=10, stages=3),
     LabelCounts(light=((0.3, 0.1, 0.0), (0.0, 0.2, 0.4)), dark=(3.0, 4.0, 3.5), beta=1e-6),
     LabelArgmax(step_epsilon=1.0, n_classes=4, beta=1e-7),
     RejectionGaussian(
@@ -366,7 +373,9 @@ def test_bad_descriptions_are_named(make: object, message: str) -> None:
 
 @pytest.mark.parametrize("noise", [1e-300, 1e-9, 1e-2, 1e8, 1e300])
 @pytest.mark.parametrize(
-    "mechanism", [m for m in CALIBRATED if not isinstance(m, RandomizedResponse | LabelArgmax)], ids=_name
+    "mechanism",
+    [m for m in CALIBRATED if not isinstance(m, RandomizedResponse | LabelArgmax | StagedResponse)],
+    ids=_name,
 )
 def test_extreme_noise_is_bounded_from_above(mechanism: Mechanism, noise: float) -> None:
     """Neither overflow nor a division by zero, and never less than a hundred times the noise would give."""

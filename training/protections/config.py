@@ -326,12 +326,19 @@ class LabelRandomizedResponseConfig(OneLookConfig):
 
     kind: Literal["label-randomized-response"] = "label-randomized-response"
     """label-randomized-response: labels, with public features, by randomized response."""
+    stages: int = Field(1, ge=1, le=64)
+    """Parts of the records, drawn at random. The labels of each part after the first are randomized among the classes
+    that a linear model of the public features, fitted to earlier responses, makes likely (Ghazi et al. 2021). 1 for
+    plain randomized response."""
 
     def implementation(self) -> Any:
         """See KindSection.implementation."""
-        from training.protections.noisy_labels import RandomizedResponseProtection
+        from training.protections.noisy_labels import (
+            RandomizedResponseProtection,
+            StagedResponseProtection,
+        )
 
-        return RandomizedResponseProtection
+        return RandomizedResponseProtection if self.stages == 1 else StagedResponseProtection
 
 
 class LabelReleaseConfig(_Strength):

@@ -1,8 +1,9 @@
 """Labels that are noised once, before training, and never looked at again.
 
 Either training keeps a noisy reading of each record's one-hot label, or each label is replaced by k-ary randomized
-response. All that training sees of the labels is the log-likelihood of every class, given what was observed. Its
-targets are the posterior softmax(prior + log-likelihood), with a flat prior at first and the model's own prediction as
+response, or by one among the labels that a model of earlier responses makes likely. All that training sees of the
+labels is the log-likelihood of every class, given what was observed, and the last such model. Its targets are the
+posterior softmax(prior + log-likelihood), with a flat prior or that model at first, and the model's own prediction as
 prior later. All of it is post-processing of what was observed once.
 Source: docs/privacy-labels.md, sections 4 and 5 (labels read once, randomized response).
 """
@@ -20,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.errors import LedgerCorrupt
+from accounting.errors import LedgerCorrupt, NoGuarantee
 from accounting.labels.budget import label_distance
-from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
+from accounting.labels.mechanisms import LabelReadout, RandomizedResponse, StagedResponse
 from accounting.labels.observations import (
     UniformSource,
     reading_log_likelihood,
@@ -38,8 +39,13 @@ from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
-from training.protections.config import LabelReadoutConfig, OneLookConfig
+from training.protections.config import LabelRandomizedResponseConfig, LabelReadoutConfig, OneLookConfig
 from training.protections.planning import epsilon_of, require_own_noise
+from training.protections.staged_responses import (
+    LEAST_PART,
+    MOST_FEATURES,
+    randomize_in_stages,
+)
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
 
@@ -76,6 +82,8 @@ class OneLookProtection(Protection, ABC):
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """Read or randomize every label, and return the log-likelihood of every class, shape (n, k).
 
+        Behind it may stand as many columns of the logarithm of the prior with which training begins.
+
         Args:
             device: The run's open device, or None without one.
             pay: Takes what is released.
@@ -97,7 +105,8 @@ class OneLookProtection(Protection, ABC):
         flat_steps = math.ceil(
             self._plan.config.protection_as(OneLookConfig).flat_prior * self._plan.total_steps
         )
-        return StoredLabels(folder, place=self._plan.config.torch_device, flat_steps=flat_steps)
+        place, k = self._plan.config.torch_device, self._plan.dataset.n_classes
+        return StoredLabels(folder, place=place, n_classes=k, flat_steps=flat_steps)
 
 
 class LabelReadoutProtection(OneLookProtection):
@@ -147,9 +156,51 @@ class RandomizedResponseProtection(OneLookProtection):
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
-        dataset, seed = self._plan.dataset, self._plan.config.seed_for("labels")
-        source: UniformSource = SystemUniforms() if seed is None else np.random.default_rng(seed)
-        return randomize(dataset.train.y.cpu(), self.mechanism, source, pay=pay)
+        return randomize(self._plan.dataset.train.y.cpu(), self.mechanism, self.source(), pay=pay)
+
+    def source(self) -> UniformSource:
+        """Return what responses are drawn from: a generator of the run's seed, or the system in a release."""
+        seed = self._plan.config.seed_for("labels")
+        return SystemUniforms() if seed is None else np.random.default_rng(seed)
+
+
+class StagedResponseProtection(RandomizedResponseProtection):
+    """Labels: randomized response in parts, later ones among the labels that earlier responses make likely."""
+
+    @property
+    def _stages(self) -> int:
+        return self._plan.config.protection_as(LabelRandomizedResponseConfig).stages
+
+    @property
+    def mechanism(self) -> StagedResponse:  # type: ignore[override]
+        """See OneLookProtection.mechanism."""
+        options, k = self.section, self._plan.dataset.n_classes
+        start = StagedResponse(step_epsilon=1.0, n_classes=k, stages=self._stages)
+        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+
+    def require_covered(self) -> None:
+        """See Protection.require_covered; records without plain features, or too few or too wide ones, are refused."""
+        super().require_covered()
+        stages, dataset = self._stages, self._plan.dataset
+        kind, reason = "tokens" if dataset.holds_tokens else dataset.target, None
+        if kind != "class":
+            reason = f"fits a model of the class to numeric features, and the records are of {kind!r}"
+        elif len(dataset.train) < LEAST_PART * stages:
+            reason = f"leaves less than {LEAST_PART} of the {len(dataset.train)} records in a part"
+        elif dataset.n_features > MOST_FEATURES:
+            reason = (
+                f"fits a model to {dataset.n_features} features, and takes at most {MOST_FEATURES}; set "
+                "data.components"
+            )
+        if reason is not None:
+            raise NoGuarantee(f"protection.stages = {stages}: {reason}; or take protection.stages = 1")
+
+    def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
+        """See OneLookProtection.look."""
+        train, mechanism = self._plan.dataset.train, self.mechanism
+        pay(mechanism)
+        x = train.x.to(self._plan.config.torch_device)
+        return randomize_in_stages(x, train.y.cpu().numpy(), mechanism, self.source())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,17 +209,21 @@ class NoisyLabels(SoftLabels):
 
     Attributes:
         log_likelihood: Log P(observed | class), up to a constant of each record, float32, shape (n_records, classes).
-        flat_steps: Steps at the beginning that take a flat prior.
+        flat_steps: Steps at the beginning that take the first prior.
+        first_prior: Logarithm of the prior of these steps, shape (n_records, classes), or None for a flat one.
     """
 
     log_likelihood: Tensor
     flat_steps: int
+    first_prior: Tensor | None = None
 
     def targets(self, output: Tensor, records: Tensor, step: int) -> Tensor:
         """See SoftLabels.targets."""
         scores = self.log_likelihood[records]
         if step >= self.flat_steps:
             scores = scores + torch.log_softmax(output, dim=1)
+        elif self.first_prior is not None:
+            scores = scores + self.first_prior[records]
         return torch.softmax(scores, dim=1)
 
 
@@ -178,16 +233,18 @@ class StoredLabels(SoftLabels):
     Args:
         folder: The run folder.
         place: The torch device of the training.
-        flat_steps: Steps at the beginning that take a flat prior.
+        n_classes: k.
+        flat_steps: Steps at the beginning that take the first prior.
     """
 
-    def __init__(self, folder: RunFolder, *, place: str, flat_steps: int) -> None:
-        self._folder, self._place, self._flat_steps = folder, place, flat_steps
+    def __init__(self, folder: RunFolder, *, place: str, n_classes: int, flat_steps: int) -> None:
+        self._folder, self._place, self._k, self._flat_steps = folder, place, n_classes, flat_steps
 
     @cached_property
     def _labels(self) -> NoisyLabels:
-        scores = torch.from_numpy(read_array(self._folder.labels_file)).to(self._place)
-        return NoisyLabels(log_likelihood=scores, flat_steps=self._flat_steps)
+        kept = torch.from_numpy(read_array(self._folder.labels_file)).to(self._place)
+        prior = kept[:, self._k :] if kept.shape[1] > self._k else None
+        return NoisyLabels(log_likelihood=kept[:, : self._k], flat_steps=self._flat_steps, first_prior=prior)
 
     def targets(self, output: Tensor, records: Tensor, step: int) -> Tensor:
         """See SoftLabels.targets."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ from typer.testing import CliRunner
 
 import training
 from accounting.errors import NoGuarantee
+from accounting.labels.observations import UniformSource
 from opusim.errors import ConfigError
 from tests.support.faults import FAULTS, OF_ONE_RUN, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked
 from training.attacks.mechanism.report import Check, MechanismAudit, report_text
 from training.cli.app import app
+from training.protections import noisy_labels, staged_responses
 from training.zeroth_order.trainer import Differences
 
 LEVELS = {"experiment": 1e-6, "release": 1e-9}
@@ -68,6 +71,64 @@ def test_trainers_release_what_is_accounted(kind: str, mode: str, seed: int) -> 
 def test_label_protections_release_what_is_accounted(protection: str, seed: int) -> None:
     found = self_test("pdfa", "experiment", seed, protection=protection)
     assert found.holds, report_text(found)
+
+
+STAGED = ("protection.stages=3",)
+STAGED_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "response: share of labels kept": (
+        "staged_responses.respond_among",
+        lambda respond: (
+            lambda labels, among, *, epsilon, generator: respond(
+                labels, among, epsilon=1.2 * epsilon, generator=generator
+            )
+        ),
+    ),
+    "response: records apart": (
+        "staged_responses.respond_among",
+        lambda respond: (
+            lambda labels, among, *, epsilon, generator: respond(
+                labels, among, epsilon=epsilon, generator=OneNumber(generator)
+            )
+        ),
+    ),
+    "response: equal in two runs": (
+        "noisy_labels.randomize_in_stages",
+        lambda randomize: (
+            lambda x, labels, mechanism, source: randomize(x, labels, mechanism, np.random.default_rng(0))
+        ),
+    ),
+}
+"""The check that finds each, what is replaced, and by what."""
+
+
+class OneNumber:
+    """The same number for all records."""
+
+    def __init__(self, source: UniformSource) -> None:
+        self._source = source
+
+    def random(self, size: tuple[int, ...]) -> np.ndarray:
+        return np.broadcast_to(self._source.random((1,)), size)
+
+
+def test_responses_in_stages_have_the_accounted_law(seed: int) -> None:
+    found = self_test("dfa", "experiment", seed, protection="label-randomized-response", settings=STAGED)
+    assert "in 3 stages" in found.accounted
+    assert found.holds, report_text(found)
+
+
+@pytest.mark.parametrize("check", list(STAGED_FAULTS))
+def test_faults_of_responses_in_stages_are_found(
+    check: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, wrap = STAGED_FAULTS[check]
+    module, name = place.split(".")
+    where = {"staged_responses": staged_responses, "noisy_labels": noisy_labels}[module]
+    monkeypatch.setattr(where, name, wrap(getattr(where, name)))
+    found = self_test(
+        "dfa", "experiment", seed, protection="label-randomized-response", settings=STAGED, level=1e-4
+    )
+    assert check in {alarm.name for alarm in found.alarms}, report_text(found)
 
 
 @pytest.mark.parametrize("noise", ["counts", "argmax"])

@@ -29,6 +29,7 @@ from training.protections.noisy_labels import (
     LabelReadoutProtection,
     NoisyLabels,
     RandomizedResponseProtection,
+    StagedResponseProtection,
     randomize,
     read_once,
     read_once_through,
@@ -251,8 +252,10 @@ KINDS = [
     config_of("label-readout"),
     config_of("label-readout", noise="device"),
     config_of("label-randomized-response"),
+    config_of("label-randomized-response", stages=2),
 ]
-IDS = ["once", "once through the device", "response"]
+IDS = ["once", "once through the device", "response", "response in stages"]
+LOOKS = (LabelReadoutProtection, RandomizedResponseProtection, StagedResponseProtection)
 
 
 @pytest.mark.parametrize("config", KINDS, ids=IDS)
@@ -263,7 +266,7 @@ def test_true_labels_never_reach_the_weights(
     x, y = data()
     training.train(config, data=(x, y), folder=tmp_path / "first")
     kept = torch.from_numpy(read_array(tmp_path / "first" / "labels.safetensors"))
-    for protection in (LabelReadoutProtection, RandomizedResponseProtection):
+    for protection in LOOKS:
         monkeypatch.setattr(protection, "look", _kept_after(protection.look, kept))
     training.train(config, data=(x, (y + 1) % 3), folder=tmp_path / "second")
     first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")
@@ -376,7 +379,7 @@ def test_a_resumed_run_neither_reads_nor_pays_again(
 
         return look_and_count
 
-    for protection in (LabelReadoutProtection, RandomizedResponseProtection):
+    for protection in LOOKS:
         monkeypatch.setattr(protection, "look", counted(protection.look))
     config = {**config, "mode": mode}
     with pytest.raises(KeyboardInterrupt):

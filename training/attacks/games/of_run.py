@@ -15,19 +15,20 @@ from training.attacks.controls import power_of, with_half_the_noise
 from training.attacks.findings import Finding, Role
 from training.attacks.games.base import Played, TwoWorlds, played
 from training.attacks.games.last_iterate import LastIterateGame
-from training.attacks.games.look import LookGame
+from training.attacks.games.look import LookGame, StagedLookGame
 from training.attacks.games.released_model import ReleasedModelGame
 from training.attacks.games.steps import AmplifiedGame, BudgetGame
 from training.engine.plan import RunPlan
 from training.protections.amplified_labels import AmplifiedLabelProtection
 from training.protections.budgeted_labels import LabelBudgetProtection
-from training.protections.noisy_labels import OneLookProtection
+from training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
 from training.protections.record import LastIterateProtection
 from training.protections.released_model import LabelReleaseProtection
 
 GAME_TRIALS = 20_000
 """Trials of a game by default; its controls take as many."""
 _GAMES: tuple[tuple[type, Callable[[RunPlan], TwoWorlds]], ...] = (
+    (StagedResponseProtection, StagedLookGame),
     (OneLookProtection, LookGame),
     (LabelBudgetProtection, BudgetGame),
     (AmplifiedLabelProtection, AmplifiedGame),

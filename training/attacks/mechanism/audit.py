@@ -12,7 +12,7 @@ from typing import Any
 
 from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.errors import NoGuarantee
-from accounting.labels.mechanisms import RandomizedResponse
+from accounting.labels.mechanisms import RandomizedResponse, StagedResponse
 from accounting.ledger.ledger import read_ledger
 from opusim import checks
 from opusim.description.loading import load_description
@@ -21,8 +21,8 @@ from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
 from training.attacks.mechanism.checks import Released, checked, response_checks
-from training.attacks.mechanism.counted import answer_checks, count_checks
-from training.attacks.mechanism.readings import noisy_readings, released_steps, responses
+from training.attacks.mechanism.counted import answer_checks, count_checks, staged_checks
+from training.attacks.mechanism.readings import kept_scores, noisy_readings, released_steps, responses
 from training.attacks.mechanism.report import Check, MechanismAudit
 from training.attacks.mechanism.subjects import MODULES, SUBJECTS, Subject
 from training.config.kinds import PROTECTIONS
@@ -174,6 +174,10 @@ def _compared(
         shifts = [responses(folder, dataset) for folder in folders]
         accounted = mechanism.repeated(1).describe()
         return response_checks(shifts, mechanism, level), (len(dataset.train), 1), accounted
+    if isinstance(mechanism, StagedResponse):
+        scores = [kept_scores(folder, dataset) for folder in folders]
+        staged = staged_checks(scores, dataset.train.y.numpy(), mechanism, level)
+        return staged, (len(dataset.train), 1), mechanism.repeated(1).describe()
     if isinstance(mechanism, LabelArgmax):
         shifts = [responses(folder, dataset) for folder in folders]
         answers = answer_checks(folders, shifts, mechanism, level)

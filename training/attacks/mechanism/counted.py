@@ -1,8 +1,9 @@
-"""Checks of labels that a camera counts: what the run folder keeps has the law that the ledger pays for.
+"""Checks of labels that a camera counts, or that answer in stages: what is kept has the law that the ledger pays for.
 
 Kept counts are stored as the log-likelihood of every class. For identical records of label a, the losses
 log p(counts | a) - log p(counts | b) over the other labels b are sums over independent pixels, whose exact mean and
-covariance follow from the law of the digital numbers. An answer of the argmax is a randomized response.
+covariance follow from the law of the digital numbers. An answer of the argmax is a randomized response. One in stages
+is standardised by the law that its own set gives it; the sum of many is normal.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import scipy.stats
 
 from accounting.devices.counts import LabelArgmax, LabelCounts
+from accounting.labels.mechanisms import StagedResponse
 from opusim.errors import ConfigError
 from opusim.p_values import bonferroni, normal_p_value
 from training.attacks.mechanism.checks import response_checks, shared
@@ -180,3 +182,70 @@ def answer_checks(
         finds="counts that are not discarded",
     )
     return shared([discarded, *response_checks(shifts, mechanism, level)], level)
+
+
+def staged_checks(
+    scores: Sequence[np.ndarray], labels: np.ndarray, mechanism: StagedResponse, level: float
+) -> tuple[Check, ...]:
+    """Check responses in stages: every answer has the law that its set and the accounted epsilon give it.
+
+    Args:
+        scores: The log-likelihoods that a run keeps, shape (records, k), for each of two runs.
+        labels: The true classes, shape (records,).
+        mechanism: The accounted mechanism.
+        level: Probability of any alarm under the accounted mechanism, in (0, 1).
+    """
+    first, second = (_Answers(each, labels, mechanism.step_epsilon) for each in scores)
+    kept = np.stack([first.kept, second.kept])
+    neighbours = kept[:, :-1] * kept[:, 1:]
+    same = np.sum(first.law * second.law, axis=1)
+    equal = ((first.observed == second.observed) - same)[same < 1] / np.sqrt((same * (1 - same))[same < 1])
+    moved = np.concatenate([first.moved, second.moved])
+    parts = (
+        ("response: share of labels kept", kept[kept != 0], "labels that stay more often than accounted"),
+        ("response: classes moved to", moved, "moves that depend on the label"),
+        ("response: records apart", neighbours[neighbours != 0], "one draw for several records"),
+        ("response: equal in two runs", equal, "answers that do not change from run to run"),
+    )
+    return shared([_centred(*part) for part in parts], level)
+
+
+class _Answers:
+    """Answers of one run, read off its log-likelihoods: the answer has the largest, the others of its set the least.
+
+    Attributes:
+        observed: The answers, shape (n,).
+        law: Accounted probability of every answer under the true label, shape (n, k).
+        kept: (kept - p) / sqrt(p (1 - p)) of labels inside their set, 0 for the others, shape (n,).
+        moved: Places of answers among the classes of their set that a label moved to, standardised.
+    """
+
+    def __init__(self, scores: np.ndarray, labels: np.ndarray, epsilon: float) -> None:
+        rows, own = np.arange(len(labels)), np.eye(scores.shape[1], dtype=bool)[labels]
+        self.observed = np.argmax(scores, axis=1)
+        among = scores == scores.min(axis=1, keepdims=True)
+        among[rows, self.observed] = True
+        sizes, inside = among.sum(axis=1), among[rows, labels]
+        stays = 1 / (1 + (sizes - 1) * math.exp(-epsilon))
+        answers = np.where(own, stays[:, None], stays[:, None] * math.exp(-epsilon))
+        self.law = among * np.where(inside[:, None], answers, 1 / sizes[:, None])
+        stayed = self.observed == labels
+        self.kept = np.where(inside, (stayed - stays) / np.sqrt(stays * (1 - stays)), 0.0)
+        choices = sizes - inside
+        place = np.cumsum(among & ~own, axis=1)[rows, self.observed] - 1
+        free = ~stayed & (choices > 1)
+        self.moved = ((place - (choices - 1) / 2)[free]) / np.sqrt((choices[free] ** 2 - 1) / 12)
+
+
+def _centred(name: str, values: np.ndarray, finds: str) -> Check:
+    """Check that many independent numbers of variance 1 have the mean 0."""
+    error = 1 / math.sqrt(max(len(values), 1))
+    mean = float(values.mean()) if len(values) else 0.0
+    return Check(
+        name=name,
+        observed=mean,
+        expected=0.0,
+        standard_error=error,
+        p_value=normal_p_value(mean / error),
+        finds=finds,
+    )

@@ -465,7 +465,12 @@ def noisy_readings(folder: RunFolder, dataset: Dataset) -> Released:
     )
 
 
+def kept_scores(folder: RunFolder, dataset: Dataset) -> np.ndarray:
+    """Return the log-likelihood of every class that a run keeps for each record, shape (n, k)."""
+    return read_array(folder.labels_file)[:, : dataset.n_classes]
+
+
 def responses(folder: RunFolder, dataset: Dataset) -> np.ndarray:
     """Return each record's randomized class as a shift from its own, shape (n,)."""
-    observed = np.argmax(read_array(folder.labels_file), axis=1)
+    observed = np.argmax(kept_scores(folder, dataset), axis=1)
     return np.asarray((observed - dataset.train.y.numpy()) % dataset.n_classes)

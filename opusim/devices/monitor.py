@@ -45,6 +45,7 @@ import numpy as np
 import torch
 
 from opusim import checks as check_arguments
+from opusim.camera.diagnosis import ShowsFrames, diagnose, look_at_frames, shared_scatter
 from opusim.description.schema import MonitorSettings
 from opusim.devices.baseline import (
     FAR_OFF,
@@ -63,7 +64,6 @@ from opusim.devices.baseline import (
     over_law,
     reference_vectors,
     relative_error,
-    shared_scatter,
     spread_of_squares,
     stand_out,
 )
@@ -111,6 +111,7 @@ class Monitor:
         law: tells the law that the device states now, or None if it states none.
         saturated: tells the largest share of saturated outputs in any frame of the projection of some vectors, or None
             if the device shows no frames.
+        show: takes frames of fixed patterns, or tells that the device has none.
         baseline: the device as it was when a run began, or None to measure it now.
         certified: whether the law is a certificate's, which more blank readings in each check then watch.
 
@@ -127,6 +128,7 @@ class Monitor:
         read: Readings,
         law: Callable[[], NoiseModel | None],
         saturated: Callable[[torch.Tensor], float | None],
+        show: ShowsFrames,
         baseline: Baseline | None = None,
         certified: bool = False,
     ) -> None:
@@ -134,13 +136,13 @@ class Monitor:
         self._name = name
         self._read = read
         self._law = law
-        self._saturated = saturated
+        self._saturated, self._show = saturated, show
         self._vectors = reference_vectors(settings.reference_vectors, n_inputs)
         self._last: np.ndarray | None = None
         self._checked: list[int] = []
         self._is_below, self._changed, self._certified = True, False, certified
         if baseline is None:
-            baseline = measure_baseline(read, self._vectors, settings.baseline_readings)
+            baseline = measure_baseline(read, show, self._vectors, settings.baseline_readings)
         if len(baseline.reference) != settings.reference_vectors:
             raise ValueError(
                 f"baseline holds {len(baseline.reference)} reference vectors where monitor.reference_vectors = "
@@ -323,7 +325,7 @@ class Monitor:
             return
         chance = repeats * (math.log(pairs) + self.baseline.repeat) - math.lgamma(repeats + 1)
         if repeats == pairs or chance < -self._level:
-            raise self._fault("repeats its readings: the camera is frozen", "restart it")
+            raise self._seen() or self._fault("repeats its readings: the camera is frozen", "restart it")
 
     def _check_extremes(self, reference: np.ndarray) -> None:
         remedy = "shorten the exposure, dim the laser or lower the gain"
@@ -334,7 +336,7 @@ class Monitor:
             tied = max(int(np.sum(row == row.max())), int(np.sum(row == row.min())))
             least = max(_LEAST_TIED, math.ceil(self._settings.saturated_outputs * row.size))
             if tied >= least and row.max() > row.min():
-                raise self._fault(
+                raise self._seen() or self._fault(
                     f"is saturated: {tied} of {row.size} outputs read one extreme value", remedy
                 )
 
@@ -351,11 +353,25 @@ class Monitor:
             self._responses.observe(product.sum(axis=0) / self._weight),
         ]
         if any(alarms):
+            if (seen := self._seen()) is not None:
+                raise seen
             if self._few_rows_differ(reference):
                 raise self._lost_frames()
             if self._fluctuates():
                 raise self._unsteady()
             raise self._light_fault(reference, *alarms)
+
+    def _seen(self) -> DeviceFault | None:
+        """Return the fault that fresh frames of fixed patterns show, if any."""
+        first = self.baseline.frames
+        if first is None:
+            return None
+        try:
+            now = look_at_frames(self._show, self._vectors.shape[1])
+        except DeviceError:  # the alarm is the error to report
+            return None
+        found = None if now is None else diagnose(first, now, tolerated=self._settings.silent_outputs)
+        return None if found is None else self._fault(*found)
 
     def _lost_frames(self) -> DeviceFault:
         return self._fault(
@@ -474,9 +490,11 @@ class Monitor:
         ratio = self.baseline.noise_ratio(variance)
         louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
         if louder and stand_out(blank):
-            raise self._lost_frames()
+            raise self._seen() or self._lost_frames()
         if louder or quieter:
             self._is_below = not self._as_strong(law)
+            if (seen := self._seen()) is not None:
+                raise seen
             if louder and self._fluctuates():
                 raise self._unsteady()
             if louder and (share := self._hot_share()):

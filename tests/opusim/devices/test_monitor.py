@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from opusim.camera.diagnosis import _shared
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
-from opusim.devices.baseline import Baseline, _shared
+from opusim.devices.baseline import Baseline
 from opusim.devices.camera import CameraDevice
 from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_device
@@ -269,7 +270,7 @@ def test_noise_that_outputs_share_would_give_false_alarms_if_they_counted_as_ind
 ) -> None:
     shaky = {"camera": {"light": {"power": POWER | {"rms": 0.1}}}}
     assert alarms_of_five("camera_low_light", (10, 256), shaky, seed) <= 1
-    monkeypatch.setattr("opusim.devices.baseline._shared", lambda values, own: 0.0)
+    monkeypatch.setattr("opusim.camera.diagnosis._shared", lambda values, own: 0.0)
     assert alarms_of_five("camera_low_light", (10, 256), shaky, seed) >= 3
 
 

@@ -14,7 +14,7 @@ something changed. The light of a frame is what it reads above the blank frame.
 | mirrors stuck on | blank frames read more, as speckle does |
 | silent outputs | no light in any frame |
 | cross-talk | light that follows the earlier light of the neighbouring outputs |
-| stuck mirrors | one mirror's readings vanish; complements change, other frames do not; light and correlation fall alike |
+| stuck mirrors | a mirror's readings vanish; only complements change; light and correlation fall alike |
 | moving medium | the frames' correlation over outputs falls, and none of the above |
 
 Every statistic must exceed five of its standard errors. Ambient light and dark charge add up to one Poisson rate in
@@ -220,14 +220,16 @@ def _shared_squares(frames: np.ndarray, light: np.ndarray) -> tuple[float, float
     return found, float(share)
 
 
-def diagnose(first: FrameLook, now: FrameLook, *, tolerated: float) -> Finding | None:
-    """Return the fault that a look shows, or None if frames tell nothing of it or are dark.
+def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float) -> Finding | None:
+    """Return the fault that a look shows, or None if frames tell nothing of it, or are dark, or there are none.
 
     Args:
         first: the look at the beginning.
         now: the later one, at the same outputs.
         tolerated: share of the outputs that may be silent.
     """
+    if first is None or now is None:
+        return None
     found = _lost_frames(first, now) or _fluctuation(first, now)
     if found is not None or now.light[1].sum() < _DARK * first.light[1].sum():
         return found

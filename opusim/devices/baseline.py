@@ -32,8 +32,10 @@ _SEED = 20261121
 _LEAST_NUMBERS = 2**16
 """Numbers that the blank readings of a first look hold at least, so that its error stays below a check's."""
 _MOST_READINGS = 4096
-FAR_OFF = 3.0
+_FAR_OFF = 3.0
 """How far beyond the tolerated difference a reading that lost a frame lies."""
+_SURELY = 0.2
+"""The noise's share in the difference that a reading may have which lost no frame."""
 
 
 class Readings(Protocol):
@@ -84,6 +86,35 @@ class Baseline:
         outputs do not hide the others.
         """
         return float((variance * self.weights).mean() / (self.variance * self.weights).mean())
+
+    def few_rows_differ(self, differences: np.ndarray, pattern: float) -> bool:
+        """Return whether some readings are far off and most are as before: frames that did not arrive.
+
+        Args:
+            differences: mean square differences from `reference`, beyond the noise, shape (vectors,).
+            pattern: loss of correlation that is tolerated.
+        """
+        allowed = 2 * pattern * self.power + _SURELY * float(self.reference_variance.mean())
+        far = differences > _FAR_OFF * allowed
+        return bool(np.any(far)) and float(np.median(differences)) < allowed
+
+    def correlation(self, reference: np.ndarray, kept: np.ndarray) -> float:
+        """Return the correlation of one reading of each vector with `reference` at some outputs, noise taken out."""
+        if not np.any(kept):
+            return 0.0
+        before, now, noise = self.reference[:, kept], reference[:, kept], self.reference_variance[kept]
+        powers = [float(np.mean(values**2 - share * noise)) for values, share in ((before, 0.0), (now, 1.0))]
+        return float(np.mean(before * now)) / math.sqrt(max(powers[0] * powers[1], 1e-300))
+
+    def hot_share(self, variance: np.ndarray) -> float:
+        """Return the share of outputs whose noise variance at least doubled; 0 if the noise of the others rose too.
+
+        It rose if the median output gained 25 % or more, or if the doubled ones hold at most half of the total gain.
+        """
+        gained = variance[self.variance > 0] / self.variance[self.variance > 0] - 1
+        hot = gained > 1
+        few = np.median(gained) < 0.25 and 2 * np.sum(gained[hot]) > np.sum(gained)
+        return float(np.mean(hot)) if few else 0.0
 
     def to_array(self) -> np.ndarray:
         """Return everything as one array, float64, shape (vectors + 10, n_outputs): to be kept with a run.
@@ -455,4 +486,4 @@ def over_law(variance: np.ndarray, law: NoiseModel) -> np.ndarray:
 def stand_out(blank: np.ndarray) -> bool:
     """Return whether some blank readings are far from the median reading and most are not."""
     distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
-    return bool(np.max(distances) > FAR_OFF**2 * np.median(distances))
+    return bool(np.max(distances) > _FAR_OFF**2 * np.median(distances))

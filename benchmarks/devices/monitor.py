@@ -104,6 +104,7 @@ CALLED = {
     "ambient light or": "ambient light or temperature",
     "contrast of its mirrors": "mirror contrast",
     "mirrors are stuck": "stuck mirrors",
+    "anchor are stuck": "stuck mirrors",
     "mirrors stuck": "stuck mirrors",
     "cross-talk": "cross-talk",
     "silent or stuck": "silent outputs",

@@ -95,8 +95,10 @@ CONFUSED: dict[str, tuple[float, ...]] = {
     "nonlinearity": (0.02, 0.2),
 }
 """Sizes at which names are counted: the plausible one of docs/camera.md, or the smallest one found, and larger ones."""
-CONFUSION_INPUTS = 32
-"""So many mirrors, and as many of the reference, that each share of stuck ones leaves some."""
+NARROW, WIDE = 32, 3000
+"""Inputs: few enough for single mirrors to be shown, but so many that each share of stuck ones leaves some; too many."""
+WIDE_CONFUSED = {"stuck mirrors": (0.05,), "mirrors stuck off": (0.1, 0.3), "moving medium": (0.05,)}
+"""Sizes at which names are counted in the wide window, too."""
 CALLED = {
     "loses or repeats frames": "lost frames",
     "as the laser's power": "laser power",
@@ -169,23 +171,31 @@ def confusion(trials: int, known: list[dict[str, Any]], keep: Callable[[list[dic
         keep: takes all rows.
     """
     rows = [row for row in known if row["trials"] == trials]
-    for name, sizes in CONFUSED.items():
+    cells = [
+        (inputs, name, size)
+        for inputs, confused in ((NARROW, CONFUSED), (WIDE, WIDE_CONFUSED))
+        for name, sizes in confused.items()
+        for size in sizes
+    ]
+    for cell in cells:
+        if any(cell == (row["inputs"], row["fault"], row["size"]) for row in rows):
+            continue
+        inputs, name, size = cell
         unit, camera_of = NAMED[name]
-        for size in sizes:
-            if any((row["fault"], row["size"]) == (name, size) for row in rows):
-                continue
-            effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
-            found = Counter(
-                called(
-                    EffectTable(INSTRUMENT, n_outputs=WINDOW["n_outputs"], seed=seed).monitored(
-                        effect, n_inputs=CONFUSION_INPUTS, medium={"seed": seed}
-                    )
+        effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
+        found = Counter(
+            called(
+                EffectTable(INSTRUMENT, n_outputs=WINDOW["n_outputs"], seed=seed).monitored(
+                    effect, n_inputs=inputs, medium={"seed": seed}
                 )
-                for seed in range(1, trials + 1)
             )
-            rows.append({"fault": name, "size": size, "unit": unit, "called": dict(found), "trials": trials})
-            print(rows[-1], flush=True)
-            keep(rows)
+            for seed in range(1, trials + 1)
+        )
+        said = {"called": dict(found), "trials": trials}
+        rows.append({"inputs": inputs, "fault": name, "size": size, "unit": unit, **said})
+        print(rows[-1], flush=True)
+        rows.sort(key=lambda row: cells.index((row["inputs"], row["fault"], row["size"])))
+        keep(rows)
 
 
 def broken(name: str, overrides: dict[str, Any], fault: Fault, amount: float, seed: int) -> NoisyDevice:
@@ -280,10 +290,15 @@ def confusion_table() -> str:
     names = [*dict.fromkeys(CALLED.values()), "something else", "nothing"]
     used = [name for name in names if any(name in row["called"] for row in found)]
     rows = [
-        (row["fault"], _size(row["size"], row["unit"]), *(str(row["called"].get(name, "")) for name in used))
+        (
+            row["fault"],
+            _size(row["size"], row["unit"]),
+            f"{row['inputs']:,}",
+            *(str(row["called"].get(name, "")) for name in used),
+        )
         for row in found
     ]
-    return markdown(("fault", "size", *used), rows) if rows else ""
+    return markdown(("fault", "size", "inputs", *used), rows) if rows else ""
 
 
 def _size(value: float, unit: str) -> str:

@@ -75,11 +75,14 @@ def name_of(seed: int, **fault: Any) -> str:
     return "" if found is None else found.what
 
 
+HIDDEN = sorted(set(range(INPUTS)) - set(np.flatnonzero(patterns_of(INPUTS)[5:].sum(dim=0)).tolist()))
+"""Data mirrors that no pattern shows singly."""
 FAULTS: dict[str, list[dict[str, Any]]] = {
     "ambient light or the sensor's temperature": [{"ambient_e": 20.0}, {"ambient_e": 100.0}],
     "contrast of its mirrors": [{"leak": 0.15}, {"leak": 0.7}],
     "in speckle: some mirrors are stuck": [{"stuck_on": (3, 40)}, {"stuck_on": range(0, 48, 4)}],
     "mirrors stuck that were shown singly": [{"stuck_off": range(0, INPUTS, 4)}],
+    "as much of its correlation": [{"stuck_off": (*HIDDEN, *range(INPUTS, INPUTS + 8))}],
     "mirrors of the anchor are stuck": [{"stuck_off": (30, 40)}, {"stuck_off": range(24, 48, 3)}],
     "cross-talk": [{"talk": 0.02}, {"talk": 0.15}],
     "loses or repeats": [{"dropped": 0.02}, {"dropped": 0.5}, {"repeated": 0.02}, {"repeated": 0.5}],

@@ -4,14 +4,14 @@ For each device and each change the size comes from `Monitor.smallest_changes`, 
 checks with probability 0.99; `found` tells in how many of the trials it was found by then. Healthy devices are watched
 for as many checks as the table says, at the default probability of a false alarm.
 
-`named` tells from which size on each fault of a real instrument is found, and what the monitor calls it: sizes fall
-until one is missed in a trial, on instruments with noise of their own.
+`named` tells from which size on each fault of a real instrument is found: sizes fall until one is missed in a trial, on
+instruments with noise of their own. `confusion` tells what the monitor calls each of them at some sizes, on instruments
+with a medium, sensor and noise of their own; it resumes where it stopped.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,12 @@ NAMED: dict[str, tuple[str, Callable[[float], dict[str, Any]]]] = {
         "of the anchor's light",
         lambda size: {"light": {"ambient_flux_per_s": size * _anchor()}},
     ),
+    "warmer sensor": (
+        "more dark charge",
+        lambda size: {"dark": {"temperature_c": 25.0 + 6.5 * math.log2(1 + size)}},
+    ),
     "stuck mirrors": ("on, as many off", lambda size: {"mirrors": {"stuck_on": size, "stuck_off": size}}),
+    "mirrors stuck off": ("of all", lambda size: {"mirrors": {"stuck_off": size}}),
     "hot pixels": (
         "of 30 times the dark current",
         lambda size: {"pixels": {"hot_share": size, "hot_factor": 30.0}},
@@ -72,6 +77,45 @@ NAMED: dict[str, tuple[str, Callable[[float], dict[str, Any]]]] = {
     ),
 }
 """What the size of a fault is, and the keys under [camera] that set it."""
+CONFUSED: dict[str, tuple[float, ...]] = {
+    "laser power": (0.01, 0.05, 0.2),
+    "vibration, pointing": (0.05, 0.2),
+    "ambient light": (0.1, 0.5),
+    "warmer sensor": (2.0, 9.0),
+    "stuck mirrors": (0.05, 0.2),
+    "mirrors stuck off": (0.1, 0.3),
+    "mirror contrast": (0.001, 0.1, 0.5),
+    "cross-talk": (0.01, 0.05, 0.2),
+    "dropped frames": (0.01, 0.2),
+    "repeated frames": (0.01, 0.2),
+    "moving medium": (0.05, 0.5),
+    "hot pixels": (0.02, 0.1, 0.2),
+    "dead pixels": (0.03, 0.1),
+    "uneven dark current": (0.1, 0.5),
+    "nonlinearity": (0.02, 0.2),
+}
+"""Sizes at which names are counted: the plausible one of docs/camera.md, or the smallest one found, and larger ones."""
+NARROW, WIDE = 32, 3000
+"""Inputs: few, so that single mirrors are shown, but enough for each share to leave some stuck; and too many."""
+WIDE_CONFUSED = {"stuck mirrors": (0.05,), "mirrors stuck off": (0.1, 0.3), "moving medium": (0.05,)}
+"""Sizes at which names are counted in the wide window, too."""
+CALLED = {
+    "loses or repeats frames": "lost frames",
+    "as the laser's power": "laser power",
+    "as if the image moves": "moving image",
+    "ambient light or": "ambient light or temperature",
+    "contrast of its mirrors": "mirror contrast",
+    "mirrors are stuck": "stuck mirrors",
+    "anchor are stuck": "stuck mirrors",
+    "mirrors stuck": "stuck mirrors",
+    "cross-talk": "cross-talk",
+    "silent or stuck": "silent outputs",
+    "noisier than": "hot pixels",
+    "decorrelated or was swapped": "another medium",
+    "times the noise variance": "more noise",
+    "its light changed": "light",
+}
+"""What a message calls the fault."""
 STEP = 1000
 """Step after which the medium has moved by the stated share of its time."""
 
@@ -83,14 +127,13 @@ def _anchor() -> float:
 
 
 def named(trials: int) -> list[dict[str, Any]]:
-    """Return a row for each fault: the smallest size found in all trials, and what it is called there and above.
+    """Return a row for each fault: the smallest size found in all trials.
 
     A size that the description does not admit counts as none.
     """
     rows = []
     for name, (unit, camera_of) in NAMED.items():
         smallest: float | None = None
-        said: dict[str, dict[str, int]] = {}
         largest = 0.0
         for size in SIZES:
             effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
@@ -105,11 +148,54 @@ def named(trials: int) -> list[dict[str, Any]]:
             if not all(found):
                 break
             smallest = size
-            said[f"{size:g}"] = dict(Counter(re.sub(r"[\d.]+", "…", each) for each in found).most_common())
         sizes = {"smallest": smallest, "largest": largest}
-        rows.append({"fault": name, "unit": unit, **sizes, "said": said, "trials": trials})
+        rows.append({"fault": name, "unit": unit, **sizes, "trials": trials})
         print(rows[-1], flush=True)
     return rows
+
+
+def called(said: str) -> str:
+    """Return what a message of the monitor calls the fault."""
+    return (
+        next((name for words, name in CALLED.items() if words in said), said and "something else")
+        or "nothing"
+    )
+
+
+def confusion(trials: int, known: list[dict[str, Any]], keep: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Count names for each fault and size that is not known yet, and keep all rows after each.
+
+    Args:
+        trials: instruments for each.
+        known: rows of an earlier call.
+        keep: takes all rows.
+    """
+    rows = [row for row in known if row["trials"] == trials]
+    cells = [
+        (inputs, name, size)
+        for inputs, confused in ((NARROW, CONFUSED), (WIDE, WIDE_CONFUSED))
+        for name, sizes in confused.items()
+        for size in sizes
+    ]
+    for cell in cells:
+        if any(cell == (row["inputs"], row["fault"], row["size"]) for row in rows):
+            continue
+        inputs, name, size = cell
+        unit, camera_of = NAMED[name]
+        effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
+        found = Counter(
+            called(
+                EffectTable(INSTRUMENT, n_outputs=WINDOW["n_outputs"], seed=seed).monitored(
+                    effect, n_inputs=inputs, medium={"seed": seed}
+                )
+            )
+            for seed in range(1, trials + 1)
+        )
+        said = {"called": dict(found), "trials": trials}
+        rows.append({"inputs": inputs, "fault": name, "size": size, "unit": unit, **said})
+        print(rows[-1], flush=True)
+        rows.sort(key=lambda row: cells.index((row["inputs"], row["fault"], row["size"])))
+        keep(rows)
 
 
 def broken(name: str, overrides: dict[str, Any], fault: Fault, amount: float, seed: int) -> NoisyDevice:
@@ -192,14 +278,27 @@ def named_table() -> str:
     for row in load_results(NAME).get("named", []):
         size = row["smallest"]
         if size is None:
-            rows.append((row["fault"], f"not found at {_size(row['largest'], row['unit'])}", ""))
+            rows.append((row["fault"], f"not found at {_size(row['largest'], row['unit'])}"))
             continue
-        said = Counter[str]()
-        for counts in row["said"].values():
-            said.update(counts)
-        names = "; ".join(f"{text} ({count} of {said.total()})" for text, count in said.most_common(2))
-        rows.append((row["fault"], _size(size, row["unit"]), names))
-    return markdown(("fault", "smallest size found", "what the monitor says, at that size and above"), rows)
+        rows.append((row["fault"], _size(size, row["unit"])))
+    return markdown(("fault", "smallest size found"), rows)
+
+
+def confusion_table() -> str:
+    """Return the table of docs/devices.md on names: how often each fault is called what."""
+    found = load_results(NAME).get("confusion", [])
+    names = [*dict.fromkeys(CALLED.values()), "something else", "nothing"]
+    used = [name for name in names if any(name in row["called"] for row in found)]
+    rows = [
+        (
+            row["fault"],
+            _size(row["size"], row["unit"]),
+            f"{row['inputs']:,}",
+            *(str(row["called"].get(name, "")) for name in used),
+        )
+        for row in found
+    ]
+    return markdown(("fault", "size", "inputs", *used), rows) if rows else ""
 
 
 def _size(value: float, unit: str) -> str:
@@ -209,19 +308,28 @@ def _size(value: float, unit: str) -> str:
 def main(
     trials: int = 20,
     healthy_checks: int = 10_000,
-    parts: str = "changes healthy named",
+    parts: str = "changes healthy named confusion",
     save: bool = False,
 ) -> None:
     """Measure some parts; --save renews these in benchmarks/results/monitor.json."""
     torch.set_num_threads(1)
     results = load_results(NAME)
-    found = {key: results.get(key, []) for key in ("changes", "healthy", "named")}
+    found = {key: results.get(key, []) for key in ("changes", "healthy", "named", "confusion")}
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        found["confusion"] = rows
+        if save:
+            save_results(NAME, {"window": WINDOW, **found})
+
     measured = {
         "changes": lambda: changes(trials),
         "healthy": lambda: healthy(healthy_checks),
         "named": lambda: named(trials),
     }
     for part in parts.split():
+        if part == "confusion":
+            confusion(trials, found[part], keep)
+            continue
         found[part] = measured[part]()
         if save:
             save_results(NAME, {"window": WINDOW, **found})

@@ -368,14 +368,19 @@ def pages() -> dict[Path, str]:
         ("broken_noises", calibration_faults.broken_table()),
     ):
         camera_text = with_block(camera_text, name, table)
+    devices_text = with_faults
+    for name, table in (
+        ("monitor", monitor.docs_table()),
+        ("named_faults", monitor.named_table()),
+        ("fault_names", monitor.confusion_table()),
+    ):
+        devices_text = with_block(devices_text, name, table)
     return {
         readme: with_block(with_measured, "audited", guarantees.readme_table()),
         choosing: with_block(
             with_block(choosing.read_text(), "protections", protections), "literature", records.docs_table()
         ),
-        devices: with_block(
-            with_block(with_faults, "monitor", monitor.docs_table()), "named_faults", monitor.named_table()
-        ),
+        devices: devices_text,
         camera: camera_text,
         serving: with_block(with_served_faults, "served", served.docs_table()),
         opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),

@@ -534,6 +534,14 @@ class NoisyDevice(ABC):
         """
         return None
 
+    def _pattern_frames(self, patterns: torch.Tensor) -> np.ndarray | None:
+        """Frames of binary patterns, each followed by its complement in the anchor, or None without frames.
+
+        Args:
+            patterns: fixed ones of the monitor, entries 0 and 1, shape (patterns, n_inputs).
+        """
+        return None
+
     @property
     def _saturation_work(self) -> DeviceWork:
         """What `_saturated_share` takes of the device in one check."""
@@ -622,6 +630,7 @@ class NoisyDevice(ABC):
             read=self._read_vectors,
             law=self._law_as_decoded,
             saturated=self._saturated_share,
+            show=self._pattern_frames,
             baseline=baseline,
             certified=self._certified is not None,
         )

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from opusim.camera.diagnosis import FrameLook, ShowsFrames, look_at_frames, shared_scatter
 from opusim.noise import NoiseModel
 from opusim.plugins import Deferred
 
@@ -28,15 +29,13 @@ _FLOOR = 1e-6
 """Least standard error: rounding of float32."""
 _SEED = 20261121
 """Of the reference vectors, which are the same for every device and run."""
-
-
-_LAGS = 4  # of looks that may follow each other; at least 8 looks are taken
-_SURELY_SHARED = 3.0
 _LEAST_NUMBERS = 2**16
 """Numbers that the blank readings of a first look hold at least, so that its error stays below a check's."""
 _MOST_READINGS = 4096
-FAR_OFF = 3.0
+_FAR_OFF = 3.0
 """How far beyond the tolerated difference a reading that lost a frame lies."""
+_SURELY = 0.2
+"""The noise's share in the difference that a reading may have which lost no frame."""
 
 
 class Readings(Protocol):
@@ -63,6 +62,7 @@ class Baseline:
             outputs have. An upper limit, and larger if successive readings follow each other.
         shared_slope: the same of the slope of a look's reference readings on their mean.
         shared_difference: the same of a look's mean square difference from the mean, over `power`.
+        frames: frames of fixed patterns, or None if the device shows none.
         repeat: logarithm of the probability that two blank readings agree at every output; large and negative but for
             narrow windows of coarse converters, and 0 without noise.
     """
@@ -77,6 +77,7 @@ class Baseline:
     shared_blank: float
     shared_slope: float
     shared_difference: float
+    frames: FrameLook | None = None
 
     def noise_ratio(self, variance: np.ndarray) -> float:
         """New noise variance over the old.
@@ -86,12 +87,48 @@ class Baseline:
         """
         return float((variance * self.weights).mean() / (self.variance * self.weights).mean())
 
+    def few_rows_differ(self, differences: np.ndarray, pattern: float) -> bool:
+        """Return whether some readings are far off and most are as before: frames that did not arrive.
+
+        Args:
+            differences: mean square differences from `reference`, beyond the noise, shape (vectors,).
+            pattern: loss of correlation that is tolerated.
+        """
+        allowed = 2 * pattern * self.power + _SURELY * float(self.reference_variance.mean())
+        far = differences > _FAR_OFF * allowed
+        return bool(np.any(far)) and float(np.median(differences)) < allowed
+
+    def correlation(self, reference: np.ndarray, kept: np.ndarray) -> float:
+        """Return the correlation of one reading of each vector with `reference` at some outputs, noise taken out."""
+        if not np.any(kept):
+            return 0.0
+        before, now, noise = self.reference[:, kept], reference[:, kept], self.reference_variance[kept]
+        powers = [float(np.mean(values**2 - share * noise)) for values, share in ((before, 0.0), (now, 1.0))]
+        return float(np.mean(before * now)) / math.sqrt(max(powers[0] * powers[1], 1e-300))
+
+    def hot_share(self, variance: np.ndarray) -> float:
+        """Return the share of outputs whose noise variance at least doubled; 0 if the noise of the others rose too.
+
+        It rose if the median output gained 25 % or more, or if the doubled ones hold at most half of the total gain.
+        """
+        gained = variance[self.variance > 0] / self.variance[self.variance > 0] - 1
+        hot = gained > 1
+        few = np.median(gained) < 0.25 and 2 * np.sum(gained[hot]) > np.sum(gained)
+        return float(np.mean(hot)) if few else 0.0
+
     def to_array(self) -> np.ndarray:
-        """Return everything as one array, float64, shape (vectors + 9, n_outputs): to be kept with a run."""
+        """Return everything as one array, float64, shape (vectors + 10, n_outputs): to be kept with a run.
+
+        With frames, rows that hold them come first.
+        """
         shared = self.shared_blank, self.shared_slope, self.shared_difference
-        numbers = self.power, self.spread, self.repeat, *shared
+        packed = np.zeros(0) if self.frames is None else self.frames.to_numbers()
+        columns = self.weights.size
+        first = np.zeros((-(-packed.size // columns), columns))
+        first.flat[: packed.size] = packed
+        numbers = self.power, self.spread, self.repeat, *shared, float(len(first))
         rows = [np.full_like(self.weights, number) for number in numbers]
-        return np.vstack([self.reference, *rows, self.weights, self.variance, self.reference_variance])
+        return np.vstack([first, self.reference, *rows, self.weights, self.variance, self.reference_variance])
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> Baseline:
@@ -100,14 +137,17 @@ class Baseline:
         Raises:
             ValueError: it has too few rows, as arrays of earlier versions have.
         """
-        if len(array) < 10:
+        packed = int(array[-4, 0]) if len(array) > 10 else 0
+        if len(array) < 11 + packed:
             raise ValueError(
-                f"baseline has {len(array)} rows: must have at least 10; another version kept it, begin a new run"
+                f"baseline has {len(array)} rows: must have at least {11 + packed}; another version kept it, begin a "
+                "new run"
             )
-        *reference, power, spread, repeat, blank, slope, difference = array[:-3]
+        *reference, power, spread, repeat, blank, slope, difference, _ = array[packed:-3]
         weights, variance, reference_variance = array[-3:]
         return cls(
             reference=np.array(reference),
+            frames=FrameLook.of_numbers(array[:packed].ravel(), array.shape[1]) if packed else None,
             power=float(power[0]),
             spread=float(spread[0]),
             repeat=float(repeat[0]),
@@ -120,11 +160,12 @@ class Baseline:
         )
 
 
-def measure_baseline(read: Readings, vectors: torch.Tensor, readings: int) -> Baseline:
+def measure_baseline(read: Readings, show: ShowsFrames, vectors: torch.Tensor, readings: int) -> Baseline:
     """Take the first look.
 
     Args:
         read: takes readings of ternary vectors, a row each.
+        show: takes frames of binary patterns.
         vectors: the reference vectors, shape (vectors, n_inputs).
         readings: of each vector, and half as many as of nothing at least; a narrow window takes up to 4,096 of nothing.
     """
@@ -149,58 +190,8 @@ def measure_baseline(read: Readings, vectors: torch.Tensor, readings: int) -> Ba
         shared_blank=shared["blank"],
         shared_slope=shared["slope"],
         shared_difference=shared["difference"],
+        frames=look_at_frames(show, vectors.shape[1]),
     )
-
-
-def shared_scatter(
-    taken: np.ndarray, blank: np.ndarray, weights: np.ndarray, spread: float, power: float
-) -> dict[str, tuple[float, float]]:
-    """Return how much the means over outputs scatter from look to look because outputs share noise, and their own.
-
-    Args:
-        taken: readings of the reference vectors, shape (looks, vectors, n_outputs).
-        blank: readings of nothing, shape (readings, n_outputs).
-        weights: of each output in the blank readings' mean square.
-        spread: as for `Baseline`.
-        power: mean square of the reference signal.
-
-    Returns:
-        For the keys blank, slope and difference: the numbers of `Baseline`, and the standard deviations that
-        independent outputs would have.
-    """
-    reference, noise = taken.mean(axis=0), taken.var(axis=0, ddof=1).mean(axis=0)
-    squares = np.mean(weights * np.square(blank - blank.mean(axis=0)), axis=1)
-    values = {
-        "blank": squares / max(float(squares.mean()), 1e-300),
-        "slope": np.mean(taken * reference, axis=(1, 2)) / power,
-        "difference": np.mean(np.square(taken - reference), axis=(1, 2)) / power,
-    }
-    own = {
-        "blank": spread / math.sqrt(blank.shape[1]),
-        "slope": math.sqrt(float(np.mean(np.square(reference) * noise)) / reference.size) / power,
-        "difference": math.sqrt(2 * float(np.mean(np.square(noise))) / reference.size) / power,
-    }
-    return {key: (_shared(values[key], own[key]), own[key]) for key in values}
-
-
-def _shared(values: np.ndarray, own: float) -> float:
-    """Return an upper limit of the standard deviation that numbers of successive looks have beyond their own.
-
-    Args:
-        values: one for each look.
-        own: standard deviation if outputs are independent. Up to three standard errors above it, nothing is shared.
-
-    Returns:
-        The root of the excess and two standard errors of the variance, times 1 + 2 (sum of the first `_LAGS`
-        autocorrelations) if that is above 1, so that over sqrt n it is the error of a mean of n looks.
-    """
-    centred = values - values.mean()
-    count, variance = len(values), float(values.var(ddof=1))
-    if variance <= own**2 * (1 + _SURELY_SHARED * math.sqrt(2 / count)) or variance < _FLOOR**2:
-        return 0.0
-    upper = variance - own**2 + 2 * float(np.square(centred).std()) / math.sqrt(count)
-    products = [float(centred[lag:] @ centred[:-lag]) for lag in range(1, _LAGS + 1)]
-    return math.sqrt(upper * max(1.0, 1 + 2 * sum(products) / max(float(centred @ centred), 1e-300)))
 
 
 def _log_repeat(blank: np.ndarray) -> float:
@@ -495,4 +486,4 @@ def over_law(variance: np.ndarray, law: NoiseModel) -> np.ndarray:
 def stand_out(blank: np.ndarray) -> bool:
     """Return whether some blank readings are far from the median reading and most are not."""
     distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
-    return bool(np.max(distances) > FAR_OFF**2 * np.median(distances))
+    return bool(np.max(distances) > _FAR_OFF**2 * np.median(distances))

@@ -474,6 +474,14 @@ class CameraDevice(NoisyDevice):
         self._meter.count(frames.shape[0])
         return float((frames >= end - 0.5).float().mean(dim=1).max())
 
+    def _pattern_frames(self, patterns: torch.Tensor) -> np.ndarray:
+        """See `NoisyDevice`; the reference beam is shut."""
+        field = self._speckle.fields(patterns.to(self._torch_device))
+        total = torch.from_numpy(self._speckle.total.astype(np.float32))[:, None, :]
+        shown = torch.stack([field, total - field], dim=2).flatten(1, 2)
+        self._meter.count(shown.shape[1])
+        return self.exposure.expose(shown, self._stream).numpy()
+
     @property
     def _saturation_work(self) -> DeviceWork:
         settings = self.description.monitor

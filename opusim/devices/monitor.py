@@ -11,15 +11,17 @@ the anchor included.
 | saturation | largest share of full outputs in any frame, or of outputs at one extreme reading | `saturated_outputs` |
 | light | slope of the reference readings on their first ones | `gain_tolerance`; below also 1 - `least_correlation` |
 | medium | mean square difference from the first readings over the signal, 2 (1 - correlation) | `least_correlation` |
-| frames | readings far off among others that are not, once a test of light or medium fails | names lost frames |
-| steadiness | scatter over fresh looks that outputs share, once another test fails | names power or vibration |
 | outputs | slope of each output; how many lost more than light and medium may | `silent_outputs` |
 | law | blank variance over the least that the law states, from below, in the mean over outputs | nothing |
 | output | the same of each single output, under a certificate, whose law holds at every output | nothing |
 | noise | blank variance over its first value; fresh looks then tell single outputs (hot pixels) | `noise_tolerance` |
 
-The last six are sequential (`opusim.devices.baseline`): small changes add up over checks. Within its tolerances is
-a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
+Once a test fails, fresh frames of fixed patterns name the fault (`opusim.camera.diagnosis`) if the device shows any.
+If not, readings far off among others that are not mean lost frames, and scatter over fresh looks that outputs share
+means that the power or the bench is unsteady.
+
+The last six tests are sequential (`opusim.devices.baseline`): small changes add up over checks. Within its tolerances
+is a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
 (1 - `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 -
 `least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: if noise is low, the outputs' test stops it
 before the medium's does.
@@ -45,9 +47,9 @@ import numpy as np
 import torch
 
 from opusim import checks as check_arguments
+from opusim.camera.diagnosis import ShowsFrames, diagnose, look_at_frames, shared_scatter
 from opusim.description.schema import MonitorSettings
 from opusim.devices.baseline import (
-    FAR_OFF,
     SURE,
     Baseline,
     Readings,
@@ -63,7 +65,6 @@ from opusim.devices.baseline import (
     over_law,
     reference_vectors,
     relative_error,
-    shared_scatter,
     spread_of_squares,
     stand_out,
 )
@@ -80,8 +81,6 @@ _LEAST_TIED = 3
 """Outputs at one extreme value below which no output counts as saturated."""
 _NUMBERS = 2**12
 """Numbers that the blank readings of a check hold at least."""
-_SURELY = 0.2
-"""The noise's share in the difference that a reading may have which lost no frame."""
 _NUMBERS_IF_CERTIFIED = 2**15
 """The same under a certificate: one check then finds a tenth less variance than certified with probability 0.99."""
 _READINGS_IF_CERTIFIED = 32
@@ -111,6 +110,7 @@ class Monitor:
         law: tells the law that the device states now, or None if it states none.
         saturated: tells the largest share of saturated outputs in any frame of the projection of some vectors, or None
             if the device shows no frames.
+        show: takes frames of fixed patterns, or tells that the device has none.
         baseline: the device as it was when a run began, or None to measure it now.
         certified: whether the law is a certificate's, which more blank readings in each check then watch.
 
@@ -127,6 +127,7 @@ class Monitor:
         read: Readings,
         law: Callable[[], NoiseModel | None],
         saturated: Callable[[torch.Tensor], float | None],
+        show: ShowsFrames,
         baseline: Baseline | None = None,
         certified: bool = False,
     ) -> None:
@@ -134,13 +135,13 @@ class Monitor:
         self._name = name
         self._read = read
         self._law = law
-        self._saturated = saturated
+        self._saturated, self._show = saturated, show
         self._vectors = reference_vectors(settings.reference_vectors, n_inputs)
         self._last: np.ndarray | None = None
         self._checked: list[int] = []
         self._is_below, self._changed, self._certified = True, False, certified
         if baseline is None:
-            baseline = measure_baseline(read, self._vectors, settings.baseline_readings)
+            baseline = measure_baseline(read, show, self._vectors, settings.baseline_readings)
         if len(baseline.reference) != settings.reference_vectors:
             raise ValueError(
                 f"baseline holds {len(baseline.reference)} reference vectors where monitor.reference_vectors = "
@@ -323,7 +324,7 @@ class Monitor:
             return
         chance = repeats * (math.log(pairs) + self.baseline.repeat) - math.lgamma(repeats + 1)
         if repeats == pairs or chance < -self._level:
-            raise self._fault("repeats its readings: the camera is frozen", "restart it")
+            raise self._seen() or self._fault("repeats its readings: the camera is frozen", "restart it")
 
     def _check_extremes(self, reference: np.ndarray) -> None:
         remedy = "shorten the exposure, dim the laser or lower the gain"
@@ -334,7 +335,7 @@ class Monitor:
             tied = max(int(np.sum(row == row.max())), int(np.sum(row == row.min())))
             least = max(_LEAST_TIED, math.ceil(self._settings.saturated_outputs * row.size))
             if tied >= least and row.max() > row.min():
-                raise self._fault(
+                raise self._seen() or self._fault(
                     f"is saturated: {tied} of {row.size} outputs read one extreme value", remedy
                 )
 
@@ -343,19 +344,30 @@ class Monitor:
         first = self.baseline
         product = reference * first.reference
         slope = float(product.mean()) / first.power
-        difference = float(np.mean(np.square(reference - first.reference))) - self._expected_difference
+        differences = np.mean(np.square(reference - first.reference), axis=1) - self._expected_difference
         alarms = [
             self._brighter.observe(slope - 1),
             self._dimmer.observe(1 - slope),
-            self._other.observe(difference / first.power),
+            self._other.observe(float(differences.mean()) / first.power),
             self._responses.observe(product.sum(axis=0) / self._weight),
         ]
         if any(alarms):
-            if self._few_rows_differ(reference):
+            if seen := self._seen():
+                raise seen
+            if first.few_rows_differ(differences, 1 - self._settings.least_correlation):
                 raise self._lost_frames()
             if self._fluctuates():
                 raise self._unsteady()
             raise self._light_fault(reference, *alarms)
+
+    def _seen(self) -> DeviceFault | None:
+        """Return the fault that fresh frames of fixed patterns show, if any."""
+        try:
+            now = look_at_frames(self._show, self._vectors.shape[1]) if self.baseline.frames else None
+        except DeviceError:  # the alarm is the error to report
+            return None
+        found = diagnose(self.baseline.frames, now, tolerated=self._settings.silent_outputs)
+        return self._fault(*found) if found else None
 
     def _lost_frames(self) -> DeviceFault:
         return self._fault(
@@ -385,15 +397,6 @@ class Monitor:
         found = shared_scatter(taken[:, :, kept], judged, weights, spread, first.power)
         return any(now > 1.5 * max(getattr(first, f"shared_{key}"), own) for key, (now, own) in found.items())
 
-    def _few_rows_differ(self, reference: np.ndarray) -> bool:
-        """Return whether some readings are far off and most are as before: frames that did not arrive."""
-        first, settings = self.baseline, self._settings
-        noise = float(first.reference_variance.mean())
-        differences = np.mean(np.square(reference - first.reference), axis=1) - self._expected_difference
-        allowed = 2 * (1 - settings.least_correlation) * first.power + _SURELY * noise
-        far = differences > FAR_OFF * allowed
-        return bool(np.any(far)) and float(np.median(differences)) < allowed
-
     def _light_fault(
         self, reference: np.ndarray, brighter: bool, dimmer: bool, other: bool, silent: bool
     ) -> DeviceFault:
@@ -405,7 +408,8 @@ class Monitor:
         correlation = size / math.sqrt(power) if power > 0 else 0.0
         share = self._responses.silent_share if silent else 0.0
         least = self._settings.least_correlation
-        if share > self._settings.silent_outputs and self._correlation_of_others(reference) > least - 0.05:
+        others = self.baseline.correlation(reference, ~self._responses.silent)
+        if share > self._settings.silent_outputs and others > least - 0.05:
             return self._fault(
                 f"has about {100 * share:.1f} % of its outputs silent or stuck",
                 "mask them, or have it repaired",
@@ -421,15 +425,6 @@ class Monitor:
             "respond less: some stopped, or the medium moved",
             "bring laser and exposure back, or calibrate it again",
         )
-
-    def _correlation_of_others(self, reference: np.ndarray) -> float:
-        """Return the correlation with the first look of the outputs that respond, in this look; noise is taken out."""
-        kept, first = ~self._responses.silent, self.baseline
-        if not np.any(kept):
-            return 0.0
-        before, now, noise = first.reference[:, kept], reference[:, kept], first.reference_variance[kept]
-        powers = [float(np.mean(values**2 - share * noise)) for values, share in ((before, 0.0), (now, 1.0))]
-        return float(np.mean(before * now)) / math.sqrt(max(powers[0] * powers[1], 1e-300))
 
     def _check_law(self, variance: np.ndarray, law: NoiseModel) -> None:
         """Compare the noise with the smallest variance that the law admits: the mean over outputs, then each output."""
@@ -474,12 +469,15 @@ class Monitor:
         ratio = self.baseline.noise_ratio(variance)
         louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
         if louder and stand_out(blank):
-            raise self._lost_frames()
+            raise self._seen() or self._lost_frames()
         if louder or quieter:
             self._is_below = not self._as_strong(law)
+            if seen := self._seen():
+                raise seen
             if louder and self._fluctuates():
                 raise self._unsteady()
-            if louder and (share := self._hot_share()):
+            fresh = self._fresh_variance(_BLANKS_AFTER_AN_ALARM) if louder else None
+            if fresh is not None and (share := self.baseline.hot_share(fresh)):
                 raise self._fault(
                     f"has about {100 * share:.1f} % of its outputs noisier than at the beginning, the others as before",
                     "pixels became hot: mask them, or cool the sensor",
@@ -493,24 +491,10 @@ class Monitor:
     def _fresh_variance(self, blocks: int) -> np.ndarray | None:
         """Return the variance of fresh blank readings, or None if the device fails: then the alarm is reported."""
         try:
-            return np.asarray(
-                np.mean([noise_variance(self._read(self._blank)) for _ in range(blocks)], axis=0)
-            )
+            found = [noise_variance(self._read(self._blank)) for _ in range(blocks)]
         except DeviceError:
             return None
-
-    def _hot_share(self) -> float:
-        """Return the share of outputs whose noise variance at least doubled; 0 if the noise of the others rose too.
-
-        It rose if the median output gained 25 % or more, or if the doubled ones hold at most half of the total gain.
-        """
-        variance, before = self._fresh_variance(_BLANKS_AFTER_AN_ALARM), self.baseline.variance
-        if variance is None:
-            return 0.0
-        gained = variance[before > 0] / before[before > 0] - 1
-        hot = gained > 1
-        few = np.median(gained) < 0.25 and 2 * np.sum(gained[hot]) > np.sum(gained)
-        return float(np.mean(hot)) if few else 0.0
+        return np.asarray(np.mean(found, axis=0))
 
     def _fault(self, what: str, remedy: str) -> DeviceFault:
         return DeviceFault(f"device {self._name!r} {what}; {remedy}")

@@ -236,12 +236,9 @@ class EffectTable:
             monitor=self.monitored(effect),
         )
 
-    def _opened(self, effect: Effect, monitor: Mapping[str, Any] | None = None) -> CameraDevice:
+    def _opened(self, effect: Effect, **options: Any) -> CameraDevice:
         """Open the camera with an effect."""
-        overrides = effect.changes
-        if monitor is not None:
-            overrides["monitor"] = monitor
-        device = open_device(self._name, **self._window, **overrides)
+        device = open_device(self._name, **{**self._window, **effect.changes, **options})
         if not isinstance(device, CameraDevice):
             raise ConfigError(str(self._name), "kind", "is no camera; take a device of kind 'camera'")
         return device
@@ -273,12 +270,17 @@ class EffectTable:
             return None, "the device states no law"
         return label_epsilon(certificate.certified(dimmed(law, self._sound.dimming))), ""
 
-    def monitored(self, effect: Effect) -> str:
-        """Return what the monitor says within `CHECKS` checks after the effect came; nothing if it finds nothing."""
+    def monitored(self, effect: Effect, **options: Any) -> str:
+        """Return what the monitor says within `CHECKS` checks after the effect came; nothing if it finds nothing.
+
+        Args:
+            effect: the effect.
+            **options: of `opusim.open_device`, such as another medium; both openings get them.
+        """
         try:
-            with self._opened(self.effects[0], _MONITOR) as device:
+            with self._opened(self.effects[0], monitor=_MONITOR, **options) as device:
                 baseline = device.baseline
-            with self._opened(effect, _MONITOR) as device:
+            with self._opened(effect, monitor=_MONITOR, **options) as device:
                 if baseline is not None:
                     device.compare_with(baseline)
                 for step in range(effect.step + 1, effect.step + 1 + CHECKS):

@@ -43,8 +43,8 @@ def sweep_section(name: str) -> str:
     header = ("series", *axes, "test accuracy [%]", "epsilon, proven", "epsilon, claimed")
     text = (
         f"`opusim curve benchmarks/curves/{name}.toml`: mean over seeds and their standard deviation. Epsilon is for "
-        "whole records unless the series says otherwise, delta 1e-5; inf where no finite guarantee is proven; claimed by the paper's formula with its "
-        "hypotheses taken as given."
+        "whole records unless the series says otherwise, delta 1e-5; inf where no finite guarantee is proven; claimed "
+        "by the paper's formula with its hypotheses taken as given."
     )
     return section(f"{SWEEPS[name]}: noise against privacy against accuracy", text, markdown(header, rows))
 

@@ -12,6 +12,9 @@ SWEEPS = {
     "pdfa_fashion": "FashionMNIST",
     "pdfa_digits": "Digits",
     "all_trainers_mnist": "MNIST, all trainers",
+    "features_fashion": "FashionMNIST on public features, all trainers",
+    "features_mnist": "MNIST on public features",
+    "features_cifar": "CIFAR-10 (JPEG) on public features",
 }
 _TAIL = ("accuracy", "epsilon_proven", "epsilon_claimed")
 
@@ -40,8 +43,8 @@ def sweep_section(name: str) -> str:
     header = ("series", *axes, "test accuracy [%]", "epsilon, proven", "epsilon, claimed")
     text = (
         f"`opusim curve benchmarks/curves/{name}.toml`: mean over seeds and their standard deviation. Epsilon is for "
-        "whole records, delta 1e-5; inf where no finite guarantee is proven; claimed by the paper's formula with its "
-        "hypotheses taken as given."
+        "whole records unless the series says otherwise, delta 1e-5; inf where no finite guarantee is proven; claimed "
+        "by the paper's formula with its hypotheses taken as given."
     )
     return section(f"{SWEEPS[name]}: noise against privacy against accuracy", text, markdown(header, rows))
 

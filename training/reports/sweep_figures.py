@@ -105,7 +105,7 @@ def accuracy_epsilon(result: SweepResult) -> Figure | None:
     _draw_references(axes, curves.references(result), len(result.series))
     for curve, mark in zip(curves.published(result), itertools.cycle(_PUBLISHED_MARKS), strict=False):
         x, mean = [level.x for level in curve.levels], [level.mean for level in curve.levels]
-        axes.plot(x, mean, mark, color="0.25", label=curve.name)
+        axes.plot(x, mean, mark, color="black", markersize=9, markeredgewidth=1.4, zorder=4, label=curve.name)
         finite += x
     _scale(axes, finite, log_ratio=3.0)
     if any(_infinite(curve.levels) for curve in drawn):

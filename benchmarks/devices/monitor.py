@@ -97,7 +97,7 @@ CONFUSED: dict[str, tuple[float, ...]] = {
 """Sizes at which names are counted: the plausible one of docs/camera.md, or the smallest one found, and larger ones."""
 NARROW, WIDE = 32, 3000
 """Inputs: few, so that single mirrors are shown, but enough for each share to leave some stuck; and too many."""
-WIDE_CONFUSED = {"stuck mirrors": (0.05,), "mirrors stuck off": (0.1, 0.3), "moving medium": (0.05,)}
+WIDE_CONFUSED = {"stuck mirrors": (0.05,), "mirrors stuck off": (0.1, 0.3)}
 """Sizes at which names are counted in the wide window, too."""
 CALLED = {
     "loses or repeats frames": "lost frames",

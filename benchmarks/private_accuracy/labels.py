@@ -47,7 +47,7 @@ NETWORK: dict[str, Any] = {
 }
 
 
-EXPLORED = 50
+EXPLORED = 35
 """Exploratory trials of networks, linear models and sets of classes, whose results are not kept."""
 
 

@@ -204,15 +204,20 @@ def test_a_call_repeated_after_a_broken_connection_has_its_own_reading(lab: Labo
         assert network.carried >= 3
 
 
+class Slow(GaussianDevice):
+    """Takes its time for few rows."""
+
+    pause_s = 1.0
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.0 if len(x) > 100 else self.pause_s)
+        return super()._project(x)
+
+
 @patient
 def test_a_call_that_takes_too_long_is_given_up(lab: Laboratory, pace: float) -> None:
-    class Slow(GaussianDevice):
-        def _project(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.0 if len(x) > 100 else pace)
-            return super()._project(x)
-
     register_device("slow", Slow)
-    limit = 0.3 * pace
+    Slow.pause_s, limit = pace, 0.3 * pace
     with (
         serving(lab, "gaussian", {"kind": "slow"}) as address,
         open_device(f"{address}?timeout_s={limit:g}&silence_s={pace:g}", **WINDOW) as device,

@@ -58,7 +58,7 @@ ALWAYS = {
     "protection.bands",
     "trainer.augmented_copies",
     *("protection.noise", "protection.floor", "protection.reference_size", "protection.equalise"),
-    "protection.flat_prior",
+    *("protection.flat_prior", "protection.stages"),
     *("trainer.points", "trainer.error_at", "trainer.rows", "trainer.spread", "trainer.slices"),
     "trainer.normalised",
 }

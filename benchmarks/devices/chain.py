@@ -112,6 +112,7 @@ def run_facts(folder: Path, device: str, kept: str) -> dict[str, Any]:
         "kept": kept,
         "epsilon": float(epsilon),
         "repeat": int(repeat or 1),
+        "run": hashlib.sha256((folder / "summary.json").read_bytes()).hexdigest()[:16],
         "test": 100 * public["accuracy"],
         "stated_epsilon": guarantee.epsilon,
         "delta": guarantee.delta,
@@ -196,13 +197,25 @@ def measure_kept(device: str = DEVICES[0]) -> None:
 
 
 def _replace(runs: list[dict[str, Any]], found: dict[str, Any]) -> None:
-    """Put a run in the place of the same one, in the order of the table; one under another certificate is another."""
+    """Put a run in the place of the same one, in the order of the table.
 
-    def key(run: dict[str, Any]) -> tuple[int, int, float, str, int]:
+    One under another certificate is another, and so is one of the same number from another folder, which counts as a
+    further repeat. Runs stored without the digest of their summary are told by their accuracy.
+    """
+
+    def cell(run: dict[str, Any]) -> tuple[int, int, float, str]:
         place = DEVICES.index(run["device"]), KEPT.index(run["kept"])
-        return *place, -run["epsilon"], run["certificate"], run["repeat"]
+        return *place, -run["epsilon"], run["certificate"]
 
-    runs[:] = sorted([*(run for run in runs if key(run) != key(found)), found], key=key)
+    others = []
+    for run in runs:
+        by = "run" if "run" in run else "test"
+        if cell(run) != cell(found) or run[by] != found[by]:
+            others.append(run)
+    taken = {run["repeat"] for run in others if cell(run) == cell(found)}
+    if found["repeat"] in taken:
+        found = {**found, "repeat": max(taken) + 1}
+    runs[:] = sorted([*others, found], key=lambda run: (*cell(run), run["repeat"]))
 
 
 def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:

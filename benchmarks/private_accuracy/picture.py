@@ -16,7 +16,7 @@ def picture() -> Figure:
     """Draw test accuracy against epsilon: opusim's cells as points with standard errors, others as crosses."""
     cells = load_results(NAME)["cells"]
     data = list(dict.fromkeys(cell["row"].partition(", ")[0] for cell in cells))
-    figure = Figure(figsize=(3.8 * len(data), 5.8), layout="constrained")
+    figure = Figure(figsize=(3.8 * len(data), 6.2), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(data), squeeze=False)[0], data, strict=True):
         mine = [cell for cell in cells if cell["row"].startswith(f"{name}, ")]
         for index, row in enumerate(dict.fromkeys(cell["row"] for cell in mine)):

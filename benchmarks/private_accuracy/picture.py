@@ -49,4 +49,4 @@ def _short(method: str) -> str:
 
 
 if __name__ == "__main__":
-    picture().savefig(PICTURE, dpi=110)
+    picture().savefig(PICTURE, dpi=110, bbox_inches="tight")

@@ -458,7 +458,7 @@ def test_a_run_under_a_certificate_names_it_and_pays_its_beta_once(
 
 def test_experiments_repeat_and_releases_do_not(tmp_path: Path) -> None:
     def look(noise: str, mode: str, name: str) -> np.ndarray:  # 0.8^n of two releases show the same n labels
-        run = training.train(config_of(noise, mode=mode), data=data(180), folder=tmp_path / name)
+        run = training.train(config_of(noise, mode=mode), data=data(120), folder=tmp_path / name)
         return read_array(run.folder.labels_file)
 
     for noise in ("counts", "argmax"):

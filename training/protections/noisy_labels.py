@@ -210,7 +210,7 @@ class NoisyLabels(SoftLabels):
     Attributes:
         log_likelihood: Log P(observed | class), up to a constant of each record, float32, shape (n_records, classes).
         flat_steps: Steps at the beginning that take the first prior.
-        first_prior: Logarithm of the prior of these steps, shape (n_records, classes), or None for a flat one.
+        first_prior: Log prior of these steps, shape (n_records, classes); None means a flat prior.
     """
 
     log_likelihood: Tensor

@@ -12,11 +12,18 @@ SWEEPS = {
     "pdfa_fashion": "FashionMNIST",
     "pdfa_digits": "Digits",
     "all_trainers_mnist": "MNIST, all trainers",
+    "all_trainers_fashion": "FashionMNIST, all trainers",
+    "pixels_cifar": "CIFAR-10 (JPEG)",
     "features_fashion": "FashionMNIST on public features, all trainers",
     "features_mnist": "MNIST on public features",
     "features_cifar": "CIFAR-10 (JPEG) on public features",
 }
-_TAIL = ("accuracy", "epsilon_proven", "epsilon_claimed")
+_COSTS = {
+    "wall time [s]": ("wall_seconds", 1),
+    "frames": ("device_frames", 1),
+    "device [kJ]": ("device_joules", 1e3),
+}
+"""Columns of the tables: the sweep's column, and what it is divided by."""
 
 
 def sweep_section(name: str) -> str:
@@ -36,17 +43,25 @@ def sweep_section(name: str) -> str:
         (
             *setting,
             _mean([100 * float(record["accuracy"]) for record in found]),
-            *(found[0][key] for key in _TAIL[1:]),
+            *(found[0][key] for key in ("epsilon_proven", "epsilon_claimed")),
+            *(_cost(found, *cost) for cost in _COSTS.values()),
         )
         for setting, found in groups.items()
     ]
-    header = ("series", *axes, "test accuracy [%]", "epsilon, proven", "epsilon, claimed")
+    header = ("series", *axes, "test accuracy [%]", "epsilon, proven", "epsilon, claimed", *_COSTS)
     text = (
         f"`opusim curve benchmarks/curves/{name}.toml`: mean over seeds and their standard deviation. Epsilon is for "
         "whole records unless the series says otherwise, delta 1e-5; inf where no finite guarantee is proven; claimed "
-        "by the paper's formula with its hypotheses taken as given."
+        "by the paper's formula with its hypotheses taken as given. Wall time and the device's frames and energy "
+        "are those of one run, on a machine that did other work at the same time; a dash: not recorded."
     )
     return section(f"{SWEEPS[name]}: noise against privacy against accuracy", text, markdown(header, rows))
+
+
+def _cost(records: list[dict[str, str]], column: str, unit: float) -> str:
+    """Return the mean of a column, or a dash."""
+    known = [float(record[column]) for record in records if record.get(column)]
+    return f"{statistics.fmean(known) / unit:,.0f}" if known else "-"
 
 
 def _mean(values: list[float]) -> str:

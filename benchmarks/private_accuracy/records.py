@@ -122,7 +122,7 @@ def _convolutions(
         "sampler": {"batch_size": batch_size},
         "optimizer": {"lr": rate, "averaged_tail": 0.25},
     }
-    return RowPlan(config=config, grid={}, epsilons=epsilons, seeds=(0, 1, 2))
+    return RowPlan(config=config, grid={}, epsilons=epsilons)
 
 
 def _tuned_convolutions(

@@ -61,9 +61,9 @@ audit: $(DEV)  ## Planted faults by audit and every statement beside its audit, 
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attacks.guarantees measure
 	$(BIN)/python -m benchmarks.pages
 
-nightly: $(DEV)  ## All tests, with fresh seeds in those that print theirs, and with the kernels uncompiled.
+nightly: $(DEV)  ## All tests, with fresh seeds in those that print theirs; then `coverage`, with the kernels uncompiled.
 	OPUSIM_FRESH_SEEDS=1 $(PYTEST) -m "slow or not slow"
-	NUMBA_DISABLE_JIT=1 $(PYTEST) tests/opusim
+	$(MAKE) -j2 coverage
 
 dist: $(RELEASE)  ## Wheel and sdist, built twice and compared byte by byte, and what they need (CycloneDX).
 	$(BIN)/python .ci/dist.py --check dist

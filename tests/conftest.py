@@ -2,7 +2,9 @@
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
+from typing import NoReturn
 
 import hypothesis
 import numba
@@ -14,6 +16,8 @@ collect_ignore_glob = ["support/third_party_*"]
 """Packages that tests install: a class of theirs must not be imported under a second name."""
 
 FRESH = os.environ.get("OPUSIM_FRESH_SEEDS") == "1"
+UNCOMPILED_S = 60
+"""Longest time of a test in seconds where the kernels are not compiled."""
 hypothesis.settings.register_profile("opusim", deadline=None, derandomize=not FRESH, database=None)
 hypothesis.settings.load_profile("opusim")
 
@@ -25,6 +29,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("compiled"):
                 item.add_marker(left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Give a test a minute if the kernels are not compiled; one that takes longer is skipped."""
+    if not numba.config.DISABLE_JIT:
+        return (yield)
+
+    def skip(*_: object) -> NoReturn:
+        pytest.skip(f"the kernels are not compiled, and it takes more than {UNCOMPILED_S} s")
+
+    before = signal.signal(signal.SIGALRM, skip)
+    signal.alarm(UNCOMPILED_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from functools import partial
@@ -18,6 +19,7 @@ _TRAIN = "Train"
 _RUNS = "Runs and privacy"
 _DEVICES = "Devices"
 _HELP = "Problems"
+_UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy that newer versions of typer hold
 
 
 class OpusimGroup(LazyGroup):
@@ -154,13 +156,63 @@ def main() -> None:
         _serve_completion()
         _take_wait()
         _require_one_process()
-        app()
+        code = app(prog_name="opusim", standalone_mode=False)
+    except typer.Abort:
+        raise SystemExit(1) from None
+    except _UsageError as error:
+        if debug:
+            raise
+        typer.echo(_usage_line(error), err=True)
+        raise SystemExit(2) from error
     except (OpusimError, ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         if debug:
             raise
         message = " ".join(str(error).split())
         typer.echo(f"opusim: {message}", err=True)
         raise SystemExit(_exit_code(error)) from error
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _usage_line(error: Any) -> str:
+    """Return what a command line has wrong: command, parameter, rule, value and remedy; help as it is."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(error.format_message())
+    path = "opusim" if error.ctx is None else error.ctx.command_path
+    rule, given = (
+        " ".join(str(error.format_message()).split()).rstrip("."),
+        _given(getattr(error, "param", None)),
+    )
+    rule = re.sub(
+        r" \(Possible options: (.*)\)$", r"; did you mean \1?", rule.replace(". Did you", "; did you")
+    )
+    if given is not None and repr(given) not in rule:
+        rule += f", got {given!r}"
+    kinds = _kinds_that_take(getattr(error, "option_name", "")) if path.startswith("opusim train ") else []
+    owners = f"; it is an option of {', '.join(kinds)}" if kinds else ""
+    told = f"{rule[:1].lower()}{rule[1:]}{owners}"
+    return f"{path}: {told}{'' if told.endswith('?') else ';'} `{path} --help` shows what it takes"
+
+
+def _given(parameter: Any) -> str | None:
+    """Return the value that the command line gives an option, or None if it gives none."""
+    words = sys.argv[1:]
+    for place, word in enumerate(words):
+        name, has_value, value = word.partition("=")
+        if name in getattr(parameter, "opts", ()):
+            return value if has_value else next(iter(words[place + 1 :]), None)
+    return None
+
+
+def _kinds_that_take(option: str) -> list[str]:
+    """Return the kinds of trainers that have an option."""
+    from training.cli.options import trainer_options
+    from training.config.kinds import TRAINERS
+
+    return [
+        kind
+        for kind, section in TRAINERS.every().items()
+        if option.removeprefix("--") in {known.name for known in trainer_options(kind, section)}
+    ]
 
 
 def _serve_completion() -> None:

@@ -7,10 +7,11 @@ that a record of typical features has sum_l h_l^T P_l^-1 h_l = 1. A step release
     [sum over a secret Poisson(q) batch of min(1, C / c_i) delta_li h_li^T + z C Xi_l P_l^(1/2)] / divisor,
     c_i^2 = sum_l ||delta_li||^2 h_li^T P_l^-1 h_li,
 
-with independent Xi_l of N(0, 1). Everything is computed in float64, because whitening magnifies float32 rounding by the
-root of P_l's condition number, up to 900 at a floor of 0.001; float32 only rounds what is released. Whitened by P_l,
-each record's contribution has norm at most C under every label, whatever a device's noise did to delta. This is the
-Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
+with independent Xi_l of N(0, 1). P_l of a hidden layer may be that of the weights of earlier steps, which were released
+as well: any P_l serves that public numbers determine before the step. Everything is computed in float64, because
+whitening magnifies float32 rounding by the root of P_l's condition number, up to 900 at a floor of 0.001; float32 only
+rounds what is released. Whitened by P_l, each record's contribution has norm at most C under every label, whatever a
+device's noise did to delta. This is the Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
 Source: docs/privacy-labels.md, section 3 (a secret batch and noise of a public covariance).
 """
 
@@ -63,6 +64,8 @@ class AmplifiedLabelProtection(PoissonProtection):
             divisor=self._plan.config.divisor,
             floor=options.floor,
             reference=self._reference(),
+            reference_every=options.reference_every,
+            sizes=[linear.in_features + (linear.bias is not None) for linear in self._plan.network.linears],
             equalise=options.equalise,
             noise=central_noise(self._plan, device),
         )
@@ -95,6 +98,8 @@ class AmplifiedLabels(PrivateGradients):
         reference: Public features, shape (n, n_0): those of training records, since only their labels are protected.
         equalise: Whether the first layer weights them by the D-optimal design.
         noise: Source of independent N(0, 1).
+        reference_every: Steps for which P_l of hidden layers is kept.
+        sizes: Inputs of each layer, the bias's constant included; for `reference_every` above 1.
     """
 
     def __init__(
@@ -107,15 +112,45 @@ class AmplifiedLabels(PrivateGradients):
         reference: Tensor,
         equalise: bool,
         noise: NoiseStream,
+        reference_every: int = 1,
+        sizes: Sequence[int] = (),
     ) -> None:
         super().__init__(noise)
         self._clip_norm = clip_norm
         self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
         self._divisor = divisor
         self._floor = floor
-        self.reference = reference
+        self._features = reference
         self._equalise = equalise
+        self._every, self._step = reference_every, 0
         self._first: Metric | None = None  # the network's input never changes, so neither does its geometry
+        self._kept = {
+            f"label_geometry_{layer}": torch.zeros(size, size, dtype=torch.float64, device=reference.device)
+            for layer, size in enumerate(sizes)
+            if layer and reference_every > 1
+        }
+
+    @property
+    def reference(self) -> Tensor | None:
+        """See PrivateGradients.reference: at the steps that compute a geometry, and after a start."""
+        return self._features if self._first is None or self._is_due else None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See PrivateGradients.state: the factors of the hidden layers' geometry, which is public."""
+        return self._kept
+
+    def seek(self, step: int) -> None:
+        """See PrivateGradients.seek."""
+        super().seek(step)
+        self._step = step
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether this step computes the geometry of hidden layers."""
+        if self._every == 1 or self._step % self._every == 0:
+            return True
+        return any(not factor[0, 0] > 0 for factor in self._kept.values())  # none was computed yet
 
     def _write(
         self,
@@ -127,14 +162,9 @@ class AmplifiedLabels(PrivateGradients):
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
         """See PrivateGradients._write."""
-        if public_inputs is None:
-            raise ValueError(
-                "public_inputs is missing; amplified label noise has the geometry of public records"
-            )
         biases = [linear.bias is not None for linear in network.linears]
         rows = [with_constant(h, bias=bias) for h, bias in zip(inputs, biases, strict=True)]
-        public = [with_constant(h, bias=bias) for h, bias in zip(public_inputs, biases, strict=True)]
-        metrics = self._metrics(public)
+        metrics = self._metrics(public_inputs, biases)
         norms = whitened_norms(deltas, rows, metrics)
         factors = bounded_factors(norms, self._clip_norm)
         finite = torch.isfinite(norms)
@@ -146,15 +176,26 @@ class AmplifiedLabels(PrivateGradients):
                 total.add_(metric.colour(white), alpha=self._noise_std)
             write_gradient(network, layer, total.div_(self._divisor).float())
 
-    def _metrics(self, public: Sequence[Tensor]) -> list[Metric]:
-        """Return P_l of every layer, times the sum of fan-ins."""
+    def _metrics(self, public_inputs: Sequence[Tensor] | None, biases: Sequence[bool]) -> list[Metric]:
+        """Return P_l of every layer, times the sum of fan-ins; a geometry that is due is computed, and kept."""
+        is_due, others = self._is_due, [Metric(factor=factor) for factor in self._kept.values()]
+        if public_inputs is None:
+            if self._first is None or is_due:
+                raise ValueError(
+                    "public_inputs is missing; amplified label noise has the geometry of public records"
+                )
+            return [self._first, *others]
+        public = [with_constant(h, bias=bias) for h, bias in zip(public_inputs, biases, strict=True)]
         scale = float(sum(row.shape[1] for row in public))
         if self._first is None:
             weights = None
             if self._equalise:
                 weights = equalised_weights(public[0], rounds=_EQUALISING_ROUNDS, floor=self._floor)
             self._first = Metric.of_rows(public[0], weights=weights, floor=self._floor, scale=scale)
-        others = [Metric.of_rows(row, floor=self._floor, scale=scale) for row in public[1:]]
+        if is_due:
+            others = [Metric.of_rows(row, floor=self._floor, scale=scale) for row in public[1:]]
+            for factor, metric in zip(self._kept.values(), others, strict=False):  # all are kept, or none
+                factor.copy_(metric.factor)
         return [self._first, *others]
 
 

@@ -263,9 +263,6 @@ class PrivateGradients(ABC):
         noise: Source of independent N(0, 1), apart from every other stream of the run.
     """
 
-    reference: Tensor | None = None
-    """Features of public records, shape (n, n_0), whose layer inputs `set_gradients` needs at every step; or None if it
-    needs none."""
     batches_written: int = 0
     """Batches whose gradients were written; the engine refuses a protected step that wrote none."""
 
@@ -275,6 +272,11 @@ class PrivateGradients(ABC):
     def seek(self, step: int) -> None:
         """Position the noise at the start of a step."""
         self._noise.seek(step)
+
+    @property
+    def reference(self) -> Tensor | None:
+        """Features of public records, shape (n, n_0), whose layer inputs this step's `set_gradients` needs, or None."""
+        return None
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -335,6 +337,11 @@ class WrappedGradients(PrivateGradients):
     def seek(self, step: int) -> None:
         """See PrivateGradients.seek."""
         self._writer.seek(step)
+
+    @property
+    def reference(self) -> Tensor | None:
+        """See PrivateGradients.reference."""
+        return self._writer.reference
 
     @property
     def state(self) -> dict[str, Tensor]:

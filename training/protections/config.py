@@ -256,6 +256,8 @@ class LabelAmplifiedConfig(LabelNoiseConfig):
     """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
     reference_size: int = Field(4096, ge=1)
     """Number of public records, drawn from the training features, that define the noise's geometry."""
+    reference_every: int = Field(4, ge=1)
+    """Steps for which the geometry of hidden layers is kept; 1 computes it at every step, which takes longer."""
     equalise: bool = False
     """Weight these records by the D-optimal design in the first layer."""
 

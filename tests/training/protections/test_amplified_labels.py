@@ -48,7 +48,9 @@ def signals(seed: int, batch: int, scale: float = 1.0) -> tuple[list[torch.Tenso
     return deltas, inputs
 
 
-def protection(noise_multiplier: float = 0.0, *, equalise: bool = False, seed: int = 5) -> AmplifiedLabels:
+def protection(
+    noise_multiplier: float = 0.0, *, equalise: bool = False, seed: int = 5, every: int = 1
+) -> AmplifiedLabels:
     return AmplifiedLabels(
         clip_norm=CLIP,
         noise_multiplier=noise_multiplier,
@@ -57,6 +59,8 @@ def protection(noise_multiplier: float = 0.0, *, equalise: bool = False, seed: i
         reference=public_inputs()[0],
         equalise=equalise,
         noise=noise_stream("experiment", seed, "central-noise"),
+        reference_every=every,
+        sizes=[width + 1 for width in WIDTHS[:-1]],
     )
 
 
@@ -143,6 +147,47 @@ def test_every_contribution_lies_in_the_clip_and_two_labels_within_its_double(
         assert max(gaps) <= 2 * CLIP * (1 + 1e-4)
         widest = max(widest, *gaps)
     assert widest > 1.999 * CLIP  # two opposite signals attain it
+
+
+def test_a_kept_geometry_clips_and_colours_until_it_is_due_again() -> None:
+    """Rows that are shown between two computations change nothing; the clip holds in the geometry of the first ones."""
+    network, (deltas, inputs) = new_network(), signals(1, 1, 1e4)
+    shield, shown = protection(every=3), public_inputs()
+    norms = []
+    for step in range(4):
+        shield.seek(step)
+        assert (shield.reference is not None) == (step in (0, 3))
+        if step == 3:
+            shown = [shown[0], *(3 * h for h in shown[1:])]
+        shield.set_gradients(network, deltas, inputs, public_inputs=shown if step in (0, 3) else None)
+        norms.append(np.linalg.norm(whitened(network, geometry(public_inputs()))))
+    np.testing.assert_allclose(norms[:3], CLIP, rtol=1e-5)
+    assert norms[3] > 1.2 * CLIP  # another geometry, in which it was clipped
+    with pytest.raises(ValueError, match="public_inputs is missing"):
+        shield.set_gradients(network, deltas, inputs)  # step 3 is due
+
+
+def test_a_writer_that_resumes_between_two_computations_goes_on_as_if_it_had_not_stopped() -> None:
+    network, other, (deltas, inputs) = new_network(), new_network(), signals(1, 9)
+    first, second = protection(1.0, every=4), protection(1.0, every=4)
+    first.seek(0)
+    first.set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    for name, tensor in first.state.items():
+        second.state[name].copy_(tensor)
+    changed = [public_inputs()[0], *(2 * h for h in public_inputs()[1:])]  # of weights that have moved
+    for step in (2, 3):
+        for shield, target in ((first, network), (second, other)):
+            shield.seek(step)
+            shown = None if shield.reference is None else changed
+            shield.set_gradients(target, deltas, inputs, public_inputs=shown)
+        for mine, resumed in zip(network.parameters, other.parameters, strict=True):
+            assert torch.equal(mine.grad, resumed.grad)
+    fresh = protection(1.0, every=4)  # planted fault: without the state it takes the new rows
+    fresh.seek(3)
+    fresh.set_gradients(other, deltas, inputs, public_inputs=changed)
+    assert not all(
+        torch.equal(a.grad, b.grad) for a, b in zip(network.parameters, other.parameters, strict=True)
+    )
 
 
 def test_planted_fault_a_norm_without_the_geometry_is_caught() -> None:

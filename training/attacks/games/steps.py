@@ -215,7 +215,8 @@ def written(writer: PrivateGradients, plan: RunPlan, step: int, signals: Tensor,
     """
     x = plan.dataset.train.x
     writer.seek(step)
-    public = None if writer.reference is None else [writer.reference]
+    reference = writer.reference
+    public = None if reference is None else [reference]
     writer.set_gradients(plan.network, [signals.clone()], [x[batch]], records=batch, public_inputs=public)
     (weight,) = plan.network.model.parameters()
     if weight.grad is None:

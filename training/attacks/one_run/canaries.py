@@ -165,7 +165,6 @@ class CraftedGradients(WrappedGradients):
         self, writer: PrivateGradients, canaries: Canaries, *, clip_norm: float, by_layer: bool
     ) -> None:
         super().__init__(writer)
-        self.reference = writer.reference
         self._canaries = canaries
         self._clip_norm, self._by_layer = clip_norm, by_layer
         self._planted = canaries.planted

@@ -79,19 +79,22 @@ security: $(RELEASE)  ## Suspicious code, and known vulnerabilities of what is p
 resolve: $(RELEASE)  ## Whether everything that setup.cfg requires has wheels for Python 3.11 to 3.14; a minute.
 	$(BIN)/python .ci/resolve.py
 
-# A piece for each folder and each test file beside them. A piece that is done is not run again until a file changes.
-PIECES := $(sort $(patsubst %/,%,$(dir $(wildcard tests/accounting/*/test_*.py tests/opusim/*/test_*.py))) $(wildcard tests/accounting/test_*.py tests/opusim/test_*.py))
-PIECES := $(PIECES:%=build/coverage/%.data)
+# A piece for each folder and each test file beside them, with the kernels compiled (what uses them) and uncompiled (they
+# themselves). A piece that is done is not run again until a file changes.
+TESTED := $(sort $(patsubst %/,%,$(dir $(wildcard tests/accounting/*/test_*.py tests/opusim/*/test_*.py))) $(wildcard tests/accounting/test_*.py tests/opusim/test_*.py))
+PIECES := $(TESTED:%=build/coverage/compiled/%.data) $(TESTED:%=build/coverage/uncompiled/%.data)
+SOURCES := $(shell find accounting opusim tests -name '*.py')
+MEASURE = mkdir -p $(@D) && rm -f $@.part && OMP_NUM_THREADS=1 $(1) $(BIN)/coverage run --data-file=$@.part -m pytest -q -p no:cacheprovider -m $(2) $* && mv $@.part $@
 
-coverage: $(PIECES)  ## Lines that the tests of accounting and opusim reach, kernels uncompiled; below the floor it fails; resumes.
+coverage: $(PIECES)  ## Lines that the tests of accounting and opusim reach; below the floor it fails; it resumes.
 	$(BIN)/coverage combine --quiet --keep --data-file=build/coverage/all $(PIECES)
 	$(BIN)/coverage report --data-file=build/coverage/all
 
-build/coverage/%.data: $(shell find accounting opusim tests -name '*.py') | $(RELEASE)
-	mkdir -p $(@D)
-	rm -f $@.part
-	OMP_NUM_THREADS=1 NUMBA_DISABLE_JIT=1 $(BIN)/coverage run --data-file=$@.part -m pytest -q -p no:cacheprovider -m "not compiled and not slow" $*
-	mv $@.part $@
+build/coverage/compiled/%.data: $(SOURCES) | $(RELEASE)
+	$(call MEASURE,,"not slow")
+
+build/coverage/uncompiled/%.data: $(SOURCES) | $(RELEASE)
+	$(call MEASURE,NUMBA_DISABLE_JIT=1,"not compiled and not slow")
 
 mutants: $(RELEASE)  ## One in SHARE mutants of the accounting's core; fails if over 15 % survive; build/mutants resumes.
 	OMP_NUM_THREADS=1 $(BIN)/python .ci/mutants.py --share $(SHARE) --least 85

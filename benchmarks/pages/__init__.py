@@ -47,7 +47,7 @@ from benchmarks.pages.sweeps import SWEEPS, sweep_section
 from benchmarks.pdfa import counts, demo, private, readings
 from benchmarks.pdfa import figure2 as pdfa_figure2
 from benchmarks.pdfa import table1 as pdfa_table1
-from benchmarks.private_accuracy import bands, cifar, labels, paid, records
+from benchmarks.private_accuracy import bands, cifar, labels, paid, records, variants
 from benchmarks.results_file import FOLDER as RESULTS
 from benchmarks.results_file import load_results
 from benchmarks.speed import (
@@ -162,6 +162,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
         "Accuracy under protection on public features",
         (
             records.page_section,
+            variants.page_section,
             bands.page_section,
             paid.page_section,
             cifar.page_section,

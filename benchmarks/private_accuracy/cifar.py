@@ -6,7 +6,6 @@ The copy holds JPEG files of quality 75 with halved colours, some 886 bytes an i
   second encoding meets blocks that the first one did not. A ridge classifier on components of invented images learns
   from 10,000 training images and is tested on all 10,000 test images, both before and after. The first encoding has
   already removed part of what the second one would, so the fall is less than what the first one cost.
-- `variants`: settings beside those of the row on mirrored components, by accuracy on 5,000 held-out records.
 - `run`: processor time and peak memory of one protected run of the table, in a process of its own, whose features are
   in the cache.
 """
@@ -30,7 +29,7 @@ from torch import Tensor
 from benchmarks.markdown import command, markdown, section
 from benchmarks.private_accuracy.records import BASE, COMPONENTS, TABLE
 from benchmarks.results_file import load_results, save_results
-from benchmarks.runs import private_accuracy, train_or_read
+from benchmarks.runs import train_or_read
 from training.data import Dataset, load_dataset
 from training.data.image_maps import ScatteringMap
 from training.data.public_map import public_features
@@ -38,21 +37,7 @@ from training.data.synthetic_images import synthetic_components
 
 MODULE, NAME = "benchmarks.private_accuracy.cifar", "private_accuracy_cifar"
 DATA, ROW, EPSILON = "cifar-10", "cifar-10, linear on components, DP-SGD", 3.0
-MIRRORED = "cifar-10, linear on mirrored components, DP-SGD"
-_LONGER = {"epochs": 80, "sampler.batch_size": 16384}
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"optimizer.lr": 4.0},
-    _LONGER,
-    {**_LONGER, "optimizer.lr": 16.0},
-    {"data.components": 2000},
-    {"data.components": 500},
-    {"data.whitening": 0.7},
-    {"data.whitening": 0.3},
-    {"protection.epsilon": 1000.0},
-)
-"""Changes to the row on mirrored components."""
-_PARTS = ("probe", "encoded", "variants", "run")
+_PARTS = ("probe", "encoded", "run")
 QUALITY, ASIDE, RECORDS, RIDGE = 75, 4, 10_000, 100.0
 MOST_SECONDS, MOST_GIB = 180, 4
 PUBLISHED = "67.0 on the original, at epsilon 3 (Tramer and Boneh 2021)"
@@ -119,17 +104,6 @@ def run(seed: int = 0) -> None:
     _save(run={"seconds": time.process_time(), "peak_gib": peak, "seed": seed})
 
 
-@app.command()
-def variants() -> None:
-    """Train with settings beside those of the row on mirrored components; accuracy on held-out training records."""
-    found = []
-    for number, change in enumerate(VARIANTS):
-        config = TABLE.configuration(MIRRORED, EPSILON, change, TABLE.tuning_seed)
-        run = train_or_read(config, Path(f"runs/private_accuracy/cifar-10-variant-{number}"))
-        found.append({"change": change, "validation": private_accuracy(run)["validation"]})
-        _save(variants=found)
-
-
 def encoded_again(data: Dataset, x: Tensor) -> Tensor:
     """Return standardised images as one more JPEG encoding leaves them, on a grid of blocks `ASIDE` pixels aside.
 
@@ -174,15 +148,11 @@ def page_section() -> str:
             )
         )
         rows.append(("its peak memory [GiB]", f"{found['peak_gib']:.2f}", f"below {MOST_GIB}"))
-    for found in results.get("variants", []):
-        change = ", ".join(f"{key.split('.')[-1]} {value:g}" for key, value in found["change"].items())
-        text = f"mirrored components, {change or 'the settings of the row'}: held-out accuracy [%]"
-        rows.append((text, f"{found['validation']:.2f}", "standard error 0.7, 45,000 records"))
     if not rows:
         return ""
     text = (
         f"The copy holds JPEG files of quality {QUALITY} with halved colours ({results['date']}, "
-        f"{command(MODULE, 'probe')}, `encoded`, `variants`, `run`). The second encoding lies on another grid of "
+        f"{command(MODULE, 'probe')}, `encoded`, `run`). The second encoding lies on another grid of "
         "blocks; the first one has already removed part of what it would, so it costs less than the first one did."
     )
     return section("CIFAR-10 in JPEG", text, markdown(("what", "figure", "compare"), rows))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import typer
+
 from benchmarks.markdown import command, markdown, section
 from benchmarks.private_accuracy.records import TABLE
 from benchmarks.results_file import load_results, save_results
@@ -42,11 +44,12 @@ CHANGES: Mapping[str, tuple[dict[str, Any], ...]] = {
 """Changes to rows of `benchmarks.private_accuracy.records`."""
 
 
-def main() -> None:
-    """Train what is missing, and print each accuracy."""
-    found = []
-    for row, changes in CHANGES.items():
-        for number, change in enumerate(changes):
+def main(rows: str = "") -> None:
+    """Train what is missing of the rows with a text in their name, and print each accuracy."""
+    chosen = [row for row in CHANGES if rows in row]
+    found = [one for one in load_results(NAME).get("variants", []) if one["row"] not in chosen]
+    for row in chosen:
+        for number, change in enumerate(CHANGES[row]):
             config = TABLE.configuration(row, EPSILON, change, TABLE.tuning_seed)
             folder = TABLE.folder / f"{row.replace(', ', '-').replace(' ', '-')}-variant-{number}"
             validation = private_accuracy(train_or_read(config, folder))["validation"]
@@ -84,4 +87,4 @@ def page_section() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

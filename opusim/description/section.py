@@ -251,7 +251,11 @@ def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
             else f"a {type(value).__name__}"
         )
         return f"is a section, not one value; give its keys instead of {given}{_example(field)}"
-    rule = message.replace("Input should be", "must be").split(", unable to parse")[0]
+    rule = (
+        message.replace("Input should be", "must be")
+        .split(", unable to parse")[0]
+        .split(", got a number with")[0]
+    )
     if field is not None and problem["type"].startswith(("greater_than", "less_than")):
         rule = f"must be {_range(field)}"
     default = None if field is None or field.is_required() else field.get_default(call_default_factory=False)

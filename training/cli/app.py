@@ -22,7 +22,7 @@ _RUNS = "Runs and privacy"
 _DEVICES = "Devices"
 _HELP = "Problems"
 _UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy that newer versions of typer hold
-_ARGUMENT = re.compile(r"(?P<name>[a-z][\w.]*) = (?P<value>'[^']*'|[^\s:]+): (?P<reason>.*)")
+_ARGUMENT = re.compile(r"(?P<name>[a-z][\w.]*)(?: = (?P<value>'(?P<quoted>[^']*)'|[^\s:]+))?: (?P<reason>.*)")
 _FEW_COMMANDS = 8
 """Most subcommands that a refusal lists."""
 
@@ -243,19 +243,35 @@ class CommandLine:
     def as_typed(self, error: BaseException) -> str:
         """Return what a value has wrong; the text names an option of this line instead of its key or argument."""
         text = " ".join(str(error).split())
-        argument = _ARGUMENT.fullmatch(text)
-        key = error.key if isinstance(error, ConfigError) else argument["name"] if argument else ""
-        typed = {name for name, _, _ in self._given()}
-        settings = {value.partition("=")[0] for name, _, value in self._given() if name == "--set"}
-        keys = self._keys()
-        option = keys.get(key) or keys.get(f"device.{key}") or f"--{key.replace('_', '-')}"
-        is_missing = isinstance(error, ConfigError) and error.reason.startswith("is missing")
-        takes = option in typed or (is_missing and option in self._options())
-        if not takes or {key, f"device.{key}"} & settings:
-            return text
+        found = _ARGUMENT.fullmatch(text)
         if isinstance(error, ConfigError):
-            return f"{option}: {error.reason}"
-        return f"{option} {argument['value']}: {argument['reason']}" if argument else text
+            option = self._option_of(error.key, missing=error.reason.startswith("is missing"))
+            return f"{option}: {error.reason}" if option else text
+        option = self._option_of(found["name"], quoted=found["quoted"]) if found else None
+        if found is None or option is None:
+            return text
+        typed = [value for name, _, value in self._given() if name == option]
+        return f"{option} {found['value'] or typed[-1]}: {found['reason']}"
+
+    def _option_of(self, key: str, *, quoted: str | None = None, missing: bool = False) -> str | None:
+        """Return the option on the line that set a key or an argument, or None; if missing, the one that would.
+
+        Args:
+            key: The key of the configuration, or the argument's name.
+            quoted: The text that it was set to, which finds an option of another name.
+            missing: Whether nothing set it.
+        """
+        given = {name: value for name, _, value in self._given()}
+        settings = {value.partition("=")[0] for name, _, value in self._given() if name == "--set"}
+        if {key, f"device.{key}"} & settings:
+            return None
+        keys, named = self._keys(), f"--{key.replace('_', '-')}"
+        option = keys.get(key) or keys.get(f"device.{key}") or named
+        option = option if option in self._options() else option.replace("--n-", "--")
+        if option in given or (missing and option in self._options()):
+            return option
+        same = [name for name, value in given.items() if value == quoted]
+        return same[0] if quoted and len(same) == 1 else None
 
     def _options(self) -> dict[str, Any]:
         """The options of the command by the words that name them."""

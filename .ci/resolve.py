@@ -3,7 +3,7 @@
 python .ci/resolve.py [VERSION ...]
 
 Resolves the requirements, and each extra with them, on Linux (x86-64) without building anything; exit code 1 if a
-version has no answer. It installs nothing: that the code runs there is for the tests to say.
+version has no answer. It asks the package index and installs nothing: that the code runs there is for the tests to say.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def requirements() -> dict[str, list[str]]:
 
 
 def resolved(version: str, wanted: list[str]) -> tuple[dict[str, str], str]:
-    """Return the versions that were found by package, none if there is no answer, and what uv said."""
+    """Return the versions that were found by package, none if there is no answer, and in one line why not."""
     call = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"]
     call += ["--python-version", version, "--python-platform", "x86_64-manylinux_2_28"]
     call += ["--only-binary", ":all:"]
     done = subprocess.run(call, input="\n".join(wanted), capture_output=True, text=True, check=False)
     found = dict(line.split("==") for line in done.stdout.splitlines() if "==" in line)
-    return (found if done.returncode == 0 else {}), done.stderr.strip()
+    return (found if done.returncode == 0 else {}), " ".join(done.stderr.partition("\nhint:")[0].split())
 
 
 def main() -> None:
@@ -51,11 +51,11 @@ def main() -> None:
             if not found:
                 failed.append(where)
             shown = ", ".join(f"{package} {found[package]}" for package in SHOWN if package in found)
-            print(
-                f"{where}: {f'{len(found)} packages, {shown}' if found else f'no answer: {said}'}", flush=True
-            )
+            print(f"{where}: {f'{len(found)} packages, {shown}' if found else said}", flush=True)
+            if not found and not name:
+                break  # an extra needs all of these
     if failed:
-        raise SystemExit(f"no wheels for {'; '.join(failed)}")
+        raise SystemExit(f"not resolved, for the reasons above: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

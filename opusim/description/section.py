@@ -105,6 +105,8 @@ def first_problem(
     if kind == "extra_forbidden":
         known = keys_of(section) if section is not None else ()
         hint = f"; the keys here are {', '.join(known)}" if known else ""
+        if section is not None and (inner := _inner_key(section, keys, sections or {})):
+            return ConfigError(origin, key, f"unknown key; did you mean {inner!r}?")
         return ConfigError(origin, key, "unknown key" + did_you_mean(keys[-1], known, otherwise=hint))
     if kind == "missing":
         missing = [
@@ -237,6 +239,20 @@ def default_of(field: FieldInfo) -> Any:
     return field.get_default(call_default_factory=True)
 
 
+def _inner_key(
+    section: type[BaseModel], keys: Sequence[str], sections: Mapping[str, type[BaseModel]]
+) -> str | None:
+    """Return the only key of the section's own sections that has the name of an unknown key, or None."""
+    found = []
+    for name in keys_of(section):
+        path, field = ".".join([*keys[:-1], name]), _field(section, name)
+        parts = (
+            [sections[path]] if path in sections else [] if field is None else variants_of(field.annotation)
+        )
+        found += [f"{path}.{keys[-1]}"] if any(keys[-1] in keys_of(part) for part in parts) else []
+    return found[0] if len(found) == 1 else None
+
+
 def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
     """Return what a key takes, the value if it is short of a section, and the key's default."""
     message, value = str(problem["msg"]).removeprefix("Value error, "), problem.get("input")
@@ -251,7 +267,11 @@ def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
             else f"a {type(value).__name__}"
         )
         return f"is a section, not one value; give its keys instead of {given}{_example(field)}"
-    rule = message.replace("Input should be", "must be").split(", unable to parse")[0]
+    rule = (
+        message.replace("Input should be", "must be")
+        .split(", unable to parse")[0]
+        .split(", got a number with")[0]
+    )
     if field is not None and problem["type"].startswith(("greater_than", "less_than")):
         rule = f"must be {_range(field)}"
     default = None if field is None or field.is_required() else field.get_default(call_default_factory=False)

@@ -6,8 +6,10 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 
@@ -20,6 +22,9 @@ _RUNS = "Runs and privacy"
 _DEVICES = "Devices"
 _HELP = "Problems"
 _UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy that newer versions of typer hold
+_ARGUMENT = re.compile(r"(?P<name>[a-z][\w.]*)(?: = (?P<value>'(?P<quoted>[^']*)'|[^\s:]+))?: (?P<reason>.*)")
+_FEW_COMMANDS = 8
+"""Most subcommands that a refusal lists."""
 
 
 class OpusimGroup(LazyGroup):
@@ -152,67 +157,173 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    line = CommandLine()
     try:
         _serve_completion()
         _take_wait()
         _require_one_process()
-        code = app(prog_name="opusim", standalone_mode=False)
+        command = typer.main.get_command(app)
+        line = CommandLine.of(command, sys.argv[1:])
+        line.require_unambiguous()
+        code = command(prog_name="opusim", standalone_mode=False)
     except typer.Abort:
         raise SystemExit(1) from None
     except _UsageError as error:
         if debug:
             raise
-        typer.echo(_usage_line(error), err=True)
+        typer.echo(line.usage(error), err=True)
         raise SystemExit(2) from error
     except (OpusimError, ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         if debug:
             raise
-        message = " ".join(str(error).split())
-        typer.echo(f"opusim: {message}", err=True)
+        typer.echo(f"opusim: {line.as_typed(error)}", err=True)
         raise SystemExit(_exit_code(error)) from error
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
-def _usage_line(error: Any) -> str:
-    """Return what a command line has wrong: command, parameter, rule, value and remedy; help as it is."""
-    if type(error).__name__ == "NoArgsIsHelpError":
-        return str(error.format_message())
-    path = "opusim" if error.ctx is None else error.ctx.command_path
-    rule, given = (
-        " ".join(str(error.format_message()).split()).rstrip("."),
-        _given(getattr(error, "param", None)),
-    )
-    rule = re.sub(
-        r" \(Possible options: (.*)\)$", r"; did you mean \1?", rule.replace(". Did you", "; did you")
-    )
-    if given is not None and repr(given) not in rule:
-        rule += f", got {given!r}"
-    kinds = _kinds_that_take(getattr(error, "option_name", "")) if path.startswith("opusim train ") else []
-    owners = f"; it is an option of {', '.join(kinds)}" if kinds else ""
-    told = f"{rule[:1].lower()}{rule[1:]}{owners}"
-    return f"{path}: {told}{'' if told.endswith('?') else ';'} `{path} --help` shows what it takes"
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line, to say in one line what is wrong with it.
 
+    Attributes:
+        path: The command as it is typed, such as ``opusim train pdfa``.
+        command: That command, or None before it is known.
+        words: What follows it.
+    """
 
-def _given(parameter: Any) -> str | None:
-    """Return the value that the command line gives an option, or None if it gives none."""
-    words = sys.argv[1:]
-    for place, word in enumerate(words):
-        name, has_value, value = word.partition("=")
-        if name in getattr(parameter, "opts", ()):
-            return value if has_value else next(iter(words[place + 1 :]), None)
-    return None
+    path: str = "opusim"
+    command: Any = None
+    words: Sequence[str] = ()
 
+    @classmethod
+    def of(cls, command: Any, words: Sequence[str]) -> Self:
+        """Follow the names of subcommands from the first command on."""
+        path = "opusim"
+        while words and words[0] in getattr(command, "commands", {}):
+            name, words = words[0], words[1:]
+            command = command.loaded(name) if isinstance(command, LazyGroup) else command.commands[name]
+            path = f"{path} {name}"
+        return cls(path, command, words)
 
-def _kinds_that_take(option: str) -> list[str]:
-    """Return the kinds of trainers that have an option."""
-    from training.cli.options import trainer_options
-    from training.config.kinds import TRAINERS
+    def require_unambiguous(self) -> None:
+        """Refuse an option that is given twice, and the name of an option in the place of a value.
 
-    return [
-        kind
-        for kind, section in TRAINERS.every().items()
-        if option.removeprefix("--") in {known.name for known in trainer_options(kind, section)}
-    ]
+        Raises:
+            _UsageError: One of these was found.
+        """
+        seen: dict[str, str] = {}
+        for name, option, value in self._given():
+            if value in self._options():
+                raise _UsageError(f"option '{name}' needs a value, and the option '{value}' follows")
+            before, told = seen.get(option.name), name if option.is_flag else value
+            seen[option.name] = told
+            if option.is_flag and before not in (None, told):
+                raise _UsageError(f"options '{before}' and '{told}' contradict each other; give one")
+            if not option.is_flag and before is not None and not option.multiple:
+                raise _UsageError(f"option '{name}' is given twice, {before!r} and {told!r}; give it once")
+
+    def usage(self, error: Any) -> str:
+        """Return what cannot be read: command, parameter, rule, value and remedy; help as it is."""
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return str(error.format_message())
+        rule = " ".join(str(error.format_message()).split()).rstrip(".").replace(". Did you", "; did you")
+        rule = rule.replace("requires an argument", "needs a value").replace("argument(s)", "argument")
+        rule = re.sub(r"Input should be ([^,]*)(, unable to parse .*)?$", r"must be \1", rule)
+        parameter = getattr(error, "param", None)
+        given = [value for _, option, value in self._given() if option.name == getattr(parameter, "name", "")]
+        if given and repr(given[-1]) not in rule:
+            rule += f", got {given[-1]!r}"
+        if type(error).__name__ == "MissingParameter" and (meaning := getattr(parameter, "help", None)):
+            rule += f" ({meaning.replace(chr(92), '').rstrip('.')})"
+        rule = self._with_hint(rule, error)
+        path = self.path if error.ctx is None else error.ctx.command_path
+        rule = f"{rule[:1].lower()}{rule[1:]}{'' if rule.endswith('?') else ';'}"
+        return f"{path}: {rule} `{path} --help` shows what it takes"
+
+    def as_typed(self, error: BaseException) -> str:
+        """Return what a value has wrong; the text names an option of this line instead of its key or argument."""
+        text = " ".join(str(error).split())
+        found = _ARGUMENT.fullmatch(text)
+        if isinstance(error, ConfigError):
+            option = self._option_of(error.key, missing=error.reason.startswith("is missing"))
+            return f"{option}: {error.reason}" if option else text
+        option = self._option_of(found["name"], quoted=found["quoted"]) if found else None
+        if found is None or option is None:
+            return text
+        typed = [value for name, _, value in self._given() if name == option]
+        return f"{option} {found['value'] or typed[-1]}: {found['reason']}"
+
+    def _option_of(self, key: str, *, quoted: str | None = None, missing: bool = False) -> str | None:
+        """Return the option on the line that set a key or an argument, or None; if missing, the one that would.
+
+        Args:
+            key: The key of the configuration, or the argument's name.
+            quoted: The text that it was set to, which finds an option of another name.
+            missing: Whether nothing set it.
+        """
+        given = {name: value for name, _, value in self._given()}
+        settings = {value.partition("=")[0] for name, _, value in self._given() if name == "--set"}
+        if {key, f"device.{key}"} & settings:
+            return None
+        keys, named = self._keys(), f"--{key.replace('_', '-')}"
+        option = keys.get(key) or keys.get(f"device.{key}") or named
+        option = option if option in self._options() else option.replace("--n-", "--")
+        if option in given or (missing and option in self._options()):
+            return option
+        same = [name for name, value in given.items() if value == quoted]
+        return same[0] if quoted and len(same) == 1 else None
+
+    def _options(self) -> dict[str, Any]:
+        """The options of the command by the words that name them."""
+        named = [each for each in getattr(self.command, "params", ()) if hasattr(each, "is_flag")]
+        return {word: each for each in named for word in (*each.opts, *each.secondary_opts)}
+
+    def _given(self) -> Iterator[tuple[str, Any, str]]:
+        """The options on the line: the word that names each, the option, and its value or an empty text."""
+        options, words = self._options(), iter(self.words)
+        for word in words:
+            name, has_value, value = word.partition("=")
+            option = options.get(name)
+            if word == "--":
+                return
+            if option is not None:
+                yield name, option, value if has_value or option.is_flag else next(words, "")
+
+    def _with_hint(self, rule: str, error: Any) -> str:
+        """Return a rule with the commands that there are, or with where an option belongs."""
+        commands = list(getattr(getattr(error.ctx, "command", None), "commands", ()))
+        if rule.startswith("No such command"):
+            few = "did you mean" not in rule and len(commands) <= _FEW_COMMANDS
+            return f"{rule}; the commands here are {', '.join(commands)}" if few else rule
+        name = str(getattr(error, "option_name", "")).removeprefix("--")
+        if not rule.startswith("No such option") or not self.path.startswith(
+            ("opusim train ", "opusim tune ")
+        ):
+            return re.sub(r" \(Possible options: (.*)\)$", r"; did you mean \1?", rule)
+        from training.cli.options import keys_called, trainer_options
+        from training.config.kinds import TRAINERS
+
+        kinds = TRAINERS.every().items()
+        takers = [
+            kind for kind, section in kinds if name in {each.name for each in trainer_options(kind, section)}
+        ]
+        if takers:
+            return f"{rule}; it is an option of {', '.join(takers)}"
+        if keys := keys_called(name.replace("-", "_"), self.path.split()[-1]):
+            return f"{rule.partition(' (Possible')[0]}; write --set {keys[0]}=VALUE"
+        return re.sub(r" \(Possible options: (.*)\)$", r"; did you mean \1?", rule)
+
+    def _keys(self) -> Mapping[str, str]:
+        """The options of a command that trains, by the keys of the configuration that they set."""
+        if not self.path.startswith(("opusim train ", "opusim tune ")):
+            return {}
+        from training.cli.options import trainer_options
+        from training.config.kinds import TRAINERS
+
+        kind = self.path.split()[-1]
+        if kind not in TRAINERS.every():
+            return {}
+        return {option.key: f"--{option.name}" for option in trainer_options(kind, TRAINERS.find(kind))}
 
 
 def _serve_completion() -> None:

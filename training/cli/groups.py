@@ -58,7 +58,9 @@ def _show_flags_without_type(command: Any, ctx: Any) -> None:
 
 
 def built(name: str, command: Callable[..., None], **attributes: Any) -> Any:
-    """A function as a command, as groups hold it."""
+    """A function as a command, as groups hold it; help wraps each paragraph of its docstring."""
     single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     single.command(name, **attributes)(command)
-    return typer.main.get_command(single)
+    made = typer.main.get_command(single)
+    made.help = "\n\n".join(" ".join(part.split()) for part in (made.help or "").split("\n\n"))
+    return made

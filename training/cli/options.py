@@ -328,10 +328,18 @@ def key_rows(topic: str | None = None, *, search: str | None = None) -> list[Key
         ValueError: There is no such topic.
     """
     if topic is not None and topic not in topics():
-        raise ValueError(f"{topic!r} is no topic; take one of {', '.join(topics())}")
+        hint = f", or write --search {topic}" if key_rows(search=topic) else ""
+        raise ValueError(f"TOPIC: {topic!r} is no topic; take one of {', '.join(topics())}{hint}")
     rows = _all_rows() if topic is None else _topic_rows(topic)
     word = (search or "").lower()
     return [row for row in rows if word in row[0].lower() or word in row[2].lower()]
+
+
+def keys_called(name: str, kind: str) -> list[str]:
+    """Return the keys with this last part that a run of a kind of trainer may have."""
+    others = [other for other in KINDS["trainer"].every() if other != kind]
+    keys = [key for topic in topics() if topic not in others for key, _, _ in _topic_rows(topic)]
+    return list(dict.fromkeys(key for key in keys if key.rpartition(".")[2] == name))
 
 
 def _all_rows() -> list[KeyRow]:

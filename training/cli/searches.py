@@ -131,7 +131,7 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
     from opusim import checks
     from training.tuning import Search, parse_choices
 
-    checks.positive(trials=trials, remedy="such as 5")
+    checks.positive(trials=trials, remedy="take a number such as 5")
     if not choose:
         raise ValueError(
             "--choose is missing: name a key and its values, such as --choose optimizer.lr=1,2,4"

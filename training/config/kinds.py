@@ -114,8 +114,8 @@ class Kinds(Generic[SectionT]):
             if kind in section.formerly:
                 return f"{kind!r} is now {name!r}; use that"
         names = self.names()
-        hint = did_you_mean(str(kind), names)
-        return f"{kind!r} is no {self.section}{hint}; known are {', '.join(map(repr, names))}"
+        known = f"; known are {', '.join(map(repr, names))}"
+        return f"{kind!r} is no {self.section}{did_you_mean(str(kind), names, otherwise=known)}"
 
 
 TRAINERS: Kinds[TrainerSection] = Kinds(section="trainer", base=TrainerSection)

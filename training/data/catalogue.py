@@ -141,9 +141,9 @@ def unknown_name(name: str) -> ValueError:
     kind = _KIND_OF_ENDING.get(Path(str(name)).suffix.lower())
     close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
     meant = f"{kind}:{name}" if kind else close[0] if close else ""
-    hint = f" Did you mean {meant!r}?" if meant else ""
+    hint = f"; did you mean {meant!r}?" if meant else ""
     files = ", ".join(f"{known}:PATH" for known in FILE_KINDS)
-    return ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}, {files}.{hint}")
+    return ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}, {files}{hint}")
 
 
 def load_dataset(

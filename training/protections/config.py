@@ -69,9 +69,8 @@ class _Strength(ProtectionSection):
     def _check_strength(self) -> Self:
         if self.epsilon is None and (self.needs_epsilon or self.noise_multiplier is None):
             other = "" if self.needs_epsilon else ", or a noise_multiplier"
-            raise ValueError(
-                f"epsilon is missing; kind = {self.kind!r} needs one above 0, such as 3.0{other}"
-            )
+            reason = f"is missing; kind = {self.kind!r} needs one above 0, such as 3.0{other}"
+            raise BadKey("protection.epsilon", reason)
         return self
 
 

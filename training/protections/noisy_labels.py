@@ -186,7 +186,8 @@ class StagedResponseProtection(RandomizedResponseProtection):
         if kind != "class":
             reason = f"fits a model of the class to numeric features, and the records are of {kind!r}"
         elif len(dataset.train) < LEAST_PART * stages:
-            reason = f"leaves less than {LEAST_PART} of the {len(dataset.train)} records in a part"
+            most = max(1, len(dataset.train) // LEAST_PART)
+            reason = f"leaves less than {LEAST_PART} of the {len(dataset.train)} records in a part; take at most {most}"
         elif dataset.n_features > MOST_FEATURES:
             reason = (
                 f"fits a model to {dataset.n_features} features, and takes at most {MOST_FEATURES}; set "

@@ -148,11 +148,13 @@ def _require_stated_numbers(config: RunConfig, dataset: Dataset) -> None:
     stated, target = config.data, dataset.target
     if dataset.classes and not stated.classes:
         raise NoGuarantee(
-            "data.classes is missing: the names of the classes would be read off the private labels; state them"
+            "data.classes is missing: the names of the classes would be read off the private labels; state them, as in "
+            '--set \'data.classes=["no", "yes"]\''
         )
     if target == "class" and stated.n_classes is None and not stated.classes:
         raise NoGuarantee(
-            "data.n_classes is missing: the number of classes would be read off the private labels; state it"
+            "data.n_classes is missing: the number of classes would be read off the private labels; state it, as in "
+            "--set data.n_classes=10"
         )
     if (
         dataset.holds_tokens

@@ -44,7 +44,7 @@ def test_an_audit_prints_a_table_and_its_meaning_and_keeps_them(folder: Path) ->
     ("arguments", "message"),
     [
         (["audit", "nowhere"], "holds no run"),
-        (["audit", "run", "--trials", "3"], "trials = 3"),
+        (["audit", "run", "--trials", "3"], "--trials 3: "),
         (["audit", "run", "--delta", "2"], "delta"),
         (["audit", "run", "--arrays", "nowhere.npz"], "nowhere.npz"),
     ],

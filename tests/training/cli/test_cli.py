@@ -155,7 +155,7 @@ def test_the_configuration_of_a_run_redoes_it(run: Path) -> None:
     [
         (["train", "pdfa", "--set", "trainer.treshold=1"], 2, "did you mean 'threshold'"),
         (["train", "pdfa", "--sigma", "-1"], 2, "sigma"),
-        (["train", "pdfa", "--data", "mnits"], 2, "data.name = 'mnits'"),
+        (["train", "pdfa", "--data", "mnits"], 2, "--data 'mnits': must be one of"),
         (
             ["train", "pdfa", "--protect", "record", "--epsilon", "3", "--delta", "0"],
             2,
@@ -174,7 +174,7 @@ def test_the_configuration_of_a_run_redoes_it(run: Path) -> None:
         (
             ["tune", "convex", "--epsilon", "3", "--trials", "0", "--out", "search"],
             2,
-            "trials = 0.0: must be .*above 0",
+            "--trials 0.0: must be .*above 0",
         ),
         (["device", "calibrate", "gaussian", "--out", "/dev/null/x"], 2, "/dev/null/x.*choose another"),
         (["device", "record", "camera", "--out", "/dev/null/x"], 2, "/dev/null/x.*choose another"),

@@ -99,7 +99,34 @@ def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent:
         ),
         (["train", "pdfa", "--epochs=many"], ("'--epochs'", "got 'many'")),
         (["curve"], ("opusim curve: missing argument 'SPEC'",)),
-        (["train", "pdfa", "--epochs"], ("opusim: option '--epochs' requires an argument",)),
+        (["train", "pdfa", "--epochs"], ("opusim train pdfa: option '--epochs' needs a value; `opusim",)),
+        (
+            ["train", "pdfa", "--set", "--data", "digits"],
+            ("option '--set' needs a value", "'--data' follows"),
+        ),
+        (["train", "pdfa", "--epsilon", "1", "--epsilon=8"], ("'--epsilon' is given twice, '1' and '8'",)),
+        (["train", "pdfa", "--through-clip", "--no-through-clip"], ("contradict each other; give one",)),
+        (["train", "pdfa", "--stages", "4"], ("--stages; write --set protection.stages=VALUE",)),
+        (["runs", "nothere"], ("no such command 'nothere'; the commands here are list, rm;",)),
+        (["account", "photon-counts"], ("missing option '--rate-low' (Lowest expected count",)),
+        (["train", "options", "stages"], ("opusim: TOPIC: 'stages' is no topic", "or write --search stages")),
+        (["train", "pdfa", "--epochs", "0"], ("opusim: --epochs: must be at least 1, got 0",)),
+        (
+            ["train", "pdfa", "--epochs", "3", "--set", "epochs=0"],
+            ("opusim: configuration: epochs: must be",),
+        ),
+        (["train", "pdfa", "--sigma", "-1", "--data", "digits"], ("opusim: --sigma: must be at least 0",)),
+        (
+            ["train", "pdfa", "--protect", "recrod"],
+            ("opusim: --protect: 'recrod' is no protection; did you",),
+        ),
+        (["train", "pdfa", "--protect", "label-readout"], ("opusim: --epsilon: is missing; kind =",)),
+        (["audit", "--mechanism", "nope"], ("opusim: --mechanism 'nope': must be one of",)),
+        (["device", "effects", "camera", "--outputs", "9"], ("opusim: --outputs 9: must be at least 80",)),
+        (
+            ["account", "photon-counts", "--rate-low", "3", "--rate-high=1"],
+            ("opusim: --rate-high 1: must be at least",),
+        ),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line(

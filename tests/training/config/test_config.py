@@ -104,6 +104,8 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
         ("trainer.treshold=0.1", "trainer.treshold.*did you mean 'threshold'"),
         ("nonsense=1", "nonsense.*keys here are"),
         ("trainer.gain=-0.1", "trainer.gain.*at least 0, got -0.1"),
+        ("batch_size=4", "batch_size: unknown key; did you mean 'sampler.batch_size'?"),
+        ("epochs=1.5", "epochs: must be a valid integer, got 1.5; the default is 15"),
         ("trainer.kind=backprop", "trainer.kind: 'backprop' is no trainer; known are 'bp', 'convex', 'dfa'"),
         ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
         ("protection.kind=3", "protection.kind: 3 is no protection; known are"),

@@ -281,7 +281,7 @@ def test_another_scheme_than_the_protection_needs_is_refused_not_overridden(tmp_
 REFUSED: list[tuple[list[str], str]] = [
     (
         ["train", "zo", "--text", "t.tsv"],
-        r"trainer.language.text: '.*t.tsv' does nothing here: it needs .*--language-model",
+        r"--text: '.*t.tsv' does nothing here: it needs .*--language-model",
     ),
     (
         ["train", "pdfa", "--config", "zo.toml"],

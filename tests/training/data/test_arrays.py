@@ -269,9 +269,9 @@ class TestDigits:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("minst", "Did you mean 'mnist'"),
-        ("Fashion_MNIST", "Did you mean 'fashion-mnist'"),
-        ("iris.csv", "csv:PATH, parquet:PATH, text:PATH. Did you mean 'csv:iris.csv'"),
+        ("minst", "; did you mean 'mnist'"),
+        ("Fashion_MNIST", "; did you mean 'fashion-mnist'"),
+        ("iris.csv", "csv:PATH, parquet:PATH, text:PATH; did you mean 'csv:iris.csv'"),
         ("imagenet", ""),
     ],
 )

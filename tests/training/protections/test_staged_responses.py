@@ -224,7 +224,11 @@ def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("stages", "records", "message"),
     [
-        (9, data, "protection.stages = 9: leaves less than 10 of the 80 records in a part; or take"),
+        (
+            9,
+            data,
+            "protection.stages = 9: leaves less than 10 of the 80 records in a part; take at most 8; or take",
+        ),
         (
             2,
             lambda: (np.zeros((40, MOST_FEATURES + 1), dtype=np.float32), np.arange(40) % 3),

@@ -1,14 +1,18 @@
 """What all tests share: seeds, quick syncs, kernels that are not compiled."""
 
 import os
+import random
 import secrets
 import signal
+import zlib
 from collections.abc import Iterator
 from typing import NoReturn
 
 import hypothesis
 import numba
+import numpy as np
 import pytest
+import torch
 
 from tests.support.killing import skip_syncs
 
@@ -61,6 +65,15 @@ def syncs_return_at_once() -> Iterator[None]:
             patch.setattr(os, "fsync", os.fsync)  # put back at the end
             skip_syncs()
         yield
+
+
+@pytest.fixture(autouse=True)
+def global_generators(request: pytest.FixtureRequest) -> None:
+    """Start the shared generators of torch, numpy and random from the test's name; nightly, from the system."""
+    start = secrets.randbits(32) if FRESH else zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(start)
+    np.random.seed(start)
+    random.seed(start)
 
 
 @pytest.fixture

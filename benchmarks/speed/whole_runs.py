@@ -125,9 +125,9 @@ def page_section() -> str:
     text = (
         f"Whole runs, reports and figures included, one thread ({load_results(NAME)['date']}, {command(MODULE)}). "
         "[plain.py](plain.py) is a script of torch, scikit-learn and matplotlib that loads, trains and draws the same. "
-        "The demo's runs are processes side by side on all cores, so the limit is on its wall time. A label-amplified "
-        "step computes the activations of all public records and their products in every layer, which follow the "
-        "weights: a shortcut would change the noise, and with it the results of a seed."
+        "The demo's runs are processes side by side on all cores, so the limit is on its wall time. Every fourth "
+        "label-amplified step computes the activations of all public records and their products in every layer "
+        "(`protection.reference_every`)."
     )
     return section("Whole runs", text, markdown(COLUMNS, table_rows()))
 

@@ -64,6 +64,7 @@ ORIGINS = {
     "cifar-10, ": "CIFAR-10 (a copy in JPEG) takes them too, but for its rate, which follows from published recipes.",
     "fashion-mnist, convolutions": "The rows `convolutions` take batch size, rate, clip and epochs from Tramer and "
     "Boneh's repository and are not tuned here.",
+    "cifar-10, convolutions": "`cifar-10, convolutions` takes network and settings of FashionMNIST.",
 }
 """Where settings that were not chosen on a row's own records come from, by the beginning of its name."""
 EPSILONS = (3.0, 1.0)
@@ -158,6 +159,9 @@ ROWS = {
         "fashion-mnist", batch_size=2048, rate=4.0, epsilons=EPSILONS
     ),
     "mnist, convolutions, DP-SGD": _convolutions("mnist", batch_size=512, rate=0.5),
+    "cifar-10, convolutions, DP-SGD": replace(
+        _convolutions("cifar-10", batch_size=2048, rate=4.0), seeds=(0, 1, 2)
+    ),
     "fashion-mnist, tuned convolutions, DP-SGD": _tuned_convolutions(
         "fashion-mnist", epochs=20, rates=(4.0, 8.0), batches=(2048, 4096), epsilon=1.0
     ),

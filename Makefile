@@ -11,7 +11,7 @@ DOCS := $(VENV)/.docs-installed
 RELEASE := $(VENV)/.release-installed
 LOWEST := $(VENV)-lowest
 
-.PHONY: demo test examples docs lint format bench bench-report audit nightly dist wheel-check resolve security coverage mutants hashes lowest clean
+.PHONY: demo test examples docs lint format bench bench-report audit fresh nightly dist wheel-check resolve security coverage mutants hashes lowest clean
 
 demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digits; open runs/demo/report.html.
 	$(BIN)/python -m benchmarks.pdfa.demo
@@ -61,8 +61,10 @@ audit: $(DEV)  ## Planted faults by audit and every statement beside its audit, 
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attacks.guarantees measure
 	$(BIN)/python -m benchmarks.pages
 
-nightly: $(DEV)  ## All tests, with fresh seeds in those that print theirs; then `coverage`, with the kernels uncompiled.
+fresh: $(DEV)  ## All tests, also the slow ones, with fresh seeds; a test that fails prints its seeds.
 	OPUSIM_FRESH_SEEDS=1 $(PYTEST) -m "slow or not slow"
+
+nightly: fresh  ## `fresh`, then `coverage`, with the kernels uncompiled as well.
 	$(MAKE) -j2 coverage
 
 dist: $(RELEASE)  ## Wheel and sdist, built twice and compared byte by byte, and what they need (CycloneDX).

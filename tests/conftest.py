@@ -69,8 +69,10 @@ def syncs_return_at_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def global_generators(request: pytest.FixtureRequest) -> None:
-    """Start the shared generators of torch, numpy and random from the test's name; nightly, from the system."""
+    """Start the shared generators of torch, numpy and random from the test's name, or a fresh seed, printed."""
     start = secrets.randbits(32) if FRESH else zlib.crc32(request.node.nodeid.encode())
+    if FRESH:
+        print(f"{request.node.nodeid}: shared generators start from {start}")
     torch.manual_seed(start)
     np.random.seed(start)
     random.seed(start)

@@ -213,7 +213,7 @@ class CommandLine:
         """
         seen: dict[str, str] = {}
         for name, option, value in self._given():
-            if value in self._options():
+            if value in self._options() and f"{name}={value}" not in self.words:  # that one is no slip
                 raise _UsageError(f"option '{name}' needs a value, and the option '{value}' follows")
             before, told = seen.get(option.name), name if option.is_flag else value
             seen[option.name] = told
@@ -244,14 +244,18 @@ class CommandLine:
         """Return what a value has wrong; the text names an option of this line instead of its key or argument."""
         text = " ".join(str(error).split())
         found = _ARGUMENT.fullmatch(text)
+        typed = {name: value for name, _, value in self._given()}
         if isinstance(error, ConfigError):
             option = self._option_of(error.key, missing=error.reason.startswith("is missing"))
-            return f"{option}: {error.reason}" if option else text
+            value = typed.get(option or "", "")
+            shown = option if value in error.reason else f"{option} {value!r}"
+            return f"{shown}: {error.reason}" if option else text
         option = self._option_of(found["name"], quoted=found["quoted"]) if found else None
         if found is None or option is None:
             return text
-        typed = [value for name, _, value in self._given() if name == option]
-        return f"{option} {found['value'] or typed[-1]}: {found['reason']}"
+        value = found["value"] or "array"
+        value = typed[option] if value.startswith("array") else value
+        return f"{option} {value}: {found['reason']}"
 
     def _option_of(self, key: str, *, quoted: str | None = None, missing: bool = False) -> str | None:
         """Return the option on the line that set a key or an argument, or None; if missing, the one that would.

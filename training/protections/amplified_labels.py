@@ -100,6 +100,9 @@ class AmplifiedLabels(PrivateGradients):
         noise: Source of independent N(0, 1).
         reference_every: Steps for which P_l of hidden layers is kept.
         sizes: Inputs of each layer, the bias's constant included; for `reference_every` above 1.
+
+    Raises:
+        ValueError: P_l is kept, and the sizes are missing.
     """
 
     def __init__(
@@ -116,6 +119,10 @@ class AmplifiedLabels(PrivateGradients):
         sizes: Sequence[int] = (),
     ) -> None:
         super().__init__(noise)
+        if reference_every > 1 and not sizes:
+            raise ValueError(
+                f"sizes is missing; reference_every = {reference_every} keeps a matrix for each layer"
+            )
         self._clip_norm = clip_norm
         self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
         self._divisor = divisor

@@ -121,6 +121,12 @@ def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent:
             ("opusim: --protect: 'recrod' is no protection; did you",),
         ),
         (["train", "pdfa", "--protect", "label-readout"], ("opusim: --epsilon: is missing; kind =",)),
+        (["train", "pdfa", "--device", "nope"], ("opusim: --device 'nope': no such device; known",)),
+        (["train", "pdfa", "--device=--data"], ("opusim: --device '--data': no such device",)),
+        (
+            ["account", "photon-counts", "--rate-low", "-3", "--rate-high", "1"],
+            ("opusim: --rate-low -3: must",),
+        ),
         (["audit", "--mechanism", "nope"], ("opusim: --mechanism 'nope': must be one of",)),
         (["device", "effects", "camera", "--outputs", "9"], ("opusim: --outputs 9: must be at least 80",)),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ import torch
 from scipy.stats import norm
 from torch import nn
 
+import training
 from opusim.randomness.streams import noise_stream
+from training.errors import RunInterrupted
 from training.networks.network import FullyConnected
 from training.protections.amplified_labels import AmplifiedLabels, whitened_norms
 from training.protections.metric import Metric, equalised_weights
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 WIDTHS = (5, 7, 6, 3)  # inputs, two hidden layers, classes
 CLIP, DIVISOR, FLOOR, ROUNDS = 0.27, 17.0, 0.05, 30
@@ -165,6 +169,77 @@ def test_a_kept_geometry_clips_and_colours_until_it_is_due_again() -> None:
     assert norms[3] > 1.2 * CLIP  # another geometry, in which it was clipped
     with pytest.raises(ValueError, match="public_inputs is missing"):
         shield.set_gradients(network, deltas, inputs)  # step 3 is due
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_noise_at_a_kept_step_has_the_kept_factor(monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """An empty batch releases the generator's draws, coloured by the factor that clips."""
+    network, shield, empty = new_network(), protection(1.0, every=4), signals(1, 0)
+    shield.seek(0)
+    shield.set_gradients(network, *empty, public_inputs=public_inputs())
+    if fault:  # noise of the rows of the moment, under a clip in the kept geometry
+        later = Metric.of_rows(torch.eye(WIDTHS[1] + 1), floor=FLOOR)
+        colour = Metric.colour
+        monkeypatch.setattr(
+            Metric, "colour", lambda self, white: colour(later if white.shape[1] == 8 else self, white)
+        )
+    shield.seek(1)
+    shield.set_gradients(network, *empty)
+    stream = noise_stream("experiment", 5, "central-noise")
+    stream.seek(1)
+    shapes = [(width, fan_in + 1) for fan_in, width in pairwise(WIDTHS)]
+    draws = [stream.normal(torch.Size(shape), device=torch.device("cpu")).double() for shape in shapes]
+    factors = [torch.from_numpy(np.linalg.cholesky(p)) for p in geometry(public_inputs())]
+    same = []
+    for linear, white, factor in zip(network.linears, draws, factors, strict=True):
+        found = torch.cat([linear.weight.grad, linear.bias.grad[:, None]], dim=1).double()
+        wanted = white @ factor.t() * CLIP / DIVISOR
+        same.append(torch.allclose(found, wanted, rtol=1e-4, atol=1e-7))
+    assert same == [True, not fault, True]
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e15])
+def test_the_clip_holds_in_a_kept_geometry_however_the_activations_moved(size: float) -> None:
+    network, shield = new_network(), protection(every=4)
+    shield.seek(0)
+    shield.set_gradients(network, *signals(1, 0), public_inputs=public_inputs())
+    deltas, inputs = signals(1, 1, 1e15)
+    shield.seek(2)
+    shield.set_gradients(network, deltas, [inputs[0], *(size * h for h in inputs[1:])])
+    assert np.linalg.norm(whitened(network, geometry(public_inputs()))) == pytest.approx(CLIP, rel=1e-5)
+
+
+def test_a_kept_geometry_needs_the_layers_sizes() -> None:
+    with pytest.raises(ValueError, match="sizes is missing; reference_every = 2 keeps"):
+        AmplifiedLabels(
+            clip_norm=CLIP, noise_multiplier=1.0, divisor=DIVISOR, floor=FLOOR, reference=public_inputs()[0],
+            equalise=False, noise=noise_stream("experiment", 5, "central-noise"), reference_every=2,
+        )  # fmt: skip
+
+
+def test_a_run_that_stops_at_any_step_goes_on_bit_for_bit(tmp_path: Path, ctrl_c_at: type) -> None:
+    """Steps 0, 4 and 8 compute the geometry of hidden layers; the steps after 2, 3, 5 and 6 resume with a kept one."""
+    config = {
+        "seed": 7,
+        "epochs": 3,
+        "data": {"n_classes": 3},
+        "model": {"hidden": [6, 5]},
+        "trainer": {"kind": "dfa"},
+        "sampler": {"scheme": "poisson", "batch_size": 15},
+        "protection": {"kind": "label-amplified", "noise_multiplier": 1.0},
+    }
+    data = normals(1, 60, 5).numpy(), np.arange(60) % 3
+    training.train(config, data=data, folder=tmp_path / "unbroken")
+    with pytest.raises(RunInterrupted):
+        training.train(config, data=data, folder=tmp_path / "broken", watcher=ctrl_c_at(2))
+    for step in (3, 5, 6):
+        with pytest.raises(RunInterrupted):
+            training.train(data=data, folder=tmp_path / "broken", resume=True, watcher=ctrl_c_at(step))
+    training.train(data=data, folder=tmp_path / "broken", resume=True)
+    ends = [tmp_path / name / "checkpoints" for name in ("unbroken", "broken")]
+    unbroken, broken = (read_checkpoint(list_checkpoints(end)[-1]).tensors for end in ends)
+    assert {"state.label_geometry_1", "state.label_geometry_2"} <= unbroken.keys() == broken.keys()
+    assert not [name for name, tensor in unbroken.items() if not torch.equal(tensor, broken[name])]
 
 
 def test_a_writer_that_resumes_between_two_computations_goes_on_as_if_it_had_not_stopped() -> None:

@@ -79,7 +79,7 @@ def page_section() -> str:
     if not rows:
         return ""
     text = (
-        f"Settings beside those of two rows that miss what was wanted, at epsilon {EPSILON:g} ({results['date']}, "
+        f"Settings beside those of rows that miss their target, at epsilon {EPSILON:g} ({results['date']}, "
         f"{command(MODULE)}): one run with one seed each. The standard error over held-out records is 0.7 points for "
         "CIFAR-10 and 0.2 for MNIST, and less for the difference of two runs, which share the records."
     )

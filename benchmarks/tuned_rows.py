@@ -215,7 +215,10 @@ class TunedRows:
         save_results(self.name, {"configuration": dict(self.base), **known, **parts})
 
 
-COLUMN_NAMES = ("protection", "epsilon", "test [%]", "validation [%]", "frames", "kJ", "chosen point")
+COLUMN_NAMES = (
+    *("protection", "epsilon", "test [%]", "seeds", "validation [%]"),
+    *("frames", "kJ", "chosen point"),
+)
 
 
 def _cell(result: Mapping[str, Any]) -> tuple[str, float]:
@@ -240,6 +243,7 @@ def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             cell["row"],
             f"{cell['epsilon']:g}",
             shown_accuracy(cell),
+            str(cell["seeds"]),
             f"{cell['validation']:.2f}" if "validation" in cell else "-",
             f"{cell['frames']:,.0f}",
             f"{cell['joules'] / 1e3:.1f}",

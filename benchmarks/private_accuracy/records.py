@@ -193,14 +193,9 @@ def page_section() -> str:
     if not results.get("cells"):
         return ""
     rows = [cell["row"] for cell in results["cells"]]
-    fewer = ", ".join(
-        f"{cell['seeds']} for `{cell['row']}`"
-        for cell in results["cells"]
-        if cell["seeds"] != len(TABLE.seeds)
-    )
     text = (
-        "All training records are private (50,000 of CIFAR-10, else 60,000); test accuracy, mean of "
-        f"{len(TABLE.seeds)} seeds{fewer and f' ({fewer})'} and its standard error ({results['date']}, "
+        "All training records are private (50,000 of CIFAR-10, else 60,000); test accuracy, mean over "
+        f"seeds and its standard error ({results['date']}, "
         f"{command(MODULE, 'tune')}, then `measure`). Settings of FashionMNIST were chosen on 10 % of its training "
         f"records with one other seed ({len(results.get('trials', []))} trials in the results file, after some "
         f"{EXPLORED} exploratory ones on those records: features, components, whitening, averages, batch sizes); the "

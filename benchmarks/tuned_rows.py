@@ -226,8 +226,13 @@ def _cell(result: Mapping[str, Any]) -> tuple[str, float]:
     return result["row"], result["epsilon"]
 
 
+def shown_point(point: Mapping[str, Any]) -> str:
+    """Return keys, without their sections, and values."""
+    return ", ".join(f"{key.split('.')[-1]} {_shown(value)}" for key, value in point.items())
+
+
 def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def shown_accuracy(cell: Mapping[str, Any]) -> str:
@@ -247,7 +252,7 @@ def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             f"{cell['validation']:.2f}" if "validation" in cell else "-",
             f"{cell['frames']:,.0f}",
             f"{cell['joules'] / 1e3:.1f}",
-            ", ".join(f"{key.split('.')[-1]} {_shown(value)}" for key, value in cell["point"].items()),
+            shown_point(cell["point"]),
         )
         for cell in cells
     ]

@@ -14,12 +14,12 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.private_accuracy.records import TABLE
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import private_accuracy, train_or_read
+from benchmarks.tuned_rows import shown_point
 
 MODULE, NAME = "benchmarks.private_accuracy.variants", "private_accuracy_variants"
-EPSILON = 3.0
+EPSILON, AS_IT_IS = 3.0, "as in the row"
 _LONGER = {"epochs": 80, "sampler.batch_size": 16384}
-_RATE = {"optimizer.lr": 4.0, "sampler.batch_size": 2048}
-_QUICK = {**_RATE, "epochs": 20}
+_QUICK = {"optimizer.lr": 4.0, "sampler.batch_size": 2048, "epochs": 20}
 _COPIES = {"trainer.augmented_copies": 2, "trainer.augment_mirror": False, "trainer.augment_shift": 1}
 CHANGES: Mapping[str, tuple[dict[str, Any], ...]] = {
     "cifar-10, linear on mirrored components, DP-SGD": (
@@ -54,26 +54,15 @@ def main(rows: str = "") -> None:
             folder = TABLE.folder / f"{row.replace(', ', '-').replace(' ', '-')}-variant-{number}"
             validation = private_accuracy(train_or_read(config, folder))["validation"]
             found.append({"row": row, "change": change, "validation": validation})
-            print(f"{row}, {shown(change)}: {validation:.2f}", flush=True)
+            print(f"{row}, {shown_point(change) or AS_IT_IS}: {validation:.2f}", flush=True)
             save_results(NAME, {"variants": found})
-
-
-def shown(change: Mapping[str, Any]) -> str:
-    """Return a change in words."""
-    return (
-        ", ".join(
-            f"{key.split('.')[-1]} {f'{value:g}' if isinstance(value, float) else value}"
-            for key, value in change.items()
-        )
-        or "as in the row"
-    )
 
 
 def page_section() -> str:
     """Return what the results page shows; empty without results."""
     results = load_results(NAME)
     rows = [
-        (found["row"], shown(found["change"]), f"{found['validation']:.2f}")
+        (found["row"], shown_point(found["change"]) or AS_IT_IS, f"{found['validation']:.2f}")
         for found in results.get("variants", [])
     ]
     if not rows:

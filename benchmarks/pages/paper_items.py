@@ -97,7 +97,7 @@ _HEAD, _ABLATIONS = "zeroth_order.sst2_head measure", "zeroth_order.ablations"
 _CIFAR = "convex.curves --data cifar-10 --seeds 0,1,2"
 
 COSTS: dict[str, float] = {
-    "ulr.resnet plain --epochs 20": 0.9,
+    "ulr.resnet plain": 0.9,
     "ulr.resnet private": 2.0,
     "ulr.table1 widths": 3.0,
     "convex.hyperplanes --noise 0": 0.07,
@@ -165,7 +165,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             shows="ResNet-5 on CIFAR-10, DP-ULR and DP-SGD",
             state="smaller",
             figures=ulr_resnet,
-            run=("ulr.resnet plain --epochs 20", "ulr.resnet private", "ulr.variance"),
+            run=("ulr.resnet plain", "ulr.resnet private", "ulr.variance"),
             results="ulr_resnet",
             left=resnet.left,
         ),

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from benchmarks.convex.accuracy import PAPER, best_point, run_once
-from benchmarks.markdown import markdown
+from benchmarks.markdown import markdown, with_error
 from benchmarks.results_file import load_results, save_results
 from training.reports.drawing import new_figure, save_figure, style
 
@@ -55,7 +54,7 @@ def _table(data: str) -> str:
     for point in points:
         tests.setdefault((point["row"], point["epsilon"]), []).append(point["test"])
     rows = [
-        (row, *(_mean_text(tests.get((row, epsilon), [])) for epsilon in epsilons))
+        (row, *(with_error(tests.get((row, epsilon), [])) for epsilon in epsilons))
         for row in dict.fromkeys(point["row"] for point in points)
     ]
     seeds = len({point.get("seed", SEED) for point in points})
@@ -67,10 +66,6 @@ def _table(data: str) -> str:
         f"{SEARCHED[data]} at the nearest searched epsilon (`python -m {MODULE}{options}`{figure})."
     )
     return f"{text}\n\n" + markdown(("trained by", *(f"{epsilon:g}" for epsilon in epsilons)), rows)
-
-
-def _mean_text(values: list[float]) -> str:
-    return f"{statistics.fmean(values):.2f}" if values else "not run"
 
 
 def left(data: str, seeds: tuple[int, ...]) -> int:

@@ -128,7 +128,7 @@ def convex_tuned() -> str:
 
 def convex_curves(data: str) -> str:
     points = load_results(curves.name_of(data))["points"]
-    seeds = len({point.get("seed", curves.SEED) for point in points})
+    seeds = len({point.get("seed", 0) for point in points})
     parts = []
     for name in dict.fromkeys(point["row"] for point in points):
         least, most = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
 Row = tuple[str, str, str]
 """A line of a summary table: what was measured, the figure, the command that measures it again."""
 
@@ -20,6 +23,16 @@ def section(title: str, *parts: str) -> str:
 def command(module: str, *arguments: str) -> str:
     """Return the command that runs a benchmark, as Markdown."""
     return f"`{' '.join(('python -m', module, *arguments))}`"
+
+
+def with_error(values: Sequence[float], form: str = ".2f") -> str:
+    """Return the mean of some values and, of more than one, its standard error, as text; "-" without values."""
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values):{form}}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:{form.lstrip('+')}}"
 
 
 def verdict(met: bool | None) -> str:

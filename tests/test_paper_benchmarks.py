@@ -199,9 +199,11 @@ def test_a_cell_of_table_1_is_one_of_the_widths_too(results: Path, monkeypatch: 
 def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 1200)
     monkeypatch.setattr(hyperplanes, "COUNTS", (16,))
-    hyperplanes.main(noise="0", epochs=1)
+    monkeypatch.setattr(hyperplanes, "EPOCHS", 4)
+    monkeypatch.setattr(hyperplanes, "PICTURE", results.parent / "hyperplanes.png")
+    hyperplanes.main(noise="0", epochs=4, seeds="0")
     assert ours("Convex", "Figure 5")[0] == "queued"
-    hyperplanes.main(noise="5", epochs=1)
+    hyperplanes.main(noise="5", epochs=4, seeds="0")
     found = load_results(hyperplanes.NAME)
     assert [(c["hyperplanes"], c["noise"]) for c in found["curves"]] == [
         (16, 0),
@@ -209,9 +211,15 @@ def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (16, 5),
         (None, 5),
     ]
-    hyperplanes.main(noise="0,5", epochs=1)
+    hyperplanes.main(noise="0,5", epochs=4, seeds="0")
     assert load_results(hyperplanes.NAME) == found
-    assert "P" in hyperplanes.page_table()
+    hyperplanes.main(noise="0", epochs=4, seeds="0,1")
+    assert hyperplanes.left(0.0) == 2  # of the third seed
+    (line,) = [
+        line for line in hyperplanes.page_table().splitlines() if line.startswith("| convex | 16 | 0 |")
+    ]
+    assert "| 2 |" in line
+    assert line.count("±") == 3
 
 
 @pytest.mark.slow

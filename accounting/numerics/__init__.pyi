@@ -13,6 +13,7 @@ from .closed_forms import variance_ratio_p_value as variance_ratio_p_value
 from .poisson_loss import pattern_bounds as pattern_bounds
 from .poisson_loss import pattern_upper as pattern_upper
 from .poisson_loss import poisson_bounds as poisson_bounds
+from .poisson_loss import poisson_upper as poisson_upper
 from .poisson_loss import worst_patterns as worst_patterns
 from .poisson_pairs import pattern_divergences as pattern_divergences
 from .poisson_pairs import renyi_upper as renyi_upper

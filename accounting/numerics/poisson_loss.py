@@ -115,13 +115,22 @@ def poisson_bounds(a: np.ndarray, b: np.ndarray, delta: float) -> EpsilonBounds:
     Returns:
         Bounds of this one direction; (0, infinity) if doubles cannot follow.
     """
+    pair = _checked_pair(a, b, delta)
+    upper, _ = _upper(pair, delta, _FINE_WINDOW)
+    return EpsilonBounds(lower=min(_lower(pair, delta), upper), upper=upper, method=METHOD)
+
+
+def poisson_upper(a: np.ndarray, b: np.ndarray, delta: float) -> float:
+    """Return the upper bound of `poisson_bounds`."""
+    return _upper(_checked_pair(a, b, delta), delta, _FINE_WINDOW)[0]
+
+
+def _checked_pair(a: np.ndarray, b: np.ndarray, delta: float) -> _Pair:
     checks.in_unit_interval(closed="neither", delta=delta)
     checks.non_negative(a=a, b=b)
     checks.shape((None,), a=a)
     checks.shape(np.shape(a), b=b)
-    pair = _Pair.of(np.asarray(a, dtype=float), np.asarray(b, dtype=float))
-    upper, _ = _upper(pair, delta, _FINE_WINDOW)
-    return EpsilonBounds(lower=min(_lower(pair, delta), upper), upper=upper, method=METHOD)
+    return _Pair.of(np.asarray(a, dtype=float), np.asarray(b, dtype=float))
 
 
 def pattern_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:

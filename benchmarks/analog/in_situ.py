@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from benchmarks.analog.lifetimes import accuracy, images
-from benchmarks.markdown import command, markdown, section, verdict
+from benchmarks.markdown import command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, open_device
 from opusim.devices.base import NoisyDevice
@@ -191,9 +191,7 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             work = (f"{layers['programmings']:,}", duration(layers["seconds"]), energy(layers["joules"]))
         frames = f"{used['frames']:,}" if used else "–"
         accuracies = [row["accuracy"] for row in found.values()]
-        lines.append(
-            (forward, backward, feedback, str(len(found)), with_error(accuracies, ".2f"), frames, *work)
-        )
+        lines.append((forward, backward, feedback, str(len(found)), with_error(accuracies), frames, *work))
     return lines
 
 
@@ -203,12 +201,6 @@ def in_setting(
     """Return the rows of a setting by seed."""
     wanted = (forward, backward, feedback)
     return {row["seed"]: row for row in rows if (row["forward"], row["backward"], row["feedback"]) == wanted}
-
-
-def with_error(values: list[float], form: str) -> str:
-    """Return the mean of some values and, of more than one, its standard error, as text."""
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{error}"
 
 
 HEADER = (
@@ -230,9 +222,7 @@ def in_place(rows: list[dict[str, Any]], device: str) -> str:
     if not found:
         return ""
     required = f", required {REQUIRED:g} % ({verdict(statistics.mean(found) >= REQUIRED)})"
-    return (
-        f"`{device}` in place by photonic DFA: {with_error(found, '.2f')} %{required * (device == 'reram')}"
-    )
+    return f"`{device}` in place by photonic DFA: {with_error(found)} %{required * (device == 'reram')}"
 
 
 def against_gaussian(rows: list[dict[str, Any]], device: str) -> str:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.any_module.convolutions import LocalHeads, VectorisedNetwork
-from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim import FeedbackAlignment, open_device
 from training.data import Dataset, load_dataset
@@ -326,7 +326,7 @@ def cell(results: dict[str, Any], name: str, table: str, row: str) -> str:
     found = figures(results, name, table, row)
     if len(found) < len(SEEDS):
         return "-"
-    return f"{statistics.mean(found):.1f} ± {statistics.stdev(found) / len(found) ** 0.5:.1f}"
+    return with_error(found, ".1f")
 
 
 def measured(results: dict[str, Any]) -> list[tuple[str, str]]:

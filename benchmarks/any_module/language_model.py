@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
 from benchmarks.results_file import FOLDER, load_results, save_results
 from benchmarks.zeroth_order.sentences import read_sentences
 from opusim import FeedbackAlignment, open_device
@@ -321,14 +321,6 @@ def shares(results: dict[str, Any], row: str) -> list[float]:
     return [(top - own) / (top - best) for top, best, own in measured]
 
 
-def shown(values: list[float], digits: int) -> str:
-    """Return a mean with its standard error; "-" without values."""
-    if not values:
-        return "-"
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{error}"
-
-
 def perplexity_ratio(results: dict[str, Any], row: str) -> float | None:
     """Return the perplexity of a byte over backpropagation's, or None if one is not measured."""
     both = list(zip(figures(results, row), figures(results, BP), strict=False))
@@ -344,8 +336,8 @@ def methods_table(results: dict[str, Any]) -> str:
         rows.append(
             (
                 row,
-                shown(figures(results, row), 3),
-                shown([100 * share for share in shares(results, row)], 1),
+                with_error(figures(results, row), ".3f"),
+                with_error([100 * share for share in shares(results, row)], ".1f"),
                 "-" if ratio is None else f"{ratio:.3f}",
                 "-" if ratio is None else f"{ratio**per_word:.2f}",
                 f"{LAUNAY[row]:.2f}" if row in LAUNAY else "",
@@ -365,8 +357,8 @@ def device_table(results: dict[str, Any]) -> str:
         rows.append(
             (
                 row,
-                shown(measured, 3),
-                shown([100 * each for each in share], 1),
+                with_error(measured, ".3f"),
+                with_error([100 * each for each in share], ".1f"),
                 f"{frames[0]:.0f}" if frames else "-",
             )
         )
@@ -447,7 +439,7 @@ def headline_rows() -> list[Row]:
     results = load_results(NAME)
     if not results:
         return []
-    cells = ", ".join(f"{row} {shown(figures(results, row), 3)}" for row in (BP, DFA, PDFA, TOP))
+    cells = ", ".join(f"{row} {with_error(figures(results, row), '.3f')}" for row in (BP, DFA, PDFA, TOP))
     return [
         (
             f"language model on bytes of SST-2, test, bits per byte, mean of {_seeds(results)}",

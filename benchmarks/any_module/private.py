@@ -36,8 +36,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from benchmarks.any_module.language_model import shown
-from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from training.data import Dataset, load_dataset
 from training.networks.image_models import ConvolutionalNetwork, VisionTransformer
@@ -254,7 +253,7 @@ def table(results: dict[str, Any]) -> str:
                 (
                     f"{name}, {epsilon:g}",
                     TITLES[tool],
-                    shown([each["test"] for each in found], 2),
+                    with_error([each["test"] for each in found]),
                     str(len(found)),
                     f"{found[0]['epsilon']:.4f}",
                     found[0].get("status", "not stated"),
@@ -285,7 +284,7 @@ def judgement(results: dict[str, Any]) -> str:
     for name in MODELS:
         lost = differences(results, "bp", "pdfa", names=(name,))
         if lost:
-            parts.append(f"Through the device {name} loses {shown(lost, 2)} points to bp.")
+            parts.append(f"Through the device {name} loses {with_error(lost)} points to bp.")
     return " ".join(parts)
 
 
@@ -339,7 +338,7 @@ def headline_rows() -> list[Row]:
         if any(outcomes(results, tool, *cell) for tool in TOOLS):
             name, epsilon = cell
             figures = ", ".join(
-                f"{tool} {shown([each['test'] for each in outcomes(results, tool, *cell).values()], 2)}"
+                f"{tool} {with_error([each['test'] for each in outcomes(results, tool, *cell).values()])}"
                 for tool in TOOLS
             )
             what = f"fashion-mnist, {name}, records protected, epsilon {epsilon:g}, test accuracy [%]"

@@ -2,9 +2,9 @@
 
 The counterpart of the paper's Figure 2, for replacing a record at delta 1e-5. Each point is a run of its own with its
 own epsilon (a last iterate has no curve along training: every model on the way would cost more), at the settings that
-`benchmarks.convex.accuracy search` chose at the nearest of its two epsilons (P = 64); all training records, one seed
-(`--seeds` takes more). `--data fashion-mnist` and `--data cifar-10` are the counterparts of Figures 7 and 3 and of
-Table 2; CIFAR-10 takes MNIST's settings. MNIST's curves are drawn in docs/convex.png. Runs that were begun resume.
+`benchmarks.convex.accuracy search` chose at the nearest of its two epsilons (P = 64); all training records, three
+seeds. `--data fashion-mnist` and `--data cifar-10` are the counterparts of Figures 7 and 3 and of Table 2; CIFAR-10
+takes MNIST's settings. MNIST's curves are drawn in docs/convex.png. Runs that were begun resume.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import typer
 
 from benchmarks.convex.accuracy import PAPER, best_point, run_once
-from benchmarks.markdown import markdown
+from benchmarks.markdown import markdown, with_error
 from benchmarks.results_file import load_results, save_results
 from training.reports.drawing import new_figure, save_figure, style
 
-EPSILONS, SEED, DATA = (1.0, 3.0, 8.0, 0.5), 0, "mnist"
+EPSILONS, SEEDS, DATA = (1.0, 3.0, 8.0, 0.5), (0, 1, 2), "mnist"
 SEARCHED = {"mnist": "mnist", "fashion-mnist": "fashion-mnist", "cifar-10": "mnist"}
 """The data set whose search a data set takes its settings from."""
 ROWS = (
@@ -55,10 +55,10 @@ def _table(data: str) -> str:
     for point in points:
         tests.setdefault((point["row"], point["epsilon"]), []).append(point["test"])
     rows = [
-        (row, *(_mean_text(tests.get((row, epsilon), [])) for epsilon in epsilons))
+        (row, *(with_error(tests.get((row, epsilon), [])) for epsilon in epsilons))
         for row in dict.fromkeys(point["row"] for point in points)
     ]
-    seeds = len({point.get("seed", SEED) for point in points})
+    seeds = len({point.get("seed", 0) for point in points})
     options, figure = (
         ("", "; [the figure](../../docs/convex.png)") if data == DATA else (f" --data {data}", "")
     )
@@ -69,14 +69,10 @@ def _table(data: str) -> str:
     return f"{text}\n\n" + markdown(("trained by", *(f"{epsilon:g}" for epsilon in epsilons)), rows)
 
 
-def _mean_text(values: list[float]) -> str:
-    return f"{statistics.fmean(values):.2f}" if values else "not run"
-
-
-def left(data: str, seeds: tuple[int, ...]) -> int:
+def left(data: str, seeds: tuple[int, ...] = SEEDS) -> int:
     """Return how many points of a data set are not in the results."""
     points = load_results(name_of(data)).get("points", [])
-    done = {(point["row"], point["epsilon"], point.get("seed", SEED)) for point in points}
+    done = {(point["row"], point["epsilon"], point.get("seed", 0)) for point in points}
     return len(set(itertools.product(_rows(data), EPSILONS, seeds)) - done)
 
 
@@ -90,11 +86,11 @@ def name_of(data: str) -> str:
     return NAME if data == DATA else f"{NAME}_{data.replace('-', '')}"
 
 
-def main(data: str = DATA, seeds: str = str(SEED)) -> None:
+def main(data: str = DATA, seeds: str = ",".join(map(str, SEEDS))) -> None:
     """Train what is missing, save each point as it comes, and draw."""
     points: list[dict[str, Any]] = list(load_results(name_of(data)).get("points", []))
     for seed, row, epsilon in itertools.product(map(int, seeds.split(",")), _rows(data), EPSILONS):
-        if any((p["row"], p["epsilon"], p.get("seed", SEED)) == (row, epsilon, seed) for p in points):
+        if any((p["row"], p["epsilon"], p.get("seed", 0)) == (row, epsilon, seed) for p in points):
             continue
         found = run_once(row, data, epsilon, best_point(row, SEARCHED[data], nearest(epsilon)), seed)
         points.append(
@@ -103,15 +99,21 @@ def main(data: str = DATA, seeds: str = str(SEED)) -> None:
         save_results(name_of(data), {"data": data, "points": points})
         print(points[-1], flush=True)
     if data == DATA:
-        draw([point for point in points if point.get("seed", SEED) == SEED])
+        draw(points)
 
 
 def draw(points: list[dict[str, Any]]) -> None:
-    """One line a row, and the paper's two tuned figures."""
+    """One line a row with the standard error over seeds, and the paper's two tuned figures."""
     figure, axes = new_figure()
     for number, row in enumerate(dict.fromkeys(point["row"] for point in points)):
-        mine = sorted((p["epsilon"], p["test"]) for p in points if p["row"] == row)
-        axes.plot(*zip(*mine, strict=True), label=row, **style(number))
+        mine: dict[float, list[float]] = {}
+        for point in points:
+            if point["row"] == row:
+                mine.setdefault(point["epsilon"], []).append(point["test"])
+        epsilons = sorted(mine)
+        means = [statistics.fmean(mine[epsilon]) for epsilon in epsilons]
+        errors = [_error(mine[epsilon]) for epsilon in epsilons]
+        axes.errorbar(epsilons, means, errors, capsize=3, label=row, **style(number))
     paper = sorted((epsilon, accuracy) for (data, epsilon), accuracy in PAPER.items() if data == DATA)
     axes.plot(*zip(*paper, strict=True), "x", color="#000000", label="the paper, NoisyCGD (not covered)")
     axes.set_xscale("log")
@@ -122,6 +124,11 @@ def draw(points: list[dict[str, Any]]) -> None:
     axes.set_ylabel("test accuracy [%]")
     axes.legend(frameon=False)
     save_figure(figure, PICTURE)
+
+
+def _error(values: list[float]) -> float:
+    """Standard error of the mean, 0 of one value."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 if __name__ == "__main__":

@@ -2,36 +2,39 @@
 
 Accuracy by epochs of the convex model with P = 16 to 512 hyperplanes and of a ReLU network of width 200, batches of
 1,000: without noise (Figure 4) and by Poisson DP-SGD at sigma = 5 and 15 (Figure 5; sigma is the multiplier here).
-Two products of size records x features x (10 P) fill a step, so P and the epochs set the time: 20 epochs, and P to 256,
-take minutes; `--epochs 100 --largest 512` takes hours.
+Two products of size records x features x (10 P) fill a step, so P and the epochs set the time.
 Learning rates are those that `benchmarks.convex.accuracy search` chose, not the paper's grid. Accuracy is that on 6,000
-training records that are held out, after each epoch, and on the test records at the end; one seed. A second call
-resumes.
+training records that are held out, after each epoch, and on the test records at the end; three seeds. The curves are
+drawn in docs/convex_hyperplanes.png. A second call resumes.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import typer
 
 from benchmarks.convex.rows import BASE, ROWS
-from benchmarks.markdown import command, markdown
+from benchmarks.markdown import command, markdown, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from training.config.reading import merged
+from training.reports.drawing import save_figure, style
 
 MODULE, NAME, FOLDER = "benchmarks.convex.hyperplanes", "convex_hyperplanes", Path("runs/convex-hyperplanes")
-COUNTS, NOISES, EPOCHS, SEED, LARGEST = (16, 32, 64, 128, 256, 512), (0.0, 5.0, 15.0), 20, 0, 256
+COUNTS, NOISES, EPOCHS, SEEDS = (16, 32, 64, 128, 256, 512), (0.0, 5.0, 15.0), 20, (0, 1, 2)
 CONVEX, NETWORK = "convex, Poisson DP-SGD", "ReLU network, DP-SGD"
 RATES = {CONVEX: 1.9, NETWORK: 0.3}
+PICTURE = Path(__file__).parents[2] / "docs" / "convex_hyperplanes.png"
 
 
-def configuration(row: str, hyperplanes: int | None, noise: float, epochs: int) -> dict[str, Any]:
+def configuration(row: str, hyperplanes: int | None, noise: float, epochs: int, seed: int) -> dict[str, Any]:
     """Return the configuration of one curve."""
-    config = merged(merged(BASE, ROWS[row].config), {"seed": SEED, "epochs": epochs})
+    config = merged(merged(BASE, ROWS[row].config), {"seed": seed, "epochs": epochs})
     config = merged(config, {"data": {"name": "mnist", "validation_fraction": 0.1}})
     config = merged(config, {"optimizer": {"lr": RATES[row]}, "sampler": {"batch_size": 1000}})
     if hyperplanes is not None:
@@ -44,51 +47,93 @@ def configuration(row: str, hyperplanes: int | None, noise: float, epochs: int) 
 
 
 def main(
-    noise: str = ",".join(f"{value:g}" for value in NOISES), epochs: int = EPOCHS, largest: int = LARGEST
+    noise: str = ",".join(f"{value:g}" for value in NOISES),
+    epochs: int = EPOCHS,
+    largest: int = COUNTS[-1],
+    seeds: str = ",".join(map(str, SEEDS)),
 ) -> None:
-    """Train what is missing, the smallest models first, and save each curve as it ends."""
-    cases: list[tuple[str, int | None]] = [
-        *((CONVEX, p) for p in COUNTS if p <= largest),
-        (NETWORK, None),
-    ]
-    for (row, hyperplanes), level in itertools.product(cases, map(float, noise.split(","))):
-        key = {"row": row, "hyperplanes": hyperplanes, "noise": level, "epochs": epochs}
+    """Train what is missing, the smallest models first, save each curve as it ends, and draw."""
+    cases = [*((CONVEX, p) for p in COUNTS if p <= largest), (NETWORK, None)]
+    levels = map(float, noise.split(","))
+    for seed, (row, hyperplanes), level in itertools.product(map(int, seeds.split(",")), cases, list(levels)):
+        key = {"row": row, "hyperplanes": hyperplanes, "noise": level, "epochs": epochs, "seed": seed}
         curves = load_results(NAME).get("curves", [])
         if any(all(curve[name] == key[name] for name in key) for curve in curves):
             continue
-        tag = f"{row.split(',')[0]}-{hyperplanes}-{level:g}-{epochs}".replace(" ", "-")
-        run = train_or_read(configuration(row, hyperplanes, level, epochs), FOLDER / tag)
+        tag = f"{row.split(',')[0]}-{hyperplanes}-{level:g}-{epochs}-{seed}".replace(" ", "-")
+        run = train_or_read(configuration(row, hyperplanes, level, epochs, seed), FOLDER / tag)
         held_out = [round(100 * record["validation_accuracy"], 2) for record in run.metrics]
         test = 100 * (run.summary or {})["test_accuracy"]
         save_results(NAME, {"curves": [*curves, {**key, "held_out": held_out, "test": test}]})
         print(f"{tag}: {test:.2f} %", flush=True)
+    draw(epochs)
+
+
+def cells(epochs: int) -> dict[tuple[float, int | None], list[dict[str, Any]]]:
+    """Return the curves of all seeds by noise and hyperplanes, None for the network; the smallest models first."""
+    found: dict[tuple[float, int | None], list[dict[str, Any]]] = {}
+    for curve in load_results(NAME).get("curves", []):
+        if curve["epochs"] == epochs:
+            found.setdefault((curve["noise"], curve["hyperplanes"]), []).append(curve)
+    return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or math.inf)))
 
 
 def left(*noises: float) -> int:
-    """Return how many curves of some noise levels are not in the results."""
-    curves = load_results(NAME).get("curves", [])
-    done = {(curve["hyperplanes"], curve["noise"]) for curve in curves if curve["epochs"] == EPOCHS}
-    planned = (*(p for p in COUNTS if p <= LARGEST), None)
-    return len(set(itertools.product(planned, noises)) - done)
+    """Return how many trainings of some noise levels are not in the results."""
+    done = {(noise, p, curve["seed"]) for (noise, p), curves in cells(EPOCHS).items() for curve in curves}
+    return len(set(itertools.product(noises, (*COUNTS, None), SEEDS)) - done)
+
+
+def draw(epochs: int) -> None:
+    """Draw the held-out accuracy by epoch, a panel for each noise level, the mean of the seeds."""
+    from matplotlib.figure import Figure
+
+    found = cells(epochs)
+    noises = list(dict.fromkeys(noise for noise, _ in found))
+    figure = Figure(figsize=(4 * len(noises), 3.8), layout="constrained")
+    for axes, noise in zip(figure.subplots(1, len(noises), squeeze=False)[0], noises, strict=True):
+        for (level, hyperplanes), curves in found.items():
+            if level == noise:
+                number = len(COUNTS) if hyperplanes is None else COUNTS.index(hyperplanes)
+                mean = np.mean([curve["held_out"] for curve in curves], axis=0)
+                label = "ReLU network" if hyperplanes is None else f"P = {hyperplanes}"
+                axes.plot(range(1, len(mean) + 1), mean, label=label, **(style(number) | {"markersize": 3}))
+        axes.set(xlabel="epoch", title=f"sigma = {noise:g}" if noise else "without noise")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("held-out accuracy [%]")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    save_figure(figure, PICTURE)
 
 
 def page_table() -> str:
     """Return the ends of the curves; empty without results."""
-    found = load_results(NAME)
-    rows = [
-        (
-            curve["row"].split(",")[0],
-            "" if curve["hyperplanes"] is None else str(curve["hyperplanes"]),
-            f"{curve['noise']:g}",
-            str(curve["epochs"]),
-            f"{curve['held_out'][len(curve['held_out']) // 4]:.2f}",
-            f"{curve['held_out'][-1]:.2f}",
-            f"{curve['test']:.2f}",
+    rows = []
+    for (noise, hyperplanes), curves in cells(EPOCHS).items():
+        held_out = [curve["held_out"] for curve in curves]
+        rows.append(
+            (
+                "ReLU network" if hyperplanes is None else "convex",
+                "" if hyperplanes is None else str(hyperplanes),
+                f"{noise:g}",
+                str(len(curves)),
+                with_error([values[EPOCHS // 4 - 1] for values in held_out]),
+                with_error([values[-1] for values in held_out]),
+                with_error([curve["test"] for curve in curves]),
+            )
         )
-        for curve in found.get("curves", [])
-    ]
-    text = f"Accuracy by hyperplanes and epochs, MNIST, one seed ({found.get('date')}, {command(MODULE)})."
-    header = ("model", "P", "sigma", "epochs", "held out, a quarter [%]", "held out, end [%]", "test [%]")
+    text = (
+        f"Accuracy [%] by hyperplanes, MNIST, after {EPOCHS // 4} and {EPOCHS} epochs, mean and standard error "
+        f"({load_results(NAME).get('date')}, {command(MODULE)}; [the figure](../../docs/convex_hyperplanes.png))."
+    )
+    header = (
+        "model",
+        "P",
+        "sigma",
+        "seeds",
+        f"held out, {EPOCHS // 4} epochs",
+        f"held out, {EPOCHS} epochs",
+        "test",
+    )
     return f"{text}\n\n" + markdown(header, rows) if rows else ""
 
 

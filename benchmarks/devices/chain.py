@@ -29,7 +29,7 @@ from typing import Any
 import typer
 
 import opusim
-from benchmarks.markdown import markdown
+from benchmarks.markdown import markdown, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim.devices.certificate import PhotonCountLaw, load_certificate
 from training.protections.argmax_labels import ArgmaxReadout
@@ -231,7 +231,7 @@ def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 kept,
                 f"{epsilon:g}",
                 f"{len(same)}",
-                _figure(tests := [run["test"] for run in same]),
+                with_error(tests := [run["test"] for run in same]),
                 _difference(tests, epsilon),
                 f"{max(run['stated_epsilon'] for run in same):.4g}",
                 f"{same[0]['delta']:g}",
@@ -240,13 +240,6 @@ def table_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _figure(values: list[float]) -> str:
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return f"{mean:.2f}"
-    return f"{mean:.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
 
 
 def _difference(values: list[float], epsilon: float) -> str:

@@ -14,10 +14,8 @@ Required: at least 96.5 % on the test images, and 95.8 % in cross-validation. A 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,7 +26,7 @@ from sklearn.linear_model import RidgeClassifier
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 
-from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim import NoisyDevice, OpticalFeatures, open_device
 from opusim.features.encoders import IdentityEncoder, ThresholdEncoder
@@ -213,20 +211,16 @@ def figures(results: dict[str, Any], name: str, n: int) -> list[float]:
     return [results["runs"][key]["test"][str(n)] for key in keys if key in results["runs"]]
 
 
-def shown(values: Sequence[float]) -> str:
-    """Return a mean with its standard error over maps."""
-    if len(values) < 2:
-        return ", ".join(f"{value:.2f}" for value in values) or "-"
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) / math.sqrt(len(values)):.2f}"
-
-
 def page_section() -> str:
     """Return what the results page shows; empty without results."""
     results = load_results(NAME)
     if not results:
         return ""
     rows = [
-        (f"`{name}`, {len(found)} of {len(MAPS)} maps", *(shown(figures(results, name, n)) for n in SIZES))
+        (
+            f"`{name}`, {len(found)} of {len(MAPS)} maps",
+            *(with_error(figures(results, name, n)) for n in SIZES),
+        )
         for name in DEVICES
         if (found := figures(results, name, max(SIZES)))
     ]
@@ -257,7 +251,7 @@ def headline_rows() -> list[Row]:
     """Return the line of the overview."""
     results = load_results(NAME)
     cells = [
-        f"{name} {shown(found)}"
+        f"{name} {with_error(found)}"
         for name in DEVICES
         if results and (found := figures(results, name, max(SIZES)))
     ]

@@ -30,7 +30,7 @@ import torch
 from scipy.linalg import cho_factor, cho_solve
 from torch import Tensor
 
-from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim import NoisyDevice, open_device
 from training.data import load_dataset
@@ -236,13 +236,6 @@ def figures(results: dict[str, Any], name: str, degree: int, alpha: float, n: in
     return [results["runs"][key]["test"][f"{alpha:g}, {n}"] for key in keys if key in results["runs"]]
 
 
-def shown(values: Sequence[float]) -> str:
-    """Return a mean with its standard error; "-" without values."""
-    if len(values) < 2:
-        return "-"
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
-
-
 def table(results: dict[str, Any], degree: int) -> str:
     """Return accuracies against the number of features."""
     rows: list[tuple[str, ...]] = []
@@ -250,7 +243,7 @@ def table(results: dict[str, Any], degree: int) -> str:
         real = REAL[degree, alpha]
         rows.append((f"real OPU, alpha {alpha:g}", *(f"{real[n]:.2f}" for n in SIZES)))
         for name in DEVICES:
-            cells = [shown(figures(results, name, degree, alpha, n)) for n in SIZES]
+            cells = [with_error(figures(results, name, degree, alpha, n)) for n in SIZES]
             if set(cells) != {"-"}:
                 rows.append((f"`{name}`, alpha {alpha:g}", *cells))
     return markdown((f"degree {degree}", *(f"{n:,}" for n in SIZES)), rows)
@@ -313,7 +306,7 @@ def headline_rows() -> list[Row]:
     """Return the line of the overview."""
     results = load_results(NAME)
     cells = [
-        f"{name} {shown(found)}"
+        f"{name} {with_error(found)}"
         for name in DEVICES
         if results and (found := figures(results, name, 2, 1000.0, 1000))
     ]

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.convex import curves
+from benchmarks.convex import curves, hyperplanes
 from benchmarks.convex.accountants import SHUFFLE_EPSILONS
+from benchmarks.markdown import with_error
 from benchmarks.pdfa import figure2
 from benchmarks.pdfa.table1 import SIGMAS
 from benchmarks.results_file import load_results
@@ -127,7 +128,7 @@ def convex_tuned() -> str:
 
 def convex_curves(data: str) -> str:
     points = load_results(curves.name_of(data))["points"]
-    seeds = len({point.get("seed", curves.SEED) for point in points})
+    seeds = len({point.get("seed", 0) for point in points})
     parts = []
     for name in dict.fromkeys(point["row"] for point in points):
         least, most = (
@@ -147,18 +148,23 @@ def _ends(values: Iterable[float]) -> tuple[float, float]:
 
 
 def convex_hyperplanes(*noises: float) -> str:
-    """Return the accuracies at the end of the curves of some noise levels."""
-    found = [curve for curve in load_results("convex_hyperplanes")["curves"] if curve["noise"] in noises]
+    """Return the test accuracies at the end of the curves of some noise levels."""
+    found = hyperplanes.cells(hyperplanes.EPOCHS)
     parts = []
     for noise in noises:
-        ends = [
-            f"{'the network' if c['hyperplanes'] is None else 'P = ' + str(c['hyperplanes'])} {c['test']:.1f} %"
-            for c in found
-            if c["noise"] == noise
+        shown = [
+            f"{'the network' if p is None else f'P = {p}'} {with_error([curve['test'] for curve in curves], '.1f')}"
+            for (level, p), curves in found.items()
+            if level == noise
         ]
-        if ends:
-            parts.append((f"sigma = {noise:g}: " if noise else "") + ", ".join(ends))
-    return f"one seed, {found[0]['epochs']} epochs: {'; '.join(parts)}" if parts else ""
+        if shown:
+            parts.append((f"sigma = {noise:g}: " if noise else "") + ", ".join(shown))
+    if not parts:
+        return ""
+    ends = "; ".join(parts)
+    return (
+        f"[the figure](convex_hyperplanes.png); test accuracy [%] after {hyperplanes.EPOCHS} epochs, {ends}"
+    )
 
 
 def _worse(epsilons: list[float]) -> str:

@@ -94,16 +94,18 @@ class Item:
 
 _LARGE = "a language model of 1.3 to 66 billion parameters and its GPUs"
 _HEAD, _ABLATIONS = "zeroth_order.sst2_head measure", "zeroth_order.ablations"
-_CIFAR = "convex.curves --data cifar-10 --seeds 0,1,2"
+_CIFAR = "convex.curves --data cifar-10"
 
 COSTS: dict[str, float] = {
-    "ulr.resnet plain --epochs 20": 0.9,
+    "ulr.resnet plain": 0.9,
     "ulr.resnet private": 2.0,
     "ulr.table1 widths": 3.0,
-    "convex.hyperplanes --noise 0": 0.07,
-    "convex.hyperplanes --noise 5,15": 0.14,
+    "convex.hyperplanes --noise 0": 0.12,
+    "convex.hyperplanes --noise 5,15": 0.25,
     "pdfa.figure2": 0.02,
     _CIFAR: 0.7,
+    "convex.curves": 0.7,
+    "convex.curves --data fashion-mnist": 0.5,
     f"{_ABLATIONS} --study records": 0.04,
     f"{_ABLATIONS} --study clip": 0.01,
     f"{_ABLATIONS} --study batch": 0.01,
@@ -165,7 +167,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             shows="ResNet-5 on CIFAR-10, DP-ULR and DP-SGD",
             state="smaller",
             figures=ulr_resnet,
-            run=("ulr.resnet plain --epochs 20", "ulr.resnet private", "ulr.variance"),
+            run=("ulr.resnet plain", "ulr.resnet private", "ulr.variance"),
             results="ulr_resnet",
             left=resnet.left,
         ),
@@ -206,7 +208,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             ),
             run=("convex.accuracy measure", _CIFAR),
             results="convex",
-            left=lambda: curves.left("cifar-10", (0, 1, 2)),
+            left=lambda: curves.left("cifar-10"),
         ),
         Item(
             name="Figure 2",
@@ -215,6 +217,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             figures=lambda: convex_curves("mnist"),
             run=("convex.curves",),
             results="convex_curves",
+            left=lambda: curves.left("mnist"),
         ),
         Item(
             name="Figure 3",
@@ -227,7 +230,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             ),
             run=("convex.accuracy measure", _CIFAR),
             results="convex",
-            left=lambda: curves.left("cifar-10", (0, 1, 2)),
+            left=lambda: curves.left("cifar-10"),
         ),
         Item(
             name="Figure 4",
@@ -259,9 +262,14 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 7",
             shows="FashionMNIST, accuracy by epsilon",
             state="smaller",
-            figures=lambda: f"two epsilons, 3 seeds: {convex_cells('fashion-mnist', CONVEX_ROWS)}",
+            figures=lambda: (
+                convex_curves("fashion-mnist")
+                if load_results(curves.name_of("fashion-mnist"))
+                else f"two epsilons, 3 seeds: {convex_cells('fashion-mnist', CONVEX_ROWS)}"
+            ),
             run=("convex.accuracy measure", "convex.curves --data fashion-mnist"),
             results="convex",
+            left=lambda: curves.left("fashion-mnist"),
         ),
         Item(
             name="Figure 8",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 
-from benchmarks.markdown import markdown, section
+from benchmarks.markdown import markdown, section, with_error
 from benchmarks.results_file import FOLDER
 
 SWEEPS = {
@@ -27,7 +27,7 @@ _COSTS = {
 
 
 def sweep_section(name: str) -> str:
-    """Return a sweep's table: means over seeds, and their standard deviation; empty without results."""
+    """Return a sweep's table: means over seeds, and their standard errors; empty without results."""
     file = FOLDER / f"curve_{name}.csv"
     if not file.exists():
         return ""
@@ -42,7 +42,7 @@ def sweep_section(name: str) -> str:
     rows: list[tuple[str, ...]] = [
         (
             *setting,
-            _mean([100 * float(record["accuracy"]) for record in found]),
+            with_error([100 * float(record["accuracy"]) for record in found]),
             *(found[0][key] for key in ("epsilon_proven", "epsilon_claimed")),
             *(_cost(found, *cost) for cost in _COSTS.values()),
         )
@@ -50,7 +50,7 @@ def sweep_section(name: str) -> str:
     ]
     header = ("series", *axes, "test accuracy [%]", "epsilon, proven", "epsilon, claimed", *_COSTS)
     text = (
-        f"`opusim curve benchmarks/curves/{name}.toml`: mean over seeds and their standard deviation. Epsilon is for "
+        f"`opusim curve benchmarks/curves/{name}.toml`: mean over seeds and its standard error. Epsilon is for "
         "whole records unless the series says otherwise, delta 1e-5; inf where no finite guarantee is proven; claimed "
         "by the paper's formula with its hypotheses taken as given. Wall time and the device's frames and energy "
         "are those of one run, on a machine that did other work at the same time; a dash: not recorded."
@@ -62,8 +62,3 @@ def _cost(records: list[dict[str, str]], column: str, unit: float) -> str:
     """Return the mean of a column, or a dash."""
     known = [float(record[column]) for record in records if record.get(column)]
     return f"{statistics.fmean(known) / unit:,.0f}" if known else "-"
-
-
-def _mean(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread}"

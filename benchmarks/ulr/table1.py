@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import typer
 
-from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from benchmarks.speed.record_step import ghost_training
@@ -338,7 +338,7 @@ def table_rows() -> list[tuple[str, ...]]:
             str(cell["batch"]),
             f"{cell['target']:g}",
             f"{cell['paper']:.2f}",
-            _mean_text(cell["test"]),
+            with_error(cell["test"]),
             str(len(cell["test"])),
             verdict(None if cell["part"] == "opacus" else statistics.mean(cell["test"]) >= cell["paper"] - 2),
         )
@@ -354,7 +354,7 @@ def proven_table_rows() -> list[tuple[str, ...]]:
         mine = [r for r in proven if (r["epsilon"], r["trainer"]) == (epsilon, trainer)]
         seconds = statistics.mean(r["seconds"] for r in mine)
         tests = [r["test"] for r in mine]
-        rows.append((trainer, f"{epsilon:g}", _mean_text(tests), str(len(tests)), f"{seconds:.0f}"))
+        rows.append((trainer, f"{epsilon:g}", with_error(tests), str(len(tests)), f"{seconds:.0f}"))
     return rows
 
 
@@ -398,12 +398,6 @@ def headline_rows() -> list[Row]:
     return [
         ("MNIST, Table 1 of the DP-ULR paper: ours minus the paper's", figure, command(MODULE, "published"))
     ]
-
-
-def _mean_text(values: list[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
 
 
 def _numbers(line: str) -> list[float]:

@@ -21,10 +21,10 @@ import typer
 from torch import Tensor
 
 from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
-from benchmarks.markdown import command, markdown, section
+from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import embeddings
-from benchmarks.zeroth_order.sst2_head import PHI, Head, accuracy, dp_sgd, shown, zo_rate
+from benchmarks.zeroth_order.sst2_head import PHI, Head, accuracy, dp_sgd, zo_rate
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
@@ -175,7 +175,7 @@ def page_section() -> str:
             f"{cell.clip:g}",
             str(cell.batch),
             str(cell.steps),
-            shown(values),
+            with_error(values, ".1f"),
             str(len(values)),
             f"{statistics.fmean(run['losses'][-1] for run in load_results(NAME)['cells'][cell.key].values()):.3f}",
         )

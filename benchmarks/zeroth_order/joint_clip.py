@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from accounting import ZoGaussian, calibrate_noise
-from benchmarks.markdown import command, markdown, section
+from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embed, embeddings
 from benchmarks.zeroth_order.sst2_head import (
@@ -48,7 +48,6 @@ from benchmarks.zeroth_order.sst2_head import (
     PHI,
     SEEDS,
     sentences_of,
-    shown,
 )
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
@@ -271,7 +270,13 @@ def measure(only: str = "", epsilons: str = "1,0.5,4") -> None:
                 key_of(name, epsilon), {"noise": noise_for(epsilon, plan.steps, plan.batch), "pilots": {}}
             )
             _fill(cell, plan, data, words, save=lambda: save_results(NAME, {"cells": cells}))
-            print(key_of(name, epsilon), cell["rate"], cell["kind"], shown(figures(cell)), flush=True)
+            print(
+                key_of(name, epsilon),
+                cell["rate"],
+                cell["kind"],
+                with_error(figures(cell), ".1f"),
+                flush=True,
+            )
 
 
 def counterpart(name: str) -> str:
@@ -333,7 +338,7 @@ def page_rows() -> list[tuple[str, ...]]:
                 (
                     f"{epsilon:g}",
                     name,
-                    shown(mine),
+                    with_error(mine, ".1f"),
                     _paired(mine, theirs) if plan.zo else "",
                     _paired(mine, same) if plan.zo else "",
                     f"{cell['rate']:g}, {cell['kind']}",
@@ -345,7 +350,9 @@ def page_rows() -> list[tuple[str, ...]]:
 
 def _paired(mine: list[float], theirs: list[float]) -> str:
     return (
-        shown([a - b for a, b in zip(mine, theirs, strict=True)], "+.1f") if len(mine) == len(theirs) else ""
+        with_error([a - b for a, b in zip(mine, theirs, strict=True)], "+.1f")
+        if len(mine) == len(theirs)
+        else ""
     )
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.markdown import command, markdown, section
+from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from benchmarks.zeroth_order.sentences import CACHE
-from benchmarks.zeroth_order.sst2_head import shown
 from opusim.tables import print_table
 
 MODULE = "benchmarks.zeroth_order.mnist"
@@ -80,7 +79,7 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
             continue
         best = max(begun, key=lambda rate: cell[f"{rate:g}, seed 0"]["validation"])
         tests = [100 * value["test"] for key, value in cell.items() if key.startswith(f"{best:g},")]
-        rows.append((method, f"{best:g}", shown(tests), str(len(tests))))
+        rows.append((method, f"{best:g}", with_error(tests, ".1f"), str(len(tests))))
     return rows
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
-from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.markdown import Row, command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.randomness.streams import SeededStream, derive_seed
@@ -235,11 +235,17 @@ def summary_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
             if not mine:
                 continue
             both = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
-            difference = "" if method == BASELINE or not both else f"{shown(both, '+.1f')}"
+            difference = "" if method == BASELINE or not both else with_error(both, "+.1f")
             cell = results["cells"][key_of(method, epsilon)]
             seconds = statistics.fmean(run["seconds"] for run in cell["runs"].values())
             setting = " ".join(f"{value:g}" for value in cell["setting"])
-            figures = (shown(list(mine.values())), str(len(mine)), difference, setting, f"{seconds:.1f}")
+            figures = (
+                with_error(list(mine.values()), ".1f"),
+                str(len(mine)),
+                difference,
+                setting,
+                f"{seconds:.1f}",
+            )
             rows.append((f"{epsilon:g}", method, f"{plan['delta']:g}", *figures))
     return rows
 
@@ -248,19 +254,6 @@ def _accuracies(results: dict[str, Any], method: str, epsilon: float) -> dict[st
     """Percent by seed."""
     runs = results.get("cells", {}).get(key_of(method, epsilon), {}).get("runs", {})
     return {seed: 100 * run["accuracy"] for seed, run in runs.items()}
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean and its standard error, NaN for one value."""
-    if len(values) < 2:
-        return values[0], math.nan
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
-
-
-def shown(values: list[float], form: str = ".1f") -> str:
-    """Mean and standard error as text, only the mean of one value."""
-    mean, error = mean_and_error(values)
-    return f"{mean:{form}}" if math.isnan(error) else f"{mean:{form}} ± {error:.1f}"
 
 
 COLUMN_NAMES = ("epsilon", "method", "delta", "accuracy [%]", "seeds", "minus DP-SGD, paired", "setting", "s")

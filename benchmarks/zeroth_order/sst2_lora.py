@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting import RecordCentral, ZoGaussian, calibrate_noise
-from benchmarks.markdown import command, markdown, section
+from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
 from benchmarks.zeroth_order.sst2_head import (
@@ -36,7 +36,6 @@ from benchmarks.zeroth_order.sst2_head import (
     SEEDS,
     key_of,
     sentences_of,
-    shown,
     zo_rate,
 )
 from opusim.randomness.streams import SeededStream, derive_seed
@@ -238,9 +237,9 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
         theirs = results.get(key_of(BASELINE, epsilon), {}).get("runs", {})
         mine = {seed: 100 * run["accuracy"] for seed, run in cell["runs"].items()}
         both = [value - 100 * theirs[seed]["accuracy"] for seed, value in mine.items() if seed in theirs]
-        difference = "" if method == BASELINE or not both else shown(both, "+.1f")
+        difference = "" if method == BASELINE or not both else with_error(both, "+.1f")
         seconds = statistics.fmean(run["seconds"] for run in cell["runs"].values())
-        figures = (shown(list(mine.values())), str(len(mine)), difference)
+        figures = (with_error(list(mine.values()), ".1f"), str(len(mine)), difference)
         rows.append((f"{epsilon:g}", method, *figures, f"{cell['setting']:g}", f"{seconds:.0f}"))
     return rows
 

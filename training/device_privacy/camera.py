@@ -228,15 +228,20 @@ class LabelCounts:
         return self.epsilon(point) <= target
 
     def _epsilon_below(self, point: OperatingPoint, pairs: Sequence[tuple[int, int]]) -> float:
-        """Epsilon between some pairs of labels, at most that of all; of the argmax in its brightest frames."""
+        """Epsilon of some ordered pairs of labels, at most that of all; of the argmax in its brightest frames."""
         self.on_evaluation()
         if self.kept == "argmax":
             return self._argmax_epsilon(point, all_powers=False)
         rates = self._credited(point)
-        return max(known_counts_epsilon(rates[list(pair)], delta=self._left) for pair in pairs)
+        return max(self._pair_epsilon(rates[i], rates[j]) for i, j in pairs)
+
+    def _pair_epsilon(self, a: np.ndarray, b: np.ndarray) -> float:
+        """Epsilon of the first label against the second."""
+        upper = numerics.poisson_upper(a, b, self._left)
+        return upper if math.isfinite(upper) else numerics.renyi_upper(np.stack([a, b]), self._left)
 
     def _worst_pair(self, point: OperatingPoint) -> list[tuple[int, int]]:
-        """The labels that are told apart best; none of the argmax, which has no pairs."""
+        """The ordered labels that are told apart best; none of the argmax, which has no pairs."""
         if self.kept == "argmax":
             return []
         return [numerics.worst_patterns(self._credited(point), self._left)]

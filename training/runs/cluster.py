@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ssl import SSLError
 from typing import TYPE_CHECKING
 
 from training.errors import SweepStopped
@@ -20,11 +21,13 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
     """Yield a client of a Dask scheduler.
 
     Args:
-        address: Of the scheduler, such as tcp://host:8786; its workers see the same folders.
+        address: Of the scheduler, such as tcp://host:8786, or tls://host:8786 with Dask's own settings of certificate
+            and key; its workers see the same folders.
         patience_s: Seconds to wait for its answer.
 
     Raises:
-        SweepStopped: The extra `cluster` is not installed, no scheduler answers, or the scheduler died.
+        SweepStopped: The extra `cluster` is not installed, the settings of encryption do not fit, no scheduler
+            answers, or the scheduler died.
     """
     try:  # an extra that most installations lack
         from distributed import Client
@@ -35,6 +38,12 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
     with _quiet("distributed.client"):
         try:
             client = Client(address, timeout=patience_s)
+        except (RuntimeError, TypeError, FileNotFoundError, SSLError) as error:
+            reason = " ".join(str(error).split())
+            raise SweepStopped(
+                f"the connection to {address} does not fit Dask's settings of encryption: {reason}; give certificate "
+                "and key as docs/sweeps.md tells, and an address tls://..."
+            ) from error
         except (OSError, TimeoutError, ValueError) as error:
             raise SweepStopped(
                 f"no Dask scheduler answers at {address}; check the address, or start one"

@@ -126,6 +126,7 @@ def test_many_counts_have_the_gaussian_limit() -> None:
     a, b = rate + shift / 2, rate - shift / 2
     mu = math.sqrt(float(np.sum(shift**2) / rate))
     bounds = numerics.poisson_bounds(a, b, DELTA)
+    assert numerics.poisson_upper(a, b, DELTA) == bounds.upper
     assert bounds.upper == pytest.approx(get_epsilon_gaussian(1 / mu, DELTA), rel=3e-3)
     assert bounds.lower == pytest.approx(bounds.upper, rel=5e-3)
 

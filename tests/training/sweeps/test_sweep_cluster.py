@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from training.sweeps.execution import run_sweep
 from training.sweeps.rows import SweepFolder
 from training.sweeps.spec import Point, points_of, read_spec
 
+dask = pytest.importorskip("dask")
 pytest.importorskip("distributed")
 
+PAGE = Path(__file__).parents[3] / "docs" / "sweeps.md"
 SPEC = """\
 title = "Digits on a cluster"
 [config]
@@ -42,8 +45,8 @@ def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def scheduler(port: int) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-    host = f"--host=127.0.0.1 --port={port} --no-dashboard --no-show".split()
+def scheduler(port: int, protocol: str = "tcp") -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    host = f"--host=127.0.0.1 --port={port} --protocol={protocol} --no-dashboard --no-show".split()
     return running("distributed.cli.dask_scheduler", *host)
 
 
@@ -115,3 +118,47 @@ def test_a_scheduler_killed_mid_sweep_stops_it_and_the_next_goes_on(tmp_path: Pa
     rows = run_sweep(points, folder, jobs=1)
     assert {row.status for row in rows.values()} == {"done"}
     assert {i: rows[i] for i in before} == before
+
+
+def make_certificate(folder: Path) -> None:
+    """Make cert.pem and key.pem by the page's command."""
+    (command,) = (line for line in PAGE.read_text().splitlines() if line.startswith("openssl req"))
+    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The settings that docs/sweeps.md gives, in the environment of new processes and in this one."""
+    make_certificate(tmp_path)
+    settings = re.findall(r"DASK_DISTRIBUTED__COMM__(?:TLS__\w+|REQUIRE_ENCRYPTION)=\S+", PAGE.read_text())
+    assert len(settings) == 8
+    for setting in settings:
+        key, value = setting.split("=")
+        monkeypatch.setenv(key, value.replace("/etc/dask", str(tmp_path)))
+    dask.config.refresh()
+    yield tmp_path
+    monkeypatch.undo()
+    dask.config.refresh()
+
+
+def test_a_sweep_runs_on_an_encrypted_cluster(encrypted: Path) -> None:
+    _, points = swept_points(encrypted)
+    port = free_port()
+    address = f"tls://127.0.0.1:{port}"
+    with scheduler(port, "tls"), worker(address):
+        rows = run_sweep(points[:1], SweepFolder(encrypted / "sweep"), jobs=1, cluster=address)
+        with pytest.raises(SweepStopped, match="does not fit Dask's settings of encryption"):
+            run_sweep(points[:1], SweepFolder(encrypted / "other"), jobs=1, cluster=f"tcp://127.0.0.1:{port}")
+        for name in ("cert.pem", "key.pem"):
+            (encrypted / name).unlink()
+        make_certificate(encrypted)  # a stranger's
+        with pytest.raises(SweepStopped, match=address):
+            run_sweep(points[1:2], SweepFolder(encrypted / "sweep"), jobs=1, cluster=address, patience_s=2)
+    assert [row.status for row in rows.values()] == ["done"]
+
+
+def test_a_key_that_is_missing_is_one_clear_line(encrypted: Path) -> None:
+    _, points = swept_points(encrypted)
+    (encrypted / "key.pem").unlink()
+    with pytest.raises(SweepStopped, match="does not fit Dask's settings of encryption: .*No such file"):
+        run_sweep(points[:1], SweepFolder(encrypted / "sweep"), jobs=1, cluster="tls://127.0.0.1:1")

@@ -7,6 +7,7 @@ A map is public if it was fixed without the records that it is applied to. `Stan
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeGuard
@@ -270,12 +271,18 @@ def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
     texts = [str(value) for value in y]
     unknown = next((text for text in texts if text not in numbers), None)
     if unknown is not None:
-        known = ", ".join(classes[:8]) + (", ..." if classes[8:] else "")
         raise ValueError(
-            f"{name} holds {unknown!r}, which is none of the {len(classes)} classes {known}; remove such records, or "
-            "name it in data.classes"
+            f"{name} holds {reprlib.repr(unknown)}, which is none of the {len(classes)} classes {_some(classes)}; "
+            "remove such records, or name it in data.classes"
         )
     return np.array([numbers[text] for text in texts], dtype=np.int64)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, cut if they are long, for a message."""
+    return ", ".join(name if len(name) < 40 else f"{name[:40]}..." for name in names[:8]) + (
+        ", ..." if names[8:] else ""
+    )
 
 
 def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[Any, tuple[str, ...]]:
@@ -298,7 +305,7 @@ def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[A
     names = tuple(classes) or tuple(sorted({str(name) for name in y}))
     if len(set(names)) < max(2, len(names)):
         raise ValueError(
-            f"data.classes = {', '.join(names)}: must be at least 2 different names; name also those without a record"
+            f"data.classes = {_some(names)}: must be at least 2 different names; name also those without a record"
         )
     return numbered(y, names, "y"), names
 

@@ -31,10 +31,9 @@ from opusim.serving.messages import BadMessage, Message, read_message
 from tests.support.hostile_files import damaged_bytes, damaged_values, examples, read_or_refused, to_json
 from training.attacks.findings import Finding, Role, RunAudit, finding_rows, paragraphs, read_audit
 from training.config.data import DataConfig
-from training.data.dataset import DataError
 from training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx
 from training.data.tables import file_dataset
-from training.errors import RunFolderError
+from training.errors import DataError, RunFolderError
 from training.private_loop.saves import CHECKPOINT_FILE, VERSION, read_save
 from training.runs.checkpoints import read_checkpoint, read_tensors
 from training.runs.folder import RunFolder

@@ -23,3 +23,11 @@ class FolderBusy(RunFolderError):
 
 class SweepStopped(OpusimError):
     """A sweep or an audit of many trainings stopped; finished runs are kept, and the same command resumes it."""
+
+
+class DataError(OpusimError, ValueError):
+    """A data set cannot be used: a file is missing, cut short or of another kind, or a download failed.
+
+    The message names the file or data set, the problem and the remedy. It is also a ``ValueError``, which is what wrong
+    values in user-supplied arrays raise.
+    """

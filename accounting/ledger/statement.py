@@ -6,6 +6,7 @@ command prints as text, unrounded, and each of the text's warnings; what no ledg
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
@@ -192,10 +193,11 @@ class Statement:
         found = (content.get("schema"), content.get("version"))
         if found != (SCHEMA, VERSION):
             raise ValueError(
-                f"schema, version = {found!r}: must be {(SCHEMA, VERSION)!r}; read it with the opusim that wrote it"
+                f"schema, version = {reprlib.repr(found)}: must be {(SCHEMA, VERSION)!r}; read it with the opusim that "
+                "wrote it"
             )
         if content.get("mode") not in get_args(Mode):
-            raise ValueError(f"mode = {content.get('mode')!r}: must be 'experiment' or 'release'")
+            raise ValueError(f"mode = {reprlib.repr(content.get('mode'))}: must be 'experiment' or 'release'")
         try:
             mechanisms = [dict(mechanism) for mechanism in content["mechanisms"]]
             for mechanism in mechanisms:

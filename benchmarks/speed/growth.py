@@ -1,7 +1,8 @@
 """How do steps, ledgers, samplers, readings and sweeps grow with their size, and does any outgrow a straight line?
 
 Each curve is processor time on one thread against a size, the least of several repeats. Its slope is that of the
-logarithms over the last decade of sizes. Required: at most 1.05. `--long` adds the sizes that take minutes.
+logarithms over the last decade of sizes. Required: at most 1.05. The curves are drawn in docs/growth.png. `--long` adds
+the sizes that take minutes.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,15 +31,18 @@ from opusim import open_device
 from opusim.medium.transmission import Medium
 from opusim.tables import print_table
 from training.config.sections import OptimizerConfig
+from training.data import from_arrays
 from training.data.samplers import PoissonSampler
 from training.feedback.config import PdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
+from training.reports.drawing import new_figure, save_figure, style
 from training.sweeps.spec import SpecText, parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.growth", "growth"
 REQUIRED = 1.05
+PICTURE = Path(__file__).parents[2] / "docs" / "growth.png"
 MECHANISM = RecordCentral(
     noise_multiplier=1.1, sampling_probability=0.001, clip_norm=1.0, divisor=100.0, steps=1
 )
@@ -115,6 +121,18 @@ def sampled_batch(records: int, folder: Path) -> Callable[[], Any]:
     return lambda: sampler.indices(3)
 
 
+def data_set(records: int, folder: Path, *, mapped: bool) -> Callable[[], Any]:
+    """Return the making of a data set of records with 30 features, in memory or mapped from a file."""
+    file = folder / f"records-{records}.npy"
+    if not file.exists():
+        rows = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(records, 30))
+        for start in range(0, records, 10**5):
+            rows[start : start + 10**5] = torch.randn(min(10**5, records - start), 30).numpy()
+        rows.flush()
+    x, y = np.load(file, mmap_mode="r" if mapped else None), np.arange(records) % 2
+    return lambda: from_arrays(x, y, n_classes=2, validation_fraction=0.1, split_seed=0)
+
+
 def read_outputs(outputs: int, folder: Path) -> Callable[[], Any]:
     """Return a projection of 16 rows of 64 inputs, whose matrix is not stored."""
     medium, x = Medium(64, outputs, 1, dense_limit_mib=0), torch.randn(16, 64).sign()
@@ -177,6 +195,18 @@ CURVES = (
         long=(10_000_000,),
     ),
     Curve(
+        of="a data set made of records in memory, records",
+        sizes=(10_000, 100_000, 1_000_000),
+        prepared=partial(data_set, mapped=False),
+        long=(10_000_000,),
+    ),
+    Curve(
+        of="a data set made of records on disk, records",
+        sizes=(10_000, 100_000, 1_000_000),
+        prepared=partial(data_set, mapped=True),
+        long=(10_000_000,),
+    ),
+    Curve(
         of="a projection without its matrix, outputs",
         sizes=(1_000, 10_000, 100_000),
         prepared=read_outputs,
@@ -220,13 +250,30 @@ def table_rows(curves: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...
 COLUMNS = ("what grows", "processor time", "slope", f"at most {REQUIRED:g}")
 
 
+def draw(curves: Mapping[str, Mapping[str, float]]) -> None:
+    """Draw time against size, both as logarithms, each relative to the first size of its curve."""
+    figure, axes = new_figure(7.6, 5.2)
+    for number, (of, found) in enumerate(curves.items()):
+        sizes = sorted(map(int, found))
+        times = [found[str(size)] / found[str(sizes[0])] for size in sizes]
+        axes.loglog([size / sizes[0] for size in sizes], times, label=of, **style(number))
+    ends = axes.get_xlim()
+    axes.loglog(ends, ends, color="0.6", linewidth=1, zorder=0)
+    axes.set(
+        xlabel="size, over the smallest that was measured", ylabel="processor time, over that of the smallest"
+    )
+    axes.legend(frameon=False, fontsize=7)
+    save_figure(figure, PICTURE)
+
+
 def page_section() -> str:
     """Return the section of the result pages."""
     curves = load_results(NAME).get("curves", {})
     text = (
-        "Processor time on one thread, and the slope of its logarithm over the last decade of sizes. "
-        "Memory and several workers were not measured. A Poisson batch compares one number for each record, and a "
-        "million of them leave the cache."
+        "Processor time on one thread, and the slope of its logarithm over the last decade of sizes "
+        "([the figure](../../docs/growth.png) has a grey line of slope 1). Memory and several workers were not "
+        "measured. A Poisson batch compares one number for each record, and a data set puts its records in random "
+        "order: a million of them leave the cache."
     )
     return section("Growth with size", text, command(MODULE), markdown(COLUMNS, table_rows(curves)))
 
@@ -257,6 +304,7 @@ def main() -> None:
                 for size in (*curve.sizes, *(curve.long if options.long else ()))
             }
             save_results(NAME, {"curves": curves})
+    draw(curves)
     print_table("Growth", COLUMNS, table_rows(curves))
 
 

@@ -109,8 +109,8 @@ def _sections(values: Mapping[str, Any]) -> dict[str, type[BaseModel]]:
         whole = completed(values)
     except BadKey:
         return {}
-    known = {name: whole[name] for name in KINDS if isinstance(whole.get(name), Mapping)}
-    return {name: KINDS[name].find(section["kind"]) for name, section in known.items()}
+    named = {name: section.get("kind") for name in KINDS if isinstance(section := whole.get(name), Mapping)}
+    return {name: KINDS[name].find(kind) for name, kind in named.items() if kind in KINDS[name].names()}
 
 
 def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[dict[str, Any], bool]:

@@ -21,6 +21,7 @@ from training.data.dataset import (
     numbered,
     numbers_and_names,
 )
+from training.data.on_disk import is_mapped, on_disk, row_blocks
 from training.data.splits import Ids, split_records
 
 Array = np.ndarray | torch.Tensor
@@ -49,7 +50,8 @@ def from_arrays(
 ) -> Dataset:
     """Make a data set of records and what to predict of them.
 
-    Labels never decide which records are held out for validation. The arrays are copied.
+    Labels never decide which records are held out for validation. The arrays are copied; features that are mapped from
+    a file (``numpy.load(file, mmap_mode="r")``) are copied to a temporary file, a block at a time, and stay there.
 
     - ``split="index"`` holds out the first ``round(validation_fraction * n)`` positions of a seeded permutation and
       trains on the others in its order. Use it if n is fixed: for replace-one, zero-out and label guarantees.
@@ -113,14 +115,14 @@ def from_arrays(
         if not isinstance(test, tuple) or len(test) != 2:
             raise TypeError(f"test must be a pair (features, labels), got {type(test).__name__}")
         records = form.records(*test, names=("test[0]", "test[1]"))
-        test_split = Split(standardised(records.x, standardisation), records.y)
+        test_split = _chosen(_scaled(records, standardisation), slice(None), standardisation)
     kept, held_out = split_records(features, ids, split, validation_fraction, split_seed)
-    features = standardised(features, standardisation)
+    whole = _scaled(Split(features, labels, on_disk=is_mapped(x) and not tokens), standardisation)
     return Dataset(
         name=name,
         n_classes=form.n_classes,
-        train=Split(features[kept], labels[kept]),
-        validation=Split(features[held_out], labels[held_out]),
+        train=_chosen(whole, kept, standardisation),
+        validation=_chosen(whole, held_out, standardisation),
         test=test_split,
         standardisation=standardisation,
         split=split,
@@ -188,7 +190,7 @@ class RecordForm:
                 f"{names[1]} has {labels.shape[1]} numbers per record, and {self.n_classes} are predicted; they must "
                 "agree"
             )
-        return Split(features, labels)
+        return Split(features, labels, on_disk=is_mapped(x) and not holds_tokens)
 
     def _fitting(self, features: torch.Tensor, name: str) -> torch.Tensor:
         if features.shape[1] != self.n_features:
@@ -202,6 +204,20 @@ class RecordForm:
 def standardised(x: torch.Tensor, constants: Standardisation) -> torch.Tensor:
     """Return standardised features; tokens stay as they are."""
     return x if x.dtype == torch.int64 else constants.apply(x)
+
+
+def _scaled(whole: Split, constants: Standardisation) -> Split:
+    """Return records that are standardised, unless they are on disk."""
+    return whole if whole.on_disk else Split(standardised(whole.x, constants), whole.y)
+
+
+def _chosen(whole: Split, records: torch.Tensor | slice, constants: Standardisation) -> Split:
+    """Return some records; those on disk are standardised, and stay there."""
+    if not whole.on_disk:
+        return Split(whole.x[records], whole.y[records])
+    numbers = torch.arange(len(whole))[records]
+    parts = (numbers[part] for part in row_blocks((len(numbers), whole.x.shape[1])))
+    return Split(on_disk(constants.apply(whole.x[part]) for part in parts), whole.y[numbers], on_disk=True)
 
 
 def _holds_tokens(asked: AskedInputs, target: Target) -> bool:
@@ -270,6 +286,8 @@ def checked_features(values: Array, name: str) -> torch.Tensor:
         TypeError: They are no array, or complex.
         ValueError: The shape is wrong, there is no record, or a number is not finite as float32.
     """
+    if is_mapped(values) and values.ndim > 1 and values.size:
+        return on_disk(_block(values, part, name) for part in row_blocks(values.shape))
     tensor = _tensor(values, name)
     if tensor.ndim < 2 or 0 in tensor.shape[1:]:
         raise ValueError(f"{name} must have shape (n, d) with d at least 1, got {tuple(tensor.shape)}")
@@ -286,6 +304,14 @@ def checked_features(values: Array, name: str) -> torch.Tensor:
             f"infinity or a number too large, the first at position {int(bad[0])}: remove or fill them"
         )
     return features
+
+
+def _block(values: np.ndarray, part: slice, name: str) -> torch.Tensor:
+    """Return checked features of some records of a mapped array; an error names their positions."""
+    try:
+        return checked_features(np.array(values[part]), name)
+    except ValueError as error:
+        raise ValueError(f"{error} (of the records from position {part.start} on)") from error
 
 
 def checked_tokens(values: Array, name: str) -> torch.Tensor:

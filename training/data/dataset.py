@@ -7,7 +7,8 @@ A map is public if it was fixed without the records that it is applied to. `Stan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeGuard
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opusim.errors import OpusimError
+from training.data.on_disk import changed_on_disk, row_blocks
 
 Target = Literal["class", "tokens", "real", "labels"]
 """What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""
@@ -23,14 +24,6 @@ PADDING = -100
 """A token of y that is not predicted, at the end of a record that is shorter than others."""
 _BLOCK = 4096
 """Records whose components are computed at once."""
-
-
-class DataError(OpusimError, ValueError):
-    """A data set cannot be used: a file is missing, cut short or of another kind, or a download failed.
-
-    The message names the file or data set, the problem and the remedy. It is also a ``ValueError``, which is what wrong
-    values in user-supplied arrays raise.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,28 +63,26 @@ class Standardisation:
         return cls(mean=0.0, std=1.0, source="none: features are used as they are")
 
     @classmethod
-    def from_data(cls, x: np.ndarray | torch.Tensor) -> Self:
+    def from_data(cls, x: np.ndarray | torch.Tensor, *, on_disk: bool = False) -> Self:
         """Compute the mean and standard deviation of each feature of `x`; the result is not public.
 
         A feature that is constant in `x` gets std 1, so that it becomes 0 and is not divided by 0.
 
         Args:
             x: Records, shape (n, d), n at least 1, finite.
+            on_disk: Whether to take a block of records into memory at a time.
 
         Raises:
             ValueError: `x` is not two-dimensional, is empty or is not finite.
         """
-        values = np.asarray(
-            torch.as_tensor(x).to(torch.float64).cpu()
-        )  # (n, d); sums of one order on any machine
-        if values.ndim != 2 or len(values) == 0:
-            raise ValueError(f"x must have shape (n, d) with n at least 1, got {tuple(values.shape)}")
-        std = values.std(axis=0)
-        constant = values.max(axis=0) == values.min(axis=0)
+        records = torch.as_tensor(x).cpu()
+        if records.ndim != 2 or len(records) == 0:
+            raise ValueError(f"x must have shape (n, d) with n at least 1, got {tuple(records.shape)}")
+        mean, deviation, constant = _moments(records, on_disk=on_disk)
         return cls(
-            mean=tuple(values.mean(axis=0).tolist()),
-            std=tuple(np.where(constant, 1.0, std).tolist()),
-            source=f"each feature's mean and standard deviation over {len(values)} records of the data",
+            mean=tuple(mean.tolist()),
+            std=tuple(np.where(constant, 1.0, deviation).tolist()),
+            source=f"each feature's mean and standard deviation over {len(records)} records of the data",
             public=False,
         )
 
@@ -118,6 +109,21 @@ class Standardisation:
         return (x.to(torch.float32) - mean) / std
 
 
+def _moments(records: Tensor, *, on_disk: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean and deviation of each feature in float64, and whether it is constant; sums of one order anywhere."""
+
+    def blocks() -> Iterator[np.ndarray]:
+        parts = row_blocks(tuple(records.shape)) if on_disk else [slice(None)]
+        return (records[part].double().numpy() for part in parts)
+
+    mean = sum(values.sum(axis=0) for values in blocks()) / len(records)
+    square = sum(np.square(values - mean).sum(axis=0) for values in blocks()) / len(records)
+    least, most = np.full_like(mean, np.inf), np.full_like(mean, -np.inf)
+    for values in blocks():
+        least, most = np.minimum(least, values.min(axis=0)), np.maximum(most, values.max(axis=0))
+    return mean, np.sqrt(square), least == most
+
+
 @dataclass(frozen=True)
 class Split:
     """Some records of a data set, in a fixed order.
@@ -127,10 +133,12 @@ class Split:
             float32); or tokens, shape (n, T), int64, counted from 0.
         y: What to predict: classes, shape (n,), int64, counted from 0; tokens, shape (n, T), int64, some of them
             `PADDING`; real numbers or labels 0 and 1, shape (n, k), float32.
+        on_disk: Whether x is mapped from a file, because it may be larger than memory.
     """
 
     x: torch.Tensor
     y: torch.Tensor
+    on_disk: bool = False
 
     def __post_init__(self) -> None:
         x, y = self.x, self.y
@@ -263,12 +271,18 @@ def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
     texts = [str(value) for value in y]
     unknown = next((text for text in texts if text not in numbers), None)
     if unknown is not None:
-        known = ", ".join(classes[:8]) + (", ..." if classes[8:] else "")
         raise ValueError(
-            f"{name} holds {unknown!r}, which is none of the {len(classes)} classes {known}; remove such records, or "
-            "name it in data.classes"
+            f"{name} holds {reprlib.repr(unknown)}, which is none of the {len(classes)} classes {_some(classes)}; "
+            "remove such records, or name it in data.classes"
         )
     return np.array([numbers[text] for text in texts], dtype=np.int64)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, cut if they are long, for a message."""
+    return ", ".join(name if len(name) < 40 else f"{name[:40]}..." for name in names[:8]) + (
+        ", ..." if names[8:] else ""
+    )
 
 
 def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[Any, tuple[str, ...]]:
@@ -291,7 +305,7 @@ def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[A
     names = tuple(classes) or tuple(sorted({str(name) for name in y}))
     if len(set(names)) < max(2, len(names)):
         raise ValueError(
-            f"data.classes = {', '.join(names)}: must be at least 2 different names; name also those without a record"
+            f"data.classes = {_some(names)}: must be at least 2 different names; name also those without a record"
         )
     return numbered(y, names, "y"), names
 
@@ -397,7 +411,7 @@ def standardised_by_records(dataset: Dataset) -> Dataset:
     """
     if dataset.holds_tokens:
         raise ValueError("data.standardise = 'records' is for features, and x holds tokens; leave it out")
-    constants = Standardisation.from_data(dataset.train.x)
+    constants = Standardisation.from_data(dataset.train.x, on_disk=dataset.train.on_disk)
     shape = dataset.record_shape
     return replace(_mapped(dataset, constants.apply), standardisation=constants, record_shape=shape)
 
@@ -413,7 +427,7 @@ def wide_feature(dataset: Dataset) -> str | None:
     """
     if dataset.holds_tokens or len(dataset.train) < 2:
         return None
-    deviations = dataset.train.x.double().std(dim=0)
+    deviations = _moments(dataset.train.x.cpu(), on_disk=dataset.train.on_disk)[1]
     widest = int(deviations.argmax())
     if not deviations[widest] > _WIDE:
         return None
@@ -428,6 +442,8 @@ def _mapped(dataset: Dataset, change: Callable[[Tensor], Tensor]) -> Dataset:
     """Return the data set with a map applied to the features of every record, which are flat behind it."""
 
     def mapped(split: Split) -> Split:
+        if split.on_disk:
+            return replace(split, x=changed_on_disk(change, split.x))
         return Split(change(split.x), split.y)
 
     return replace(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ssl import SSLError
 from typing import TYPE_CHECKING
 
 from training.errors import SweepStopped
@@ -36,14 +35,9 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
     except ModuleNotFoundError as error:
         raise SweepStopped("--cluster needs the extra 'cluster': pip install 'opusim[cluster]'") from error
     with _quiet("distributed.client"):
+        _require_encryption(address)
         try:
             client = Client(address, timeout=patience_s)
-        except (RuntimeError, TypeError, FileNotFoundError, SSLError) as error:
-            reason = " ".join(str(error).split())
-            raise SweepStopped(
-                f"the connection to {address} does not fit Dask's settings of encryption: {reason}; give certificate "
-                "and key as docs/sweeps.md tells, and an address tls://..."
-            ) from error
         except (OSError, TimeoutError, ValueError) as error:
             raise SweepStopped(
                 f"no Dask scheduler answers at {address}; check the address, or start one"
@@ -55,6 +49,29 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
             raise SweepStopped(
                 f"the cluster at {address} was lost; finished runs are kept, and the same command resumes the sweep"
             ) from error
+
+
+def _require_encryption(address: str) -> None:
+    """Refuse an address that does not fit Dask's settings, before a client of it starts threads.
+
+    Raises:
+        SweepStopped: The address is encrypted and the settings are not, or the reverse, or a file cannot be used.
+    """
+    from distributed import Security
+
+    encrypted = address.startswith("tls:")
+    try:
+        found = Security().get_connection_args("client")
+        reason = "they name no certificate" if encrypted and found.get("ssl_context") is None else ""
+        if found.get("require_encryption") and not encrypted:
+            reason = "they require it"
+    except OSError as error:  # files that are missing or hold something else
+        reason = " ".join(str(error).split())
+    if reason:
+        raise SweepStopped(
+            f"{address} does not fit Dask's settings of encryption: {reason}; give certificate and key as "
+            "docs/sweeps.md tells, and an address tls://..."
+        )
 
 
 @contextmanager

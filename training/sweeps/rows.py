@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from accounting.guarantee import Status
 from opusim.description.schema import NoiseSettings
 from training.attacks.findings import Role, read_audit
 from training.config.run import RunConfig
+from training.errors import RunFolderError
 from training.runs.folder import AUDIT_FILE
 from training.runs.run import Run, evaluate_run
 from training.runs.storage import StoredGuarantee, read_record, record_json, write_json
@@ -47,7 +49,7 @@ class Row:
     @property
     def accuracy(self) -> float | None:
         """Accuracy on test records, else on validation records, in [0, 1]; None if the run has neither."""
-        found = self.figures.get("test_accuracy", self.figures.get("validation_accuracy"))
+        found = next((self.figures[key] for key in _ACCURACIES if key in self.figures), None)
         return None if found is None else float(found)
 
     def epsilon(self, *statuses: Status) -> float | None:
@@ -65,6 +67,10 @@ class Row:
         """Epsilon of a paper's formula if its hypotheses held; None if no paper claims one."""
         values = [g.formula_value for g in self.guarantees if g.formula_value is not None]
         return min(values) if values else self.epsilon(Status.CLAIMED)
+
+
+_ACCURACIES = ("test_accuracy", "validation_accuracy")
+"""Figures that `Row.accuracy` looks for, in this order."""
 
 
 def row_of(run: Run, config: RunConfig, *, wall_s: float) -> Row:
@@ -108,7 +114,12 @@ def read_row(path: Path) -> Row | None:
     if not path.exists():
         return None
     remedy = "delete it, and the same command writes it again"
-    return read_record(path, Row, SCHEMA_VERSION, what="a row of a sweep", remedy=remedy)
+    row = read_record(path, Row, SCHEMA_VERSION, what="a row of a sweep", remedy=remedy)
+    for key in _ACCURACIES:
+        found = row.figures.get(key)
+        if isinstance(found, bool) or not isinstance(found, int | float | None):
+            raise RunFolderError(f"{path}: figures.{key} = {reprlib.repr(found)} is no number; {remedy}")
+    return row
 
 
 def audited_epsilon(run_folder: Path) -> float | None:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from opusim.errors import ConfigError
 from opusim.files import read_text
 from training.config.run import RunConfig
-from training.data.dataset import DataError
 from training.data.formats import required_library
+from training.errors import DataError
 from training.networks.base import DescribedModule
 from training.zeroth_order.config import LanguageConfig, ZoConfig
 

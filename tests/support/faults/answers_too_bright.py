@@ -9,7 +9,7 @@ from tests.support.faults.base import Fault, replaced
 
 def _brighter(taken: Callable[..., Any]) -> Callable[..., Any]:
     def frames(self: Any, labels: Any, light: float) -> Any:
-        return taken(self, labels, 1.2 * light)
+        return taken(self, labels, 1.5 * light)
 
     return frames
 
@@ -20,7 +20,7 @@ def plant() -> AbstractContextManager[None]:
 
 FAULT = Fault(
     name="answers_too_bright",
-    breaks="Labels are shown to the camera with 1.2 times the accounted light.",
+    breaks="Labels are shown to the camera with 1.5 times the accounted light.",
     trainers=("pdfa",),
     protections=("label-readout",),
     settings=("protection.noise=argmax",),

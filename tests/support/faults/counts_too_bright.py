@@ -5,7 +5,7 @@ from tests.support.faults.base import Fault
 
 FAULT = Fault(
     name="counts_too_bright",
-    breaks="Labels are shown to the camera with 1.2 times the accounted light.",
+    breaks="Labels are shown to the camera with 1.5 times the accounted light.",
     trainers=("pdfa",),
     protections=("label-readout",),
     settings=("protection.noise=counts",),

@@ -20,7 +20,7 @@ from PIL import Image
 from opusim import files
 from tests.support.image_files import write_archive
 from training.data import formats
-from training.data.dataset import DataError
+from training.errors import DataError
 
 MIB = 2**20
 

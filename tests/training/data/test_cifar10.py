@@ -11,8 +11,8 @@ from PIL import Image
 
 from tests.support.image_files import write_archive
 from training.data import load_dataset
-from training.data.dataset import DataError
 from training.data.formats import ARCHIVE, CLASSES, read_cifar10
+from training.errors import DataError
 
 
 def jpeg(colour: tuple[int, int, int], size: tuple[int, int] = (32, 32)) -> bytes:

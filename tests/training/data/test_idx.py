@@ -11,8 +11,8 @@ import torch
 
 from tests.support.image_files import idx_bytes, write_labelled_images
 from training.data import load_dataset
-from training.data.dataset import DataError
 from training.data.formats import read_idx
+from training.errors import DataError
 
 SIDE = 3
 

@@ -16,7 +16,7 @@ from sklearn.datasets import _openml
 
 from training.data import load_dataset
 from training.data.catalogue import OpenmlSource, download_labelled_images
-from training.data.dataset import DataError
+from training.errors import DataError
 
 ARFF = b"""@RELATION tiny
 @ATTRIBUTE pixel1 REAL

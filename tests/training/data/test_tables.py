@@ -20,9 +20,8 @@ from training.cli import main
 from training.config import load_config
 from training.data import Dataset, from_arrays
 from training.data import tables as tables_module
-from training.data.dataset import DataError
 from training.engine.plan import RunPlan, fingerprint, load_data, with_own_data
-from training.errors import RunFolderError
+from training.errors import DataError, RunFolderError
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run
 

@@ -19,9 +19,9 @@ from opusim.errors import ConfigError
 from training.cli import main
 from training.config import load_config
 from training.data import Dataset, texts
-from training.data.dataset import DataError
 from training.data.texts import bits_per_byte, load_text
 from training.engine.plan import load_data
+from training.errors import DataError
 from training.protections.planning import require_covered
 from training.runs.run import evaluate_run
 

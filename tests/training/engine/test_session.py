@@ -15,9 +15,8 @@ import training
 from opusim.errors import ConfigError, DeviceError
 from training.config.reading import load_config
 from training.data import from_arrays
-from training.data.dataset import DataError
 from training.engine.session import train_on
-from training.errors import RunFolderError, TrainingDiverged
+from training.errors import DataError, RunFolderError, TrainingDiverged
 from training.reports.run_report import write_report
 from training.runs.run import evaluate_run
 

@@ -18,9 +18,8 @@ from opusim.errors import ConfigError, DeviceError
 from training.cli.train import print_run
 from training.config.sections import MODEL_NAMES, OptimizerConfig
 from training.data import from_arrays
-from training.data.dataset import DataError
 from training.engine.trainer import Trainer
-from training.errors import RunFolderError, TrainingDiverged
+from training.errors import DataError, RunFolderError, TrainingDiverged
 from training.feedback.algorithm import feedback_points
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
 from training.feedback.module_trainer import ModuleTrainer

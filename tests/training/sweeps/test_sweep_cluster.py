@@ -147,7 +147,7 @@ def test_a_sweep_runs_on_an_encrypted_cluster(encrypted: Path) -> None:
     address = f"tls://127.0.0.1:{port}"
     with scheduler(port, "tls"), worker(address):
         rows = run_sweep(points[:1], SweepFolder(encrypted / "sweep"), jobs=1, cluster=address)
-        with pytest.raises(SweepStopped, match="does not fit Dask's settings of encryption"):
+        with pytest.raises(SweepStopped, match="does not fit Dask's settings of encryption: they require it"):
             run_sweep(points[:1], SweepFolder(encrypted / "other"), jobs=1, cluster=f"tcp://127.0.0.1:{port}")
         for name in ("cert.pem", "key.pem"):
             (encrypted / name).unlink()
@@ -159,6 +159,15 @@ def test_a_sweep_runs_on_an_encrypted_cluster(encrypted: Path) -> None:
 
 def test_a_key_that_is_missing_is_one_clear_line(encrypted: Path) -> None:
     _, points = swept_points(encrypted)
+    (encrypted / "key.pem").write_text("no key")
+    with pytest.raises(SweepStopped, match="does not fit Dask's settings of encryption: .*PEM"):
+        run_sweep(points[:1], SweepFolder(encrypted / "sweep"), jobs=1, cluster="tls://127.0.0.1:1")
     (encrypted / "key.pem").unlink()
     with pytest.raises(SweepStopped, match="does not fit Dask's settings of encryption: .*No such file"):
         run_sweep(points[:1], SweepFolder(encrypted / "sweep"), jobs=1, cluster="tls://127.0.0.1:1")
+
+
+def test_an_encrypted_address_without_a_certificate_is_one_clear_line(tmp_path: Path) -> None:
+    _, points = swept_points(tmp_path)
+    with pytest.raises(SweepStopped, match="they name no certificate; give certificate and key"):
+        run_sweep(points[:1], SweepFolder(tmp_path / "sweep"), jobs=1, cluster="tls://127.0.0.1:1")

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import training
 from opusim.errors import ConfigError
-from training.data.dataset import DataError
 from training.engine.loop import Engine
-from training.errors import RunFolderError, RunInterrupted
+from training.errors import DataError, RunFolderError, RunInterrupted
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.zeroth_order.language import (
     PAD,

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import io
 import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,12 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
     header = [cell.strip().lower().lstrip("\ufeff") for cell in lines[0]] if lines else []
     wanted = next((kind for kind in (CONDUCTANCES, PRODUCTS) if all(_place(c, header) for c in kind)), None)
     if wanted is None:
+        found = [cell if cell.isprintable() and len(cell) < 40 else reprlib.repr(cell) for cell in header[:8]]
         raise ConfigError(
             name,
             "columns",
-            f"{', '.join(header) or 'none'}; name them {', '.join(CONDUCTANCES)} or {', '.join(PRODUCTS)} in the "
-            "first line",
+            f"{', '.join(found) or 'none'}; name them {', '.join(CONDUCTANCES)} or "
+            f"{', '.join(PRODUCTS)} in the first line",
         )
     columns = {column: _numbers(name, lines, _place(column, header)[0], column) for column in wanted}
     device = np.arange(len(lines) - 1)

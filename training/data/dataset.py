@@ -280,9 +280,8 @@ def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
 
 def _some(names: Sequence[str]) -> str:
     """Return the first names, cut if they are long, for a message."""
-    return ", ".join(name if len(name) < 40 else f"{name[:40]}..." for name in names[:8]) + (
-        ", ..." if names[8:] else ""
-    )
+    shown = [name if name.isprintable() and len(name) < 40 else reprlib.repr(name) for name in names[:8]]
+    return ", ".join([*shown, *(["..."] if names[8:] else [])])
 
 
 def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[Any, tuple[str, ...]]:

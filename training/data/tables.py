@@ -29,6 +29,8 @@ from training.errors import DataError
 
 TABLE_LIMIT = 2**30
 """Bytes of a CSV file, or of the columns of a Parquet file, at most."""
+_NAME_LENGTH = 200
+"""Most characters of a column's name."""
 _CELL_LIMIT = 2**29
 """Numbers of a Parquet file, whose columns may repeat a value at no length."""
 
@@ -243,9 +245,15 @@ def _named(frame: Any, what: str) -> Any:
     """Return a table whose columns have names, each once; columns that are numbered get their numbers as names.
 
     Raises:
-        ValueError: Two columns have one name.
+        ValueError: Two columns have one name, or one has a name too long for a message.
     """
     names = [str(column) for column in frame.columns]
+    longest = max(range(len(names)), key=lambda number: len(names[number]), default=None)
+    if longest is not None and len(names[longest]) > _NAME_LENGTH:
+        raise ValueError(
+            f"column {longest + 1} of {what} has a name of {len(names[longest]):,} characters; shorten it to "
+            f"{_NAME_LENGTH}"
+        )
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"{what} has several columns of the name {twice[0]!r}; rename or drop them")

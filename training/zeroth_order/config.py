@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -51,7 +52,12 @@ class LanguageConfig(Section):
     @classmethod
     def _whole_folder(cls, model: str | None) -> str | None:
         """Store the absolute path of a folder, and a hub's name as it is."""
-        return str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
+        if model is None:
+            return None
+        try:
+            return str(Path(model).resolve()) if Path(model).is_dir() else model
+        except OSError as error:  # a name that is too long for a path
+            raise ValueError(f"model = {reprlib.repr(model)} is no folder: {error.strerror}") from error
 
     @field_validator("prompt")
     @classmethod

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from opusim import checks
 from opusim.errors import ProcessLost
@@ -253,10 +253,29 @@ class Ranks:
                 _copy(alike, flat.split([tensor.numel() for tensor in alike]))
 
     def sum(self, tensors: Iterable[Tensor]) -> None:
-        """Replace tensors by their sums over all processes, the same to the bit on each."""
-        wanted = list(tensors)
-        self.sum_on_first(wanted)
-        self.broadcast_tensors(wanted)
+        """Replace tensors by their sums over all processes, added in the order of ranks, the same to the bit on each.
+
+        Each process adds one part of the numbers for all, so it sends and receives 2 (K - 1) / K of their bytes, K
+        processes.
+        """
+        wanted = [tensor.detach() for tensor in tensors]
+        if self.world == 1 or not wanted:
+            return
+        self.meet()
+        for dtype in dict.fromkeys(tensor.dtype for tensor in wanted):
+            alike = [tensor for tensor in wanted if tensor.dtype == dtype]
+            sizes = [tensor.numel() for tensor in alike]
+            flat = torch.cat([tensor.reshape(-1).cpu() for tensor in alike])
+            part = -(-len(flat) // self.world)
+            flat = nn.functional.pad(flat, (0, self.world * part - len(flat)))
+            received = torch.empty_like(flat)
+            with self._exchanging() as group:
+                dist.all_to_all_single(received, flat, group=group)
+                mine, *others = received.split(part)
+                for other in others:
+                    mine += other
+                dist.all_gather(list(flat.split(part)), mine, group=group)
+            _copy(alike, flat[: sum(sizes)].split(sizes))
 
     def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the gradients of parameters that have one in any process; a process without one gets zeros."""

@@ -13,6 +13,7 @@ time that the runs took over the workers' time.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import tempfile
@@ -148,7 +149,7 @@ def run_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
 def run(trainers: str = "bp,pdfa") -> None:
     """Time the steps of runs that 1, 2 and 4 processes share."""
     rows = [row for kind in trainers.split(",") for row in measured_runs(kind)]
-    save_results(NAME, {"sweeps": [], **_kept(), "runs": rows, "reading_s": reading_s()})
+    save_results(NAME, {"sweeps": []} | _kept() | {"runs": rows, "reading_s": reading_s()})
     print_table("Runs of several processes", RUN_COLUMNS, run_rows(load_results(NAME)))
 
 
@@ -190,7 +191,11 @@ def measured_sweep(workers: int, folder: Path) -> dict[str, Any]:
 
     points = sweep_points((RUNS_A_WORKER + 1) * workers)
     with LocalCluster(
-        n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, memory_limit=None
+        n_workers=workers,
+        threads_per_worker=1,
+        dashboard_address=None,
+        memory_limit=None,
+        silence_logs=logging.ERROR,
     ) as cluster:
         address = cluster.scheduler_address
         run_sweep(points[:workers], SweepFolder(folder / "first"), jobs=1, cluster=address)
@@ -219,11 +224,12 @@ def sweep_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
 @app.command()
 def sweep(workers: str = ",".join(map(str, WORKERS))) -> None:
     """Time sweeps on Dask workers."""
-    rows = []
     for count in map(int, workers.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(measured_sweep(count, Path(folder)))
-        save_results(NAME, {"runs": [], "reading_s": 0.0, **_kept(), "sweeps": rows})
+            row = measured_sweep(count, Path(folder))
+        kept: dict[str, Any] = {"runs": [], "reading_s": 0.0, "sweeps": []} | _kept()
+        rows = [*(other for other in kept["sweeps"] if other["workers"] != count), row]
+        save_results(NAME, {**kept, "sweeps": sorted(rows, key=lambda each: each["workers"])})
     print_table("Sweeps on many workers", SWEEP_COLUMNS, sweep_rows(load_results(NAME)))
 
 

@@ -27,6 +27,8 @@ from training.networks.clipping import bounded_factors, finite_rows, full_precis
 
 _FLOAT64_CHUNK = 2**20
 """Numbers converted to float64 at once, 8 MiB."""
+_CACHED = 2**15
+"""Numbers whose float64 copies stay in a processor's cache."""
 _VECTORS_PER_CALL = 256
 """Unit vectors that a device projects in one call."""
 
@@ -120,6 +122,13 @@ def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
         x: Shape (batch, d).
         centre: Whether to subtract each row's mean first.
     """
+    parts = x.split(max(1, _CACHED // x.shape[1])) if x.device.type == "cpu" else [x]
+    done = [_unit_part(part, centre=centre) for part in parts]
+    rows, kept = zip(*done, strict=True)
+    return torch.cat(rows), torch.cat(kept)
+
+
+def _unit_part(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
     exact = x.to(torch.float64, copy=True)
     least = exact.new_zeros(())
     if centre:
@@ -151,7 +160,7 @@ def open_gates(x: Tensor, hyperplanes: Tensor) -> Tensor:
     gates = values >= 0
     for entries in (values.abs() <= rounding).nonzero().split(max(1, _FLOAT64_CHUNK // x.shape[1])):
         record, plane = entries.unbind(1)
-        gates[record, plane] = (x[record].double() * hyperplanes[plane].double()).sum(dim=1) >= 0
+        gates[record, plane] = x[record].double().mul_(hyperplanes[plane]).sum(dim=1) >= 0
     return gates
 
 

@@ -202,6 +202,7 @@ def measured_sweep(workers: int, folder: Path) -> dict[str, Any]:
         started = time.perf_counter()
         rows = run_sweep(points[workers:], SweepFolder(folder / "timed"), jobs=1, cluster=address)
         wall = time.perf_counter() - started
+        cluster.close(timeout=60)  # workers of a busy machine need longer than the usual four seconds to end
     failed = [row.reason for row in rows.values() if row.status != "done"]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(rows)} runs failed: {failed[0]}")

@@ -195,7 +195,7 @@ def measured_sweep(workers: int, folder: Path) -> dict[str, Any]:
         threads_per_worker=1,
         dashboard_address=None,
         memory_limit=None,
-        silence_logs=logging.ERROR,
+        silence_logs=logging.CRITICAL,
     ) as cluster:
         address = cluster.scheduler_address
         run_sweep(points[:workers], SweepFolder(folder / "first"), jobs=1, cluster=address)

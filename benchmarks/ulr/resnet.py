@@ -6,7 +6,8 @@ says nothing, keeps an epoch within minutes on a processor. x + convolution(x) i
 first kernels the identity is added, which is the same function with the same gradients.
 
 `plain` trains without protection: the estimate with independent noise, with noise matched to each record's Jacobian,
-with ten orthogonal copies of that (`benchmarks.ulr.variance` tells why), and backpropagation. `private` trains the
+with ten orthogonal copies of that (`benchmarks.ulr.variance` tells why), with more copies of the late modules, whose
+passes are short, than of the early ones, and backpropagation. `private` trains the
 paper's published form, the proven form and DP-SGD at the paper's batch of 64 and noise of 1, at a larger batch and at
 more noise. Every run resumes after a stop, and every finished one is kept.
 """
@@ -35,6 +36,13 @@ PLAIN: dict[str, dict[str, Any]] = {
     "ulr, matched, 10 orthogonal": {
         "kind": "ulr",
         "copies": 10,
+        "sigma": SIGMA,
+        "shape": "matched",
+        "directions": "orthogonal",
+    },
+    "ulr, matched, orthogonal, more late": {
+        "kind": "ulr",
+        "module_copies": (6, 12, 20, 100, 10),
         "sigma": SIGMA,
         "shape": "matched",
         "directions": "orthogonal",

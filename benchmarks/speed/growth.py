@@ -331,10 +331,11 @@ def page_section() -> str:
     """Return the section of the result pages."""
     results = load_results(NAME)
     text = (
-        "Processor time on one thread, memory of a process of its own at its peak without mapped files, and the slopes of "
-        "their logarithms over the last decade of sizes ([the figure](../../docs/growth.png) has a grey line of slope 1). A Poisson "
-        "batch compares one number for each record, and a data set puts its records in random order: a million of "
-        "them leave the cache."
+        "Processor time on one thread, memory of a process of its own at its peak without mapped files, and the "
+        "slopes of their logarithms over the last decade of sizes ([the figure](../../docs/growth.png) has a grey "
+        "line of slope 1). A Poisson batch compares one number for each record, and a data set puts its records in "
+        "random order: a million of them leave the cache. Memory breaks first, by the records of a data set: keep "
+        "their features in a file and map it."
     )
     tables = (
         markdown(TIME_COLUMNS, time_rows(results.get("curves", {}))),

@@ -1,15 +1,18 @@
 """How do steps, ledgers, samplers, readings and sweeps grow with their size, and does any outgrow a straight line?
 
-Each curve is processor time on one thread against a size, the least of several repeats. Its slope is that of the
-logarithms over the last decade of sizes. Required: at most 1.05. The curves are drawn in docs/growth.png. `--long` adds
-the sizes that take minutes.
+Each curve is processor time on one thread against a size, the least of several repeats, and the memory that a process
+of its own takes for it beyond what its imports take. A slope is that of the logarithms over the last decade of sizes.
+Required: at most 1.05. The curves are drawn in docs/growth.png. `--long` adds the sizes that take minutes, `--memory`
+measures memory only.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,12 +40,14 @@ from training.feedback.config import PdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
-from training.reports.drawing import new_figure, save_figure, style
+from training.reports.drawing import save_figure, style
 from training.sweeps.spec import SpecText, parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.growth", "growth"
 REQUIRED = 1.05
 PICTURE = Path(__file__).parents[2] / "docs" / "growth.png"
+Curves = Mapping[str, Mapping[str, float]]
+"""Values by what grows and by size."""
 MECHANISM = RecordCentral(
     noise_multiplier=1.1, sampling_probability=0.001, clip_norm=1.0, divisor=100.0, steps=1
 )
@@ -214,6 +219,7 @@ CURVES = (
     ),
     Curve(of="a sweep checked, runs", sizes=(10, 100, 1_000), prepared=expanded_sweep, long=(10_000,)),
 )
+CURVE_NAMES = tuple(curve.of for curve in CURVES)
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
@@ -228,6 +234,38 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return min(found)
 
 
+def memory_of(of: str, size: int) -> float:
+    """Return the MiB that a curve's work at a size takes at its peak, at least 1; called in a process of its own.
+
+    Pages of mapped files do not count: the system takes them back when it needs memory.
+    """
+    torch.set_num_threads(1)
+    before = _anonymous()
+    (curve,) = (each for each in CURVES if each.of == of)
+    peak, done = before, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, _anonymous())
+
+    watcher = threading.Thread(target=watch)
+    with tempfile.TemporaryDirectory() as name:
+        work = curve.prepared(size, Path(name))
+        watcher.start()
+        kept = work()
+    peak = max(peak, _anonymous())
+    done.set()
+    watcher.join()
+    del kept
+    return max(1.0, peak - before)
+
+
+def _anonymous() -> float:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("RssAnon"))
+
+
 def slope_of(seconds: Mapping[int, float]) -> float:
     """Slope of the logarithms between the largest size and the one a decade below, or the next smaller."""
     sizes = sorted(seconds)
@@ -236,46 +274,74 @@ def slope_of(seconds: Mapping[int, float]) -> float:
     return math.log(seconds[last] / seconds[first]) / math.log(last / first)
 
 
-def table_rows(curves: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+def table_rows(curves: Curves, shown: Callable[[float], str]) -> list[tuple[str, ...]]:
     """Return a line for each curve, as text."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for of, found in curves.items():
-        seconds = {int(size): value for size, value in found.items()}
-        slope = slope_of(seconds)
-        shown = ", ".join(f"{size:,}: {1000 * seconds[size]:.3g} ms" for size in sorted(seconds))
-        rows.append((of, shown, f"{slope:.2f}", verdict(slope <= REQUIRED)))
+        values = {int(size): value for size, value in found.items()}
+        slope = slope_of(values)
+        cells = ", ".join(f"{size:,}: {shown(values[size])}" for size in sorted(values))
+        rows.append((of, cells, f"{slope:.2f}", verdict(slope <= REQUIRED)))
     return rows
 
 
-COLUMNS = ("what grows", "processor time", "slope", f"at most {REQUIRED:g}")
+def time_rows(curves: Curves) -> list[tuple[str, ...]]:
+    """Return a line for each curve of time."""
+    return table_rows(curves, lambda seconds: f"{1000 * seconds:.3g} ms")
 
 
-def draw(curves: Mapping[str, Mapping[str, float]]) -> None:
-    """Draw time against size, both as logarithms, each relative to the first size of its curve."""
-    figure, axes = new_figure(7.6, 5.2)
-    for number, (of, found) in enumerate(curves.items()):
-        sizes = sorted(map(int, found))
-        times = [found[str(size)] / found[str(sizes[0])] for size in sizes]
-        axes.loglog([size / sizes[0] for size in sizes], times, label=of, **style(number))
-    ends = axes.get_xlim()
-    axes.loglog(ends, ends, color="0.6", linewidth=1, zorder=0)
-    axes.set(
-        xlabel="size, over the smallest that was measured", ylabel="processor time, over that of the smallest"
-    )
-    axes.legend(frameon=False, fontsize=7)
+def memory_rows(curves: Curves) -> list[tuple[str, ...]]:
+    """Return a line for each curve of memory."""
+    return table_rows(curves, lambda mib: f"{mib:.0f} MiB")
+
+
+TIME_COLUMNS = ("what grows", "processor time", "slope", f"at most {REQUIRED:g}")
+MEMORY_COLUMNS = ("what grows", "memory beyond imports", "slope", f"at most {REQUIRED:g}")
+
+
+def draw(times: Curves, memory: Curves) -> None:
+    """Draw time and memory against size, all as logarithms; sizes and times relative to the first of their curve."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, of in enumerate(CURVE_NAMES):
+        for axes, curves in ((left, times), (right, memory)):
+            if of not in curves:
+                continue
+            sizes = sorted(map(int, curves[of]))
+            first = curves[of][str(sizes[0])] if axes is left else 1.0
+            values = [curves[of][str(size)] / first for size in sizes]
+            axes.loglog(
+                [size / sizes[0] for size in sizes],
+                values,
+                label=of if axes is left else None,
+                **(style(number) | {"markersize": 4}),
+            )
+    for axes, text in ((left, "processor time, over that of the smallest"), (right, "memory [MiB]")):
+        axes.set(xlabel="size, over the smallest that was measured", ylabel=text)
+        axes.spines[["top", "right"]].set_visible(False)
+    ends = left.get_xlim()
+    left.loglog(ends, ends, color="0.6", linewidth=1, zorder=0)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save_figure(figure, PICTURE)
 
 
 def page_section() -> str:
     """Return the section of the result pages."""
-    curves = load_results(NAME).get("curves", {})
+    results = load_results(NAME)
     text = (
-        "Processor time on one thread, and the slope of its logarithm over the last decade of sizes "
-        "([the figure](../../docs/growth.png) has a grey line of slope 1). Memory and several workers were not "
-        "measured. A Poisson batch compares one number for each record, and a data set puts its records in random "
-        "order: a million of them leave the cache."
+        "Processor time on one thread, memory of a process of its own at its peak without mapped files, and the "
+        "slopes of their logarithms over the last decade of sizes ([the figure](../../docs/growth.png) has a grey "
+        "line of slope 1). A Poisson batch compares one number for each record, and a data set puts its records in "
+        "random order: a million of them leave the cache. Memory breaks first, by the records of a data set: keep "
+        "their features in a file and map it."
     )
-    return section("Growth with size", text, command(MODULE), markdown(COLUMNS, table_rows(curves)))
+    tables = (
+        markdown(TIME_COLUMNS, time_rows(results.get("curves", {}))),
+        markdown(MEMORY_COLUMNS, memory_rows(results.get("memory", {}))),
+    )
+    return section("Growth with size", text, command(MODULE), *tables)
 
 
 def speed_rows() -> list[Row]:
@@ -293,19 +359,27 @@ def main() -> None:
     """Measure, print and save after each curve."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=[curve.of for curve in CURVES], help="These curves.")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=CURVE_NAMES, help="These curves.")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    curves: dict[str, dict[str, float]] = dict(load_results(NAME).get("curves", {}))
-    with tempfile.TemporaryDirectory() as name:
-        for curve in (each for each in CURVES if options.only is None or each.of in options.only):
-            curves[curve.of] = {
-                str(size): seconds_of(curve.prepared(size, Path(name)))
-                for size in (*curve.sizes, *(curve.long if options.long else ()))
-            }
-            save_results(NAME, {"curves": curves})
-    draw(curves)
-    print_table("Growth", COLUMNS, table_rows(curves))
+    results = load_results(NAME)
+    times, memory = dict(results.get("curves", {})), dict(results.get("memory", {}))
+    for curve in (each for each in CURVES if options.only is None or each.of in options.only):
+        sizes = (*curve.sizes, *(curve.long if options.long else ()))
+        if not options.memory:
+            with tempfile.TemporaryDirectory() as name:
+                times[curve.of] = {str(size): seconds_of(curve.prepared(size, Path(name))) for size in sizes}
+        memory[curve.of] = {str(size): _apart(curve.of, size) for size in sizes}
+        save_results(NAME, {"curves": times, "memory": memory})
+    draw(times, memory)
+    print_table("Time", TIME_COLUMNS, time_rows(times))
+    print_table("Memory", MEMORY_COLUMNS, memory_rows(memory))
+
+
+def _apart(of: str, size: int) -> float:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(memory_of, (of, size))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from opusim import checks
 from opusim.errors import ProcessLost
@@ -238,9 +238,7 @@ class Ranks:
         if self.world == 1 or not wanted:
             return
         self.meet()
-        for dtype in dict.fromkeys(tensor.dtype for tensor in wanted):
-            alike = [tensor for tensor in wanted if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1).cpu() for tensor in alike])
+        for alike, flat in _by_dtype(wanted):
             with self._exchanging() as group:
                 if self.is_first:
                     received = torch.empty_like(flat)
@@ -253,10 +251,26 @@ class Ranks:
                 _copy(alike, flat.split([tensor.numel() for tensor in alike]))
 
     def sum(self, tensors: Iterable[Tensor]) -> None:
-        """Replace tensors by their sums over all processes, the same to the bit on each."""
-        wanted = list(tensors)
-        self.sum_on_first(wanted)
-        self.broadcast_tensors(wanted)
+        """Replace tensors by their sums over all processes, added in the order of ranks, the same to the bit on each.
+
+        Each process adds one part of the numbers for all, so it sends and receives 2 (K - 1) / K of their bytes, K
+        processes.
+        """
+        wanted = [tensor.detach() for tensor in tensors]
+        if self.world == 1 or not wanted:
+            return
+        self.meet()
+        for alike, numbers in _by_dtype(wanted):
+            part = -(-len(numbers) // self.world)
+            flat = nn.functional.pad(numbers, (0, self.world * part - len(numbers)))
+            received = torch.empty_like(flat)
+            with self._exchanging() as group:
+                dist.all_to_all_single(received, flat, group=group)
+                mine, *others = received.split(part)
+                for other in others:
+                    mine += other
+                dist.all_gather(list(flat.split(part)), mine, group=group)
+            _copy(alike, flat[: len(numbers)].split([tensor.numel() for tensor in alike]))
 
     def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the gradients of parameters that have one in any process; a process without one gets zeros."""
@@ -380,6 +394,13 @@ def _portable(error: BaseException | None, rank: int) -> BaseException:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Yield the tensors of one type at a time, and their numbers in a row, on the CPU."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        yield alike, torch.cat([tensor.reshape(-1).cpu() for tensor in alike])
 
 
 def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

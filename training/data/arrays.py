@@ -110,14 +110,15 @@ def from_arrays(
         classes=names,
     )
     standardisation = _constants(standardise, tokens=tokens)
+    standardisation.require_fitting(features)
     test_split = None
     if test is not None:
         if not isinstance(test, tuple) or len(test) != 2:
             raise TypeError(f"test must be a pair (features, labels), got {type(test).__name__}")
         records = form.records(*test, names=("test[0]", "test[1]"))
-        test_split = _chosen(_scaled(records, standardisation), slice(None), standardisation)
+        test_split = _chosen(records, slice(None), standardisation)
     kept, held_out = split_records(features, ids, split, validation_fraction, split_seed)
-    whole = _scaled(Split(features, labels, on_disk=is_mapped(x) and not tokens), standardisation)
+    whole = Split(features, labels, on_disk=is_mapped(x) and not tokens)
     return Dataset(
         name=name,
         n_classes=form.n_classes,
@@ -206,18 +207,17 @@ def standardised(x: torch.Tensor, constants: Standardisation) -> torch.Tensor:
     return x if x.dtype == torch.int64 else constants.apply(x)
 
 
-def _scaled(whole: Split, constants: Standardisation) -> Split:
-    """Return records that are standardised, unless they are on disk."""
-    return whole if whole.on_disk else Split(standardised(whole.x, constants), whole.y)
-
-
 def _chosen(whole: Split, records: torch.Tensor | slice, constants: Standardisation) -> Split:
-    """Return some records; those on disk are standardised, and stay there."""
-    if not whole.on_disk:
-        return Split(whole.x[records], whole.y[records])
+    """Return some records, standardised, a block of them at a time; those on disk stay there."""
     numbers = torch.arange(len(whole))[records]
-    parts = (numbers[part] for part in row_blocks((len(numbers), whole.x.shape[1])))
-    return Split(on_disk(constants.apply(whole.x[part]) for part in parts), whole.y[numbers], on_disk=True)
+    parts = list(row_blocks((len(numbers), whole.x.shape[1])))
+    if whole.on_disk:
+        rows = (constants.apply(whole.x[numbers[part]]) for part in parts)
+        return Split(on_disk(rows), whole.y[numbers], on_disk=True)
+    x = whole.x.new_empty(len(numbers), whole.x.shape[1])
+    for part in parts:
+        x[part] = standardised(whole.x[numbers[part]], constants)
+    return Split(x, whole.y[numbers])
 
 
 def _holds_tokens(asked: AskedInputs, target: Target) -> bool:
@@ -296,7 +296,8 @@ def checked_features(values: Array, name: str) -> torch.Tensor:
     if tensor.is_complex():
         raise TypeError(f"{name} must be real, got {tensor.dtype}: give real and imaginary parts as features")
     features = tensor.to(torch.float32).reshape(len(tensor), -1)
-    finite = torch.isfinite(features).all(dim=1)
+    parts = row_blocks(tuple(features.shape))
+    finite = torch.cat([torch.isfinite(features[part]).all(dim=1) for part in parts])
     if not bool(finite.all()):
         bad = torch.nonzero(~finite).reshape(-1)
         raise ValueError(

@@ -86,6 +86,22 @@ class Standardisation:
             public=False,
         )
 
+    def require_fitting(self, x: torch.Tensor) -> None:
+        """Refuse records with another number of features than there are constants.
+
+        Args:
+            x: Records, shape (n, d).
+
+        Raises:
+            ValueError: There is one constant per feature, and `x` has another number of features.
+        """
+        for constants in (self.mean, self.std):
+            if isinstance(constants, tuple) and (x.ndim != 2 or len(constants) != x.shape[1]):
+                raise ValueError(
+                    f"the constants ({self.source}) are for {len(constants)} features, x has shape {tuple(x.shape)}; "
+                    "give one number, or one for each feature"
+                )
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``(x - mean) / std`` as float32.
 
@@ -98,22 +114,22 @@ class Standardisation:
         Raises:
             ValueError: There is one constant per feature, and `x` has another number of features.
         """
-        for constants in (self.mean, self.std):
-            if isinstance(constants, tuple) and (x.ndim != 2 or len(constants) != x.shape[1]):
-                raise ValueError(
-                    f"the constants ({self.source}) are for {len(constants)} features, x has shape {tuple(x.shape)}; "
-                    "give one number, or one for each feature"
-                )
+        self.require_fitting(x)
         mean = torch.tensor(self.mean, dtype=torch.float32, device=x.device)
         std = torch.tensor(self.std, dtype=torch.float32, device=x.device)
         return (x.to(torch.float32) - mean) / std
+
+
+_LARGE = 2**26
+"""Numbers of which no float64 copy is made at once, 512 MiB."""
 
 
 def _moments(records: Tensor, *, on_disk: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return mean and deviation of each feature in float64, and whether it is constant; sums of one order anywhere."""
 
     def blocks() -> Iterator[np.ndarray]:
-        parts = row_blocks(tuple(records.shape)) if on_disk else [slice(None)]
+        in_blocks = on_disk or records.numel() > _LARGE
+        parts = row_blocks(tuple(records.shape)) if in_blocks else [slice(None)]
         return (records[part].double().numpy() for part in parts)
 
     mean = sum(values.sum(axis=0) for values in blocks()) / len(records)

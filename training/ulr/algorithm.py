@@ -50,10 +50,12 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
 
         Raises:
             ValueError: Records are protected and the module mixes them.
+            ConfigError: `trainer.module_copies` is for another number of modules.
         """
+        network = ModuleSequence(model or build_model(config, dataset), n_inputs=dataset.n_features)
+        config.trainer_as(UlrConfig).copies_of(network.depth)
         if model is None:
-            return ModuleSequence(build_model(config, dataset), n_inputs=dataset.n_features)
-        network = ModuleSequence(model, n_inputs=dataset.n_features)
+            return network
         place = network.parameters[0].device
         require_class_scores(model, torch.zeros(2, network.n_inputs, device=place), dataset.n_classes)
         if config.protection.protects == "records":
@@ -101,8 +103,8 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
             for jacobian, value, h in zip(network.jacobians, blank.values, blank.inputs, strict=True)
         ]
         counts = [
-            needed_copies(options.copies, value.numel(), options.directions, options.variance_reduction)
-            for value in blank.values
+            needed_copies(copies, value.numel(), options.directions, options.variance_reduction)
+            for copies, value in zip(options.copies_of(network.depth), blank.values, strict=True)
         ]
         return [
             numbers
@@ -173,7 +175,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
             divisor = float(config.sampler.min_batch_size or config.sampler.batch_size)
             return PublishedUpdate(self.network, options, divisor, noise=noise, extra=extra)
         estimator = Estimator(
-            copies=options.copies,
+            copies=options.copies_of(self.network.depth),
             reduction=options.variance_reduction,
             rows_per_pass=options.rows_per_pass,
             directions=options.directions,

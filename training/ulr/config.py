@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from opusim.description.section import BadKey
+from opusim.errors import ConfigError
 from training.config.sections import Effect, ProtectionSection, TrainerSection
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
@@ -29,6 +30,16 @@ class UlrConfig(TrainerSection):
             holds=lambda run: run.trainer.form == "published",
         ),
         Effect(
+            keys=("trainer.copies",),
+            needs="no trainer.module_copies",
+            holds=lambda run: not run.trainer.module_copies,
+        ),
+        Effect(
+            keys=("trainer.module_copies",),
+            needs="trainer.form = 'proven'",
+            holds=lambda run: run.trainer.form == "proven",
+        ),
+        Effect(
             keys=("trainer.clip",),
             needs="protection.kind = 'record' (ulr)",
             holds=lambda run: run.protection.poisson,
@@ -44,6 +55,9 @@ class UlrConfig(TrainerSection):
     holds."""
     copies: int = Field(1, ge=1)
     """Noisy copies of every record for each module (K in the paper); an antithetic pair counts as one."""
+    module_copies: tuple[int, ...] = ()
+    """Copies for each module with parameters, in their order, in place of `copies`. A copy costs the passes through the
+    modules behind its own, so late modules may have many."""
     sigma: float = Field(0.1, gt=0.0)
     """Standard deviation of the noise on a module's output; its upper limit if the published controller sets it."""
     reduction: Reduction | None = None
@@ -80,16 +94,34 @@ class UlrConfig(TrainerSection):
         """`reduction`, or the default of the form."""
         return self.reduction or ("none" if self.form == "published" else "antithetic")
 
+    def copies_of(self, modules: int) -> tuple[int, ...]:
+        """Return K of each of so many modules with parameters.
+
+        Raises:
+            ConfigError: `module_copies` holds another number of them.
+        """
+        found = self.module_copies or (self.copies,) * modules
+        if len(found) != modules:
+            raise ConfigError(
+                "configuration",
+                "trainer.module_copies",
+                f"holds {len(found)} numbers for {modules} modules with parameters; give one for each, or copies",
+            )
+        return found
+
     def uses_device(self, protection: ProtectionSection) -> bool:
         """With device noise on the outputs or on the sum."""
         return "device" in (self.noise, protection.noise)
 
     @model_validator(mode="after")
     def _check_estimate(self) -> Self:
-        if self.variance_reduction == "leave-one-out" and self.copies < 2:
+        if any(copies < 1 for copies in self.module_copies):
             raise ValueError(
-                "reduction = 'leave-one-out' needs other copies, but copies = 1; take at least 2"
+                f"module_copies = {list(self.module_copies)} holds a number below 1; every module needs a copy"
             )
+        if self.variance_reduction == "leave-one-out" and min(self.module_copies or (self.copies,)) < 2:
+            key = "module_copies holds 1" if self.module_copies else "copies = 1"
+            raise ValueError(f"reduction = 'leave-one-out' needs other copies, but {key}; take at least 2")
         if self.form == "published" and self.variance_reduction != "none":
             raise ValueError(
                 f"reduction = {self.reduction!r} changes the noise that form = 'published' counts on; leave it out"

@@ -42,8 +42,8 @@ class Estimator:
     """Estimates the gradients at the outputs of all modules.
 
     Attributes:
-        copies: K >= 1, noise draws per record and module; an antithetic pair is one. Orthogonal pairs are at most as
-            many as the module's outputs.
+        copies: K >= 1 of each module, or one for all: noise draws per record; an antithetic pair is one. Orthogonal
+            pairs are at most as many as the module's outputs.
         reduction: Reduction of variance.
         rows_per_pass: Largest number of noisy rows in one pass through the model; None for as many copies of all
             records as there are modules. It changes memory and rounding only.
@@ -51,7 +51,7 @@ class Estimator:
         matched: Whether the noise's covariance is matched to each record's Jacobian.
     """
 
-    copies: int
+    copies: int | Sequence[int]
     reduction: Reduction
     rows_per_pass: int | None = None
     directions: Directions = "independent"
@@ -77,9 +77,11 @@ class Estimator:
             sigmas: Standard deviation of the noise of each layer.
         """
         sums = [_Sum(value, self.reduction, clean) for value in outputs.values]
+        depth = len(outputs.values)
+        each = [self.copies] * depth if isinstance(self.copies, int) else self.copies
         counts = [
-            needed_copies(self.copies, math.prod(value.shape[1:]), self.directions, self.reduction)
-            for value in outputs.values
+            needed_copies(copies, math.prod(value.shape[1:]), self.directions, self.reduction)
+            for copies, value in zip(each, outputs.values, strict=True)
         ]
         draws: dict[int, Draws] = {}
         for probes in self._passes(counts, len(clean)):

@@ -42,7 +42,7 @@ ALWAYS = {
         "protection.delta",
     ),
     *("checkpoint.every_steps", "checkpoint.keep", "trainer.kind", "trainer.order", "trainer.signal_gain"),
-    *("trainer.tau_b", "trainer.tau_h_max", "trainer.through_clip", "trainer.form", "trainer.copies"),
+    *("trainer.tau_b", "trainer.tau_h_max", "trainer.through_clip", "trainer.form"),
     *(
         "trainer.reduction",
         "trainer.noise",

@@ -35,7 +35,7 @@ def estimate(
     *,
     seed: int,
     reduction: Reduction = "none",
-    copies: int = 1,
+    copies: int | tuple[int, ...] = 1,
     rows: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Signals of each layer, and its inputs."""
@@ -135,6 +135,20 @@ def test_reductions_lower_the_variance(reduction: Reduction, seed: int) -> None:
     plain, _ = estimate(network, *many, seed=seed, copies=4)
     reduced, _ = estimate(network, *many, seed=seed, copies=4, reduction=reduction)
     assert float(reduced[0].var(dim=0).sum()) < 0.5 * float(plain[0].var(dim=0).sum())
+
+
+def test_a_module_has_copies_of_its_own(seed: int) -> None:
+    """Noise is drawn module by module, so the first one's estimate is that of as many copies of all."""
+    network = new_network("linear")
+    x, y = records(9, network.n_inputs)
+    one, three = (estimate(network, x, y, seed=seed, copies=k, reduction="antithetic")[0] for k in (1, 3))
+    all_three = estimate(network, x, y, seed=seed, copies=(3,) * network.depth, reduction="antithetic")[0]
+    mixed = estimate(
+        network, x, y, seed=seed, copies=(3, *(1,) * (network.depth - 1)), reduction="antithetic"
+    )[0]
+    assert all(torch.equal(a, b) for a, b in zip(three, all_three, strict=True))
+    assert torch.equal(mixed[0], three[0])
+    assert not torch.equal(one[0], three[0])
 
 
 @pytest.mark.parametrize("name", ["linear", "convolution", "residual block"])

@@ -66,8 +66,8 @@ class RunConfig(Section):
     release: noise and sampling from the operating system's entropy; no seed is stored."""
     seed: int = Field(0, ge=0)
     """Seed of initialisation, sampling and simulated noise (experiment mode; refused in release mode)."""
-    epochs: int = Field(DEFAULT_EPOCHS, ge=1)
-    """Passes over the training records; 1 by default for ridge."""
+    epochs: int = Field(DEFAULT_EPOCHS, ge=1, le=10**9)
+    """Passes over the training records, at most 10^9; 1 by default for ridge."""
     loss: LossName = "cross-entropy"
     """Loss whose derivative is the error e: cross-entropy (classes, tokens), squared-error (also real numbers),
     binary-cross-entropy (labels that are 0 or 1), or the import path package.module:function of a function (output,

@@ -21,13 +21,7 @@ from opusim.errors import ConfigError
 from training.config.run import RunConfig
 from training.config.sections import ModelConfig
 from training.convex.config import ConvexConfig
-from training.convex.gated import (
-    GatedNetwork,
-    GatedRelu,
-    RememberedRecords,
-    hyperplanes_work,
-    seeded_hyperplanes,
-)
+from training.convex.gated import GatedNetwork, GatedRelu, hyperplanes_work, seeded_hyperplanes
 from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
@@ -36,8 +30,6 @@ from training.networks.optimizers import make_optimizer
 from training.protections.base import SoftLabels, central_noise, noise_std, noise_work
 from training.protections.planning import Plan
 
-REMEMBERED_BYTES = 2**30
-"""Largest memory for the features of training records; those of a larger set are computed in every step."""
 LAST_ITERATE_SCHEMES = ("disjoint-cyclic", "full-batch")
 
 
@@ -205,8 +197,6 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
             final_std=final_noise(plan, options) * config.optimizer.lr * multiplier * bound / b,
             total_steps=plan.total_steps,
         )
-        model, train = self.network.model, plan.dataset.train
-        fits = not train.on_disk and RememberedRecords.size(model, len(train.y)) <= REMEMBERED_BYTES
         return ConvexTrainer(
             self.network,
             make_optimizer([self.network.model.weight], config.optimizer),
@@ -215,7 +205,6 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
             loss=config.loss,
             noise=central_noise(plan, device) if multiplier else None,
             device=device,
-            remembered=RememberedRecords(model, len(train.y)) if fits else None,
         )
 
     def initialise(self, trainer: ConvexTrainer) -> None:

@@ -110,45 +110,6 @@ class GatedRelu(nn.Module):
         return (records.gates.unsqueeze(2) * scaled.unsqueeze(1)).flatten(1)
 
 
-class RememberedRecords:
-    """What a model computes of each training record, which its weights do not change, kept once it is computed.
-
-    Memory grows with the records that were met: 4 d + P bytes each.
-
-    Args:
-        model: The model, whose hyperplanes stay as they are from the first batch on.
-        n_records: Number of training records.
-    """
-
-    def __init__(self, model: GatedRelu, n_records: int) -> None:
-        self._model = model
-        device, planes = model.weight.device, len(model.hyperplanes)
-        self._x = torch.empty(n_records, model.n_inputs, device=device)
-        self._gates = torch.empty(n_records, planes, dtype=torch.bool, device=device)
-        self._scale = torch.empty(n_records, device=device)
-        self._met = torch.zeros(n_records, dtype=torch.bool, device=device)
-
-    @classmethod
-    def size(cls, model: GatedRelu, n_records: int) -> int:
-        """Return the bytes that all records take."""
-        return n_records * (4 * model.n_inputs + len(model.hyperplanes) + 5)
-
-    def batch(self, x: Tensor, numbers: Tensor) -> GatedRecords:
-        """Return the features, gates and scales of a batch.
-
-        Args:
-            x: Its records, shape (batch, d).
-            numbers: Their numbers in the training set, shape (batch,).
-        """
-        if not bool(self._met[numbers].all()):
-            found = self._model.gated(x)
-            self._x[numbers], self._gates[numbers] = found.x, found.gates.to(torch.bool)
-            self._scale[numbers], self._met[numbers] = found.scale, True
-            return found
-        gates = self._gates[numbers].to(self._x.dtype)
-        return GatedRecords(x=self._x[numbers], gates=gates, scale=self._scale[numbers])
-
-
 def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
     """Divide rows by their norms; return them and which rows have a norm, shapes (batch, d) and (batch,).
 

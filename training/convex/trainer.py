@@ -19,7 +19,7 @@ from opusim.devices.usage import Usage
 from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
 from training.convex.config import ConvexConfig
-from training.convex.gated import GatedNetwork, GatedRelu, RememberedRecords, device_hyperplanes
+from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes
 from training.engine.trainer import StepRecord, Trainer
 from training.networks.clipping import bounded_factors, finite_rows, full_precision, row_norms
 from training.networks.functions import LOSSES
@@ -113,7 +113,6 @@ class ConvexTrainer(Trainer):
         loss: Loss that the metrics report.
         noise: Source of independent N(0, 1); required if the descent has noise.
         device: The open device that supplies gates or noise, or None.
-        remembered: What keeps the features of training records between epochs; None computes them in every step.
     """
 
     kind = "convex"
@@ -129,7 +128,6 @@ class ConvexTrainer(Trainer):
         loss: LossName = "cross-entropy",
         noise: NoiseStream | None = None,
         device: NoisyDevice | None = None,
-        remembered: RememberedRecords | None = None,
     ) -> None:
         if noise is None and descent.noise_std:
             raise ValueError(f"noise is missing; noise_std = {descent.noise_std} draws from a NoiseStream")
@@ -137,7 +135,7 @@ class ConvexTrainer(Trainer):
         self.optimizer = optimizer
         self._network, self._objective, self._descent = network, objective, descent
         self._loss = LOSSES[loss]
-        self._noise, self._device, self._remembered = noise, device, remembered
+        self._noise, self._device = noise, device
 
     def step(
         self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
@@ -147,10 +145,7 @@ class ConvexTrainer(Trainer):
             if source is not None:
                 source.seek(step)
         with torch.no_grad(), full_precision():
-            if self._remembered is None or records is None:
-                batch = self.model.gated(x)
-            else:
-                batch = self._remembered.batch(x, records)
+            batch = self.model.gated(x)
             logits = self.model.logits(batch)
             residual = self._objective.residual(logits, y)
             residual = self.model.clipped(batch, residual, self._objective.bound(self.model.n_classes))

@@ -63,6 +63,7 @@ def test_replaced_values_are_validated() -> None:
         ({"protection": {"epsilon": -1.0}}, "protection.epsilon"),
         ({"data": {"n_classes": 1}}, "data.n_classes"),
         ({"epochs": 0}, "epochs"),
+        ({"epochs": 10**9 + 1}, "epochs"),
         ({"optimizer": {"name": "adam", "momentum": 0.5}}, "optimizer.momentum"),
     ):
         with pytest.raises(ConfigError, match=key):

@@ -11,13 +11,7 @@ import torch
 
 from accounting.convex.constants import OBJECTIVES, log_expansion, residual_bound, smoothness
 from opusim import open_device
-from training.convex.gated import (
-    GatedNetwork,
-    GatedRelu,
-    RememberedRecords,
-    device_hyperplanes,
-    seeded_hyperplanes,
-)
+from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes, seeded_hyperplanes
 from training.convex.trainer import ConvexTrainer, Descent, Objective
 
 D, P, K, N = 7, 12, 3, 40
@@ -194,37 +188,6 @@ def test_a_step_is_that_of_autograd_on_the_huber_loss(n: int) -> None:
     loss.backward()
     expected = twin.weight - 0.7 * twin.weight.grad
     torch.testing.assert_close(gated.weight.detach(), expected.detach(), atol=1e-5, rtol=1e-5)
-
-
-def trained_twice(*, stale: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights after 20 batches, some records in several, with features that are computed each time and remembered.
-
-    Args:
-        stale: Whether the hyperplanes change after the first batch.
-    """
-    x, y = records(40, seed=5)
-    x[3], x[7, 0], x[11] = 0.0, math.nan, 5.0
-    found = []
-    for remember in (False, True):
-        gated, generator = model(seed=3), torch.Generator().manual_seed(1)
-        one = trainer(gated)
-        if remember:
-            one = ConvexTrainer(
-                *(one._network, one.optimizer, one._objective, one._descent),
-                remembered=RememberedRecords(gated, len(x)),
-            )
-        for step in range(20):
-            numbers = torch.randperm(40, generator=generator)[: step % 12]
-            one.step(x[numbers], y[numbers], step=step, records=numbers)
-            if stale and step == 8:
-                gated.hyperplanes.neg_()
-        found.append(gated.weight.detach())
-    return found[0], found[1]
-
-
-def test_remembered_features_are_those_of_the_record() -> None:
-    assert torch.equal(*trained_twice())
-    assert not torch.equal(*trained_twice(stale=True))  # the planted fault
 
 
 def test_hyperplanes_of_a_device_are_its_medium() -> None:

@@ -110,7 +110,10 @@ def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent:
         (["runs", "nothere"], ("no such command 'nothere'; the commands here are list, rm;",)),
         (["account", "photon-counts"], ("missing option '--rate-low' (Lowest expected count",)),
         (["train", "options", "stages"], ("opusim: TOPIC: 'stages' is no topic", "or write --search stages")),
-        (["train", "pdfa", "--epochs", "0"], ("opusim: --epochs: must be at least 1 and at most 1e+09, got 0",)),
+        (
+            ["train", "pdfa", "--epochs", "0"],
+            ("opusim: --epochs: must be at least 1 and at most 1e+09, got 0",),
+        ),
         (
             ["train", "pdfa", "--epochs", "3", "--set", "epochs=0"],
             ("opusim: configuration: epochs: must be",),

@@ -6,10 +6,10 @@ says nothing, keeps an epoch within minutes on a processor. x + convolution(x) i
 first kernels the identity is added, which is the same function with the same gradients.
 
 `plain` trains without protection: the estimate with independent noise, with noise matched to each record's Jacobian,
-with ten orthogonal copies of that (`benchmarks.ulr.variance` tells why), with a tenth of sigma, whose smoothing turns
-the gradient less, and backpropagation. `private` trains the
-paper's published form, the proven form and DP-SGD at the paper's batch of 64 and noise of 1, at a larger batch and at
-more noise. Every run resumes after a stop, and every finished one is kept.
+with ten orthogonal copies of that (`benchmarks.ulr.variance` tells why), both with a tenth of sigma, which smooths the
+loss less, and backpropagation. `private` trains the paper's published form, the proven form and DP-SGD at the paper's
+batch of 64 and noise of 1, at a larger batch and at more noise. Every run resumes after a stop, and every finished one
+is kept.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def plain_config(trainer: dict[str, Any], epochs: int, seed: int) -> dict[str, A
 
 def private_config(form: str, batch: int, noise: float, epochs: int, seed: int) -> dict[str, Any]:
     """Return the configuration of a private run: "published", "proven" or "DP-SGD"."""
-    config = plain_config(PLAIN["ulr, matched"], epochs, seed)
+    config = plain_config(PLAIN["ulr, matched, sigma 0.03"], epochs, seed)
     config["sampler"] = {"scheme": "poisson", "batch_size": batch}
     if form == "published":
         config["sampler"] = {"batch_size": batch, "drop_last": True}
@@ -168,10 +168,10 @@ def page_section() -> str:
         )
     ]
     text = (
-        f"Adam, the rate falling from {LR:g} to 0 as a cosine, K = {COPIES} unless named (antithetic pairs but in the "
-        f"published form), sigma = {SIGMA:g}, one thread "
-        f"({found['date']}, {command(MODULE, 'plain')}, `private`). "
-        '"ulr, matched" is `trainer.shape = "matched"`; noise is the multiplier, or sigma_0 of the published form; '
+        f"Adam, the rate falling from {LR:g} to 0 as a cosine, K = {COPIES} (antithetic pairs but in the published "
+        f"form) and sigma = {SIGMA:g} unless named, one thread ({found['date']}, {command(MODULE, 'plain')}, "
+        '`private`). The proven form is "ulr, matched, sigma 0.03". "matched" is `trainer.shape = "matched"`; noise is '
+        "the multiplier, or sigma_0 of the published form; "
         f"epsilon at delta {DELTA:g}. Training accuracy is the mean over each epoch."
     )
     header = ("form", "trainer", "batch", "noise", "epochs", "test [%]", "training, by epoch [%]", "epsilon")

@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.convex import curves, hyperplanes
+from benchmarks.convex import curves, hyperplanes, tuned
 from benchmarks.convex.accountants import SHUFFLE_EPSILONS
 from benchmarks.markdown import with_error
 from benchmarks.pdfa import figure2
 from benchmarks.pdfa.table1 import SIGMAS
 from benchmarks.results_file import load_results
+from benchmarks.ulr import resnet
 from benchmarks.ulr import table1 as ulr_table1
 from benchmarks.zeroth_order import ablations, joint_clip, membership
 
@@ -93,9 +94,10 @@ def ulr_rejection() -> str:
 
 def ulr_resnet() -> str:
     parts = []
-    for row in load_results("ulr_resnet")["rows"]:
+    for row in resnet.means():
         noise = "" if row["form"] == "plain" else f", batch {row['batch']}, noise {row['noise']:g}"
-        parts.append(f"{row['form']}, {row['trainer']}{noise}, {row['epochs']} epochs: {row['test']:.1f} %")
+        test = with_error(row["tests"], ".1f")
+        parts.append(f"{row['form']}, {row['trainer']}{noise}, {row['epochs']} epochs: {test} %")
     return "; ".join(parts)
 
 
@@ -120,10 +122,31 @@ CONVEX_ROWS = (
 )
 
 
-def convex_tuned() -> str:
-    rows = load_results("convex_tuned")["rows"]
-    parts = [f"{row['test']:.1f} % at {row['epsilon']:.2f}" for row in rows]
-    return f"the last iterate, tuned privately with 5 or 10 trials: {', '.join(parts)}; the paper has 92.7 and 94.4 %"
+def convex_tuned(data: str, paper: str) -> str:
+    """Return the accuracies of private searches on a data set with the epsilon of all; empty without results.
+
+    Args:
+        data: The data set.
+        paper: The paper's figures.
+    """
+    parts = []
+    for (name, _, _), found in sorted(tuned.cells().items()):
+        if name == data:
+            tests = [row["test"] for row in found if row["test"] is not None]
+            parts.append(f"{with_error(tests, '.1f')} % at {max(row['epsilon'] for row in found):.2f}")
+    means = " or ".join(f"{mean}" for name, mean in tuned.PLANNED if name == data)
+    shown = ", ".join(parts)
+    return (
+        f"the last iterate, tuned privately with {means} trials: {shown}; the paper: {paper}" if parts else ""
+    )
+
+
+def public_features(row: str) -> str:
+    """Return the accuracies of a row of the private accuracies; empty without results."""
+    cells = [c for c in load_results("private_accuracy_records").get("cells", []) if c["row"] == row]
+    parts = [f"{c['test']:.1f} ± {c['test_standard_error']:.1f} % at {c['epsilon']:g}" for c in cells]
+    where = "[on public features](../benchmarks/private_accuracy/README.md)"
+    return f"{row.split(', ')[1]} {where}: {', '.join(parts)}" if parts else ""
 
 
 def convex_curves(data: str) -> str:

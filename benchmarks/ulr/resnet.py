@@ -96,6 +96,8 @@ def private_config(form: str, batch: int, noise: float, epochs: int, seed: int) 
         config["sampler"] = {"batch_size": batch, "drop_last": True}
         trainer = {"kind": "ulr", "form": "published", "copies": COPIES, "sigma": SIGMA, "target_std": noise}
         return {**config, "trainer": trainer}
+    if form == "proven":  # noisy modules do not shrink the exact estimate of the last one
+        config["trainer"] = {**config["trainer"], "clip": "module"}
     return {**config, "protection": {"kind": "record", "noise_multiplier": noise, "delta": DELTA}}
 
 
@@ -217,7 +219,8 @@ def page_section() -> str:
         f"Adam, the rate falling from {LR:g} to 0 as a cosine, K = {COPIES} (antithetic pairs but in the published "
         f"form) and sigma = {SIGMA:g} unless named, one thread ({load_results(NAME).get('date')}, "
         f'{command(MODULE, "plain")}, `private`). "matched" is `trainer.shape = "matched"`; noise is the multiplier, '
-        f"or sigma_0 of the published form; epsilon at delta {DELTA:g}. Training accuracy is the mean over each epoch; "
+        f"or sigma_0 of the published form; the proven form clips by module; epsilon at delta {DELTA:g}. Training "
+        "accuracy is the mean over each epoch; "
         "figures are means over seeds, with their standard error."
     )
     header = (

@@ -50,7 +50,7 @@ ESTIMATES: dict[str, dict[str, Any]] = {
     "antithetic, matched, orthogonal": {"matched": True, "directions": "orthogonal"},
     "antithetic, matched, orthogonal, K = 10": {"matched": True, "directions": "orthogonal", "copies": 10},
 }
-SIGMAS, PASSES = (0.01, 0.03, 0.1, 0.3, 1.0), 32
+SIGMAS, PASSES = (0.01, 0.03, 0.1, 0.3, 1.0), 128
 """Noises whose bias is measured, and independent estimates of each."""
 
 app = typer.Typer(no_args_is_help=True)

@@ -93,12 +93,24 @@ def ulr_rejection() -> str:
 
 
 def ulr_resnet() -> str:
-    parts = []
-    for row in resnet.means():
-        noise = "" if row["form"] == "plain" else f", batch {row['batch']}, noise {row['noise']:g}"
-        test = with_error(row["tests"], ".1f")
-        parts.append(f"{row['form']}, {row['trainer']}{noise}, {row['epochs']} epochs: {test} %")
-    return "; ".join(parts)
+    """Return the accuracies without protection, and those of each form of it by batch and noise."""
+    rows = resnet.means()
+    plain = [
+        f'"{row["trainer"]}" {with_error(row["tests"], ".1f")} after {row["epochs"]} epochs'
+        for row in rows
+        if row["form"] == "plain"
+    ]
+    parts = [f"without protection {', '.join(plain)}"]
+    for form in resnet.FORMS:
+        for batch in resnet.BATCHES:
+            mine = sorted(
+                (r for r in rows if (r["form"], r["batch"]) == (form, batch)), key=lambda r: r["noise"]
+            )
+            if mine:
+                tests = " and ".join(with_error(row["tests"], ".1f") for row in mine)
+                noises = " and ".join(f"{row['noise']:g}" for row in mine)
+                parts.append(f"{form}, batch {batch}, noise {noises}: {tests}")
+    return f"test accuracy [%], {'; '.join(parts)} ([the table](../benchmarks/ulr/README.md))"
 
 
 def convex_cells(data: str, names: tuple[str, ...], epsilons: tuple[float, ...] = (1.33, 4.76)) -> str:

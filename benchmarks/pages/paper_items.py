@@ -100,6 +100,7 @@ _CIFAR, _TUNED_CIFAR = "convex.curves --data cifar-10", "convex.tuned --data cif
 COSTS: dict[str, float] = {
     "ulr.resnet plain": 0.9,
     "ulr.resnet private": 2.0,
+    "ulr.resnet sigmas": 0.15,
     "ulr.table1 widths": 3.0,
     "ulr.table1 published": 1.6,
     "ulr.table1 opacus": 1.0,
@@ -174,7 +175,10 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             shows="ResNet-5 on CIFAR-10, DP-ULR and DP-SGD",
             state="smaller",
             figures=ulr_resnet,
-            run=("ulr.resnet plain", "ulr.resnet private", "ulr.variance"),
+            run=(
+                *("ulr.resnet plain", "ulr.resnet private", "ulr.resnet sigmas"),
+                *("ulr.variance variance", "ulr.variance bias"),
+            ),
             results="ulr_resnet",
             left=resnet.left,
         ),

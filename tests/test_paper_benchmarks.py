@@ -119,14 +119,14 @@ def test_resnet_plain(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours("DP-ULR", "Figure 4")[1]
 
 
-def test_resnet_sigmas(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resnet_search(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(results.parent, 2)
     monkeypatch.setattr(resnet, "BATCH", 2)
-    monkeypatch.setattr(resnet, "SIGMAS", (0.1, 0.3))
-    resnet.sigmas(seeds="100")
+    monkeypatch.setattr(resnet, "BATCHES", (2,))
+    resnet.search(seeds="100")
     found = load_results(resnet.SEARCHED)["rows"]
-    assert [row["sigma"] for row in found] == [0.1, 0.3]
-    trains_nothing(lambda: resnet.sigmas(seeds="100"), monkeypatch)
+    assert [row["value"] for row in found] == list(resnet.SEARCHES)
+    trains_nothing(lambda: resnet.search(seeds="100"), monkeypatch)
     assert load_results(resnet.SEARCHED)["rows"] == found
 
 

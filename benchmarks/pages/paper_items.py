@@ -100,7 +100,7 @@ _CIFAR, _TUNED_CIFAR = "convex.curves --data cifar-10", "convex.tuned --data cif
 COSTS: dict[str, float] = {
     "ulr.resnet plain": 0.9,
     "ulr.resnet private": 2.0,
-    "ulr.resnet sigmas": 0.15,
+    "ulr.resnet search": 0.35,
     "ulr.table1 widths": 3.0,
     "ulr.table1 published": 1.6,
     "ulr.table1 opacus": 1.0,
@@ -176,7 +176,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="smaller",
             figures=ulr_resnet,
             run=(
-                *("ulr.resnet plain", "ulr.resnet private", "ulr.resnet sigmas"),
+                *("ulr.resnet plain", "ulr.resnet private", "ulr.resnet search"),
                 *("ulr.variance variance", "ulr.variance bias"),
             ),
             results="ulr_resnet",

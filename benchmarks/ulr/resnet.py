@@ -8,8 +8,8 @@ first kernels the identity is added, which is the same function with the same gr
 `plain` trains without protection: the estimate with independent noise, with noise matched to each record's Jacobian,
 with ten orthogonal copies of that (`benchmarks.ulr.variance` tells why), both with a tenth of sigma, which smooths the
 loss less, and backpropagation. `private` trains the paper's published form, the proven form and DP-SGD at the paper's
-batch of 64 and noise of 1, at a larger batch and at more noise. `sigmas` chooses sigma: a quarter of the records train,
-and the others are held out. Every run resumes after a stop, and every finished one is kept.
+batch of 64 and noise of 1, at a larger batch and at more noise. `search` chose sigma and the clip: a quarter of the
+records train, and the others are held out. Every run resumes after a stop, and every finished one is kept.
 """
 
 from __future__ import annotations
@@ -33,13 +33,7 @@ EPOCHS, BATCH, COPIES, SIGMA, LR = 8, 64, 2, 0.3, 0.002
 DELTA, SEEDS = 1e-5, (0, 1, 2)
 KEYS = ("form", "trainer", "batch", "noise", "epochs", "seed")
 Cell = tuple[str, str, int, float, int, int]
-SIGMAS, SEARCHED, HELD_OUT, SEARCH_EPOCHS, SEARCH_SEEDS = (
-    (0.01, 0.03, 0.1, 0.3),
-    "ulr_sigmas",
-    0.744,
-    3,
-    (100, 101, 102),
-)
+SEARCHED, HELD_OUT, SEARCH_EPOCHS, SEARCH_SEEDS = "ulr_resnet_search", 0.744, 3, (100, 101, 102)
 ORTHOGONAL: dict[str, Any] = {"kind": "ulr", "sigma": SIGMA, "shape": "matched", "directions": "orthogonal"}
 PLAIN: dict[str, dict[str, Any]] = {
     "ulr": {"kind": "ulr", "copies": COPIES, "sigma": SIGMA},
@@ -54,6 +48,13 @@ FORMS = {"DP-SGD": "backpropagation", "proven": BEST, "published": "ulr"}
 """Forms of private training, and what they train with."""
 BATCHES, NOISES = (64, 500), (1.0, 4.0)
 """Sampling rates and noise levels of the private runs; the paper names only DP-SGD's, 64 and 1."""
+SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{sigma:g}": ("plain", {**PLAIN["ulr, matched"], "sigma": sigma}) for sigma in (0.01, 0.03, 0.1, 0.3)
+    },
+    **{clip: ("proven", {**PLAIN[BEST], "clip": clip}) for clip in ("joint", "module")},
+}
+"""Values that were tried, and their form and trainer: sigma, then the clip at the paper's batch and noise."""
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -150,19 +151,21 @@ def private(epochs: int = EPOCHS, seeds: str = "0", forms: str = ",".join(FORMS)
 
 
 @app.command()
-def sigmas(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
-    """Train "ulr, matched" with each sigma on a quarter of the records, and keep the accuracy on the others."""
-    for seed, sigma in itertools.product(map(int, seeds.split(",")), SIGMAS):
-        config = plain_config({**PLAIN["ulr, matched"], "sigma": sigma}, SEARCH_EPOCHS, seed)
+def search(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
+    """Train on a quarter of the records with each value of `SEARCHES`, and keep the accuracy on the others."""
+    for seed, (value, (form, trainer)) in itertools.product(map(int, seeds.split(",")), SEARCHES.items()):
+        if form == "plain":
+            config = plain_config(trainer, SEARCH_EPOCHS, seed)
+        else:
+            config = {**private_config(form, BATCHES[0], NOISES[0], SEARCH_EPOCHS, seed), "trainer": trainer}
         config["data"] = {"name": "cifar-10", "validation_fraction": HELD_OUT}
-        run = trained(config, f"sigma-{sigma:g}")
-        row = {"sigma": sigma, "seed": seed, "held_out": 100 * run.metrics[-1]["validation_accuracy"]}
+        run = trained(config, f"search-{form}-{value}")
+        row = {"form": form, "value": value, "seed": seed}
         rows = [
-            old
-            for old in load_results(SEARCHED).get("rows", [])
-            if (old["sigma"], old["seed"]) != (sigma, seed)
+            old for old in load_results(SEARCHED).get("rows", []) if any(old[key] != row[key] for key in row)
         ]
-        save_results(SEARCHED, {"epochs": SEARCH_EPOCHS, "rows": [*rows, row]})
+        row["held_out"] = 100 * run.metrics[-1]["validation_accuracy"]
+        save_results(SEARCHED, {"rows": [*rows, row]})
         print(row, flush=True)
 
 
@@ -234,22 +237,30 @@ def page_section() -> str:
         "training, by epoch [%]",
         "epsilon",
     )
-    content = f"{markdown(header, rows)}\n\n{_sigma_table()}".rstrip()
+    content = f"{markdown(header, rows)}\n\n{_search_table()}".rstrip()
     return section("ResNet-5 on CIFAR-10 (Figure 4 of the DP-ULR paper)", text, content) if rows else ""
 
 
-def _sigma_table() -> str:
-    """Return the held-out accuracies by sigma; empty without results."""
+def _search_table() -> str:
+    """Return the held-out accuracies by value; empty without results."""
     found = load_results(SEARCHED)
+    names = {"plain": 'sigma, "ulr, matched"', "proven": "clip, the proven form at batch 64 and noise 1"}
     rows = [
-        (f"{sigma:g}", with_error([row["held_out"] for row in found["rows"] if row["sigma"] == sigma]))
-        for sigma in sorted({row["sigma"] for row in found.get("rows", [])})
+        (
+            names[form],
+            value,
+            with_error(
+                [row["held_out"] for row in found["rows"] if (row["form"], row["value"]) == (form, value)]
+            ),
+        )
+        for form, value in dict.fromkeys((row["form"], row["value"]) for row in found.get("rows", []))
     ]
     text = (
-        f'Choosing sigma: "ulr, matched", {found.get("epochs")} epochs on {1 - HELD_OUT:.0%} of the training records, '
-        f"accuracy on the others, {len(SEARCH_SEEDS)} other seeds ({found.get('date')}, {command(MODULE, 'sigmas')})."
+        f"Choosing `trainer.sigma` and `trainer.clip`: {SEARCH_EPOCHS} epochs on {1 - HELD_OUT:.0%} of the training "
+        f"records, accuracy on the others, {len(SEARCH_SEEDS)} other seeds ({found.get('date')}, "
+        f"{command(MODULE, 'search')})."
     )
-    return f"{text}\n\n" + markdown(("sigma", "held out [%]"), rows) if rows else ""
+    return f"{text}\n\n" + markdown(("chosen", "value", "held out [%]"), rows) if rows else ""
 
 
 def _stated(guarantees: list[list[Any]]) -> str:

@@ -113,25 +113,11 @@ def ulr_resnet() -> str:
     return f"test accuracy [%], {'; '.join(parts)} ([the table](../benchmarks/ulr/README.md))"
 
 
-def convex_cells(data: str, names: tuple[str, ...], epsilons: tuple[float, ...] = (1.33, 4.76)) -> str:
-    cells = [c for c in load_results("convex")["cells"] if c["data"] == data and c["row"] in names]
-    best = {}
-    for cell in sorted(cells, key=lambda c: c["test"]):
-        best[cell["row"], cell["epsilon"]] = cell["test"]
-    parts = [
-        f"{name} " + ", ".join(f"{best[name, e]:.1f} % at {e:g}" for e in epsilons if (name, e) in best)
-        for name in names
-        if any((name, e) in best for e in epsilons)
-    ]
-    return "; ".join(parts)
-
-
-CONVEX_ROWS = (
-    "convex, last iterate",
-    "convex, Poisson DP-SGD",
-    "ReLU network, DP-SGD",
-    "logistic regression, DP-SGD",
-)
+def convex_untuned(row: str) -> str:
+    """Return the accuracies of a row of `benchmarks.convex.accuracy`; empty without results."""
+    cells = [cell for cell in load_results("convex").get("cells", []) if cell["row"] == row]
+    parts = [f"{cell['test']:.1f} % at {cell['epsilon']:g}" for cell in cells]
+    return f"not tuned: {', '.join(parts)}" if parts else ""
 
 
 def convex_tuned(data: str, paper: str) -> str:

@@ -9,12 +9,11 @@ from functools import partial
 from benchmarks.attacks.claims import CONVEX, PDFA, ULR, ZEROTH_ORDER
 from benchmarks.convex import curves, hyperplanes, tuned
 from benchmarks.pages.paper_figures import (
-    CONVEX_ROWS,
     accountants,
-    convex_cells,
     convex_curves,
     convex_hyperplanes,
     convex_tuned,
+    convex_untuned,
     pdfa_curves,
     pdfa_table,
     public_features,
@@ -219,13 +218,13 @@ PAPERS: dict[str, tuple[Item, ...]] = {
                     None,
                     (
                         convex_tuned("cifar-10", "41.6 % at 2.88, 45.5 % at 8.91"),
-                        f"not tuned: {convex_cells('cifar-10', ('convex, last iterate, CIFAR-10',), (4.76,))}",
+                        convex_untuned("convex, last iterate, CIFAR-10"),
                         public_features("cifar-10, linear on mirrored components, DP-SGD"),
                     ),
                 )
             ),
-            run=("convex.accuracy measure", _TUNED_CIFAR),
-            results="convex",
+            run=(_TUNED_CIFAR, "convex.accuracy measure"),
+            results="convex_tuned",
             left=lambda: tuned.left("cifar-10"),
         ),
         Item(
@@ -241,13 +240,9 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 3",
             shows="CIFAR-10, accuracy by epsilon",
             state="smaller",
-            figures=lambda: (
-                convex_curves("cifar-10")
-                if load_results(curves.name_of("cifar-10"))
-                else f"one epsilon, 3 seeds: {convex_cells('cifar-10', ('convex, last iterate, CIFAR-10',), (4.76,))}"
-            ),
-            run=("convex.accuracy measure", _CIFAR),
-            results="convex",
+            figures=lambda: convex_curves("cifar-10"),
+            run=(_CIFAR,),
+            results=curves.name_of("cifar-10"),
             left=lambda: curves.left("cifar-10"),
         ),
         Item(
@@ -280,13 +275,9 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             name="Figure 7",
             shows="FashionMNIST, accuracy by epsilon",
             state="smaller",
-            figures=lambda: (
-                convex_curves("fashion-mnist")
-                if load_results(curves.name_of("fashion-mnist"))
-                else f"two epsilons, 3 seeds: {convex_cells('fashion-mnist', CONVEX_ROWS)}"
-            ),
-            run=("convex.accuracy measure", "convex.curves --data fashion-mnist"),
-            results="convex",
+            figures=lambda: convex_curves("fashion-mnist"),
+            run=("convex.curves --data fashion-mnist",),
+            results=curves.name_of("fashion-mnist"),
             left=lambda: curves.left("fashion-mnist"),
         ),
         Item(

@@ -276,6 +276,12 @@ def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(found["points"]) == 4
     curves.main(data="cifar-10", seeds="0,1")
     assert load_results(curves.name_of("cifar-10")) == found
+    stale = [{**found["points"][0], "point": {"trainer.clip": 9.0}}, *found["points"][1:]]
+    results_file.save_results(curves.name_of("cifar-10"), {"data": "cifar-10", "points": stale})
+    curves.main(data="cifar-10", seeds="0,1")
+    assert curves.finished("cifar-10").keys() == {
+        (p["row"], p["epsilon"], p["seed"]) for p in found["points"]
+    }
     assert "2 seeds" in curves.page_table()
     state, text = ours("Convex", "Figure 3")
     assert (state, text.count("2 more trainings of the command not done")) == ("smaller", 1)  # the third seed

@@ -16,7 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from benchmarks import results_file
-from benchmarks.convex import curves, hyperplanes
+from benchmarks.convex import curves, hyperplanes, tuned
 from benchmarks.pages import papers
 from benchmarks.pdfa import figure2
 from benchmarks.private_accuracy import cifar, records
@@ -119,13 +119,41 @@ def test_resnet_plain(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours("DP-ULR", "Figure 4")[1]
 
 
+def test_resnet_search(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar10(results.parent, 2)
+    monkeypatch.setattr(resnet, "BATCH", 2)
+    monkeypatch.setattr(resnet, "BATCHES", (2,))
+    resnet.search(seeds="100")
+    found = load_results(resnet.SEARCHED)["rows"]
+    assert [row["value"] for row in found] == list(resnet.SEARCHES)
+    trains_nothing(lambda: resnet.search(seeds="100"), monkeypatch)
+    assert load_results(resnet.SEARCHED)["rows"] == found
+
+
 def test_variance(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(results.parent, 2)
     monkeypatch.setattr(variance, "BATCH", 8)
     monkeypatch.setattr(variance, "REPEATS", 1)
-    variance.main(records=2)
+    variance.variance(records=2)
     assert len(load_results(variance.NAME)["rows"]) == 2 * len(variance.ESTIMATES)
+    variance.bias(records=2, passes=3)
+    assert len(load_results(variance.BIAS)["rows"]) == 2 * len(variance.SIGMAS)
     assert "antithetic, matched" in variance.page_section()
+    assert "| 0.03 |" in variance.page_section()
+
+
+def test_the_mean_of_products_is_the_square_of_the_mean(seed: int) -> None:
+    """The plain square of the mean is too large by the variance over the number of rows: the planted fault."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.full((50,), 0.5, dtype=torch.float64)
+    rows = [mean + torch.randn(8, 50, generator=generator, dtype=torch.float64) for _ in range(400)]
+    found = torch.tensor([variance.mean_product(part) for part in rows], dtype=torch.float64)
+    error = float(found[:, 0].std()) / len(rows) ** 0.5
+    assert float(found[:, 0].mean()) == pytest.approx(float(mean @ mean), abs=5 * error)
+    spread = 5 / (2 * len(rows)) ** 0.5
+    assert 1 - spread < float(found[:, 1].square().mean().sqrt() / found[:, 0].std()) < 1.2 + spread
+    plain = torch.stack([part.mean(dim=0).square().sum() for part in rows]).mean()
+    assert float(plain - mean @ mean) > 5 * error
 
 
 def test_ulr_widths(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +224,21 @@ def test_a_cell_of_table_1_is_one_of_the_widths_too(results: Path, monkeypatch: 
     assert table1.width_rows() == found
 
 
+def test_private_searches(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 500)
+    take_committed(results, "convex_accounting")
+    monkeypatch.setattr(tuned, "EPSILONS", (4.76,))
+    before = tuned.left("mnist")
+    tuned.main(trials=5, seeds="0")
+    (found,) = tuned.cells()["mnist", 4.76, 5]
+    assert 4.76 < found["epsilon"] <= tuned.whole_epsilon(4.76, 5)
+    assert tuned.left("mnist") == before - 1
+    tuned.main(trials=5, seeds="0")
+    assert tuned.cells()["mnist", 4.76, 5] == [found]
+    assert "| mnist | 4.76 | 5 |" in tuned.page_table()
+    assert "at 6.92" in ours("Convex", "Table 1")[1]
+
+
 def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 1200)
     monkeypatch.setattr(hyperplanes, "COUNTS", (16,))
@@ -233,6 +276,12 @@ def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(found["points"]) == 4
     curves.main(data="cifar-10", seeds="0,1")
     assert load_results(curves.name_of("cifar-10")) == found
+    stale = [{**found["points"][0], "point": {"trainer.clip": 9.0}}, *found["points"][1:]]
+    results_file.save_results(curves.name_of("cifar-10"), {"data": "cifar-10", "points": stale})
+    curves.main(data="cifar-10", seeds="0,1")
+    assert curves.finished("cifar-10").keys() == {
+        (p["row"], p["epsilon"], p["seed"]) for p in found["points"]
+    }
     assert "2 seeds" in curves.page_table()
     state, text = ours("Convex", "Figure 3")
     assert (state, text.count("2 more trainings of the command not done")) == ("smaller", 1)  # the third seed

@@ -2,9 +2,10 @@
 
 The counterpart of the paper's Figure 2, for replacing a record at delta 1e-5. Each point is a run of its own with its
 own epsilon (a last iterate has no curve along training: every model on the way would cost more), at the settings that
-`benchmarks.convex.accuracy search` chose at the nearest of its two epsilons (P = 64); all training records, three
-seeds. `--data fashion-mnist` and `--data cifar-10` are the counterparts of Figures 7 and 3 and of Table 2; CIFAR-10
-takes MNIST's settings. MNIST's curves are drawn in docs/convex.png. Runs that were begun resume.
+`benchmarks.convex.accuracy search` chose for the data set at the nearest of its two epsilons (P = 64); all training
+records, three seeds. `--data fashion-mnist` and `--data cifar-10` are the counterparts of Figures 7 and 3. MNIST's
+curves are drawn in docs/convex.png. Runs that were begun resume, and a point is trained again if a longer search
+prefers other settings.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 
 import typer
 
-from benchmarks.convex.accuracy import PAPER, best_point, run_once
+from benchmarks.convex.accuracy import PAPER, best_point, run_once, trials_of
+from benchmarks.convex.rows import Point
 from benchmarks.markdown import markdown, with_error
 from benchmarks.results_file import load_results, save_results
 from training.reports.drawing import new_figure, save_figure, style
 
 EPSILONS, SEEDS, DATA = (1.0, 3.0, 8.0, 0.5), (0, 1, 2), "mnist"
-SEARCHED = {"mnist": "mnist", "fashion-mnist": "fashion-mnist", "cifar-10": "mnist"}
-"""The data set whose search a data set takes its settings from."""
+DATA_SETS = ("mnist", "fashion-mnist", "cifar-10")
 ROWS = (
     "convex, last iterate",
     "ReLU network, DP-SGD",
@@ -42,7 +43,7 @@ def nearest(epsilon: float) -> float:
 
 def page_table() -> str:
     """Return the accuracy at each epsilon, a table for each data set that has results."""
-    return "\n\n".join(filter(None, (_table(data) for data in SEARCHED)))
+    return "\n\n".join(filter(None, (_table(data) for data in DATA_SETS)))
 
 
 def _table(data: str) -> str:
@@ -64,16 +65,29 @@ def _table(data: str) -> str:
     )
     text = (
         f"Test accuracy [%] by epsilon, {data}, {seeds} seed{'s' if seeds > 1 else ''}, settings of "
-        f"{SEARCHED[data]} at the nearest searched epsilon (`python -m {MODULE}{options}`{figure})."
+        f"the nearest searched epsilon (`python -m {MODULE}{options}`{figure})."
     )
     return f"{text}\n\n" + markdown(("trained by", *(f"{epsilon:g}" for epsilon in epsilons)), rows)
 
 
 def left(data: str, seeds: tuple[int, ...] = SEEDS) -> int:
     """Return how many points of a data set are not in the results."""
-    points = load_results(name_of(data)).get("points", [])
-    done = {(point["row"], point["epsilon"], point.get("seed", 0)) for point in points}
-    return len(set(itertools.product(_rows(data), EPSILONS, seeds)) - done)
+    planned = itertools.product(_rows(data), EPSILONS, seeds)
+    return len(set(planned) - set(finished(data)))
+
+
+def finished(data: str) -> dict[tuple[str, float, int], dict[str, Any]]:
+    """Return the points of a data set that have the settings that its search prefers now, by row, epsilon and seed."""
+    return {
+        (point["row"], point["epsilon"], point.get("seed", 0)): point
+        for point in load_results(name_of(data)).get("points", [])
+        if point["point"] == wanted(point["row"], data, point["epsilon"])
+    }
+
+
+def wanted(row: str, data: str, epsilon: float) -> Point | None:
+    """Return the settings that the search chose at the nearest of its epsilons; None without a search."""
+    return best_point(row, data, nearest(epsilon)) if trials_of(row, data, nearest(epsilon)) else None
 
 
 def _rows(data: str) -> tuple[str, ...]:
@@ -88,18 +102,17 @@ def name_of(data: str) -> str:
 
 def main(data: str = DATA, seeds: str = ",".join(map(str, SEEDS))) -> None:
     """Train what is missing, save each point as it comes, and draw."""
-    points: list[dict[str, Any]] = list(load_results(name_of(data)).get("points", []))
     for seed, row, epsilon in itertools.product(map(int, seeds.split(",")), _rows(data), EPSILONS):
-        if any((p["row"], p["epsilon"], p.get("seed", 0)) == (row, epsilon, seed) for p in points):
-            continue
-        found = run_once(row, data, epsilon, best_point(row, SEARCHED[data], nearest(epsilon)), seed)
-        points.append(
-            {key: found[key] for key in ("row", "epsilon", "seed", "point", "test", "proven_epsilon")}
-        )
-        save_results(name_of(data), {"data": data, "points": points})
-        print(points[-1], flush=True)
+        key, points = (row, epsilon, seed), finished(data)
+        if key not in points:
+            found = run_once(row, data, epsilon, best_point(row, data, nearest(epsilon)), seed)
+            kept = {
+                name: found[name] for name in ("row", "epsilon", "seed", "point", "test", "proven_epsilon")
+            }
+            save_results(name_of(data), {"data": data, "points": [*points.values(), kept]})
+            print(kept, flush=True)
     if data == DATA:
-        draw(points)
+        draw(list(finished(data).values()))
 
 
 def draw(points: list[dict[str, Any]]) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 from training.config.reading import merged
 
 Point = dict[str, Any]
-EPSILONS, DATA, SEEDS = (4.76, 1.33), ("mnist", "fashion-mnist"), (0, 1, 2)
+EPSILONS, DATA, SEEDS = (4.76, 1.33), ("mnist", "fashion-mnist", "cifar-10"), (0, 1, 2)
 Cells = tuple[tuple[str, float], ...]
 ALL_CELLS: Cells = tuple(itertools.product(DATA, EPSILONS))
 MNIST: Cells = tuple(("mnist", epsilon) for epsilon in EPSILONS)
+CIFAR: Cells = tuple(("cifar-10", epsilon) for epsilon in EPSILONS)
 LAST_ITERATE = "convex, last iterate"
 
 
@@ -100,12 +101,6 @@ ROWS = {
         seeds=SEEDS[:1],
         cells=MNIST[:1],
     ),
-    "convex, last iterate, CIFAR-10": Row(
-        config=merged(CYCLIC, {"trainer": {"clip": 0.7}}),
-        grid=(),
-        measured=widths(128),
-        cells=(("cifar-10", 4.76),),
-    ),
     "convex, Poisson DP-SGD": Row(
         config=merged(CONVEX, SAMPLED),
         grid=(
@@ -115,16 +110,16 @@ ROWS = {
             {"sampler.batch_size": 500, "trainer.clip": 0.7, "optimizer.schedule": "linear"},
         ),
         measured=widths(64),
-        cells=MNIST,
+        cells=(*MNIST, *CIFAR),
     ),
     "ReLU network, DP-SGD": Row(
         config=merged(NETWORK, {"model": {"hidden": [200]}}),
-        grid=points_of(optimizer__lr=(0.03, 0.1, 0.3, 1.0)),
+        grid=points_of(optimizer__lr=(0.01, 0.03, 0.1, 0.3, 1.0)),
         measured={"width 200": {}},
     ),
     "logistic regression, DP-SGD": Row(
         config=merged(NETWORK, {"model": {"hidden": []}}),
-        grid=points_of(optimizer__lr=(0.1, 0.3, 1.0, 3.0)),
+        grid=points_of(optimizer__lr=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0)),
         measured={"": {}},
     ),
 }

@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.convex import curves, hyperplanes
+from benchmarks.convex import curves, hyperplanes, tuned
 from benchmarks.convex.accountants import SHUFFLE_EPSILONS
 from benchmarks.markdown import with_error
 from benchmarks.pdfa import figure2
 from benchmarks.pdfa.table1 import SIGMAS
 from benchmarks.results_file import load_results
+from benchmarks.ulr import resnet
 from benchmarks.ulr import table1 as ulr_table1
 from benchmarks.zeroth_order import ablations, joint_clip, membership
 
@@ -92,38 +93,58 @@ def ulr_rejection() -> str:
 
 
 def ulr_resnet() -> str:
-    parts = []
-    for row in load_results("ulr_resnet")["rows"]:
-        noise = "" if row["form"] == "plain" else f", batch {row['batch']}, noise {row['noise']:g}"
-        parts.append(f"{row['form']}, {row['trainer']}{noise}, {row['epochs']} epochs: {row['test']:.1f} %")
-    return "; ".join(parts)
-
-
-def convex_cells(data: str, names: tuple[str, ...], epsilons: tuple[float, ...] = (1.33, 4.76)) -> str:
-    cells = [c for c in load_results("convex")["cells"] if c["data"] == data and c["row"] in names]
-    best = {}
-    for cell in sorted(cells, key=lambda c: c["test"]):
-        best[cell["row"], cell["epsilon"]] = cell["test"]
-    parts = [
-        f"{name} " + ", ".join(f"{best[name, e]:.1f} % at {e:g}" for e in epsilons if (name, e) in best)
-        for name in names
-        if any((name, e) in best for e in epsilons)
+    """Return the accuracies without protection, and those of each form of it by batch and noise."""
+    rows = resnet.means()
+    plain = [
+        f'"{row["trainer"]}" {with_error(row["tests"], ".1f")} after {row["epochs"]} epochs'
+        for row in rows
+        if row["form"] == "plain"
     ]
-    return "; ".join(parts)
+    parts = [f"without protection {', '.join(plain)}"]
+    for form in resnet.FORMS:
+        for batch in resnet.BATCHES:
+            mine = sorted(
+                (r for r in rows if (r["form"], r["batch"]) == (form, batch)), key=lambda r: r["noise"]
+            )
+            if mine:
+                tests = " and ".join(with_error(row["tests"], ".1f") for row in mine)
+                noises = " and ".join(f"{row['noise']:g}" for row in mine)
+                parts.append(f"{form}, batch {batch}, noise {noises}: {tests}")
+    return f"test accuracy [%], {'; '.join(parts)} ([the table](../benchmarks/ulr/README.md))"
 
 
-CONVEX_ROWS = (
-    "convex, last iterate",
-    "convex, Poisson DP-SGD",
-    "ReLU network, DP-SGD",
-    "logistic regression, DP-SGD",
-)
+def convex_untuned(row: str) -> str:
+    """Return the accuracies of a row of `benchmarks.convex.accuracy`; empty without results."""
+    cells = [cell for cell in load_results("convex").get("cells", []) if cell["row"] == row]
+    parts = [f"{cell['test']:.1f} % at {cell['epsilon']:g}" for cell in cells]
+    return f"not tuned: {', '.join(parts)}" if parts else ""
 
 
-def convex_tuned() -> str:
-    rows = load_results("convex_tuned")["rows"]
-    parts = [f"{row['test']:.1f} % at {row['epsilon']:.2f}" for row in rows]
-    return f"the last iterate, tuned privately with 5 or 10 trials: {', '.join(parts)}; the paper has 92.7 and 94.4 %"
+def convex_tuned(data: str, paper: str) -> str:
+    """Return the accuracies of private searches on a data set with the epsilon of all; empty without results.
+
+    Args:
+        data: The data set.
+        paper: The paper's figures.
+    """
+    parts = []
+    for (name, _, _), found in sorted(tuned.cells().items()):
+        if name == data:
+            tests = [row["test"] for row in found if row["test"] is not None]
+            parts.append(f"{with_error(tests, '.1f')} % at {max(row['epsilon'] for row in found):.2f}")
+    means = " or ".join(f"{mean}" for name, mean in tuned.PLANNED if name == data)
+    shown = ", ".join(parts)
+    return (
+        f"the last iterate, tuned privately with {means} trials: {shown}; the paper: {paper}" if parts else ""
+    )
+
+
+def public_features(row: str) -> str:
+    """Return the accuracies of a row of the private accuracies; empty without results."""
+    cells = [c for c in load_results("private_accuracy_records").get("cells", []) if c["row"] == row]
+    parts = [f"{c['test']:.1f} ± {c['test_standard_error']:.1f} % at {c['epsilon']:g}" for c in cells]
+    where = "[on public features](../benchmarks/private_accuracy/README.md)"
+    return f"{row.split(', ')[1]} {where}: {', '.join(parts)}" if parts else ""
 
 
 def convex_curves(data: str) -> str:

@@ -311,6 +311,15 @@ def widths_left() -> int:
     return len(set(itertools.product(WIDTHS, WIDTH_BATCHES, (0, 1, 2))) - done)
 
 
+def left() -> int:
+    """Return how many trainings of `published` and `opacus` with three seeds are not in the results."""
+    planned = {(*cell, seed) for cell in PAPER for seed in (0, 1, 2)}
+    return sum(
+        len(planned - {(row["batch"], row["target_std"], row["seed"]) for row in rows_of(part)})
+        for part in ("published", "opacus")
+    )
+
+
 @app.command()
 def show() -> None:
     """Print the tables as far as they were trained."""

@@ -46,8 +46,8 @@ class Coordinates(Protocol):
     def noise(self, drawn: Tensor) -> Tensor:
         """Return z, shape (copies, batch, ...), for coordinates of shape (copies, *shape)."""
 
-    def score(self, drawn: Tensor, z: Tensor) -> Tensor:
-        """Return s of these coordinates, of z's shape; it may be z itself."""
+    def score(self, drawn: Tensor) -> Tensor:
+        """Return s, shape (batch, ...), for coordinates of shape `shape`: linear, so a sum may stand for many."""
 
 
 class Isotropic:
@@ -64,9 +64,9 @@ class Isotropic:
         """See Coordinates."""
         return drawn
 
-    def score(self, drawn: Tensor, z: Tensor) -> Tensor:
+    def score(self, drawn: Tensor) -> Tensor:
         """See Coordinates."""
-        return z
+        return drawn
 
 
 class Matched:
@@ -80,40 +80,40 @@ class Matched:
 
     def __init__(self, value: Tensor, rows: Tensor, *, channels_last: bool) -> None:
         finite = torch.isfinite(rows).flatten(1).all(dim=1)
-        to_noise, to_score = _square_roots(finite_rows(rows, finite).double())
-        self._to_noise, self._to_score = to_noise.mT.float(), to_score.mT.float()  # (batch, rank, positions)
+        basis, scale = _basis(finite_rows(rows, finite).double())
+        self._basis, self._scale = basis.mT.float(), scale[:, None].float()  # (batch, rank, positions or 1)
         self._channels_last, self._value_shape = channels_last, tuple(value.shape)
         channels = value.shape[-1] if channels_last else value.shape[1]
-        self.shape: tuple[int, ...] = (len(value), channels, self._to_noise.shape[1])
+        self.shape: tuple[int, ...] = (len(value), channels, self._basis.shape[1])
 
     def noise(self, drawn: Tensor) -> Tensor:
-        """See Coordinates."""
-        return self._placed(drawn @ self._to_noise)
+        """See Coordinates: sigma Q f^(1/2) e."""
+        rows = drawn.transpose(0, 1).flatten(1, 2)  # one product for all copies of a record
+        return self._placed((rows * self._scale) @ self._basis, len(drawn))
 
-    def score(self, drawn: Tensor, z: Tensor) -> Tensor:
-        """See Coordinates."""
-        return self._placed(drawn @ self._to_score)
+    def score(self, drawn: Tensor) -> Tensor:
+        """See Coordinates: sigma Q f^(-1/2) e."""
+        return self._placed((drawn / self._scale) @ self._basis, 1)[0]
 
-    def _placed(self, flat: Tensor) -> Tensor:
-        """Return (copies, batch, channels, positions) in the layout of the output."""
+    def _placed(self, flat: Tensor, copies: int) -> Tensor:
+        """Return (batch, copies x channels, positions) in the layout of the output, copies first."""
+        placed = flat.unflatten(1, (copies, -1)).transpose(0, 1)
         if self._channels_last:
-            flat = flat.transpose(2, 3)
-        return flat.reshape(len(flat), *self._value_shape)
+            placed = placed.transpose(2, 3)
+        return placed.reshape(copies, *self._value_shape)
 
 
-def _square_roots(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q f^(1/2) and Q f^(-1/2), shapes (batch, positions, rank), from the smaller Gram matrix."""
+def _basis(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q, shape (batch, positions, rank), and f^(1/2), (batch, rank), from the smaller Gram matrix."""
     positions, inputs = rows.shape[1:]
     if positions <= inputs:
         values, basis = torch.linalg.eigh(rows @ rows.mT)
-        scale = _scale(values.clamp_min(0.0).sqrt(), positions)
-        return basis * scale[:, None], basis / scale[:, None]
+        return basis, _scale(values.clamp_min(0.0).sqrt(), positions)
     values, right = torch.linalg.eigh(rows.mT @ rows)
     s = values.clamp_min(0.0).sqrt()
     kept = s > _NEGLIGIBLE * s.amax(dim=1, keepdim=True)
     inverse = torch.where(kept, 1 / torch.where(kept, s, 1.0), 0.0)
-    basis, scale = (rows @ right) * inverse[:, None], _scale(s, positions)
-    return basis * scale[:, None], basis / scale[:, None]
+    return rows @ (right * inverse[:, None]), _scale(s, positions)
 
 
 def _scale(s: Tensor, positions: int) -> Tensor:
@@ -161,18 +161,17 @@ class Draws:
         directions: Directions,
         like: Tensor,
     ) -> None:
-        self._coordinates, self._noise, self._sigma = coordinates, noise, sigma
+        self.coordinates, self._noise, self._sigma = coordinates, noise, sigma
         self._left, self._orthogonal, self._like = copies, directions == "orthogonal", like
         self._group: list[Tensor] = []
         self._signs, self._shifts = like.new_zeros(0), like.new_zeros(0, dtype=torch.long)
 
     def next(self, copies: int) -> tuple[Tensor, Tensor]:
-        """Return z and the scores of the next copies, shapes (copies, batch, ...)."""
-        drawn = self._like.new_zeros(copies, *self._coordinates.shape)
+        """Return the coordinates of the next copies, (copies, *shape), and z, (copies, batch, ...)."""
+        drawn = self._like.new_zeros(copies, *self.coordinates.shape)
         for copy in drawn:
             self._fill(copy)
-        z = self._coordinates.noise(drawn)
-        return z, self._coordinates.score(drawn, z)
+        return drawn, self.coordinates.noise(drawn)
 
     def _fill(self, copy: Tensor) -> None:
         if not self._orthogonal:
@@ -186,7 +185,7 @@ class Draws:
 
     def _begin_group(self) -> None:
         """Draw the next group's directions, which all records share, and the signs and the shift of each record."""
-        records, size = self._coordinates.shape[0], math.prod(self._coordinates.shape[1:])
+        records, size = self.coordinates.shape[0], math.prod(self.coordinates.shape[1:])
         group, place = min(self._left, size), self._like.device
         self._left -= group
         columns = haar_columns(self._noise.normal((size, group)))

@@ -12,7 +12,8 @@ have the same law:
 - the loss without noise as baseline: z_k (L_k - L_0);
 - the mean of the record's other copies as baseline (leave one out): z_k (L_k - mean of L_j over j != k).
 
-`training.ulr.directions` has further laws of z, in which a score takes the place of the factor z_k.
+`training.ulr.directions` has further laws of z, in which a score takes the place of the factor z_k. Both are linear in
+coordinates, in which the sums are formed.
 """
 
 from __future__ import annotations
@@ -76,26 +77,28 @@ class Estimator:
             noise: Source of z, drawn layer by layer and copy by copy.
             sigmas: Standard deviation of the noise of each layer.
         """
-        sums = [_Sum(value, self.reduction, clean) for value in outputs.values]
         depth = len(outputs.values)
         each = [self.copies] * depth if isinstance(self.copies, int) else self.copies
         counts = [
             needed_copies(copies, math.prod(value.shape[1:]), self.directions, self.reduction)
             for copies, value in zip(each, outputs.values, strict=True)
         ]
-        draws: dict[int, Draws] = {}
+        sums: dict[int, _Sum] = {}
+        found: list[Tensor] = []
         for probes in self._passes(counts, len(clean)):
             drawn = []
             for layer, copies in probes:
-                if layer not in draws:  # one layer at a time: a finished layer's noise is let go
-                    draws = {layer: self._draws(network, layer, outputs, noise, sigmas[layer], counts[layer])}
-                drawn.append(draws[layer].next(copies))
-            found = self._losses(network, outputs.values, probes, [z for z, _ in drawn], losses)
-            for probe, (_, score), loss in zip(probes, drawn, found, strict=True):
-                sums[probe.layer].add(score, loss)
-        return [
-            total.estimate(count, sigma) for total, count, sigma in zip(sums, counts, sigmas, strict=True)
-        ]
+                if layer not in sums:
+                    draws = self._draws(network, layer, outputs, noise, sigmas[layer], counts[layer])
+                    sums[layer] = _Sum(draws, self.reduction, clean, counts[layer])
+                drawn.append(sums[layer].draws.next(copies))
+            noises = [z for _, z in drawn]
+            parts = self._losses(network, outputs.values, probes, noises, losses)
+            for (layer, _), (coordinates, _), part in zip(probes, drawn, parts, strict=True):
+                sums[layer].add(coordinates, part)
+                if sums[layer].complete:  # its noise is let go
+                    found.append(sums.pop(layer).estimate(sigmas[layer]))
+        return found
 
     def _draws(
         self,
@@ -212,35 +215,44 @@ def _joined(old: Tensor | None, value: Tensor, z: Tensor, signs: int) -> Tensor:
 
 
 class _Sum:
-    """Running sums of one layer's copies, from which its estimate follows."""
+    """Running sums of one layer's copies, in the coordinates of their noise, from which its estimate follows."""
 
-    def __init__(self, value: Tensor, reduction: Reduction, clean: Tensor) -> None:
+    def __init__(self, draws: Draws, reduction: Reduction, clean: Tensor, copies: int) -> None:
+        self.draws = draws
         self._reduction = reduction
         self._clean = clean
+        self._copies, self._left = copies, copies
         self._signal: Tensor | None = None
         self._noise: Tensor | None = None
         self._loss: Tensor | float = 0.0
 
-    def add(self, z: Tensor, loss: Tensor) -> None:
-        """Add copies: scores z (copies, batch, ...), overwritten, and their losses (copies, signs, batch)."""
+    @property
+    def complete(self) -> bool:
+        """Whether all copies were added."""
+        return self._left == 0
+
+    def add(self, drawn: Tensor, loss: Tensor) -> None:
+        """Add copies: coordinates (copies, batch, ...), overwritten, and their losses (copies, signs, batch)."""
+        self._left -= len(drawn)
         weight = (loss[:, 0] - loss[:, 1]) / 2 if self._reduction == "antithetic" else loss[:, 0]
         if self._reduction == "clean-loss":
             weight = weight - self._clean
         if self._reduction == "leave-one-out":
-            self._noise = _plus(self._noise, z.sum(dim=0))
+            self._noise = _plus(self._noise, drawn.sum(dim=0))
             self._loss = self._loss + weight.sum(dim=0)
-        self._signal = _plus(self._signal, z.mul_(weight.view(*weight.shape, *[1] * (z.ndim - 2))).sum(dim=0))
+        weighed = drawn.mul_(weight.view(*weight.shape, *[1] * (drawn.ndim - 2)))
+        self._signal = _plus(self._signal, weighed.sum(dim=0))
 
-    def estimate(self, copies: int, sigma: float) -> Tensor:
+    def estimate(self, sigma: float) -> Tensor:
         """Return delta, shape (batch, ...)."""
-        signal = self._signal
+        signal, copies = self._signal, self._copies
         if signal is None:
             raise ValueError(f"copies = {copies}: no noise was drawn; use at least one copy")
         if self._noise is not None:
             # sum_k z_k (L_k - (S - L_k) / (K - 1)) = [K sum_k z_k L_k - S sum_k z_k] / (K - 1)
             mean = torch.as_tensor(self._loss) / (copies - 1)
             signal = signal.mul_(copies / (copies - 1)).sub_(self._noise * by_record(mean, signal))
-        return signal.mul_(1 / (copies * sigma**2))
+        return self.draws.coordinates.score(signal.mul_(1 / (copies * sigma**2)))
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def test_planted_faults_are_caught(fault: str, seed: int, monkeypatch: pytest.Mo
         monkeypatch.setattr(directions, "haar_columns", lambda normals: 1.2 * haar_columns(normals))
         assert deviation("linear", 0, seed, ball=True, matched=False) > 5
     else:
-        monkeypatch.setattr(Matched, "score", lambda self, drawn, z: z)
+        monkeypatch.setattr(Matched, "score", lambda self, drawn: self.noise(drawn[None])[0])
         assert deviation("convolution", 0, seed, ball=False, matched=True) > 5
 
 
@@ -163,7 +163,7 @@ def test_orthogonal_pairs_beyond_the_outputs_are_not_drawn(seed: int) -> None:
 def test_copies_of_a_record_are_orthogonal_and_of_one_length(seed: int) -> None:
     value = torch.zeros(4, 6)
     draws = Draws(Isotropic(value), noise_stream("experiment", seed, "z"), SIGMA, 8, "orthogonal", like=value)
-    z = torch.cat([draws.next(3)[0], draws.next(5)[0]]).transpose(0, 1)  # (records, copies, outputs)
+    z = torch.cat([draws.next(3)[1], draws.next(5)[1]]).transpose(0, 1)  # (records, copies, outputs)
     for group in (z[:, :6], z[:, 6:]):
         gram = group @ group.mT / (6 * SIGMA**2)
         torch.testing.assert_close(gram, torch.eye(group.shape[1]).expand_as(gram), rtol=0, atol=1e-5)

@@ -436,5 +436,12 @@ def test_a_second_encoding_on_the_same_blocks_costs_less(monkeypatch: pytest.Mon
     assert aligned < 0.6 * aside < aside < change(once, original)
 
 
+def test_commands_with_trainings_left_have_a_cost() -> None:
+    for items in papers.PAPERS.values():
+        for item in items:
+            if item.left is not None:
+                assert set(item.run) <= set(papers.COSTS), item.name
+
+
 def test_the_page_is_written_without_results(results: Path) -> None:
     assert "queued" in papers.papers_page()

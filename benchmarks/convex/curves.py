@@ -48,7 +48,7 @@ def page_table() -> str:
 
 def _table(data: str) -> str:
     """Return a line for each way to train; empty without results."""
-    points = load_results(name_of(data)).get("points", [])
+    points = list(finished(data).values())
     if not points:
         return ""
     epsilons = sorted({point["epsilon"] for point in points})
@@ -64,7 +64,7 @@ def _table(data: str) -> str:
         ("", "; [the figure](../../docs/convex.png)") if data == DATA else (f" --data {data}", "")
     )
     text = (
-        f"Test accuracy [%] by epsilon, {data}, {seeds} seed{'s' if seeds > 1 else ''}, settings of "
+        f"Test accuracy [%] by epsilon, {data}, {seeds} seed{'s' if seeds > 1 else ''}, settings chosen for it at "
         f"the nearest searched epsilon (`python -m {MODULE}{options}`{figure})."
     )
     return f"{text}\n\n" + markdown(("trained by", *(f"{epsilon:g}" for epsilon in epsilons)), rows)

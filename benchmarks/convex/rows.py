@@ -78,7 +78,7 @@ ROWS = {
     LAST_ITERATE: Row(
         config=CYCLIC,
         grid=(
-            *points_of(trainer__clip=(0.25, 0.35, 0.5, 0.7, 1.0), optimizer__schedule=("constant",)),
+            *points_of(trainer__clip=(0.18, 0.25, 0.35, 0.5, 0.7, 1.0), optimizer__schedule=("constant",)),
             {"trainer.clip": 0.5, "optimizer.schedule": "linear"},
         ),
         measured=widths(64, 128, 256),

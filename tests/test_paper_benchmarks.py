@@ -84,7 +84,8 @@ def ours(paper: str, item: str) -> tuple[str, str]:
         for each in items
         if each.name == item
     )
-    return found.state_now, found.shown
+    now = found.now()
+    return now.state, now.shown
 
 
 def trains_nothing(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,8 +105,10 @@ def cells(epochs: int) -> dict[tuple[float, int | None], list[dict[str, Any]]]:
     The smallest models come first.
     """
     found: dict[tuple[float, int | None], list[dict[str, Any]]] = {}
-    for curve in load_results(NAME).get("curves", []):
-        if curve["epochs"] == epochs and curve["rate"] == rate_of(curve["row"], curve["noise"], epochs):
+    curves = [curve for curve in load_results(NAME).get("curves", []) if curve["epochs"] == epochs]
+    rates = {cell: rate_of(*cell, epochs) for cell in {(curve["row"], curve["noise"]) for curve in curves}}
+    for curve in curves:
+        if curve["rate"] == rates[curve["row"], curve["noise"]]:
             found.setdefault((curve["noise"], curve["hyperplanes"]), []).append(curve)
     return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or math.inf)))
 

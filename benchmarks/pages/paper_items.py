@@ -65,49 +65,53 @@ class Item:
         kind, number = self.name.split()
         return kind, int(number) if number.isdigit() else 100
 
+    def now(self) -> Now:
+        """Read the results."""
+        text = self.figures if isinstance(self.figures, str) else ""
+        if callable(self.figures) and load_results(self.results):
+            text = self.figures()
+        left = self.left() if self.left else 0
+        state = "queued" if not text else "smaller" if left else self.state
+        trainings = f"{left} more training{'s' if left > 1 else ''} of the command not done" if left else ""
+        shown = "; ".join(filter(None, (text, trainings))) or "no results yet"
+        return Now(item=self, state=state, shown=shown, incomplete=not text or left > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """An item with the present results.
+
+    Attributes:
+        item: The item.
+        state: Its state; one whose trainings are not complete is at best smaller.
+        shown: What the results say, and how many trainings are missing.
+        incomplete: Whether results are missing, or trainings are left.
+    """
+
+    item: Item
+    state: str
+    shown: str
+    incomplete: bool
+
     def row(self) -> tuple[str, ...]:
         """Return the row of the overview."""
-        date = load_results(self.results).get("date", "") if self.results else ""
-        return self.name, self.shows, self.state_now, date
+        item = self.item
+        date = load_results(item.results).get("date", "") if item.results else ""
+        return item.name, item.shows, self.state, date
 
     def details(self) -> str:
         """Return what follows the overview, as Markdown; empty without figures."""
+        item = self.item
         if self.state == "no figures":
             return ""
-        hours = sum(COSTS.get(words, 0.0) for words in self.run)
-        commands = ", ".join(f"`python -m benchmarks.{words}`" for words in self.run)
-        lines = [f"**{self.name}**: {self.shown}."]
-        if self.differs:
-            lines.append(f"*Differs:* {self.differs}.")
+        hours = sum(COSTS.get(words, 0.0) for words in item.run)
+        commands = ", ".join(f"`python -m benchmarks.{words}`" for words in item.run)
+        lines = [f"**{item.name}**: {self.shown}."]
+        if item.differs:
+            lines.append(f"*Differs:* {item.differs}.")
         if commands:
             lines.append(f"*Run{f' (at most {hours:.2g} hours)' if self.incomplete else ''}:* {commands}")
         return "- " + "\n  - ".join(lines)
-
-    @property
-    def state_now(self) -> str:
-        """The state; an item whose trainings are not complete is at best smaller."""
-        if not self.text:
-            return "queued"
-        return "smaller" if self.incomplete else self.state
-
-    @property
-    def shown(self) -> str:
-        """What the results say, and how many trainings are missing."""
-        left = self.left() if self.left else 0
-        trainings = f"{left} more training{'s' if left > 1 else ''} of the command not done" if left else ""
-        return "; ".join(filter(None, (self.text, trainings))) or "no results yet"
-
-    @property
-    def text(self) -> str:
-        """What the results say, or the reason for their lack; empty without results."""
-        if isinstance(self.figures, str):
-            return self.figures
-        return self.figures() if load_results(self.results) else ""
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether results are missing, or trainings are left."""
-        return not self.text or bool(self.left and self.left())
 
 
 _LARGE = "a language model of 1.3 to 66 billion parameters and its GPUs"

@@ -8,7 +8,6 @@ missing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from benchmarks.attacks.claims import page_table
 from benchmarks.markdown import markdown, section
@@ -25,9 +24,10 @@ STATES = {
 
 def papers_page() -> str:
     """Return the whole of docs/papers.md."""
-    counts = Counter(item.state_now for items in PAPERS.values() for item in items)
+    found = {title: [item.now() for item in sorted(items, key=Item.order)] for title, items in PAPERS.items()}
+    counts = Counter(now.state for part in found.values() for now in part)
     total = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    waiting = {words for items in PAPERS.values() for item in items if item.incomplete for words in item.run}
+    waiting = {words for part in found.values() for now in part if now.incomplete for words in now.item.run}
     hours = sum(COSTS.get(words, 0.0) for words in waiting)
     head = (
         "# The papers' tables and figures\n\n"
@@ -45,12 +45,9 @@ def papers_page() -> str:
         "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. Claims that "
         "opusim states as proven are audited at epsilon 4, whatever epsilon a table has."
     )
-    parts = [section(title, *_paper(items), page_table(title)) for title, items in PAPERS.items()]
+    parts = []
+    for title, part in found.items():
+        overview = markdown(("item", "shows", "state", "date"), [now.row() for now in part])
+        details = "\n".join(filter(None, (now.details() for now in part)))
+        parts.append(section(title, overview, details, page_table(title)))
     return "\n\n".join((head, *parts)) + "\n"
-
-
-def _paper(items: Sequence[Item]) -> tuple[str, str]:
-    """Return the overview of a paper's items, and their figures."""
-    ordered = sorted(items, key=Item.order)
-    overview = markdown(("item", "shows", "state", "date"), [item.row() for item in ordered])
-    return overview, "\n".join(filter(None, (item.details() for item in ordered)))

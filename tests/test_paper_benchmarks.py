@@ -84,8 +84,8 @@ def ours(paper: str, item: str) -> tuple[str, str]:
         for each in items
         if each.name == item
     )
-    row = found.row()
-    return row[2], row[3]
+    now = found.now()
+    return now.state, now.shown
 
 
 def trains_nothing(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,10 +78,12 @@ def left(data: str, seeds: tuple[int, ...] = SEEDS) -> int:
 
 def finished(data: str) -> dict[tuple[str, float, int], dict[str, Any]]:
     """Return the points of a data set that have the settings that its search prefers now, by row, epsilon and seed."""
+    points = load_results(name_of(data)).get("points", [])
+    chosen = {cell: wanted(cell[0], data, cell[1]) for cell in {(p["row"], p["epsilon"]) for p in points}}
     return {
         (point["row"], point["epsilon"], point.get("seed", 0)): point
-        for point in load_results(name_of(data)).get("points", [])
-        if point["point"] == wanted(point["row"], data, point["epsilon"])
+        for point in points
+        if point["point"] == chosen[point["row"], point["epsilon"]]
     }
 
 

@@ -1,4 +1,4 @@
-"""The tables and figures of the four papers, with their commands: the rows of docs/papers.md."""
+"""The tables and figures of the four papers, with their commands: the items of docs/papers.md."""
 
 from __future__ import annotations
 
@@ -65,34 +65,53 @@ class Item:
         kind, number = self.name.split()
         return kind, int(number) if number.isdigit() else 100
 
-    def row(self) -> tuple[str, ...]:
-        """Return the row as text; a table whose trainings are not complete is at best smaller."""
+    def now(self) -> Now:
+        """Read the results."""
+        text = self.figures if isinstance(self.figures, str) else ""
+        if callable(self.figures) and load_results(self.results):
+            text = self.figures()
         left = self.left() if self.left else 0
+        state = "queued" if not text else "smaller" if left else self.state
         trainings = f"{left} more training{'s' if left > 1 else ''} of the command not done" if left else ""
-        commands = ", ".join(f"`python -m benchmarks.{words}`" for words in self.run)
-        state = "queued" if not self.text else "smaller" if left else self.state
-        return (
-            self.name,
-            self.shows,
-            state,
-            "; ".join(filter(None, (self.text, trainings))) or "no results yet",
-            self.differs,
-            commands,
-            f"{sum(COSTS.get(words, 0.0) for words in self.run):.2g}" if self.incomplete else "",
-            load_results(self.results).get("date", "") if self.results else "",
-        )
+        shown = "; ".join(filter(None, (text, trainings))) or "no results yet"
+        return Now(item=self, state=state, shown=shown, incomplete=not text or left > 0)
 
-    @property
-    def text(self) -> str:
-        """What the results say, or the reason for their lack; empty without results."""
-        if isinstance(self.figures, str):
-            return self.figures
-        return self.figures() if load_results(self.results) else ""
 
-    @property
-    def incomplete(self) -> bool:
-        """Whether results are missing, or trainings are left."""
-        return not self.text or bool(self.left and self.left())
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """An item with the present results.
+
+    Attributes:
+        item: The item.
+        state: Its state; one whose trainings are not complete is at best smaller.
+        shown: What the results say, and how many trainings are missing.
+        incomplete: Whether results are missing, or trainings are left.
+    """
+
+    item: Item
+    state: str
+    shown: str
+    incomplete: bool
+
+    def row(self) -> tuple[str, ...]:
+        """Return the row of the overview."""
+        item = self.item
+        date = load_results(item.results).get("date", "") if item.results else ""
+        return item.name, item.shows, self.state, date
+
+    def details(self) -> str:
+        """Return what follows the overview, as Markdown; empty without figures."""
+        item = self.item
+        if self.state == "no figures":
+            return ""
+        hours = sum(COSTS.get(words, 0.0) for words in item.run)
+        commands = ", ".join(f"`python -m benchmarks.{words}`" for words in item.run)
+        lines = [f"**{item.name}**: {self.shown}."]
+        if item.differs:
+            lines.append(f"*Differs:* {item.differs}.")
+        if commands:
+            lines.append(f"*Run{f' (at most {hours:.2g} hours)' if self.incomplete else ''}:* {commands}")
+        return "- " + "\n  - ".join(lines)
 
 
 _LARGE = "a language model of 1.3 to 66 billion parameters and its GPUs"
@@ -274,10 +293,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item(
             name="Figure 4",
             shows="MNIST without noise, accuracy by epochs and hyperplanes",
-            differs=(
-                "20 epochs; the rates of `benchmarks.convex.accuracy search` at epsilon 4.76; the curves are "
-                "held-out accuracy"
-            ),
+            differs="20 epochs; one of three rates for each noise, chosen at P = 64; the curves are held-out accuracy",
             state="smaller",
             figures=lambda: convex_hyperplanes(0.0),
             run=("convex.hyperplanes --noise 0",),
@@ -287,10 +303,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item(
             name="Figure 5",
             shows="MNIST with noise, accuracy by epochs and hyperplanes",
-            differs=(
-                "as in Figure 4: neither model is tuned at these noise levels, as the paper's are, so that "
-                "they cannot be compared with each other"
-            ),
+            differs="as in Figure 4",
             state="smaller",
             figures=lambda: convex_hyperplanes(5.0, 15.0),
             run=("convex.hyperplanes --noise 5,15",),

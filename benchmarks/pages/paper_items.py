@@ -293,7 +293,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item(
             name="Figure 4",
             shows="MNIST without noise, accuracy by epochs and hyperplanes",
-            differs="20 epochs; one of three rates for each noise, chosen at P = 64; the curves are held-out accuracy",
+            differs="20 epochs; a rate for each noise, chosen at P = 64; the curves are held-out accuracy",
             state="smaller",
             figures=lambda: convex_hyperplanes(0.0),
             run=("convex.hyperplanes --noise 0",),

@@ -11,7 +11,8 @@ from collections import Counter
 
 from benchmarks.attacks.claims import page_table
 from benchmarks.markdown import markdown, section
-from benchmarks.pages.paper_items import COSTS, PAPERS, Item
+from benchmarks.pages.item import COSTS, Item
+from benchmarks.pages.paper_items import PAPERS
 
 STATES = {
     "repeated": "the paper's own setting, or its formula",

@@ -1,0 +1,110 @@
+"""One table or figure of a paper, with the state that the results give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.results_file import load_results
+
+COSTS: dict[str, float] = {
+    "ulr.resnet plain": 0.9,
+    "ulr.resnet private": 2.0,
+    "ulr.resnet search": 0.35,
+    "ulr.table1 widths": 3.0,
+    "ulr.table1 search": 0.5,
+    "ulr.table1 published": 1.6,
+    "ulr.table1 opacus": 1.0,
+    "convex.hyperplanes --noise 0": 0.12,
+    "convex.hyperplanes --noise 5,15": 0.25,
+    "pdfa.figure2": 0.02,
+    "convex.curves --data cifar-10": 0.7,
+    "convex.tuned --data cifar-10 --trials 10": 0.6,
+    "convex.tuned": 0.2,
+    "convex.tuned --trials 10": 0.4,
+    "convex.curves": 0.7,
+    "convex.curves --data fashion-mnist": 0.5,
+    "zeroth_order.ablations --study records": 0.04,
+    "zeroth_order.ablations --study clip": 0.01,
+    "zeroth_order.ablations --study batch": 0.01,
+    "zeroth_order.ablations --study steps": 0.03,
+}
+"""Hours of two cores that a whole command takes, estimated from a few steps or from finished runs of its kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One table or figure of a paper.
+
+    Attributes:
+        name: As the paper numbers it.
+        shows: What it shows.
+        state: One of `STATES`.
+        figures: Ours, from the results, and the paper's; or the reason.
+        differs: What differs from the paper's setting.
+        run: Modules and arguments of `python -m benchmarks.`, one string each.
+        results: The results whose date the row shows.
+        left: Counts the trainings that its commands still have to do; None if it has results or has none.
+    """
+
+    name: str
+    shows: str
+    state: str
+    figures: Callable[[], str] | str
+    differs: str = ""
+    run: tuple[str, ...] = ()
+    results: str = ""
+    left: Callable[[], int] | None = None
+
+    def order(self) -> tuple[str, int]:
+        """Return the place on the page: figures, then tables, by number."""
+        kind, number = self.name.split()
+        return kind, int(number) if number.isdigit() else 100
+
+    def now(self) -> Now:
+        """Read the results."""
+        text = self.figures if isinstance(self.figures, str) else ""
+        if callable(self.figures) and load_results(self.results):
+            text = self.figures()
+        left = self.left() if self.left else 0
+        state = "queued" if not text else "smaller" if left else self.state
+        trainings = f"{left} more training{'s' if left > 1 else ''} of the command not done" if left else ""
+        shown = "; ".join(filter(None, (text, trainings))) or "no results yet"
+        return Now(item=self, state=state, shown=shown, incomplete=not text or left > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """An item with the present results.
+
+    Attributes:
+        item: The item.
+        state: Its state; one whose trainings are not complete is at best smaller.
+        shown: What the results say, and how many trainings are missing.
+        incomplete: Whether results are missing, or trainings are left.
+    """
+
+    item: Item
+    state: str
+    shown: str
+    incomplete: bool
+
+    def row(self) -> tuple[str, ...]:
+        """Return the row of the overview."""
+        item = self.item
+        date = load_results(item.results).get("date", "") if item.results else ""
+        return item.name, item.shows, self.state, date
+
+    def details(self) -> str:
+        """Return what follows the overview, as Markdown; empty without figures."""
+        item = self.item
+        if self.state == "no figures":
+            return ""
+        hours = sum(COSTS.get(words, 0.0) for words in item.run)
+        commands = ", ".join(f"`python -m benchmarks.{words}`" for words in item.run)
+        lines = [f"**{item.name}**: {self.shown}."]
+        if item.differs:
+            lines.append(f"*Differs:* {item.differs}.")
+        if commands:
+            lines.append(f"*Run{f' (at most {hours:.2g} hours)' if self.incomplete else ''}:* {commands}")
+        return "- " + "\n  - ".join(lines)

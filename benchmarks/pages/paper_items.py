@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from benchmarks.attacks.claims import CONVEX, PDFA, ULR, ZEROTH_ORDER
 from benchmarks.convex import curves, hyperplanes, tuned
@@ -37,6 +39,28 @@ _LARGE = "a language model of 1.3 to 66 billion parameters and its GPUs"
 _SST2 = "a linear head on frozen embeddings of SST-2; accuracy on its dev and test sentences together"
 _HEAD, _ABLATIONS = "zeroth_order.sst2_head measure", "zeroth_order.ablations"
 _CIFAR, _TUNED_CIFAR = "convex.curves --data cifar-10", "convex.tuned --data cifar-10 --trials 10"
+
+
+def _by_records(
+    number: int,
+    shows: str,
+    laws: tuple[str, ...],
+    note: str,
+    differs: str = "",
+    only: Callable[[Any], bool] = lambda _: True,
+) -> Item:
+    """Return a table of DP-ZO by the number of records; `differs` follows what all of them have in common."""
+    return Item(
+        name=f"Table {number}",
+        shows=shows,
+        differs=f"{_SST2}{differs}",
+        state="smaller",
+        figures=zo_study("records", lambda cell: f"n = {cell.records}", laws, only=only, note=note),
+        run=(f"{_ABLATIONS} --study records",),
+        results="zo_ablations",
+        left=partial(ablations.left, "records", *laws),
+    )
+
 
 PAPERS: dict[str, tuple[Item, ...]] = {
     PDFA: (
@@ -317,73 +341,39 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item(
             name="Figure 6",
             shows="training loss by records",
-            differs=_SST2,
+            differs="a linear head on frozen embeddings of SST-2",
             state="smaller",
             figures=zo_loss,
             run=(f"{_ABLATIONS} --study records",),
             results="zo_ablations",
             left=lambda: ablations.left("records", "gaussian"),
         ),
-        Item(
-            name="Table 7",
-            shows="records, Gaussian noise at epsilon 1, and without",
-            differs=_SST2,
-            state="smaller",
-            figures=zo_study(
-                "records",
-                lambda cell: f"n = {cell.records}",
-                ("gaussian", "none"),
-                note="the paper, SQuAD, n = 250 to 5,000: 74.9, 78.3, 82.3, 84.3, without noise 86.4 to 86.9",
-            ),
-            run=(f"{_ABLATIONS} --study records",),
-            results="zo_ablations",
-            left=lambda: ablations.left("records", "gaussian", "none"),
+        _by_records(
+            7,
+            "records, Gaussian noise at epsilon 1, and without",
+            ("gaussian", "none"),
+            "the paper, SQuAD, n = 250 to 5,000: 74.9, 78.3, 82.3, 84.3, without noise 86.4 to 86.9",
         ),
-        Item(
-            name="Table 8",
-            shows="records, Laplace noise at pure epsilon 4",
-            differs=_SST2,
-            state="smaller",
-            figures=zo_study(
-                "records",
-                lambda cell: f"n = {cell.records}",
-                ("laplace",),
-                note="the paper, SQuAD: 73.5 and 79.9",
-            ),
-            run=(f"{_ABLATIONS} --study records",),
-            results="zo_ablations",
-            left=lambda: ablations.left("records", "laplace"),
+        _by_records(
+            8,
+            "records, Laplace noise at pure epsilon 4",
+            ("laplace",),
+            "the paper, SQuAD: 73.5 and 79.9",
         ),
-        Item(
-            name="Table 9",
-            shows="records, DP-ZO and DP-SGD, QNLI",
-            differs=f"{_SST2}, epsilon 1, where the paper has QNLI and epsilon 3",
-            state="smaller",
-            figures=zo_study(
-                "records",
-                lambda cell: f"n = {cell.records}",
-                ("gaussian", "dp-sgd"),
-                note="the paper, n = 1,000 to 104,743: DP-ZO 76.2 to 79.9, DP-SGD 73.3 to 87.4",
-            ),
-            run=(f"{_ABLATIONS} --study records",),
-            results="zo_ablations",
-            left=lambda: ablations.left("records", "gaussian", "dp-sgd"),
+        _by_records(
+            9,
+            "records, DP-ZO and DP-SGD, QNLI",
+            ("gaussian", "dp-sgd"),
+            "the paper, n = 1,000 to 104,743: DP-ZO 76.2 to 79.9, DP-SGD 73.3 to 87.4",
+            ", epsilon 1, where the paper has QNLI and epsilon 3",
         ),
-        Item(
-            name="Table 11",
-            shows="1,000 records and all",
-            differs=f"{_SST2}, epsilon 1, 6,920 records in all; without SGD",
-            state="smaller",
-            figures=zo_study(
-                "records",
-                lambda cell: f"n = {cell.records}",
-                ("gaussian", "dp-sgd", "none"),
-                only=lambda cell: cell.records in (1000, 6920),
-                note="the paper, SST-2, 1,000 and all: DP-ZO 91.2 and 93.0, DP-SGD 90.3 and 95.1, ZO 93.7 and 94.8",
-            ),
-            run=(f"{_ABLATIONS} --study records",),
-            results="zo_ablations",
-            left=lambda: ablations.left("records", "gaussian", "dp-sgd", "none"),
+        _by_records(
+            11,
+            "1,000 records and all",
+            ("gaussian", "dp-sgd", "none"),
+            "the paper, SST-2, 1,000 and all: DP-ZO 91.2 and 93.0, DP-SGD 90.3 and 95.1, ZO 93.7 and 94.8",
+            ", epsilon 1, 6,920 records in all; without SGD",
+            only=lambda cell: cell.records in (1000, 6920),
         ),
         Item(
             name="Table 10",

@@ -8,8 +8,9 @@ first kernels the identity is added, which is the same function with the same gr
 `plain` trains without protection: the estimate with independent noise, with noise matched to each record's Jacobian,
 with ten orthogonal copies of that (`benchmarks.ulr.variance` tells why), both with a tenth of sigma, which smooths the
 loss less, and backpropagation. `private` trains the paper's published form, the proven form and DP-SGD at the paper's
-batch of 64 and noise of 1, at a larger batch and at more noise. `search` chose sigma and the clip: a quarter of the
-records train, and the others are held out. Every run resumes after a stop, and every finished one is kept.
+batch of 64 and noise of 1, at a larger batch and at more noise. `search` compares values of sigma and of the clip: a
+quarter of the records train, and the others are held out. Every run resumes after a stop, and every finished one is
+kept.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
     },
     **{clip: ("proven", {**PLAIN[BEST], "clip": clip}) for clip in ("joint", "module")},
 }
-"""Values that were tried, and their form and trainer: sigma, then the clip at the paper's batch and noise."""
+"""Values that `search` compares, and their form and trainer: sigma, then the clip at the paper's batch and noise."""
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -256,11 +257,11 @@ def _search_table() -> str:
         for form, value in dict.fromkeys((row["form"], row["value"]) for row in found.get("rows", []))
     ]
     text = (
-        f"Choosing `trainer.sigma` and `trainer.clip`: {SEARCH_EPOCHS} epochs on {1 - HELD_OUT:.0%} of the training "
+        f"Values of `trainer.sigma` and `trainer.clip`: {SEARCH_EPOCHS} epochs on {1 - HELD_OUT:.0%} of the training "
         f"records, accuracy on the others, {len(SEARCH_SEEDS)} other seeds ({found.get('date')}, "
         f"{command(MODULE, 'search')})."
     )
-    return f"{text}\n\n" + markdown(("chosen", "value", "held out [%]"), rows) if rows else ""
+    return f"{text}\n\n" + markdown(("key", "value", "held out [%]"), rows) if rows else ""
 
 
 def _stated(guarantees: list[list[Any]]) -> str:

@@ -19,6 +19,7 @@ from benchmarks import results_file
 from benchmarks.convex import curves, hyperplanes, tuned
 from benchmarks.pages import papers
 from benchmarks.pdfa import figure2
+from benchmarks.pdfa import table1 as pdfa_table1
 from benchmarks.private_accuracy import cifar, records
 from benchmarks.results_file import load_results
 from benchmarks.ulr import bound, resnet, table1, variance
@@ -304,20 +305,24 @@ def write_sentences(root: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None
 def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 300)
     (results.parent / "MNIST").rename(results.parent / "FashionMNIST")
-    take_committed(results, figure2.TABLE1)
-    monkeypatch.setattr(figure2, "EPOCHS", {"fashion-mnist": 1, "digits": 1})
+    monkeypatch.setattr(pdfa_table1, "BASE", {**pdfa_table1.BASE, "epochs": 1})
+    for module in (pdfa_table1, figure2):
+        monkeypatch.setattr(module, "COLUMNS", ("non-private", "0", "0.2"))
+    monkeypatch.setattr(figure2, "SIGMAS", (0.0, 0.2))
+    monkeypatch.setattr(pdfa_table1, "SEEDS", (0, 1))
     monkeypatch.setattr(figure2, "PICTURE", results.parent / "figure.png")
-    figure2.main()
+    assert ours("Photonic", "Figure 2")[0] == "queued"
+    pdfa_table1.main(jobs=1, seeds="0")
+    assert ours("Photonic", "Figure 2")[0] == "smaller"
+    pdfa_table1.main(jobs=1)
+    found = load_results(pdfa_table1.NAME)
+    assert len(found["runs"]) == 24
+    assert len(found["cells"]) == 12
+    trains_nothing(lambda: pdfa_table1.main(jobs=1), monkeypatch)
+    assert load_results(pdfa_table1.NAME) == found
+    figure2.draw()
     assert figure2.PICTURE.exists()
-    state, text = ours("Photonic", "Figure 2")
-    assert state == "smaller"
-    assert "Curves on digits, 1 epoch" in text
-    figure2.main(data="fashion-mnist")
-    found = load_results(figure2.NAME)
-    assert len(found["curves"]) == 24
-    trains_nothing(lambda: figure2.main(data="fashion-mnist"), monkeypatch)
-    assert load_results(figure2.NAME) == found
-    assert "Curves on fashion-mnist" in ours("Photonic", "Figure 2")[1]
+    assert ours("Photonic", "Figure 2")[0] == "repeated"
     assert "photonic DFA | 0.2 |" in figure2.page_section()
 
 

@@ -17,7 +17,7 @@ COSTS: dict[str, float] = {
     "ulr.table1 opacus": 1.0,
     "convex.hyperplanes --noise 0": 0.12,
     "convex.hyperplanes --noise 5,15": 0.25,
-    "pdfa.figure2": 0.02,
+    "pdfa.table1": 0.6,
     "convex.curves --data cifar-10": 0.7,
     "convex.tuned --data cifar-10 --trials 10": 0.6,
     "convex.tuned": 0.2,

@@ -100,24 +100,29 @@ def trains_nothing(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> 
         run()
 
 
-def test_resnet_private(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resnet(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(results.parent, 2)
-    monkeypatch.setattr(resnet, "BATCHES", (8,))
-    monkeypatch.setattr(resnet, "NOISES", (1.0,))
-    resnet.private(epochs=1, seeds="0", forms="DP-SGD,proven,published")
-    rows = load_results(resnet.NAME)["rows"]
-    assert [row["form"] for row in rows] == ["DP-SGD", "proven", "published"]
-    assert "proven" in resnet.page_section()
-    trains_nothing(lambda: resnet.private(epochs=1, seeds="0", forms="DP-SGD,proven,published"), monkeypatch)
-    assert load_results(resnet.NAME)["rows"] == rows
-
-
-def test_resnet_plain(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_cifar10(results.parent, 2)
-    monkeypatch.setattr(resnet, "BATCH", 8)
-    resnet.plain(epochs=1, seeds="0", names=";".join(resnet.PLAIN))
+    for name, value in (
+        ("BATCH", 8),
+        ("BATCHES", (8,)),
+        ("NOISES", (1.0,)),
+        ("EPOCHS", 1),
+        ("BEST_EPOCHS", 1),
+    ):
+        monkeypatch.setattr(resnet, name, value)
+    resnet.plain(seeds="0")
     assert len(load_results(resnet.NAME)["rows"]) == len(resnet.PLAIN)
-    assert ours("DP-ULR", "Figure 4")[1]
+    resnet.private(seeds="0")
+    rows = load_results(resnet.NAME)["rows"]
+    assert [row["form"] for row in rows[-3:]] == ["DP-SGD", "proven", "published"]
+    assert "proven" in resnet.page_section()
+    trains_nothing(lambda: resnet.private(seeds="0"), monkeypatch)
+    assert load_results(resnet.NAME)["rows"] == rows
+    assert ours("DP-ULR", "Figure 4")[0] == "smaller"
+    before = resnet.left()
+    resnet.plain(names="backpropagation")
+    resnet.private(forms="DP-SGD")
+    assert resnet.left() == before - 4
 
 
 def test_resnet_search(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ first kernels the identity is added, which is the same function with the same gr
 `plain` trains without protection: the estimate with independent noise, with noise matched to each record's Jacobian,
 with ten orthogonal copies of that (`benchmarks.ulr.variance` tells why), both with a tenth of sigma, which smooths the
 loss less, and backpropagation. `private` trains the paper's published form, the proven form and DP-SGD at the paper's
-batch of 64 and noise of 1, at a larger batch and at more noise. `search` compares values of sigma and of the clip: a
-quarter of the records train, and the others are held out. Every run resumes after a stop, and every finished one is
-kept.
+batch of 64 and noise of 1, at a larger batch and at more noise. Three seeds for the best estimate and its proven form
+at the paper's batch, for backpropagation and DP-SGD; else one. `search` compares values of sigma, of the clip and of
+the published form's K: a quarter of the records train, and the others are held out. Every run resumes after a stop, and
+every finished one is kept.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "ulr, matched, 10 orthogonal, sigma 0.03": {**ORTHOGONAL, "copies": 10, "sigma": 0.03},
     "backpropagation": {"kind": "bp"},
 }
+PUBLISHED: dict[str, Any] = {"kind": "ulr", "form": "published", "copies": COPIES, "sigma": SIGMA}
 BEST, BEST_EPOCHS = "ulr, matched, 10 orthogonal, sigma 0.03", 4
 FORMS = {"DP-SGD": "backpropagation", "proven": BEST, "published": "ulr"}
 """Forms of private training, and what they train with."""
@@ -54,8 +56,9 @@ SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
         f"{sigma:g}": ("plain", {**PLAIN["ulr, matched"], "sigma": sigma}) for sigma in (0.01, 0.03, 0.1, 0.3)
     },
     **{clip: ("proven", {**PLAIN[BEST], "clip": clip}) for clip in ("joint", "module")},
+    **{f"K = {copies}": ("published", {**PUBLISHED, "copies": copies}) for copies in (COPIES, 5 * COPIES)},
 }
-"""Values that `search` compares, and their form and trainer: sigma, then the clip at the paper's batch and noise."""
+"""Values that `search` compares, with form and trainer: sigma, then the clip and K at the paper's batch and noise."""
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -93,11 +96,10 @@ def plain_config(trainer: dict[str, Any], epochs: int, seed: int) -> dict[str, A
 def private_config(form: str, batch: int, noise: float, epochs: int, seed: int) -> dict[str, Any]:
     """Return the configuration of a private run: "published", "proven" or "DP-SGD"."""
     config = plain_config(PLAIN[FORMS[form]], epochs, seed)
-    config["sampler"] = {"scheme": "poisson", "batch_size": batch}
     if form == "published":
         config["sampler"] = {"batch_size": batch, "drop_last": True}
-        trainer = {"kind": "ulr", "form": "published", "copies": COPIES, "sigma": SIGMA, "target_std": noise}
-        return {**config, "trainer": trainer}
+        return {**config, "trainer": {**PUBLISHED, "target_std": noise}}
+    config["sampler"] = {"scheme": "poisson", "batch_size": batch}
     if form == "proven":  # noisy modules do not shrink the exact estimate of the last one
         config["trainer"] = {**config["trainer"], "clip": "module"}
     return {**config, "protection": {"kind": "record", "noise_multiplier": noise, "delta": DELTA}}
@@ -124,31 +126,21 @@ def keep(cell: dict[str, Any], run: Run) -> None:
 
 
 @app.command()
-def plain(epochs: int = EPOCHS, seeds: str = "0", names: str = ";".join(PLAIN)) -> None:
+def plain(seeds: str = ",".join(map(str, SEEDS)), names: str = ";".join(PLAIN)) -> None:
     """Train without protection; `names` are separated by semicolons."""
-    for seed, name in itertools.product(map(int, seeds.split(",")), names.split(";")):
-        run = trained(plain_config(PLAIN[name], epochs, seed), name)
-        keep(
-            {"form": "plain", "trainer": name, "batch": BATCH, "noise": 0.0, "epochs": epochs, "seed": seed},
-            run,
-        )
+    for form, name, batch, noise, epochs, seed in planned():
+        if form == "plain" and name in names.split(";") and seed in map(int, seeds.split(",")):
+            run = trained(plain_config(PLAIN[name], epochs, seed), name)
+            keep(dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True)), run)
 
 
 @app.command()
-def private(epochs: int = EPOCHS, seeds: str = "0", forms: str = ",".join(FORMS)) -> None:
+def private(seeds: str = ",".join(map(str, SEEDS)), forms: str = ",".join(FORMS)) -> None:
     """Train with the noise of each form, for each batch and noise level."""
-    cells = itertools.product(map(int, seeds.split(",")), forms.split(","), BATCHES, NOISES)
-    for seed, form, batch, noise in cells:
-        run = trained(private_config(form, batch, noise, epochs, seed), f"{form}-{batch}-{noise:g}")
-        cell = {
-            "form": form,
-            "trainer": FORMS[form],
-            "batch": batch,
-            "noise": noise,
-            "epochs": epochs,
-            "seed": seed,
-        }
-        keep(cell, run)
+    for form, name, batch, noise, epochs, seed in planned():
+        if form in forms.split(",") and seed in map(int, seeds.split(",")):
+            run = trained(private_config(form, batch, noise, epochs, seed), f"{form}-{batch}-{noise:g}")
+            keep(dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True)), run)
 
 
 @app.command()
@@ -158,7 +150,8 @@ def search(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
         if form == "plain":
             config = plain_config(trainer, SEARCH_EPOCHS, seed)
         else:
-            config = {**private_config(form, BATCHES[0], NOISES[0], SEARCH_EPOCHS, seed), "trainer": trainer}
+            config = private_config(form, BATCHES[0], NOISES[0], SEARCH_EPOCHS, seed)
+            config["trainer"] = {**config["trainer"], **trainer}
         config["data"] = {"name": "cifar-10", "validation_fraction": HELD_OUT}
         run = trained(config, f"search-{form}-{value}")
         row = {"form": form, "value": value, "seed": seed}
@@ -170,20 +163,24 @@ def search(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
         print(row, flush=True)
 
 
-def planned() -> set[Cell]:
-    """Return the trainings of docs/papers.md: three seeds of the best one and of DP-SGD, else one."""
-    cells: set[Cell] = {("plain", name, BATCH, 0.0, EPOCHS, 0) for name in PLAIN}
-    cells |= {("plain", BEST, BATCH, 0.0, BEST_EPOCHS, seed) for seed in SEEDS}
-    for form, batch, noise in itertools.product(FORMS, BATCHES, NOISES):
-        for seed in SEEDS if form == "DP-SGD" else SEEDS[:1]:
-            cells.add((form, FORMS[form], batch, noise, EPOCHS, seed))
+def planned() -> list[Cell]:
+    """Return the trainings of docs/papers.md, those with all seeds first."""
+    cells: list[Cell] = [("plain", BEST, BATCH, 0.0, BEST_EPOCHS, seed) for seed in SEEDS]
+    cells += [("plain", "backpropagation", BATCH, 0.0, EPOCHS, seed) for seed in SEEDS]
+    cells += [("plain", name, BATCH, 0.0, EPOCHS, SEEDS[0]) for name in PLAIN if name != "backpropagation"]
+    for seed, form, batch, noise in itertools.product(SEEDS, FORMS, BATCHES, NOISES):
+        if seed == SEEDS[0] or form == "DP-SGD" or (form == "proven" and batch == BATCHES[0]):
+            cells.append((form, FORMS[form], batch, noise, EPOCHS, seed))
     return cells
 
 
 def left() -> int:
-    """Return how many planned trainings are not in the results."""
-    rows = load_results(NAME).get("rows", [])
-    return len(planned() - {tuple(row[key] for key in KEYS) for row in rows})
+    """Return how many planned trainings, those of `search` with them, are not in the results."""
+    rows, searched = load_results(NAME).get("rows", []), load_results(SEARCHED).get("rows", [])
+    values = set(itertools.product(SEARCHES, SEARCH_SEEDS)) - {
+        (row["value"], row["seed"]) for row in searched
+    }
+    return len(set(planned()) - {tuple(row[key] for key in KEYS) for row in rows}) + len(values)
 
 
 def means() -> list[dict[str, Any]]:
@@ -245,7 +242,11 @@ def page_section() -> str:
 def _search_table() -> str:
     """Return the held-out accuracies by value; empty without results."""
     found = load_results(SEARCHED)
-    names = {"plain": 'sigma, "ulr, matched"', "proven": "clip, the proven form at batch 64 and noise 1"}
+    names = {
+        "plain": 'sigma, "ulr, matched"',
+        "proven": "clip, the proven form at batch 64 and noise 1",
+        "published": "copies, the published form at batch 64 and noise 1",
+    }
     rows = [
         (
             names[form],
@@ -257,9 +258,9 @@ def _search_table() -> str:
         for form, value in dict.fromkeys((row["form"], row["value"]) for row in found.get("rows", []))
     ]
     text = (
-        f"Values of `trainer.sigma` and `trainer.clip`: {SEARCH_EPOCHS} epochs on {1 - HELD_OUT:.0%} of the training "
-        f"records, accuracy on the others, {len(SEARCH_SEEDS)} other seeds ({found.get('date')}, "
-        f"{command(MODULE, 'search')})."
+        f"Values of `trainer.sigma`, `trainer.clip` and `trainer.copies`: {SEARCH_EPOCHS} epochs on "
+        f"{1 - HELD_OUT:.0%} of the training records, accuracy on the others, {len(SEARCH_SEEDS)} other seeds "
+        f"({found.get('date')}, {command(MODULE, 'search')})."
     )
     return f"{text}\n\n" + markdown(("key", "value", "held out [%]"), rows) if rows else ""
 

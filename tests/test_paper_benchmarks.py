@@ -398,6 +398,7 @@ def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells += [ablations.Cell(study=study, **sizes) for study in ("clip", "batch", "steps")]
     monkeypatch.setattr(ablations, "CELLS", cells)
     monkeypatch.setattr(ablations, "SEEDS", (0, 1))
+    monkeypatch.setattr(ablations, "PICTURE", results.parent / "figure.png")
     ablations.main(study="records")
     assert ours("DP-ZO", "Table 15")[0] == "queued"
     ablations.main()
@@ -406,9 +407,11 @@ def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ablations.main()
     assert load_results(ablations.NAME) == found
     assert "laplace" in ablations.page_section()
-    for number in (7, 8, 9, 15, 19, 20):
+    assert ablations.PICTURE.exists()
+    for number in (7, 9, 15, 19, 20):
         assert ours("DP-ZO", f"Table {number}")[0] == "smaller"
-    assert ours("DP-ZO", "Table 11")[0] == "queued", "it shows 1,000 records and all, not 250"
+    for number in (8, 11):
+        assert ours("DP-ZO", f"Table {number}")[0] == "queued", "it shows 1,000 records, not 250"
     assert "n = 250" in ours("DP-ZO", "Figure 6")[1]
 
 
@@ -447,11 +450,10 @@ def test_a_second_encoding_on_the_same_blocks_costs_less(monkeypatch: pytest.Mon
     assert aligned < 0.6 * aside < aside < change(once, original)
 
 
-def test_commands_with_trainings_left_have_a_cost() -> None:
-    for items in papers.PAPERS.values():
-        for item in items:
-            if item.left is not None:
-                assert set(item.run) <= set(papers.COSTS), item.name
+def test_all_commands_together_take_at_most_a_day() -> None:
+    commands = {words for items in papers.PAPERS.values() for item in items for words in item.run}
+    assert commands == set(papers.COSTS)
+    assert sum(papers.COSTS.values()) <= 24
 
 
 def test_the_page_is_written_without_results(results: Path) -> None:

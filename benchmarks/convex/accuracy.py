@@ -198,6 +198,28 @@ def _key(run: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
+def tests(row: str, data: str, epsilon: float) -> list[float]:
+    """Return the test accuracies of a row at the chosen point and its first measured change, by seed."""
+    if not trials_of(row, data, epsilon):
+        return []
+    point = best_point(row, data, epsilon) | next(iter(ROWS[row].measured.values()))
+    return [
+        run["test"]
+        for run in load_results(NAME).get("runs", [])
+        if (run["row"], run["data"], run["epsilon"], run["point"]) == (row, data, epsilon, point)
+    ]
+
+
+def left(data: str) -> int:
+    """Return how many trainings of a data set's first measured changes are not in the results."""
+    return sum(
+        len(row.seeds) - len(tests(name, data, epsilon))
+        for name, row in ROWS.items()
+        for cell, epsilon in row.cells
+        if cell == data and row.grid
+    )
+
+
 def is_chosen(run: dict[str, Any]) -> bool:
     """Whether a run's point is still the one that the search prefers: a longer search may have found another."""
     best = best_point(run["row"], run["data"], run["epsilon"])

@@ -72,7 +72,7 @@ def _table(data: str) -> str:
 
 def left(data: str, seeds: tuple[int, ...] = SEEDS) -> int:
     """Return how many points of a data set are not in the results."""
-    planned = itertools.product(_rows(data), EPSILONS, seeds)
+    planned = itertools.product(ROWS, EPSILONS, seeds)
     return len(set(planned) - set(finished(data)))
 
 
@@ -92,11 +92,6 @@ def wanted(row: str, data: str, epsilon: float) -> Point | None:
     return best_point(row, data, nearest(epsilon)) if trials_of(row, data, nearest(epsilon)) else None
 
 
-def _rows(data: str) -> tuple[str, ...]:
-    """Return the rows of a data set: FashionMNIST has no search of the last one."""
-    return ROWS[:-1] if data == "fashion-mnist" else ROWS
-
-
 def name_of(data: str) -> str:
     """Name of the results of a data set."""
     return NAME if data == DATA else f"{NAME}_{data.replace('-', '')}"
@@ -104,7 +99,7 @@ def name_of(data: str) -> str:
 
 def main(data: str = DATA, seeds: str = ",".join(map(str, SEEDS))) -> None:
     """Train what is missing, save each point as it comes, and draw."""
-    for seed, row, epsilon in itertools.product(map(int, seeds.split(",")), _rows(data), EPSILONS):
+    for seed, row, epsilon in itertools.product(map(int, seeds.split(",")), ROWS, EPSILONS):
         key, points = (row, epsilon, seed), finished(data)
         if key not in points:
             found = run_once(row, data, epsilon, best_point(row, data, nearest(epsilon)), seed)

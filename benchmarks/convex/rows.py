@@ -13,7 +13,6 @@ EPSILONS, DATA, SEEDS = (4.76, 1.33), ("mnist", "fashion-mnist", "cifar-10"), (0
 Cells = tuple[tuple[str, float], ...]
 ALL_CELLS: Cells = tuple(itertools.product(DATA, EPSILONS))
 MNIST: Cells = tuple(("mnist", epsilon) for epsilon in EPSILONS)
-CIFAR: Cells = tuple(("cifar-10", epsilon) for epsilon in EPSILONS)
 LAST_ITERATE = "convex, last iterate"
 
 
@@ -110,7 +109,6 @@ ROWS = {
             {"sampler.batch_size": 500, "trainer.clip": 0.7, "optimizer.schedule": "linear"},
         ),
         measured=widths(64),
-        cells=(*MNIST, *CIFAR),
     ),
     "ReLU network, DP-SGD": Row(
         config=merged(NETWORK, {"model": {"hidden": [200]}}),

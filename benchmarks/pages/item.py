@@ -8,28 +8,42 @@ from dataclasses import dataclass
 from benchmarks.results_file import load_results
 
 COSTS: dict[str, float] = {
-    "ulr.resnet plain": 0.9,
-    "ulr.resnet private": 2.0,
-    "ulr.resnet search": 0.35,
-    "ulr.table1 widths": 3.0,
+    "pdfa.table1": 0.6,
+    "pdfa.readings": 0.2,
+    "pdfa.figure2": 0.0,
+    "ulr.figure2": 0.0,
+    "ulr.figure3": 0.0,
+    "ulr.resnet plain": 1.9,
+    "ulr.resnet private": 4.0,
+    "ulr.resnet search": 0.7,
+    "ulr.table1 widths": 1.7,
     "ulr.table1 search": 0.5,
     "ulr.table1 published": 1.6,
-    "ulr.table1 opacus": 1.0,
-    "convex.hyperplanes --noise 0": 0.12,
-    "convex.hyperplanes --noise 5,15": 0.25,
-    "pdfa.table1": 0.6,
-    "convex.curves --data cifar-10": 0.7,
-    "convex.tuned --data cifar-10 --trials 10": 0.6,
+    "ulr.table1 opacus": 0.7,
+    "ulr.table1 proven": 0.7,
+    "convex.accountants": 0.1,
+    "convex.accuracy search": 0.8,
+    "convex.accuracy measure": 2.0,
+    "convex.hyperplanes --noise 0": 0.2,
+    "convex.hyperplanes --noise 5,15": 0.4,
+    "convex.curves": 0.7,
+    "convex.curves --data cifar-10": 0.5,
+    "convex.curves --data fashion-mnist": 0.6,
     "convex.tuned": 0.2,
     "convex.tuned --trials 10": 0.4,
-    "convex.curves": 0.7,
-    "convex.curves --data fashion-mnist": 0.5,
+    "convex.tuned --data cifar-10 --trials 10": 0.6,
     "zeroth_order.ablations --study records": 0.04,
     "zeroth_order.ablations --study clip": 0.01,
     "zeroth_order.ablations --study batch": 0.01,
     "zeroth_order.ablations --study steps": 0.03,
+    "zeroth_order.joint_clip": 0.03,
+    "zeroth_order.membership measure": 0.2,
+    "zeroth_order.memory": 0.1,
+    "zeroth_order.sigma_tables": 0.0,
+    "zeroth_order.sst2_head measure": 0.3,
+    "zeroth_order.sst2_lora measure": 0.3,
 }
-"""Hours of two cores that a whole command takes, estimated from a few steps or from finished runs of its kind."""
+"""Hours of two cores that a whole command takes, from finished runs or estimated from a few steps; 0: a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +57,7 @@ class Item:
         figures: Ours, from the results, and the paper's; or the reason.
         differs: What differs from the paper's setting.
         run: Modules and arguments of `python -m benchmarks.`, one string each.
-        results: The results whose date the row shows.
+        results: Names of its results; the row shows the latest date.
         left: Counts the trainings that its commands still have to do; None if it has results or has none.
     """
 
@@ -53,7 +67,7 @@ class Item:
     figures: Callable[[], str] | str
     differs: str = ""
     run: tuple[str, ...] = ()
-    results: str = ""
+    results: tuple[str, ...] = ()
     left: Callable[[], int] | None = None
 
     def order(self) -> tuple[str, int]:
@@ -64,7 +78,7 @@ class Item:
     def now(self) -> Now:
         """Read the results."""
         text = self.figures if isinstance(self.figures, str) else ""
-        if callable(self.figures) and load_results(self.results):
+        if callable(self.figures) and any(map(load_results, self.results)):
             text = self.figures()
         left = self.left() if self.left else 0
         state = "queued" if not text else "smaller" if left else self.state
@@ -92,8 +106,8 @@ class Now:
     def row(self) -> tuple[str, ...]:
         """Return the row of the overview."""
         item = self.item
-        date = load_results(item.results).get("date", "") if item.results else ""
-        return item.name, item.shows, self.state, date
+        dates = [load_results(name).get("date", "") for name in item.results]
+        return item.name, item.shows, self.state, max(dates, default="") if self.state != "queued" else ""
 
     def details(self) -> str:
         """Return what follows the overview, as Markdown; empty without figures."""

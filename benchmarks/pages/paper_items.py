@@ -121,11 +121,12 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item(
             name="Figure 3",
             shows="accuracy and epsilon by epoch",
-            differs="training accuracy only; one seed, the paper five; N_B = q N, as the paper names none",
+            differs="training accuracy only; three seeds, the paper five; N_B = q N, as the paper names none",
             state="smaller",
             figures=ulr_epochs,
-            run=("ulr.figure3",),
-            results=("ulr_published",),
+            run=("ulr.table1 published", "ulr.table1 opacus", "ulr.figure3"),
+            results=("ulr_published", "ulr_opacus"),
+            left=ulr_table1.left,
         ),
         Item(
             name="Figure 4",

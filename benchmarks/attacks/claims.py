@@ -310,7 +310,8 @@ _FIXED_BATCHES = (
 CLAIMS: dict[str, tuple[Claim, ...]] = {
     PDFA: (
         Claim(
-            f"Proposition 3 (eq. 17, [its hypotheses](privacy-records.md#4-photonic-dfa-as-published)), in the paper's experiment at sigma = 0.2, one epoch of {RECORDS:,} records",
+            "Proposition 3 (eq. 17, [its hypotheses](privacy-records.md#4-photonic-dfa-as-published)), in the paper's "
+            f"experiment at sigma = 0.2, one epoch of {RECORDS:,} records",
             "Table 1, Figure 2",
             lambda: _of_training("table 1"),
         ),

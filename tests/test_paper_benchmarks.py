@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from benchmarks import results_file
 from benchmarks.convex import curves, hyperplanes, tuned
 from benchmarks.pages import papers
-from benchmarks.pdfa import figure2
+from benchmarks.pdfa import figure2, readings
 from benchmarks.pdfa import table1 as pdfa_table1
 from benchmarks.private_accuracy import cifar, records
 from benchmarks.results_file import load_results
@@ -329,6 +329,19 @@ def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert figure2.PICTURE.exists()
     assert ours("Photonic", "Figure 2")[0] == "repeated"
     assert "photonic DFA | 0.2 |" in figure2.page_section()
+
+
+def test_pdfa_readings(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 300)
+    (results.parent / "MNIST").rename(results.parent / "FashionMNIST")
+    monkeypatch.setattr(pdfa_table1, "BASE", {**pdfa_table1.BASE, "epochs": 1})
+    monkeypatch.setattr(readings, "COLUMNS", ("0.2",))
+    monkeypatch.setattr(readings, "SEEDS", (0, 1))
+    readings.main(jobs=1)
+    assert len(load_results(readings.NAME)["rows"]) == 2 * 2 * len(readings.READINGS)
+    trains_nothing(lambda: readings.main(jobs=1), monkeypatch)
+    assert readings.largest_move() > 0.0
+    assert "| eqs. 8 and 9 to the letter |" in readings.page_section()
 
 
 def test_joint_clip(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from benchmarks.results_file import load_results
 
 COSTS: dict[str, float] = {
     "pdfa.table1": 0.6,
-    "pdfa.readings": 0.2,
+    "pdfa.readings": 0.6,
     "pdfa.figure2": 0.0,
     "ulr.figure2": 0.0,
     "ulr.figure3": 0.0,

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.convex import accuracy, curves, hyperplanes, tuned
 from benchmarks.convex.accountants import SHUFFLE_EPSILONS
 from benchmarks.markdown import with_error
-from benchmarks.pdfa import figure2
+from benchmarks.pdfa import figure2, readings
 from benchmarks.pdfa.table1 import PAPER, SIGMAS
 from benchmarks.private_accuracy import records
 from benchmarks.results_file import load_results
@@ -37,13 +37,10 @@ def pdfa_table() -> str:
     cells = load_results("pdfa_table1")["cells"]
     feedbacks = ("bp", "dfa", "tdfa", "pdfa")
     parts = [f"{name} {_range(c['difference'] for c in cells if c['row'] == name)}" for name in feedbacks]
-    readings = load_results("pdfa_readings").get("rows", [])
-    kept = {(row["row"], row["column"]): row["test"] for row in readings if row["reading"] == "kept"}
-    moved = max((abs(row["test"] - kept[row["row"], row["column"]]) for row in readings), default=0.0)
     return (
         f"ours minus the paper's: {'; '.join(parts)} (bp: backpropagation; dfa: direct feedback alignment; tdfa: "
-        "ternary; pdfa: photonic). Other readings of what the paper leaves unsaid, tried with "
-        f"one seed in {len(kept)} cells, move one by up to {moved:.1f} points "
+        "ternary; pdfa: photonic). Other readings of what the paper leaves unsaid, tried in "
+        f"{len(readings.ROWS) * len(readings.COLUMNS)} cells, move one by up to {readings.largest_move():.1f} points "
         "([which](../benchmarks/pdfa/README.md#what-the-paper-leaves-unsaid))"
     )
 

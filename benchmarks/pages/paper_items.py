@@ -31,6 +31,7 @@ from benchmarks.pages.paper_figures import (
     zo_sigma,
     zo_study,
 )
+from benchmarks.pdfa import readings
 from benchmarks.pdfa import table1 as pdfa_table1
 from benchmarks.ulr import resnet
 from benchmarks.ulr import table1 as ulr_table1
@@ -91,6 +92,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             figures=pdfa_table,
             run=("pdfa.table1", "pdfa.readings"),
             results=("pdfa_table1", "pdfa_readings"),
+            left=lambda: len(readings.missing()),
         ),
     ),
     ULR: (

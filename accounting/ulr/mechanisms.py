@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
@@ -213,10 +214,15 @@ def mixture_of(sampling_probability: float, n_records: int, min_batch_size: int)
 
 def published_rdp(run: PublishedUlr, order: float) -> float:
     """Return eq. 11 at one order, hypotheses taken as given."""
+    return run.steps * (_rejection_term(run) + 2 * run.sampling_probability**2 * order / run.target_std**2)
+
+
+@lru_cache(maxsize=64)
+def _rejection_term(run: PublishedUlr) -> float:
+    """Return the first term of eq. 11 for a step, q Pr(|B| = N_B - 1) / Pr(|B| >= N_B), the same at all orders."""
     law = numerics.binomial(run.n_records, run.sampling_probability)
     least = run.min_batch_size
-    rejection = run.sampling_probability * math.exp(law.logpmf(least - 1) - law.logsf(least - 1))
-    return run.steps * (rejection + 2 * run.sampling_probability**2 * order / run.target_std**2)
+    return float(run.sampling_probability * math.exp(law.logpmf(least - 1) - law.logsf(least - 1)))
 
 
 def admissible(run: PublishedUlr, order: float) -> bool:

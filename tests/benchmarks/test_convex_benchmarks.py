@@ -1,0 +1,75 @@
+"""The benchmarks of the convex trainer at a small size: they resume, and fill their rows of docs/papers.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results_file
+from benchmarks.convex import curves, hyperplanes, tuned
+from benchmarks.results_file import load_results
+from tests.support.paper_data import ours, take_committed, write_cifar10, write_mnist
+
+
+def test_private_searches(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 500)
+    take_committed(results, "convex_accounting")
+    monkeypatch.setattr(tuned, "EPSILONS", (4.76,))
+    before = tuned.left("mnist")
+    tuned.main(trials=5, seeds="0")
+    (found,) = tuned.cells()["mnist", 4.76, 5]
+    assert 4.76 < found["epsilon"] <= tuned.whole_epsilon(4.76, 5)
+    assert tuned.left("mnist") == before - 1
+    tuned.main(trials=5, seeds="0")
+    assert tuned.cells()["mnist", 4.76, 5] == [found]
+    assert "| mnist | 4.76 | 5 |" in tuned.page_table()
+    assert "at 6.92" in ours("Convex", "Table 1")[1]
+
+
+def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 1200)
+    monkeypatch.setattr(hyperplanes, "COUNTS", (16,))
+    monkeypatch.setattr(hyperplanes, "EPOCHS", 4)
+    monkeypatch.setattr(hyperplanes, "PICTURE", results.parent / "hyperplanes.png")
+    hyperplanes.main(noise="0", epochs=4, seeds="0")
+    assert ours("Convex", "Figure 5")[0] == "queued"
+    hyperplanes.main(noise="5", epochs=4, seeds="0")
+    found = load_results(hyperplanes.NAME)
+    assert [(c["hyperplanes"], c["noise"]) for c in found["curves"]] == [
+        (16, 0),
+        (None, 0),
+        (16, 5),
+        (None, 5),
+    ]
+    hyperplanes.main(noise="0,5", epochs=4, seeds="0")
+    assert load_results(hyperplanes.NAME) == found
+    hyperplanes.main(noise="0", epochs=4, seeds="0,1")
+    assert hyperplanes.left(0.0) == 2  # of the third seed
+    (line,) = [
+        line for line in hyperplanes.page_table().splitlines() if line.startswith("| convex | 16 | 0 |")
+    ]
+    assert "| 2 |" in line
+    assert line.count("±") == 3
+
+
+@pytest.mark.slow
+def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar10(results.parent, 101)
+    take_committed(results, "convex")
+    monkeypatch.setattr(curves, "EPSILONS", (1.0,))
+    monkeypatch.setattr(curves, "ROWS", ("convex, last iterate", "ReLU network, DP-SGD"))
+    curves.main(data="cifar-10", seeds="0,1")
+    found = load_results(curves.name_of("cifar-10"))
+    assert len(found["points"]) == 4
+    curves.main(data="cifar-10", seeds="0,1")
+    assert load_results(curves.name_of("cifar-10")) == found
+    stale = [{**found["points"][0], "point": {"trainer.clip": 9.0}}, *found["points"][1:]]
+    results_file.save_results(curves.name_of("cifar-10"), {"data": "cifar-10", "points": stale})
+    curves.main(data="cifar-10", seeds="0,1")
+    assert curves.finished("cifar-10").keys() == {
+        (p["row"], p["epsilon"], p["seed"]) for p in found["points"]
+    }
+    assert "2 seeds" in curves.page_table()
+    state, text = ours("Convex", "Figure 3")
+    assert (state, text.count("2 more trainings of the command not done")) == ("smaller", 1)  # the third seed

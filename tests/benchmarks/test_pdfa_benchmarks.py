@@ -1,0 +1,49 @@
+"""The benchmarks of photonic DFA at a small size: they resume, and fill their rows of docs/papers.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pdfa import figure2, readings
+from benchmarks.pdfa import table1 as pdfa_table1
+from benchmarks.results_file import load_results
+from tests.support.paper_data import ours, trains_nothing, write_mnist
+
+
+def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 300)
+    (results.parent / "MNIST").rename(results.parent / "FashionMNIST")
+    monkeypatch.setattr(pdfa_table1, "BASE", {**pdfa_table1.BASE, "epochs": 1})
+    for module in (pdfa_table1, figure2):
+        monkeypatch.setattr(module, "COLUMNS", ("non-private", "0", "0.2"))
+    monkeypatch.setattr(figure2, "SIGMAS", (0.0, 0.2))
+    monkeypatch.setattr(pdfa_table1, "SEEDS", (0, 1))
+    monkeypatch.setattr(figure2, "PICTURE", results.parent / "figure.png")
+    assert ours("Photonic", "Figure 2")[0] == "queued"
+    pdfa_table1.main(jobs=1, seeds="0")
+    assert ours("Photonic", "Figure 2")[0] == "smaller"
+    pdfa_table1.main(jobs=1)
+    found = load_results(pdfa_table1.NAME)
+    assert len(found["runs"]) == 24
+    assert len(found["cells"]) == 12
+    trains_nothing(lambda: pdfa_table1.main(jobs=1), monkeypatch)
+    assert load_results(pdfa_table1.NAME) == found
+    figure2.draw()
+    assert figure2.PICTURE.exists()
+    assert ours("Photonic", "Figure 2")[0] == "repeated"
+    assert "photonic DFA | 0.2 |" in figure2.page_section()
+
+
+def test_pdfa_readings(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(results.parent, 300)
+    (results.parent / "MNIST").rename(results.parent / "FashionMNIST")
+    monkeypatch.setattr(pdfa_table1, "BASE", {**pdfa_table1.BASE, "epochs": 1})
+    monkeypatch.setattr(readings, "COLUMNS", ("0.2",))
+    monkeypatch.setattr(readings, "SEEDS", (0, 1))
+    readings.main(jobs=1)
+    assert len(load_results(readings.NAME)["rows"]) == 2 * 2 * len(readings.READINGS)
+    trains_nothing(lambda: readings.main(jobs=1), monkeypatch)
+    assert readings.largest_move() > 0.0
+    assert "| eqs. 8 and 9 to the letter |" in readings.page_section()

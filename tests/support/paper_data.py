@@ -1,0 +1,72 @@
+"""Small data sets under the names that the benchmarks read, and what docs/papers.md says of their results."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from benchmarks import results_file
+from benchmarks.pages import papers
+from tests.support.image_files import write_archive, write_labelled_images
+from training.data.formats import CLASSES
+
+COMMITTED = results_file.FOLDER
+
+
+def write_mnist(root: Path, n: int) -> None:
+    """Write the digits of scikit-learn, enlarged, under MNIST's names: n to train and 50 to test."""
+    digits = load_digits()
+    images = np.pad(digits.images.repeat(3, axis=1).repeat(3, axis=2) * 15, ((0, 0), (2, 2), (2, 2)))
+    parts = {
+        "train": (images[:n], digits.target[:n]),
+        "t10k": (images[n : n + 50], digits.target[n : n + 50]),
+    }
+    write_labelled_images(root / "MNIST" / "raw", parts)
+
+
+def write_cifar10(root: Path, n: int) -> None:
+    """Write pictures of one colour a class: n a class to train and 2 to test."""
+    members = {}
+    for label, name in enumerate(CLASSES):
+        buffer = io.BytesIO()
+        Image.new("RGB", (32, 32), (25 * label, 100, 250 - 25 * label)).save(buffer, "JPEG")
+        for part, count in (("train", n), ("test", 2)):
+            members |= {f"{part}/{name}/{number:04}.jpg": buffer.getvalue() for number in range(count)}
+    write_archive(root, members)
+
+
+def take_committed(results: Path, name: str) -> None:
+    """Copy results that a command reads its settings from."""
+    results.mkdir(exist_ok=True)
+    shutil.copy(COMMITTED / f"{name}.json", results)
+
+
+def ours(paper: str, item: str) -> tuple[str, str]:
+    """Return the state of a row of docs/papers.md, and what it shows of ours."""
+    (found,) = (
+        each
+        for title, items in papers.PAPERS.items()
+        if paper in title
+        for each in items
+        if each.name == item
+    )
+    now = found.now()
+    return now.state, now.shown
+
+
+def trains_nothing(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call a command again: it must find every run finished, and change no figure."""
+
+    def begin(*_: object, **__: object) -> None:
+        raise AssertionError("a finished run began again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("opusim.train", begin)
+        run()

@@ -33,7 +33,7 @@ _KINDS = {
 
 
 def accuracy_noise(result: SweepResult) -> Figure | None:
-    """Draw accuracy against noise: mean and standard deviation over seeds, with references as level lines."""
+    """Draw accuracy against noise: mean over seeds and its standard error, with references as level lines."""
     drawn, key = curves.accuracy_against_noise(result), result.noise_key
     if not drawn or key is None:
         return None
@@ -78,7 +78,7 @@ def epsilon_noise(result: SweepResult) -> Figure | None:
 
 
 def accuracy_epsilon(result: SweepResult) -> Figure | None:
-    """Draw accuracy against proven and claimed epsilon: mean and standard deviation over seeds.
+    """Draw accuracy against proven and claimed epsilon: mean over seeds and its standard error.
 
     References are level lines, and accuracies that others published single marks. Settings without a finite guarantee
     are drawn at infinity, on the right.
@@ -98,9 +98,9 @@ def accuracy_epsilon(result: SweepResult) -> Figure | None:
         for ends, levels in (("", _finite(curve.levels)), ("none", _infinite(curve.levels))):
             if levels:
                 x = [min(level.x, infinity) for level in levels]
-                mean, spread = [level.mean for level in levels], [level.spread for level in levels]
+                mean, error = [level.mean for level in levels], [level.error for level in levels]
                 line = look | ({"linestyle": ends} if ends else {})
-                axes.errorbar(x, mean, spread, capsize=3, label=label, **line)
+                axes.errorbar(x, mean, error, capsize=3, label=label, **line)
                 label = "_nolegend_"
     _draw_references(axes, curves.references(result), len(result.series))
     for curve, mark in zip(curves.published(result), itertools.cycle(_PUBLISHED_MARKS), strict=False):
@@ -150,8 +150,8 @@ def cost(result: SweepResult) -> Figure | None:
 def _draw(axes: Axes, curve: Curve, number: int) -> None:
     x = [level.x for level in curve.levels]
     mean = [level.mean for level in curve.levels]
-    spread = [level.spread for level in curve.levels]
-    axes.errorbar(x, mean, spread, capsize=3, label=curve.name, **style(number))
+    error = [level.error for level in curve.levels]
+    axes.errorbar(x, mean, error, capsize=3, label=curve.name, **style(number))
 
 
 def _draw_references(axes: Axes, references: Sequence[Curve], first: int) -> None:
@@ -159,10 +159,9 @@ def _draw_references(axes: Axes, references: Sequence[Curve], first: int) -> Non
         colour, line = COLOURS[number % len(COLOURS)], LINES[(number + 1) % len(LINES)]
         level = curve.levels[0]
         axes.axhline(level.mean, color=colour, linestyle=line, linewidth=1.4, label=curve.name)
-        if level.spread:
-            axes.axhspan(
-                level.mean - level.spread, level.mean + level.spread, color=colour, alpha=0.12, linewidth=0
-            )
+        if level.error:
+            ends = level.mean - level.error, level.mean + level.error
+            axes.axhspan(*ends, color=colour, alpha=0.12, linewidth=0)
 
 
 def _noise_axis(axes: Axes, drawn: Sequence[Curve], key: str) -> None:

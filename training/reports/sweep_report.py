@@ -31,7 +31,7 @@ _FIGURES: dict[
     str, tuple[str, Callable[[SweepResult], Figure | None], Callable[[SweepResult], list[Curve]]]
 ] = {
     "accuracy-noise": (
-        "Accuracy against noise: mean and standard deviation over seeds",
+        "Accuracy against noise: mean over seeds and its standard error",
         figures.accuracy_noise,
         curves.accuracy_against_noise,
     ),
@@ -41,7 +41,7 @@ _FIGURES: dict[
         curves.epsilon_against_noise,
     ),
     "accuracy-epsilon": (
-        "Accuracy against epsilon: mean and standard deviation over seeds; infinite epsilons on the right",
+        "Accuracy against epsilon: mean over seeds and its standard error; infinite epsilons on the right",
         figures.accuracy_epsilon,
         lambda result: [*curves.accuracy_against_epsilon(result), *curves.published(result)],
     ),
@@ -96,7 +96,7 @@ def _figures_of(result: SweepResult, found: Sequence[tuple[Point, Row | None]]) 
     accuracies = [100 * row.accuracy for row in rows if row.accuracy is not None]
     return {
         "runs": f"{len(rows)}/{len(found)}",
-        "accuracy [%]": _mean_and_spread(accuracies),
+        "accuracy [%]": _mean_and_error(accuracies),
         "ε proven": _epsilons([row.proven_epsilon for row in rows]),
         "ε claimed": _epsilons([row.claimed_epsilon for row in rows]),
         "ε audited": _epsilons([audited_epsilon(result.folder.path / "runs" / row.identity) for row in rows]),
@@ -217,11 +217,11 @@ def _versions(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
     ]
 
 
-def _mean_and_spread(values: Sequence[float]) -> str:
+def _mean_and_error(values: Sequence[float]) -> str:
     if not values:
         return _NOTHING
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread}"
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{error}"
 
 
 def _mean(values: Sequence[float | None], shown: Callable[[float], str]) -> str:

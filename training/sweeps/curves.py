@@ -1,4 +1,4 @@
-"""The curves of a sweep's figures: mean and spread over seeds, against noise, epsilon and cost."""
+"""The curves of a sweep's figures: means over seeds and their standard errors, against noise, epsilon and cost."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Level:
     Attributes:
         x: Its value on the axis.
         mean: Mean over seeds; infinite if any value is.
-        spread: Standard deviation over seeds; 0 for one seed.
+        error: Standard error of the mean; 0 for one seed.
         n: Number of seeds.
         std: Standard deviation of the device's noise at this setting; None without one.
     """
 
     x: float
     mean: float
-    spread: float
+    error: float
     n: int
     std: float | None = None
 
@@ -165,7 +165,7 @@ def published(result: SweepResult) -> list[Curve]:
             name=other.name,
             kind="published",
             levels=tuple(
-                Level(x=epsilon, mean=accuracy, spread=0.0, n=1)
+                Level(x=epsilon, mean=accuracy, error=0.0, n=1)
                 for epsilon, accuracy in zip(other.epsilon, other.accuracy, strict=True)
             ),
         )
@@ -223,9 +223,9 @@ def _on_noise_axis(result: SweepResult, kind: str, value: Callable[[Row], float 
 
 def _level(x: float, values: Sequence[float], std: float | None) -> Level:
     if not all(math.isfinite(value) for value in values):
-        return Level(x=x, mean=math.inf, spread=0.0, n=len(values), std=std)
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return Level(x=x, mean=statistics.fmean(values), spread=spread, n=len(values), std=std)
+        return Level(x=x, mean=math.inf, error=0.0, n=len(values), std=std)
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return Level(x=x, mean=statistics.fmean(values), error=error, n=len(values), std=std)
 
 
 def _percent(row: Row) -> float | None:
@@ -249,7 +249,7 @@ def curve_rows(curves: Iterable[Curve]) -> list[dict[str, str | float]]:
             "kind": curve.kind,
             "x": level.x,
             "mean": level.mean,
-            "spread": level.spread,
+            "standard_error": level.error,
             "runs": level.n,
         }
         for curve in curves

@@ -98,7 +98,7 @@ def test_every_run_is_an_ordinary_run_folder_with_a_row(finished: tuple[SweepRes
         assert row.proven_epsilon == min(g.epsilon for g in run.guarantees)
 
 
-def test_the_curves_are_means_and_spreads_of_the_rows(finished: tuple[SweepResult, Path]) -> None:
+def test_the_curves_are_means_and_standard_errors_of_the_rows(finished: tuple[SweepResult, Path]) -> None:
     result, _ = finished
     (curve,) = curves.accuracy_against_noise(result)
     assert [level.x for level in curve.levels] == [0.0, 1.0, 20.0]
@@ -108,7 +108,8 @@ def test_the_curves_are_means_and_spreads_of_the_rows(finished: tuple[SweepResul
         if p.values.get("device.noise.sigma") == 1.0
     ]
     assert curve.levels[1].mean == pytest.approx(sum(accuracies) / 2)
-    assert curve.levels[1].spread == pytest.approx(abs(accuracies[0] - accuracies[1]) / math.sqrt(2))
+    assert curve.levels[1].error == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2)
+    assert accuracies[0] != accuracies[1]
     (private,) = curves.accuracy_against_epsilon(result)
     assert (private.name, private.kind) == ("protected", "proven")
     assert [level.x for level in private.levels] == pytest.approx([1.0, 8.0], rel=0.01)

@@ -82,7 +82,8 @@ class Item:
             text = self.figures()
         left = self.left() if self.left else 0
         state = "queued" if not text else "smaller" if left else self.state
-        trainings = f"{left} more training{'s' if left > 1 else ''} of the command not done" if left else ""
+        of = "these commands" if len(self.run) > 1 else "the command"
+        trainings = f"{left} more training{'s' if left > 1 else ''} of {of} not done" if left else ""
         shown = "; ".join(filter(None, (text, trainings))) or "no results yet"
         return Now(item=self, state=state, shown=shown, incomplete=not text or left > 0)
 

@@ -45,8 +45,10 @@ def papers_page() -> str:
         "command.\n\n"
         "Below each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with "
         "95 % confidence, by the strongest attacker that the claim allows, or an exact instance "
-        "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. Claims that "
-        "opusim states as proven are audited at epsilon 4, whatever epsilon a table has."
+        "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. A "
+        "second bound, *with half the noise* or *with much less noise*, is of the same audit of a run that was broken "
+        "on purpose: it must exceed the claim. Claims that opusim states as proven are audited at epsilon 4, whatever "
+        "epsilon a table has."
     )
     parts = []
     for title, part in found.items():

@@ -1,9 +1,10 @@
 """How do accuracy grow and alignment fall under four feedbacks and the device's noise (Figure 2 of the PDFA paper)?
 
 Draws docs/pdfa_figure2.png from the runs of `table1.py` (FashionMNIST, 15 epochs), means of its seeds. Left, a panel
-for each of BP, DFA, TDFA and PDFA, which the paper draws over each other: accuracy on the held-out records after each
-epoch, without clipping and noise (dashed), and with clipping at increasing noise (lighter). Right: the cosine between
-the update and that of backpropagation after the last epoch, by layer and noise; the paper shows the second layer.
+for each of BP, DFA and PDFA, which the paper draws over each other, and of TDFA: accuracy on the held-out records after
+each epoch, without clipping and noise (dashed), and with clipping at increasing noise (lighter). Right: the cosine
+between the update and that of backpropagation after the last epoch, by layer and noise; the paper shows the second
+layer.
 """
 
 from __future__ import annotations

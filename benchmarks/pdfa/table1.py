@@ -1,4 +1,4 @@
-"""Does photonic DFA repeat Table 1 of the PDFA paper (FashionMNIST, 28 cells), and under which reading of eqs. 8 and 9?
+"""Does photonic DFA repeat Table 1 of the PDFA paper (FashionMNIST, 28 cells), and under which reading of eqs. 8 to 10?
 
 784-512-512-10 tanh, softmax cross-entropy, 15 epochs, batch 256, SGD 0.01 with momentum 0.9, threshold 0.15, three
 seeds. Rows BP, DFA, TDFA, PDFA; columns non-private and tau = 1 with sigma 0 to 0.2. Required: DFA and TDFA within one
@@ -11,7 +11,9 @@ The paper leaves the clipped rows under-specified; `readings.py` measures what w
 - ||g|| = 10 sigma, as section 4 says ("sigma = 0.1 implies ||g|| = ||B e||"), so each entry has standard deviation
   10 sigma / sqrt(512) = 0.44 sigma;
 - hidden layers sum over the batch of 256 and divide by sqrt(512) where eq. 8 averages;
-- pixels are standardised by MNIST's constants.
+- pixels are standardised by MNIST's constants;
+- BP's error at the top is brought to norm 1 and has noise of 10 sigma / sqrt(10) an entry; its updates are sums over
+  the batch at the paper's rate of 1e-4, which is 0.0256 for means.
 
 It does not follow from the paper's text. It was found from public third-party code built on TinyDFA with the paper's
 hyperparameters, whose link to the authors is not established; only its formulas were taken up. The pixel constants were
@@ -153,7 +155,7 @@ def page_section() -> str:
         f"Test accuracy, mean of three seeds and its standard error; {minutes:.0f} minutes of one core in all; "
         f"{results['date']}, {results['machine']['processor']}, {command(MODULE)}. Required: `dfa` and `tdfa` within "
         "one point of the paper, `pdfa` not more than one below (the paper's was real hardware); nothing of `bp`. The "
-        "reading of eqs. 8 and 9 behind the clipped columns stands at the top of [table1.py](table1.py)."
+        "reading of eqs. 8 to 10 behind the clipped columns stands at the top of [table1.py](table1.py)."
     )
     return section(
         "Table 1 of the PDFA paper (FashionMNIST)", text, markdown(COLUMN_NAMES, table_rows(results["cells"]))

@@ -58,7 +58,7 @@ def seeded_model() -> nn.Sequential:
 def opacus_step(x: torch.Tensor, y: torch.Tensor, noise: float) -> tuple[Step, Weights]:
     """Return a step of DP-SGD by Opacus, and what reads its weights."""
     model = seeded_model()
-    step = ghost_training(model, batch=len(x), lr=LR, momentum=MOMENTUM, noise_multiplier=noise)
+    step, _ = ghost_training(model, batch=len(x), lr=LR, momentum=MOMENTUM, noise_multiplier=noise)
     return lambda: step(x, y), lambda: flat(model)
 
 

@@ -34,8 +34,11 @@ REFERENCE = "Opacus, ghost clipping"
 
 def ghost_training(
     module: nn.Module, *, batch: int, lr: float, momentum: float, noise_multiplier: float
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """DP-SGD as Opacus's make_private(grad_sample_mode="ghost") puts it together, without its data loader."""
+) -> tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.optim.Optimizer]:
+    """Return a step of DP-SGD, and the optimizer whose rate a schedule may change.
+
+    Opacus's make_private(grad_sample_mode="ghost") puts it together so, without its data loader.
+    """
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -43,8 +46,9 @@ def ghost_training(
     model = GradSampleModuleFastGradientClipping(
         module, batch_first=True, loss_reduction="mean", max_grad_norm=CLIP_NORM, use_ghost_clipping=True
     )
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum),
+        sgd,
         noise_multiplier=noise_multiplier,
         max_grad_norm=CLIP_NORM,
         expected_batch_size=batch,
@@ -57,12 +61,12 @@ def ghost_training(
         criterion(model(x), y).backward()
         optimizer.step()
 
-    return step
+    return step, sgd
 
 
 def ghost_step(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
     """A step of DP-SGD by Opacus on one batch."""
-    step = ghost_training(module, batch=len(x), lr=0.01, momentum=0.9, noise_multiplier=NOISE_MULTIPLIER)
+    step, _ = ghost_training(module, batch=len(x), lr=0.01, momentum=0.9, noise_multiplier=NOISE_MULTIPLIER)
     return lambda: step(x, y)
 
 

@@ -2,8 +2,8 @@
 
 The ratio of the first term of eq. 11, which rejection adds, to the second, alpha = 1.1 and sigma_0 = 4 as there, over
 the number of records N and the smallest batch N_B as a part of the mean batch q N. The paper does not name its q; drawn
-are 0.01 (of its section 3.4) and 0.1. The paper says "less than 1e-3 for N >= 1000 and N_B slightly less than q N";
-kept is the largest part N_B / (q N) at which that holds. Draws docs/ulr_figure2.png.
+are 0.01 (of its section 3.4) and 0.1. The paper finds the ratio below 1e-3 for N of 1,000 or more and N_B "slightly
+less than the mean batch size qN"; kept is the largest part N_B / (q N) at which it is. Draws docs/ulr_figure2.png.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def page_section() -> str:
     text = (
         "Largest N_B / (q N) at which the term that rejection adds to eq. 11 is below 1e-3 of the other, and the "
         f"ratio at N_B = q N ({found.get('date')}, {command(MODULE)}; [the contours](../../docs/ulr_figure2.png)). "
-        'The paper says "slightly less" than 1 for 1,000 records or more.'
+        'The paper finds it for 1,000 records or more and N_B "slightly less than the mean batch size qN".'
     )
     header = ("q", "records", "N_B / (q N)", "ratio at q N")
     title = "What rejection costs by the formula (Figure 2 of the DP-ULR paper)"

@@ -217,12 +217,14 @@ def page_section() -> str:
         for row in means()
     ]
     text = (
-        f"Adam, the rate falling from {LR:g} to 0 as a cosine, K = {COPIES} (antithetic pairs but in the published "
-        f"form) and sigma = {SIGMA:g} unless named, one thread ({load_results(NAME).get('date')}, "
-        f'{command(MODULE, "plain")}, `private`). "matched" is `trainer.shape = "matched"`; noise is the multiplier, '
-        f"or sigma_0 of the published form; the proven form clips by module; epsilon at delta {DELTA:g}. Training "
-        "accuracy is the mean over each epoch; "
-        "figures are means over seeds, with their standard error."
+        f"Adam, the rate falling from {LR:g} to 0 as a cosine, one thread ({load_results(NAME).get('date')}, "
+        f"{command(MODULE, 'plain')}, `private`). Forms: plain has no protection, published is Algorithm 1 of the "
+        "paper, proven clips records by module and adds central noise. Trainers: "
+        f"K = {COPIES} copies, each with its negative (single ones in the published form), and sigma = {SIGMA:g} "
+        'unless named; "matched" is `trainer.shape = "matched"`, "10 orthogonal" K = 10 copies in orthogonal '
+        "directions. Noise is the multiplier, or sigma_0 of the published form; epsilon at delta "
+        f"{DELTA:g}. Training accuracy is the mean over each epoch; figures are means over seeds, with their standard "
+        "error."
     )
     header = (
         "form",

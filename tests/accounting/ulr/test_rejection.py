@@ -15,7 +15,7 @@ from accounting import numerics
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, Status
 from accounting.records.additive_noise import Gaussian
-from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian, published_rdp
+from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian, admissible, published_rdp
 
 CASES = ((24, 0.2, 4, 4.0), (100, 0.2, 20, 4.0), (100, 0.2, 20, 1.0), (50, 0.05, 5, 0.7), (40, 0.5, 1, 2.0))
 """N, q, N_B, z."""
@@ -111,6 +111,37 @@ def test_the_reference_cases() -> None:
         sampled=True,
     )
     assert published_rdp(paper, 4.0) == pytest.approx(5.63e-2, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("z", "holds"), [(0.5, False), (1.0, False), (2.0, False), (4.0, True), (8.0, True)], ids=str
+)
+def test_equation_10_at_the_noises_of_the_papers_table(z: float, holds: bool) -> None:
+    """Batch 64, the others' contributions zero, N_B half the mean; eq. 10 wants sigma_0 >= 4, and limits alpha."""
+    case = (60_000, 64 / 60_000, 32, z)
+    rate = run_of(*case).as_mixture().probability
+    grid = np.linspace(-20 * z, 1 + 80 * z, 200_001)
+    without = norm.pdf(grid, 0, z)
+    with_new = (1 - rate) * without + rate * norm.pdf(grid, 1, z)
+    paper = PublishedUlr(
+        target_std=z,
+        sampling_probability=case[1],
+        n_records=case[0],
+        min_batch_size=case[2],
+        modules=1,
+        largest_module=1,
+        sampled=True,
+    )
+    found = [
+        (renyi(order, grid[1] - grid[0], with_new, without), published_rdp(paper, order), order)
+        for order in (2.0, 4.0, 16.0, 64.0)
+        if order <= 16 * z**2  # larger divergences overflow
+    ]
+    if holds:
+        assert all(exact <= formula for exact, formula, order in found if admissible(paper, order))
+        assert any(admissible(paper, order) for *_, order in found)
+    else:
+        assert any(exact > 10 * formula for exact, formula, _ in found)
 
 
 @pytest.mark.parametrize(("z", "renyi_value"), [(1, 17.8), (2, 2.50), (4, 0.873), (8, 0.397)])

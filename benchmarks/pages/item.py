@@ -21,7 +21,7 @@ COSTS: dict[str, float] = {
     "ulr.table1 published": 1.6,
     "ulr.table1 opacus": 0.7,
     "ulr.table1 proven": 0.7,
-    "convex.accountants": 0.1,
+    "convex.accountants": 0.0,
     "convex.accuracy search": 0.8,
     "convex.accuracy measure": 2.0,
     "convex.hyperplanes --noise 0": 0.2,
@@ -83,7 +83,7 @@ class Item:
         left = self.left() if self.left else 0
         state = "queued" if not text else "smaller" if left else self.state
         of = "these commands" if len(self.run) > 1 else "the command"
-        trainings = f"{left} more training{'s' if left > 1 else ''} of {of} not done" if left else ""
+        trainings = f"{left} more run{'s' if left > 1 else ''} of {of} not done" if left else ""
         shown = "; ".join(filter(None, (text, trainings))) or "no results yet"
         return Now(item=self, state=state, shown=shown, incomplete=not text or left > 0)
 

@@ -1,11 +1,13 @@
 """What do records, clip, batch and steps change (Tables 7, 8, 9, 11, 15, 19, 20 and Figure 6 of the DP-ZO paper)?
 
 The paper fine-tunes OPT-13B on SQuAD and RoBERTa on QNLI; here a head on frozen embeddings learns SST-2 sentences
-(`sst2_head.py`), at the paper's steps, batches, clips and noise. `records`: 250 to 6,920 (all) training sentences,
-Gaussian noise at epsilon 1 and without noise, Laplace noise at pure epsilon 4, and DP-SGD at epsilon 1. `clip`: C from
-0.01 to 1 at sigma = 15.9. `batch` and `steps`: epsilon 1. Rate and clip are those that `sst2_head` chose at 1,000
-sentences and epsilon 1; they are not chosen again. Every training is saved as it ends; a second call resumes. The
-training loss by records is drawn in docs/zo_figure6.png.
+(`sst2_head.py`), in batches of 16 and 10,000 steps unless they are studied. `records`: 250 to 6,920 (all) training
+sentences, Gaussian noise at epsilon 1, Laplace noise at pure epsilon 4, and DP-SGD at epsilon 1; and without privacy,
+which is without noise and clip, on shuffled batches, as in the paper. `clip`: C from 0.01 to 1 at sigma = 15.9. `batch`
+and `steps`: epsilon 1. Rate and clip (C = 0.01; the paper's is 0.05) are those that `sst2_head` chose at 1,000
+sentences and epsilon 1; they are not chosen again. The rate without privacy is the best of `FREE_RATES` at 1,000
+sentences, with three other seeds, on training sentences that these leave out. Every training is saved as it ends; a
+second call resumes. The training loss by records is drawn in docs/zo_figure6.png.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
 from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import embeddings
-from benchmarks.zeroth_order.sst2_head import PHI, Head, accuracy, dp_sgd, zo_rate
+from benchmarks.zeroth_order.sst2_head import PHI, PILOTS, Head, accuracy, dp_sgd, zo_rate
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
@@ -39,8 +41,11 @@ from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, Scala
 
 MODULE, NAME = "benchmarks.zeroth_order.ablations", "zo_ablations"
 SEEDS, FACTOR, CLIP, RATE, POINTS = (0, 1, 2), 1.0, 0.01, 0.3, 20
+FREE_RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 DELTA, EPSILON, PURE_EPSILON, SIGMA = 1e-5, 1.0, 4.0, 15.9
 PICTURE = Path(__file__).parents[2] / "docs" / "zo_figure6.png"
+SHOWN = {"none": "no privacy"}
+"""What tables call a law."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,7 @@ class Cell:
     """One training: its study, the law of its noise, its sizes.
 
     Attributes:
-        law: "gaussian", "laplace" (pure epsilon), "none" or "dp-sgd".
+        law: "gaussian", "laplace" (pure epsilon), "none" (no privacy: no noise and an infinite clip) or "dp-sgd".
         noise: The noise in units of the clip; None for the least that reaches epsilon.
     """
 
@@ -69,6 +74,8 @@ class Cell:
         """Return the noise in units of the clip."""
         if self.noise is not None:
             return self.noise
+        if self.law == "none":
+            return 0.0
         common: dict[str, Any] = {
             "sampling_probability": self.batch / self.records,
             "divisor": self.batch,
@@ -91,7 +98,7 @@ class Cell:
 CELLS = (
     *(Cell(study="clip", clip=clip, noise=SIGMA) for clip in (1.0, 0.1, 0.05, 0.01)),
     *(Cell(study="records", records=n) for n in (250, 500, 1000, 5000, 6920)),
-    *(Cell(study="records", law="none", records=n) for n in (250, 500, 1000, 5000, 6920)),
+    *(Cell(study="records", law="none", records=n, clip=math.inf) for n in (250, 500, 1000, 5000, 6920)),
     *(Cell(study="records", law="laplace", records=n, batch=20, steps=2000) for n in (1000, 5000)),
     *(
         Cell(study="records", law="dp-sgd", records=n, batch=64, steps=200)
@@ -102,29 +109,43 @@ CELLS = (
 )
 
 
-def make(cell: Cell, noise: float, seed: int) -> tuple[Trainer, Any]:
-    """Return the trainer, and the configuration of its learning rate."""
-    stream = SeededStream(seed, "central-noise")
+FREE = Cell(study="records", law="none", clip=math.inf)
+"""With which the rate without privacy is chosen."""
+
+
+def make(cell: Cell, rate: float | None, seed: int) -> tuple[Trainer, Any]:
+    """Return the trainer, and the configuration of its learning rate, which follows the noise if none is given."""
+    stream, noise = SeededStream(seed, "central-noise"), cell.multiplier()
     if cell.law == "dp-sgd":
         return dp_sgd(noise, RATE, stream, batch=cell.batch)
-    spread = noise * (math.sqrt(2) if cell.law == "laplace" else 1.0) * cell.clip
-    rate = zo_rate(FACTOR, spread, batch=cell.batch, steps=cell.steps)
+    private = cell.law != "none"
+    if rate is None:
+        spread = noise * (math.sqrt(2) if cell.law == "laplace" else 1.0) * cell.clip
+        rate = zo_rate(FACTOR, spread, batch=cell.batch, steps=cell.steps)
     config = load_config(
         {"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": rate, "schedule": "linear"}}
     )
     law = LaplaceScalars if cell.law == "laplace" else GaussianScalars
-    scale = 0.0 if cell.law == "none" else noise * cell.clip
-    release = ScalarRelease(clip=cell.clip, divisor=cell.batch, scale=scale, noise=law(stream))
+    release = ScalarRelease(
+        clip=cell.clip if private else None,
+        divisor=cell.batch,
+        scale=noise * cell.clip if private else 0.0,
+        noise=law(stream) if private else None,
+    )
     network, root = ModuleNetwork(Head(384), 384), derive_seed(seed, "directions")
     return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer
 
 
-def trained(cell: Cell, seed: int, data: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """One training: accuracy on dev and test, the training loss at some steps, seconds."""
-    trainer, optimizer = make(cell, cell.multiplier(), seed)
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(data["train"][1])))[: cell.records]
-    x, y = (part[order] for part in data["train"])
-    sampler = make_sampler("poisson", cell.records, cell.batch, derive_seed(seed, "batches"))
+def trained(
+    cell: Cell, seed: int, data: dict[str, tuple[Tensor, Tensor]], rate: float | None = None
+) -> dict[str, Any]:
+    """One training: accuracy on dev and test, of a pilot seed on the other sentences; the training loss; seconds."""
+    trainer, optimizer = make(cell, rate, seed)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(data["train"][1])))
+    x, y = (part[order[: cell.records]] for part in data["train"])
+    others = tuple(part[order[cell.records :]] for part in data["train"])
+    scheme = "shuffled-epochs" if cell.law == "none" else "poisson"
+    sampler = make_sampler(scheme, cell.records, cell.batch, derive_seed(seed, "batches"))
     started, losses = time.process_time(), []
     for step in range(cell.steps):
         index = sampler.indices(step)
@@ -133,8 +154,22 @@ def trained(cell: Cell, seed: int, data: dict[str, tuple[Tensor, Tensor]]) -> di
         if (step + 1) % (cell.steps // POINTS) == 0:
             with torch.no_grad():
                 losses.append(round(float(LOSS_VALUES["cross-entropy"](trainer.model(x), y).mean()), 4))
-    figures = {"accuracy": 100 * accuracy(trainer.model, *data["dev+test"]), "losses": losses}
+    looked_at = others if seed in PILOTS else data["dev+test"]
+    figures = {"accuracy": 100 * accuracy(trainer.model, *looked_at), "losses": losses}
     return {**figures, "seconds": round(time.process_time() - started, 1)}
+
+
+def free_rate(data: dict[str, tuple[Tensor, Tensor]]) -> float:
+    """Return the best learning rate without privacy, of those that are tried once and kept."""
+    for rate in FREE_RATES:
+        results = load_results(NAME)
+        pilots = results.get("pilots", {})
+        if f"{rate:g}" not in pilots:
+            found = [trained(FREE, seed, data, rate)["accuracy"] for seed in PILOTS]
+            pilots = {**pilots, f"{rate:g}": statistics.fmean(found)}
+            save_results(NAME, {"pilots": pilots, "cells": results.get("cells", {})})
+            print(f"no privacy, rate {rate:g}: {pilots[f'{rate:g}']:.1f} % held out", flush=True)
+    return max(FREE_RATES, key=lambda rate: float(pilots[f"{rate:g}"]))
 
 
 def main(study: str = "") -> None:
@@ -143,19 +178,19 @@ def main(study: str = "") -> None:
     data = {"train": embeddings("train"), "dev+test": embeddings("dev", "test")}
     for cell in (each for each in CELLS if study in ("", each.study)):
         for seed in SEEDS:
-            cells = load_results(NAME).get("cells", {})
-            if str(seed) not in cells.get(cell.key, {}):
-                run = trained(cell, seed, data)
+            if str(seed) not in load_results(NAME).get("cells", {}).get(cell.key, {}):
+                run = trained(cell, seed, data, free_rate(data) if cell.law == "none" else None)
                 print(f"{cell.key}, seed {seed}: {run['accuracy']:.1f} %", flush=True)
-                save_results(
-                    NAME, {"cells": {**cells, cell.key: {**cells.get(cell.key, {}), str(seed): run}}}
-                )
+                results = load_results(NAME)
+                cells = results.get("cells", {})
+                cells = {**cells, cell.key: {**cells.get(cell.key, {}), str(seed): run}}
+                save_results(NAME, {"pilots": results.get("pilots", {}), "cells": cells})
     if study in ("", "records"):
         draw()
 
 
 def draw() -> None:
-    """Draw the mean training loss by steps, a colour for each number of records, dashed without noise."""
+    """Draw the mean training loss by steps, a colour for each number of records, dashed without privacy."""
     figure, axes = new_figure()
     counts = sorted({cell.records for cell, _ in accuracies("records")})
     for cell, _ in accuracies("records"):
@@ -168,7 +203,7 @@ def draw() -> None:
                 linestyle="-" if cell.law == "gaussian" else "--",
                 label=f"n = {cell.records:,}" if cell.law == "gaussian" else None,
             )
-    axes.set(xlabel="step (solid: epsilon 1, dashed: no noise)", ylabel="training loss")
+    axes.set(xlabel="step (solid: epsilon 1, dashed: no privacy)", ylabel="training loss")
     axes.legend(frameon=False, fontsize=8)
     save_figure(figure, PICTURE)
 
@@ -201,9 +236,9 @@ def page_section() -> str:
     rows = [
         (
             study,
-            cell.law,
+            SHOWN.get(cell.law, cell.law),
             str(cell.records),
-            f"{cell.clip:g}",
+            f"{cell.clip:g}" if math.isfinite(cell.clip) else "none",
             str(cell.batch),
             str(cell.steps),
             with_error(values, ".1f"),
@@ -214,7 +249,8 @@ def page_section() -> str:
         for cell, values in accuracies(study)
     ]
     text = (
-        "SST-2, a head on frozen embeddings; Gaussian noise and DP-SGD at epsilon 1 (study `clip`: sigma = 15.9), "
+        "SST-2, a head on frozen embeddings; Gaussian noise and DP-SGD at epsilon 1 (study `clip`: sigma = 15.9; no "
+        "privacy: neither noise nor clip, shuffled batches, a rate of its own), "
         f"Laplace noise at pure epsilon 4; mean of seeds and standard error ({load_results(NAME).get('date')}, "
         f"{command(MODULE)}; `--study` names one; it resumes). The loss is that of the training sentences at the end "
         "([its curves](../../docs/zo_figure6.png))."

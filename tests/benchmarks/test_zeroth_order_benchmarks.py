@@ -125,9 +125,11 @@ def test_laplace_sgd_adds_laplace_noise_of_its_scale(seed: int) -> None:
 def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_sentences(results.parent, monkeypatch, 300)
     sizes = {"records": 250, "batch": 16, "steps": 40}
-    cells = [
-        ablations.Cell(study="records", law=law, **sizes) for law in ("gaussian", "none", "laplace", "dp-sgd")
-    ]
+    cells = [ablations.Cell(study="records", law=law, **sizes) for law in ("gaussian", "laplace", "dp-sgd")]
+    free = ablations.Cell(study="records", law="none", clip=math.inf, **sizes)
+    cells.insert(1, free)
+    monkeypatch.setattr(ablations, "FREE", free)
+    monkeypatch.setattr(ablations, "FREE_RATES", (0.01, 0.1))
     cells += [ablations.Cell(study=study, **sizes) for study in ("clip", "batch", "steps")]
     monkeypatch.setattr(ablations, "CELLS", cells)
     monkeypatch.setattr(ablations, "SEEDS", (0, 1))

@@ -72,4 +72,4 @@ def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     assert "2 seeds" in curves.page_table()
     state, text = ours("Convex", "Figure 3")
-    assert (state, text.count("2 more trainings of the command not done")) == ("smaller", 1)  # the third seed
+    assert (state, text.count("2 more runs of the command not done")) == ("smaller", 1)  # the third seed

@@ -97,7 +97,7 @@ def shuffled_delta(epsilon: float, n: int) -> float:
         missed = float(gaussian_profile(local, SHUFFLE_MU))
         return clones(epsilon, local, n) + (math.exp(epsilon) + 1) * (1 + math.exp(-local) / 2) * n * missed
 
-    return min(1.0, min(bound(local) for local in np.linspace(1.0, 4.0, 13)))
+    return min(1.0, min(bound(local) for local in np.linspace(1.0, 8.0, 71)))
 
 
 def clones(epsilon: float, local: float, n: int) -> float:
@@ -130,7 +130,7 @@ def draw(found: dict[str, Any]) -> None:
     second.set(title="Figure 6: without replacement", xlabel="steps", ylabel="epsilon at delta 1e-5")
     second.set_xscale("log")
     for number, (name, values) in enumerate(found["shuffled"].items()):
-        third.plot(SHUFFLE_EPSILONS, np.maximum(values, 1e-12), label=name, **style(number))
+        third.plot(SHUFFLE_EPSILONS, values, label=name, **style(number))
     third.set(title="Figure 8: one shuffled epoch", xlabel="epsilon", ylabel="delta")
     third.set_yscale("log")
     for axes in (first, second, third):

@@ -141,7 +141,7 @@ def draw(epochs: int) -> None:
         axes.set(xlabel="epoch", title=f"sigma = {noise:g}" if noise else "without noise")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("held-out accuracy [%]")
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.axes[-1].legend(frameon=False, fontsize=8, loc="lower right")
     save_figure(figure, PICTURE)
 
 

@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 
 import training
 from accounting.errors import NoGuarantee
+from accounting.labels.mechanisms import StagedResponse
 from accounting.labels.observations import UniformSource
 from opusim.errors import ConfigError
 from tests.support.faults import FAULTS, OF_ONE_RUN, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked
+from training.attacks.mechanism.counted import staged_checks
 from training.attacks.mechanism.report import Check, MechanismAudit, report_text
 from training.cli.app import app
 from training.protections import noisy_labels, staged_responses
@@ -129,6 +131,35 @@ def test_faults_of_responses_in_stages_are_found(
         "dfa", "experiment", seed, protection="label-randomized-response", settings=STAGED, level=1e-4
     )
     assert check in {alarm.name for alarm in found.alarms}, report_text(found)
+
+
+@pytest.mark.filterwarnings("error")
+def test_responses_from_sets_without_a_common_class_are_no_evidence(seed: int) -> None:
+    """They differ for certain, so only records whose sets meet tell whether two runs drew apart."""
+    epsilon, n = 2.0, 4000
+    draws = np.random.default_rng(seed)
+    labels = draws.integers(0, 4, n)
+
+    def responses(apart: bool) -> np.ndarray:
+        lower = np.full(n, True) if not apart else np.arange(n) < n // 2
+        first = np.where(lower, 0, 2)
+        inside = labels // 2 == first // 2
+        stays = draws.random(n) < np.where(inside, 1 / (1 + math.exp(-epsilon)), 0.5)
+        own = np.where(inside, labels, first)
+        answers = np.where(stays, own, 2 * first + 1 - own)
+        scores = np.where(np.arange(4) // 2 == first[:, None] // 2, -epsilon, -1.0)
+        scores[np.arange(n), answers] = 0.0
+        return scores
+
+    mechanism = StagedResponse(steps=1, step_epsilon=epsilon, n_classes=4, stages=2)
+    runs = [responses(False), responses(True)]
+    checks = {check.name: check for check in staged_checks(runs, labels, mechanism, 1e-4)}
+    equal = checks["response: equal in two runs"]
+    assert not any(check.alarm for check in checks.values()), checks
+    assert equal.standard_error == pytest.approx(1 / math.sqrt(n // 2))
+    runs[1][: n // 2] = runs[0][: n // 2]
+    copied = {check.name: check for check in staged_checks(runs, labels, mechanism, 1e-4)}
+    assert copied["response: equal in two runs"].alarm
 
 
 @pytest.mark.parametrize("noise", ["counts", "argmax"])

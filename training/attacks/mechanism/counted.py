@@ -199,7 +199,8 @@ def staged_checks(
     kept = np.stack([first.kept, second.kept])
     neighbours = kept[:, :-1] * kept[:, 1:]
     same = np.sum(first.law * second.law, axis=1)
-    equal = ((first.observed == second.observed) - same)[same < 1] / np.sqrt((same * (1 - same))[same < 1])
+    free = (same > 0) & (same < 1)
+    equal = ((first.observed == second.observed) - same)[free] / np.sqrt((same * (1 - same))[free])
     moved = np.concatenate([first.moved, second.moved])
     parts = (
         ("response: share of labels kept", kept[kept != 0], "labels that stay more often than accounted"),

@@ -40,7 +40,8 @@ def pdfa_table() -> str:
     return (
         f"ours minus the paper's: {'; '.join(parts)} (bp: backpropagation; dfa: direct feedback alignment; tdfa: "
         "ternary; pdfa: photonic). Other readings of the paper's equations, tried in "
-        f"{len(readings.ROWS) * len(readings.COLUMNS)} cells, move one by up to {readings.largest_move():.1f} points "
+        f"{len(readings.ROWS) * len(readings.COLUMNS)} cells with {readings.seeds()}, move one by up to "
+        f"{readings.largest_move():.1f} points "
         "([which](../benchmarks/pdfa/README.md#other-readings-of-the-papers-equations))"
     )
 
@@ -56,7 +57,8 @@ def pdfa_curves() -> str:
     cosines = [figure2.alignment("pdfa", f"{sigma:g}", 1) for sigma in SIGMAS]
     falls = ", ".join(f"{value:.2f}" for value in cosines if value is not None)
     text = (
-        f"[the figure](pdfa_figure2.png). Held-out accuracy at the end, without clip and noise, sigma 0, sigma 0.2: "
+        f"[the figure](pdfa_figure2.png). Held-out accuracy at the end, mean of three seeds, without clip and noise, "
+        "sigma 0, sigma 0.2: "
         f"{'; '.join(parts)} (bp: backpropagation; dfa: direct feedback alignment; tdfa: ternary; pdfa: photonic). "
         "Cosine of photonic DFA's second layer with backpropagation, "
         f"sigma {', '.join(f'{sigma:g}' for sigma in SIGMAS)}: {falls}"
@@ -337,7 +339,7 @@ def zo_main() -> str:
         f"LoRA, at epsilon 4: {', '.join(lora)}" if lora else "",
         zo_joint(),
         "the paper on SST-2: DP-ZO 85.4, 91.2, 92.6, DP-SGD 64.3, 90.3, 92.1. That DP-ZO is as good as DP-SGD is "
-        "confirmed for the head at epsilon 4, with jointly clipped directions also at 0.5; at 1 these equal the "
+        "confirmed for the head at epsilon 4, with jointly clipped directions at 0.5; at 1 and 4 these equal the "
         "second DP-SGD and are behind the first",
     ]
     return "; ".join(filter(None, parts))

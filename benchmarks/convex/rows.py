@@ -73,11 +73,13 @@ NETWORK = merged(
     SAMPLED,
     {"trainer": {"kind": "bp"}, "optimizer": {"momentum": 0.9}, "model": {"activation": "relu"}},
 )
+CLIPS = (0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
+"""Clips that searches try for the last iterate."""
 ROWS = {
     LAST_ITERATE: Row(
         config=CYCLIC,
         grid=(
-            *points_of(trainer__clip=(0.18, 0.25, 0.35, 0.5, 0.7, 1.0), optimizer__schedule=("constant",)),
+            *points_of(trainer__clip=CLIPS, optimizer__schedule=("constant",)),
             {"trainer.clip": 0.5, "optimizer.schedule": "linear"},
         ),
         measured=widths(64, 128, 256),

@@ -44,8 +44,8 @@ _ABLATED = f"{_SST2}; C = 0.01, the paper 0.05; three seeds, the paper five"
 _HEAD, _ABLATIONS = "zeroth_order.sst2_head measure", "zeroth_order.ablations"
 _MEASURED = ("convex.accuracy search", "convex.accuracy measure")
 _SEARCHES = (
-    "the clip is searched, not rate and P, of the last iterate only; up to three searches on nine tenths of the records, "
-    "the paper five; the trainings differ as in Figure 2"
+    "the clip is searched, not rate and P, of the last iterate only; up to three searches on nine tenths of the "
+    "records, the paper five; the trainings differ as in Figure 2"
 )
 
 

@@ -10,8 +10,8 @@ with ten orthogonal copies of that (`benchmarks.ulr.variance` tells why), both w
 loss less, and backpropagation. `private` trains the paper's published form, the proven form and DP-SGD at the paper's
 batch of 64 and noise of 1, at a larger batch and at more noise. Three seeds for the best estimate and its proven form
 at the paper's batch, for backpropagation and DP-SGD; else one. `search` compares values of sigma, of the clip and of
-the published form's K: a quarter of the records train, and the others are held out. Every run resumes after a stop, and
-every finished one is kept.
+the published form's K: a quarter of the records train, and the others are held out. Each trains what the results lack,
+and every run resumes after a stop.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def keep(cell: dict[str, Any], run: Run) -> None:
 @app.command()
 def plain(seeds: str = ",".join(map(str, SEEDS)), names: str = ";".join(PLAIN)) -> None:
     """Train without protection; `names` are separated by semicolons."""
-    for form, name, batch, noise, epochs, seed in planned():
+    for form, name, batch, noise, epochs, seed in missing():
         if form == "plain" and name in names.split(";") and seed in map(int, seeds.split(",")):
             run = trained(plain_config(PLAIN[name], epochs, seed), name)
             keep(dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True)), run)
@@ -137,7 +137,7 @@ def plain(seeds: str = ",".join(map(str, SEEDS)), names: str = ";".join(PLAIN)) 
 @app.command()
 def private(seeds: str = ",".join(map(str, SEEDS)), forms: str = ",".join(FORMS)) -> None:
     """Train with the noise of each form, for each batch and noise level."""
-    for form, name, batch, noise, epochs, seed in planned():
+    for form, name, batch, noise, epochs, seed in missing():
         if form in forms.split(",") and seed in map(int, seeds.split(",")):
             run = trained(private_config(form, batch, noise, epochs, seed), f"{form}-{batch}-{noise:g}")
             keep(dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True)), run)
@@ -147,6 +147,8 @@ def private(seeds: str = ",".join(map(str, SEEDS)), forms: str = ",".join(FORMS)
 def search(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
     """Train on a quarter of the records with each value of `SEARCHES`, and keep the accuracy on the others."""
     for seed, (value, (form, trainer)) in itertools.product(map(int, seeds.split(",")), SEARCHES.items()):
+        if (value, seed) not in unsearched():
+            continue
         if form == "plain":
             config = plain_config(trainer, SEARCH_EPOCHS, seed)
         else:
@@ -174,13 +176,21 @@ def planned() -> list[Cell]:
     return cells
 
 
+def missing() -> list[Cell]:
+    """Return the planned trainings that are not in the results."""
+    done = {tuple(row[key] for key in KEYS) for row in load_results(NAME).get("rows", [])}
+    return [cell for cell in planned() if cell not in done]
+
+
+def unsearched() -> set[tuple[str, int]]:
+    """Return the value and the seed of each training of `search` that is not in the results."""
+    done = {(row["value"], row["seed"]) for row in load_results(SEARCHED).get("rows", [])}
+    return set(itertools.product(SEARCHES, SEARCH_SEEDS)) - done
+
+
 def left() -> int:
     """Return how many planned trainings, those of `search` with them, are not in the results."""
-    rows, searched = load_results(NAME).get("rows", []), load_results(SEARCHED).get("rows", [])
-    values = set(itertools.product(SEARCHES, SEARCH_SEEDS)) - {
-        (row["value"], row["seed"]) for row in searched
-    }
-    return len(set(planned()) - {tuple(row[key] for key in KEYS) for row in rows}) + len(values)
+    return len(missing()) + len(unsearched())
 
 
 def means() -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ the 6,000 other records.
 `published` and `opacus` train the cells (DP-SGD by Opacus as in the paper: SGD, learning rate 0.1, which falls as
 above, batches of a fixed size). The paper puts GELU behind each of its four layers; here the last one has none.
 `proven` trains the form whose guarantee is proven, clipped records and central noise on Poisson batches, at the proven
-epsilon of DP-SGD (trainer bp with the same protection). `show` prints what there is. Every cell is a run folder or a
-line of JSON that a second call reads back, so an experiment that was stopped can be resumed.
+epsilon of DP-SGD (trainer bp with the same protection). `show` prints what there is. Each trains the cells that the
+results lack; a training that was stopped resumes in its run folder.
 """
 
 from __future__ import annotations
@@ -134,6 +134,11 @@ def keep(part: str, row: dict[str, Any], *, key: tuple[str, ...]) -> None:
     save_results(f"ulr_{part}", {"rows": [*rows, row]})
 
 
+def has(part: str, cell: dict[str, Any]) -> bool:
+    """Return whether a part's results hold a cell."""
+    return any(all(row[name] == value for name, value in cell.items()) for row in rows_of(part))
+
+
 def rows_of(part: str) -> list[dict[str, Any]]:
     """What was measured of "search", "published", "opacus" or "proven"."""
     return list(load_results(f"ulr_{part}").get("rows", []))
@@ -162,10 +167,12 @@ def search() -> None:
 
 def try_pair(batch: int, target: float, *, sigma: float, lr: float, epochs: int) -> None:
     """Train a cell without its validation records; the rate falls at the same shares of the training."""
+    pair = {"batch": batch, "target_std": target, "sigma": sigma, "lr": lr, "epochs": epochs}
+    if has("search", pair):
+        return
     config = published_config(batch, target, SEARCH_SEED, sigma=sigma, lr=lr)
     config |= {"epochs": epochs, "data": {"name": "mnist", "validation_fraction": 0.1}}
     run = train_or_read(config, FOLDER / f"search-{batch}-{target:g}-{sigma:g}-{lr:g}-{epochs}")
-    pair = {"batch": batch, "target_std": target, "sigma": sigma, "lr": lr, "epochs": epochs}
     found = 100 * run.metrics[-1]["validation_accuracy"]
     keep("search", {**pair, "validation": found}, key=tuple(pair))
     print(f"{batch} {target:g}, sigma {sigma:g}, lr {lr:g}, {epochs} epochs: {found:.2f}", flush=True)
@@ -194,11 +201,13 @@ def chosen(batch: int) -> dict[str, float]:
 def published(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: str = "0,1,2") -> None:
     """Train the cells of DP-ULR."""
     for seed, target, batch in itertools.product(_numbers(seeds), _numbers(targets), _numbers(batches)):
+        cell = {"batch": int(batch), "target_std": target, "seed": int(seed)}
+        if has("published", cell):
+            continue
         setting = chosen(int(batch))
         config = published_config(int(batch), target, int(seed), **setting)
         tag = f"published-{batch:g}-{target:g}-{seed:g}-{setting['sigma']:g}-{setting['lr']:g}"
         run = train_or_read(config, FOLDER / tag)
-        cell = {"batch": int(batch), "target_std": target, "seed": int(seed)}
         row = {**cell, "copies": COPIES, **setting, **figures_of(run)}
         keep("published", row, key=tuple(cell))
         paper = PAPER.get((int(batch), target))
@@ -208,12 +217,11 @@ def published(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: 
 @app.command()
 def opacus(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: str = "0,1,2") -> None:
     """Train the cells of DP-SGD by Opacus."""
-    done = {(r["batch"], r["target_std"], r["seed"]) for r in rows_of("opacus")}
     for seed, target, batch in itertools.product(_numbers(seeds), _numbers(targets), _numbers(batches)):
-        if (batch, target, seed) not in done:
-            row = {"batch": int(batch), "target_std": target, "seed": int(seed)}
-            row |= dp_sgd(int(batch), target, int(seed))
-            keep("opacus", row, key=("batch", "target_std", "seed"))
+        cell = {"batch": int(batch), "target_std": target, "seed": int(seed)}
+        if not has("opacus", cell):
+            row = {**cell, **dp_sgd(int(batch), target, int(seed))}
+            keep("opacus", row, key=tuple(cell))
             paper = PAPER.get((int(batch), target))
             print(f"{batch:g} {target:g} seed {seed:g}: {row['test']:.2f} (paper {paper})", flush=True)
 
@@ -258,12 +266,15 @@ def dp_sgd(
 def proven(epsilons: str = "3,1", seeds: str = "0,1,2", trainers: str = ";".join(PROVEN_TRAINERS)) -> None:
     """Train the proven form and DP-SGD at equal proven epsilon; `trainers` are separated by semicolons."""
     for seed, epsilon, kind in itertools.product(_numbers(seeds), _numbers(epsilons), trainers.split(";")):
+        cell = {"trainer": kind, "epsilon": epsilon, "seed": int(seed)}
+        if has("proven", cell):
+            continue
         run = train_or_read(
             proven_config(kind, epsilon, int(seed)),
             FOLDER / f"proven-{kind.replace(', ', '-').replace(' ', '-')}-{epsilon:g}-{seed:g}",
         )
-        row = {"trainer": kind, "epsilon": epsilon, "seed": int(seed), **figures_of(run)}
-        keep("proven", row, key=("trainer", "epsilon", "seed"))
+        row = {**cell, **figures_of(run)}
+        keep("proven", row, key=tuple(cell))
         print(f"{kind} epsilon {epsilon:g} seed {seed:g}: {row['test']:.2f}", flush=True)
 
 

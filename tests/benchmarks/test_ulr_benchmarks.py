@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.results_file import load_results
+from benchmarks.results_file import load_results, save_results
 from benchmarks.ulr import bound, resnet, table1, variance
 from tests.support.paper_data import ours, take_committed, trains_nothing, write_cifar10, write_mnist
 
@@ -28,7 +29,9 @@ def test_resnet(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = load_results(resnet.NAME)["rows"]
     assert [row["form"] for row in rows[-3:]] == ["DP-SGD", "proven", "published"]
     assert "proven" in resnet.page_section()
+    shutil.rmtree(resnet.FOLDER)
     trains_nothing(lambda: resnet.private(seeds="0"), monkeypatch)
+    trains_nothing(lambda: resnet.plain(seeds="0"), monkeypatch)
     assert load_results(resnet.NAME)["rows"] == rows
     assert ours("DP-ULR", "Figure 4")[0] == "smaller"
     before = resnet.left()
@@ -44,8 +47,22 @@ def test_resnet_search(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resnet.search(seeds="100")
     found = load_results(resnet.SEARCHED)["rows"]
     assert [row["value"] for row in found] == list(resnet.SEARCHES)
+    shutil.rmtree(resnet.FOLDER)
     trains_nothing(lambda: resnet.search(seeds="100"), monkeypatch)
     assert load_results(resnet.SEARCHED)["rows"] == found
+
+
+def test_table_1_trains_only_what_the_results_lack(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ulr_search", "ulr_published", "ulr_opacus", "ulr_proven"):
+        take_committed(results, name)
+    trains_nothing(table1.search, monkeypatch)
+    trains_nothing(lambda: table1.published(seeds="0"), monkeypatch)
+    trains_nothing(table1.opacus, monkeypatch)
+    trains_nothing(lambda: table1.proven(trainers="bp"), monkeypatch)
+    lacking = [row for row in table1.rows_of("published") if row["seed"] == 0][1:]
+    save_results("ulr_published", {"rows": lacking})
+    with pytest.raises(AssertionError, match="began again"):
+        trains_nothing(lambda: table1.published(seeds="0"), monkeypatch)
 
 
 def test_variance(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

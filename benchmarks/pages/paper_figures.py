@@ -213,7 +213,8 @@ def convex_tuned(data: str) -> str:
         ]
         if shown:
             found.append(f"{mean:g} trials expected: {', '.join(shown)}")
-    parts = [f"the last iterate, searched privately, at the epsilon of the whole search: {'; '.join(found)}"]
+    searched = f"the last iterate, searched privately, at the epsilon of the whole search: {'; '.join(found)}"
+    parts = [searched] if found else []
     measured = []
     for row in CONVEX_ROWS:
         tests = [accuracy.tests(row, data, epsilon) for epsilon in (1.33, 4.76)]

@@ -134,9 +134,9 @@ def keep(part: str, row: dict[str, Any], *, key: tuple[str, ...]) -> None:
     save_results(f"ulr_{part}", {"rows": [*rows, row]})
 
 
-def has(part: str, cell: dict[str, Any]) -> bool:
-    """Return whether a part's results hold a cell."""
-    return any(all(row[name] == value for name, value in cell.items()) for row in rows_of(part))
+def has(rows: list[dict[str, Any]], cell: dict[str, Any]) -> bool:
+    """Return whether rows of results hold a cell."""
+    return any(all(row[name] == value for name, value in cell.items()) for row in rows)
 
 
 def rows_of(part: str) -> list[dict[str, Any]]:
@@ -168,7 +168,7 @@ def search() -> None:
 def try_pair(batch: int, target: float, *, sigma: float, lr: float, epochs: int) -> None:
     """Train a cell without its validation records; the rate falls at the same shares of the training."""
     pair = {"batch": batch, "target_std": target, "sigma": sigma, "lr": lr, "epochs": epochs}
-    if has("search", pair):
+    if has(rows_of("search"), pair):
         return
     config = published_config(batch, target, SEARCH_SEED, sigma=sigma, lr=lr)
     config |= {"epochs": epochs, "data": {"name": "mnist", "validation_fraction": 0.1}}
@@ -202,7 +202,7 @@ def published(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: 
     """Train the cells of DP-ULR."""
     for seed, target, batch in itertools.product(_numbers(seeds), _numbers(targets), _numbers(batches)):
         cell = {"batch": int(batch), "target_std": target, "seed": int(seed)}
-        if has("published", cell):
+        if has(rows_of("published"), cell):
             continue
         setting = chosen(int(batch))
         config = published_config(int(batch), target, int(seed), **setting)
@@ -219,7 +219,7 @@ def opacus(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: str
     """Train the cells of DP-SGD by Opacus."""
     for seed, target, batch in itertools.product(_numbers(seeds), _numbers(targets), _numbers(batches)):
         cell = {"batch": int(batch), "target_std": target, "seed": int(seed)}
-        if not has("opacus", cell):
+        if not has(rows_of("opacus"), cell):
             row = {**cell, **dp_sgd(int(batch), target, int(seed))}
             keep("opacus", row, key=tuple(cell))
             paper = PAPER.get((int(batch), target))
@@ -267,7 +267,7 @@ def proven(epsilons: str = "3,1", seeds: str = "0,1,2", trainers: str = ";".join
     """Train the proven form and DP-SGD at equal proven epsilon; `trainers` are separated by semicolons."""
     for seed, epsilon, kind in itertools.product(_numbers(seeds), _numbers(epsilons), trainers.split(";")):
         cell = {"trainer": kind, "epsilon": epsilon, "seed": int(seed)}
-        if has("proven", cell):
+        if has(rows_of("proven"), cell):
             continue
         run = train_or_read(
             proven_config(kind, epsilon, int(seed)),
@@ -288,7 +288,7 @@ def widths(batches: str = ",".join(map(str, WIDTH_BATCHES)), seeds: str = "0,1,2
         _numbers(seeds), map(int, batches.split(",")), WIDTHS.items()
     ):
         cell = {"width": name, "batch": batch, "seed": int(seed)}
-        if any(all(row[key] == cell[key] for key in cell) for row in width_rows()):
+        if has(width_rows(), cell):
             continue
         config = published_config(batch, 8.0, int(seed), **chosen(64 if batch == 64 else 200))
         config["model"] = {**config["model"], "hidden": hidden}

@@ -79,6 +79,14 @@ def global_generators(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
+def gpu() -> torch.device:
+    """The first NVIDIA GPU; a test that asks for it is skipped where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return torch.device("cuda:0")
+
+
+@pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A fixed seed, or a fresh one, printed, if OPUSIM_FRESH_SEEDS is 1 (nightly)."""
     if not FRESH:

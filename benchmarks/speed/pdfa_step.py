@@ -30,7 +30,7 @@ def new_model() -> nn.Sequential:
 
 
 def autograd_step(x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
-    model, loss = new_model(), nn.CrossEntropyLoss()
+    model, loss = new_model().to(x.device), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step() -> None:
@@ -42,8 +42,12 @@ def autograd_step(x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
 
 
 def closed_form_step(x: torch.Tensor, y: torch.Tensor, config: FeedbackConfig) -> Callable[[], None]:
-    network = FullyConnected(new_model())
-    device = open_device("gaussian", n_inputs=10, n_outputs=1024) if config.kind == "pdfa" else None
+    network = FullyConnected(new_model().to(x.device))
+    device = (
+        open_device("gaussian", n_inputs=10, n_outputs=1024, torch_device=x.device)
+        if config.kind == "pdfa"
+        else None
+    )
     trainer = FeedbackTrainer(
         network, make_optimizer(network.parameters, OptimizerConfig()), config, device=device
     )

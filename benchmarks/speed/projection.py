@@ -29,9 +29,9 @@ DEVICE, PRODUCT, LIGHTON = "gaussian device", "float32 product", "lightonml, two
 BARS = {PRODUCT: 0.9, LIGHTON: 5.0}
 
 
-def ternary_batch() -> torch.Tensor:
+def ternary_batch(size: int = BATCH) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(-1, 2, (BATCH, N_INPUTS), generator=generator).float()
+    return torch.randint(-1, 2, (size, N_INPUTS), generator=generator).float()
 
 
 def lighton_passes(x: torch.Tensor) -> Callable[[], object] | None:

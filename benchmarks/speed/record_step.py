@@ -72,7 +72,7 @@ def ghost_step(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[
 
 def protected_step(x: torch.Tensor, y: torch.Tensor, mode: str, kind: str) -> Callable[[], None]:
     """A step of this package with per-record clipping and central noise."""
-    network = FullyConnected(new_model())
+    network = FullyConnected(new_model().to(x.device))
     protection = RecordGradients(
         clip_norm=CLIP_NORM,
         noise_multiplier=NOISE_MULTIPLIER,
@@ -83,7 +83,9 @@ def protected_step(x: torch.Tensor, y: torch.Tensor, mode: str, kind: str) -> Ca
         network,
         make_optimizer(network.parameters, OptimizerConfig()),
         TRAINERS.validated({"kind": kind}),
-        device=open_device("gaussian", n_inputs=10, n_outputs=1024, mode=mode) if kind == "pdfa" else None,
+        device=open_device("gaussian", n_inputs=10, n_outputs=1024, mode=mode, torch_device=x.device)
+        if kind == "pdfa"
+        else None,
         protection=protection,
     )
     count = iter(range(10**9))

@@ -40,8 +40,8 @@ class Decoder(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        h = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
-        h = self.layer(h, src_mask=nn.Transformer.generate_square_subsequent_mask(ids.shape[1]))
+        h = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        h = self.layer(h, src_mask=nn.Transformer.generate_square_subsequent_mask(ids.shape[1], ids.device))
         return functional.linear(h, self.tokens.weight) if self.tied == "function" else self.head(h)
 
 

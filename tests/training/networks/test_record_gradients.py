@@ -33,7 +33,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def loss(output: Tensor) -> Tensor:
     """A sum over records with a gradient at every output."""
     flat = output.flatten(1)
-    return (flat * torch.linspace(-1, 2, flat.shape[1], dtype=flat.dtype)).tanh().sum()
+    weights = torch.linspace(-1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
+    return (flat * weights).tanh().sum()
 
 
 def record(
@@ -93,23 +94,41 @@ def gram(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 @pytest.mark.usefixtures("gram")
 def test_gradients_norms_and_the_clipped_sum_are_those_of_a_loop_over_records(name: str) -> None:
+    require_gradients_of_a_loop(name, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "gram"), [(name, False) for name in CASES] + [(name, True) for name in GRAM], indirect=["gram"]
+)
+@pytest.mark.usefixtures("gram")
+def test_on_a_gpu_they_are_those_of_a_loop_on_the_cpu(name: str, gpu: torch.device) -> None:
+    require_gradients_of_a_loop(name, gpu)
+
+
+def require_gradients_of_a_loop(name: str, place: torch.device) -> None:
+    """Compare gradients, norms and the clipped sum on a torch device with a loop over records on the CPU."""
     model, batch = make(name)
-    tape, x = RecordTape(model, batch(3)), batch(RECORDS)
+    few, x = batch(3), batch(RECORDS)
     each = looped(model, x)
     norms = torch.tensor([norm(gradient) for gradient in each], dtype=torch.float64)
     bound = 0.99 * float(norms.median())
-    record(tape, model, x)
-    bounds = tape.squared_norms().sum(dim=0).sqrt()
+    model.to(place)
+    tape = record(RecordTape(model, few.to(place)), model, x.to(place))
+    bounds = tape.squared_norms().sum(dim=0).sqrt().cpu()
     assert ((bounds / norms > 1 - 1e-6) & (bounds / norms < 1 + 1e-4)).all()
     assert tape.clip(bound, divisor=3.0) == 0
     expected = {
         key: sum(min(1.0, bound / norm(gradient)) * gradient[key] for gradient in each) / 3.0
         for key in each[0]
     }
-    assert distance(gradients(model), expected) < 1e-4
+    assert distance(on_cpu(gradients(model)), expected) < 1e-4
     found = tape.record_gradients()
     for i, gradient in enumerate(each):
-        assert distance({key: rows[i] for key, rows in found.items()}, gradient) < 1e-5
+        assert distance(on_cpu({key: rows[i] for key, rows in found.items()}), gradient) < 1e-5
+
+
+def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 OPACUS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {

@@ -1,0 +1,200 @@
+"""What do devices and trainers gain on an NVIDIA GPU, and do they keep their lead over other code there?
+
+The work of `projection`, `pdfa_step` and `record_step`, at their sizes and at batches of 4096, and a step of likelihood
+ratio training of ResNet-5 (`benchmarks.ulr.resnet`: ten orthogonal copies, records clipped by module): on the GPU, on
+the processor next to it with all its cores, and other code on the same GPU. A turn ends when the GPU is done.
+Required, as on a processor: a projection has 0.9 of the speed of torch's float32 product, a photonic DFA step takes at
+most the time of autograd's, a record-protected one is at least 1.8 times faster than Opacus's ghost clipping.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.markdown import command, markdown, section
+from benchmarks.results_file import load_results, save_results
+from benchmarks.speed.pdfa_step import BATCH, autograd_step, closed_form_step, void
+from benchmarks.speed.projection import N_INPUTS, N_OUTPUTS, ternary_batch
+from benchmarks.speed.record_step import CLIP_NORM, NOISE_MULTIPLIER, ghost_step, new_model, protected_step
+from benchmarks.timing import interleaved
+from benchmarks.ulr.resnet import BATCH as RESNET_BATCH
+from benchmarks.ulr.resnet import resnet5
+from opusim import open_device
+from opusim.randomness.streams import noise_stream
+from opusim.tables import print_table
+from training.config.sections import OptimizerConfig
+from training.feedback.config import PdfaConfig
+from training.networks.optimizers import make_optimizer
+from training.protections.record import RecordGradients
+from training.ulr.estimator import Estimator
+from training.ulr.network import ModuleSequence
+from training.ulr.trainer import PlainUpdate, UlrTrainer
+
+MODULE, NAME = "benchmarks.speed.gpu", "gpu"
+REPEATS, STEPS, LARGE = 9, 10, 4096
+COPIES, SIGMA = 10, 0.03
+BARS = {"torch's product": 0.9, "autograd": 1.0, "Opacus, ghost clipping": 1.8}
+"""How many times as fast as other code on the same GPU our work has to be."""
+COLUMNS = (
+    "work",
+    "on the GPU [ms]",
+    "on the processor [ms]",
+    "times faster",
+    "other code",
+    "times as fast",
+    "required",
+)
+Step = Callable[[], object]
+
+
+def projection(x: torch.Tensor) -> Step:
+    """A projection with its noise."""
+    device = open_device("gaussian", n_inputs=N_INPUTS, n_outputs=N_OUTPUTS, torch_device=x.device)
+    return lambda: device.project(x)
+
+
+def product(x: torch.Tensor) -> Step:
+    """A product with a matrix of the same shape."""
+    matrix = torch.randn(N_INPUTS, N_OUTPUTS, device=x.device)
+    return lambda: x @ matrix
+
+
+def likelihood_step(x: torch.Tensor, y: torch.Tensor) -> Step:
+    """A step of likelihood ratio training of ResNet-5 with clipped records and central noise."""
+    network = ModuleSequence(resnet5(0).to(x.device), n_inputs=x.shape[1])
+    protection = RecordGradients(
+        clip_norm=CLIP_NORM,
+        noise_multiplier=NOISE_MULTIPLIER,
+        divisor=len(x),
+        noise=noise_stream("experiment", 0, "central-noise"),
+        by_layer=True,
+    )
+    update = PlainUpdate(
+        network,
+        Estimator(copies=COPIES, reduction="antithetic", directions="orthogonal", matched=True),
+        sigma=SIGMA,
+        noise=noise_stream("experiment", 0, "output-noise"),
+        protection=protection,
+    )
+    trainer = UlrTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), update)
+    count = iter(range(10**9))
+    return lambda: void(trainer.step(x, y, step=next(count)))
+
+
+def batch_of(size: int, width: int, place: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return invented records and classes on a torch device."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, width, generator=generator)
+    return x.to(place), torch.randint(0, 10, (size,), generator=generator).to(place)
+
+
+def works(place: str) -> dict[str, Step]:
+    """Return our work on a torch device, by name."""
+    found: dict[str, Step] = {
+        f"projection {N_INPUTS} to {N_OUTPUTS}, batch {size}, noise included": projection(
+            ternary_batch(size).to(place)
+        )
+        for size in (BATCH, LARGE)
+    }
+    for size in (BATCH, LARGE):
+        x, y = batch_of(size, 784, place)
+        found[f"pdfa step 784-512-512-10, batch {size}"] = closed_form_step(x, y, PdfaConfig())
+        for mode in ("experiment", "release"):
+            found[f"pdfa step, records protected, {mode} mode, batch {size}"] = protected_step(
+                x, y, mode, "pdfa"
+            )
+    x, y = batch_of(RESNET_BATCH, 3072, place)
+    found[f"ulr step of ResNet-5, records protected, batch {RESNET_BATCH}"] = likelihood_step(x, y)
+    return found
+
+
+def rivals(place: str) -> dict[str, tuple[str, Step]]:
+    """Return other code on a torch device, by the work that it is compared with, with its name."""
+    product_, autograd, opacus = BARS
+    found: dict[str, tuple[str, Step]] = {}
+    for size in (BATCH, LARGE):
+        x, y = batch_of(size, 784, place)
+        found[f"projection {N_INPUTS} to {N_OUTPUTS}, batch {size}, noise included"] = (
+            product_,
+            product(ternary_batch(size).to(place)),
+        )
+        found[f"pdfa step 784-512-512-10, batch {size}"] = (autograd, autograd_step(x, y))
+        ghost = ghost_step(new_model().to(place), x, y)
+        for mode in ("experiment", "release"):
+            found[f"pdfa step, records protected, {mode} mode, batch {size}"] = (opacus, ghost)
+    return found
+
+
+def finished(step: Step) -> Step:
+    """Return some steps on the GPU, with the wait for their end."""
+
+    def turn() -> None:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+
+    return turn
+
+
+def measure() -> list[dict[str, Any]]:
+    """Return a row for each work; the processor's turns are fewer, since it is slower."""
+    here, there, others = works("cpu"), works("cuda"), rivals("cuda")
+    rows = []
+    for name, step in there.items():
+        rival, other = others.get(name, (None, None))
+        turns = {name: finished(step)} | ({rival: finished(other)} if rival and other else {})
+        seconds = interleaved(turns, repeats=REPEATS)
+        processor = interleaved({name: here[name]}, repeats=3, warm_up=1)[name]
+        row = {"work": name, "gpu_ms": 1e3 * seconds[name] / STEPS, "processor_ms": 1e3 * processor}
+        row["times_faster"] = row["processor_ms"] / row["gpu_ms"]
+        if rival:
+            row |= {"rival": rival, "times_as_fast": seconds[rival] / seconds[name], "required": BARS[rival]}
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def table_rows() -> list[tuple[str, ...]]:
+    """Return a line for each work, as text."""
+    return [
+        (
+            row["work"],
+            f"{row['gpu_ms']:.2f}",
+            f"{row['processor_ms']:.1f}",
+            f"{row['times_faster']:.1f}",
+            row.get("rival", ""),
+            f"{row['times_as_fast']:.2f}" if "rival" in row else "",
+            f"{row['required']:g}" if "rival" in row else "",
+        )
+        for row in load_results(NAME).get("rows", [])
+    ]
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    machine = results["machine"]
+    text = (
+        f"{machine['gpu']} next to {machine['cores']} cores of {machine['processor']}, all of which the processor's "
+        f"column uses (torch {machine['versions']['torch']}, {results['date']}, {command(MODULE)}). Medians; other "
+        "code runs on the same GPU, in turns with ours."
+    )
+    return section("On an NVIDIA GPU", text, markdown(COLUMNS, table_rows()))
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.speed.gpu: needs an NVIDIA GPU, and torch sees none")
+    warnings.filterwarnings("ignore", module="opacus")
+    save_results(NAME, {"repeats": REPEATS, "steps_in_a_turn": STEPS, "rows": measure()})
+    print_table("On an NVIDIA GPU", COLUMNS, table_rows())
+
+
+if __name__ == "__main__":
+    main()

@@ -44,7 +44,7 @@ _ABLATED = f"{_SST2}; C = 0.01, the paper 0.05; three seeds, the paper five"
 _HEAD, _ABLATIONS = "zeroth_order.sst2_head measure", "zeroth_order.ablations"
 _MEASURED = ("convex.accuracy search", "convex.accuracy measure")
 _SEARCHES = (
-    "the clip is searched, not rate and P, of the last iterate only; up to three searches on nine tenths of the "
+    "the clip is searched, not rate and P, of the last iterate only; three searches on nine tenths of the "
     "records, the paper five; the trainings differ as in Figure 2"
 )
 
@@ -124,7 +124,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
             differs=(
                 "learning rates of 0.001 (batch 64) and 0.003 (200 and 500) for DP-ULR, chosen on held-out records, "
                 "where the paper has 0.01; K = 30 and sigma are ours, as the paper names none; no GELU behind the last "
-                "layer; test accuracy only; at most three seeds, the paper five"
+                "layer; test accuracy only; three seeds, the paper five"
             ),
             state="smaller",
             figures=ulr_table,

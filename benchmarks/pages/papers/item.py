@@ -61,6 +61,7 @@ class Item:
         run: Modules and arguments of `python -m benchmarks.`, one string each.
         results: Names of its results; the row shows the latest date.
         left: Counts the trainings that its commands still have to do; None if it has results or has none.
+        picture: A file in docs/ that shows it, and what to say of it to who cannot see it; empty without one.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Item:
     run: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     left: Callable[[], int] | None = None
+    picture: tuple[str, str] | tuple[()] = ()
 
     def order(self) -> tuple[str, int]:
         """Return the place on the page: figures, then tables, by number."""
@@ -128,6 +130,7 @@ class Now:
         commands = ", ".join(f"`python -m benchmarks.{words}`" for words in item.run)
         return blocks(
             f"### {self.heading}",
+            "![{1}]({0})".format(*item.picture) if item.picture else "",
             self.shown,
             f"*Differs:* {item.differs}." if item.differs else "",
             f"*Run ({f'{hours:.1f} hours' if hours >= 0.1 else 'minutes'}):* {commands}",

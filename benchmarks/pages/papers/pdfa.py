@@ -18,8 +18,8 @@ def curves() -> str:
     cosines = [figure2.alignment("pdfa", f"{sigma:g}", 1) for sigma in table1.SIGMAS]
     falls = [("cosine", *("-" if value is None else f"{value:.2f}" for value in cosines))]
     text = (
-        "[The figure](pdfa_figure2.png). Held-out accuracy [%] at the end of the curves, mean of three seeds, and the "
-        "cosine of photonic DFA's second layer with backpropagation by sigma:"
+        "Held-out accuracy [%] at the end of the curves, mean of three seeds, and the cosine of photonic DFA's second "
+        "layer with backpropagation by sigma:"
     )
     sigmas = ("sigma", *(f"{sigma:g}" for sigma in table1.SIGMAS))
     return blocks(text, table(("feedback", *columns.values()), rows), table(sigmas, falls)) if rows else ""
@@ -63,6 +63,10 @@ ITEMS = (
         run=("pdfa.table1", "pdfa.figure2"),
         results=("pdfa_table1",),
         left=lambda: len(table1.missing()),
+        picture=(
+            "pdfa_figure2.png",
+            "Accuracy by epoch for four feedbacks, lower at more noise; cosine with backpropagation falling with noise",
+        ),
     ),
     Item(
         name="Table 1",

@@ -22,7 +22,7 @@ def rejection() -> str:
         for q in dict.fromkeys(row["q"] for row in rows)
     ]
     return blocks(
-        "[The contours](ulr_figure2.png). The largest N_B / (q N) at which the first term of eq. 11, which rejection "
+        "The largest N_B / (q N) at which the first term of eq. 11, which rejection "
         "adds, is below 1e-3 of the second:",
         table(("q", *(f"N = {n:,}" for n in records)), found),
         'The paper finds this for N of 1,000 or more and N_B "slightly less than the mean batch size qN": that holds '
@@ -113,7 +113,7 @@ def epochs() -> str:
     ]
     ratios = [formula / accounted for formula, accounted in last]
     return (
-        f"[The figure](ulr_figure3.png). After {table1.EPOCHS} epochs eq. 11 with N_B = q N gives {min(ratios):.1f} to "
+        f"After {table1.EPOCHS} epochs eq. 11 with N_B = q N gives {min(ratios):.1f} to "
         f"{max(ratios):.0f} times the epsilon of DP-SGD. In the paper's figure both overlap: its formula for DP-SGD "
         "is the second term of eq. 11."
     )
@@ -173,6 +173,10 @@ ITEMS = (
         figures=rejection,
         run=("ulr.figure2",),
         results=("ulr_figure2",),
+        picture=(
+            "ulr_figure2.png",
+            "Contours of the part that rejection adds, by records and smallest batch",
+        ),
     ),
     Item(
         name="Table 1",
@@ -199,6 +203,10 @@ ITEMS = (
         ),
         state="smaller",
         figures=epochs,
+        picture=(
+            "ulr_figure3.png",
+            "Accuracy and epsilon by epoch of DP-ULR and DP-SGD, by batch and sigma_0",
+        ),
         run=("ulr.table1 published", "ulr.table1 opacus", "ulr.figure3"),
         results=("ulr_published", "ulr_opacus"),
         left=table1.left,

@@ -24,7 +24,7 @@ def test_private_searches(results: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     tuned.main(trials=5, seeds="0")
     assert tuned.cells()["mnist", 4.76, 5] == [found]
     assert "| mnist | 4.76 | 5 |" in tuned.page_table()
-    assert "at 6.92" in ours("Convex", "Table 1")[1]
+    assert "| 6.92 |" in ours("Convex", "Table 1")[1]
 
 
 def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

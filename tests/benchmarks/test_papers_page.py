@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.pages import papers
+from benchmarks.pages.papers import convex, page
+from benchmarks.pages.papers.item import COSTS
 
 
 def test_all_commands_together_take_at_most_a_day() -> None:
-    commands = {words for items in papers.PAPERS.values() for item in items for words in item.run}
-    assert commands == set(papers.COSTS)
-    assert sum(papers.COSTS.values()) <= 24
+    commands = {words for items in page.PAPERS.values() for item in items for words in item.run}
+    assert commands == set(COSTS)
+    assert sum(COSTS.values()) <= 24
 
 
 def test_the_page_is_written_without_results(results: Path) -> None:
-    assert "queued" in papers.papers_page()
+    assert "queued" in page.papers_page()
+
+
+def test_ahead_means_two_standard_errors_of_the_difference() -> None:
+    other = {1.0: [90.0, 90.2], 3.0: [90.0, 90.2], 8.0: [90.0]}  # a standard error of 0.1
+    ours = {1.0: [90.2, 90.4], 3.0: [90.5, 90.7], 8.0: [99.0]}  # 1.4 and 3.5 standard errors; one seed
+    assert convex._ahead(ours, other) == "at 3"
+    assert convex._ahead(other, ours) == "nowhere"

@@ -103,7 +103,7 @@ def test_ulr_widths(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_results("ulr_widths") == found
     take_committed(results, "ulr_published")
     _, text = ours("DP-ULR", "Table C1")
-    assert text.count("small, batch 64") == 1, "seeds are averaged"
+    assert text.count("| small | 64 |") == 1, "seeds are averaged"
 
 
 def test_ulr_proven_with_orthogonal_copies(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,4 +147,4 @@ def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ours("DP-ZO", f"Table {number}")[0] == "smaller"
     for number in (8, 11):
         assert ours("DP-ZO", f"Table {number}")[0] == "queued", "it shows 1,000 records, not 250"
-    assert "n = 250" in ours("DP-ZO", "Figure 6")[1]
+    assert "| 250 |" in ours("DP-ZO", "Figure 6")[1]

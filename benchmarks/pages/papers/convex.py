@@ -91,26 +91,26 @@ def by_epsilon(data: str, conclusion: str) -> str:
     found = curves.accuracies(data)
     if not found:
         return ""
-    ahead = "; ".join(f"of {name} {_ahead(found[ROWS[0]], found[row])}" for row, name in (
-        (NETWORK, "the network"), (LOGISTIC, "logistic regression")
-    ))  # fmt: skip
+    ours = found.get(ROWS[0], {})
+    network, logistic = (_ahead(ours, found.get(row, {})) for row in (NETWORK, LOGISTIC))
     return blocks(
         "Test accuracy [%] by epsilon:",
         curves.table(data),
-        f"{conclusion}. Ours is ahead {ahead}.",
+        f"{conclusion}. Ours, the last iterate, is more than two standard errors ahead of the network {network}, and "
+        f"of logistic regression {logistic}.",
     )
 
 
 def _ahead(ours: dict[float, list[float]], other: dict[float, list[float]]) -> str:
     """Say at which epsilons a mean is more than two standard errors of the difference above another one."""
-    found = [
-        f"{epsilon:g}"
-        for epsilon in sorted(ours)
-        if statistics.fmean(ours[epsilon]) - statistics.fmean(other[epsilon])
-        > 2
-        * math.hypot(*(statistics.stdev(part) / len(part) ** 0.5 for part in (ours[epsilon], other[epsilon])))
-    ]
-    return f"at {', '.join(found)}" if found else "at none"
+    found = []
+    for epsilon, mine in sorted(ours.items()):
+        theirs = other.get(epsilon, [])
+        if min(len(mine), len(theirs)) > 1:
+            error = math.hypot(*(statistics.stdev(part) / len(part) ** 0.5 for part in (mine, theirs)))
+            if statistics.fmean(mine) - statistics.fmean(theirs) > 2 * error:
+                found.append(f"{epsilon:g}")
+    return f"at {', '.join(found)}" if found else "nowhere"
 
 
 def public_features() -> str:

@@ -70,7 +70,7 @@ def table(data: str) -> str:
         (row, *(with_error(by_epsilon.get(epsilon, [])) for epsilon in epsilons))
         for row, by_epsilon in found.items()
     ]
-    return markdown(("trained by", *(f"{epsilon:g}" for epsilon in epsilons)), rows) if rows else ""
+    return markdown(("trained by", *(f"epsilon {epsilon:g}" for epsilon in epsilons)), rows) if rows else ""
 
 
 def accuracies(data: str) -> dict[str, dict[float, list[float]]]:

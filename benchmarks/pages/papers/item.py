@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -118,7 +120,7 @@ class Now:
         dates = [load_results(name).get("date", "") for name in item.results]
         date = max(dates, default="") if self.state != "queued" else ""
         if not self.heading:
-            return item.name, item.shows, f"{self.state}: {self.shown}", date
+            return item.name, item.shows, f"{self.state}: {self.shown}" if self.shown else self.state, date
         return f"[{item.name}](#{_anchor(self.heading)})", item.shows, self.state, date
 
     def details(self) -> str:
@@ -152,3 +154,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     found = [tuple(row) for row in rows]
     filled = [(*row, *["-"] * (len(header) - len(row))) for row in found]
     return markdown(tuple(header), filled) if found else ""
+
+
+def difference(ours: Sequence[float], others: Sequence[float]) -> float | None:
+    """Return the difference of two means in its standard errors; None without two values of each."""
+    if min(len(ours), len(others)) < 2:
+        return None
+    error = math.hypot(*(statistics.stdev(part) / len(part) ** 0.5 for part in (ours, others)))
+    apart = statistics.fmean(ours) - statistics.fmean(others)
+    return math.copysign(math.inf, apart) if apart and not error else apart / (error or 1.0)

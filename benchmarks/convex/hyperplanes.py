@@ -29,7 +29,10 @@ from training.reports.drawing import save_figure, style
 MODULE, NAME, FOLDER = "benchmarks.convex.hyperplanes", "convex_hyperplanes", Path("runs/convex-hyperplanes")
 COUNTS, NOISES, EPOCHS, SEEDS = (16, 32, 64, 128, 256, 512), (0.0, 5.0, 15.0), 20, (0, 1, 2)
 CONVEX, NETWORK = "convex, Poisson DP-SGD", "ReLU network, DP-SGD"
-RATES = {CONVEX: (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0), NETWORK: (0.03, 0.1, 0.3, 1.0, 3.0)}
+RATES = {
+    CONVEX: (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0),
+    NETWORK: (0.03, 0.1, 0.3, 1.0, 3.0),
+}
 SEARCHED, SEARCH_SEED = {CONVEX: 64, NETWORK: None}, 100
 """Hyperplanes, and the seed, with which the rates are chosen."""
 CLIP = 1.0

@@ -278,8 +278,7 @@ ITEMS = (
         shows="MNIST without noise, accuracy by epochs and hyperplanes",
         differs=(
             "records of the convex model centred and scaled to norm 1; its rate is chosen at P = 64 for all P, where "
-            "the paper chooses one for each (the best one, 1,000, is the largest that was tried); 20 epochs; the "
-            "curves are held-out accuracy; three seeds"
+            "the paper chooses one for each; 20 epochs; the curves are held-out accuracy; three seeds"
         ),
         state="smaller",
         figures=lambda: ends(0.0),

@@ -144,7 +144,7 @@ def epochs() -> str:
     return (
         f"After {table1.EPOCHS} epochs eq. 11 with N_B = q N gives {min(ratios):.1f} to "
         f"{max(ratios):.0f} times the epsilon of DP-SGD. In the paper's figure both overlap: its DP-SGD has the "
-        "second term of eq. 11 alone, so the first would have to be negligible."
+        "second term of eq. 11 only, so the first would have to be negligible."
     )
 
 

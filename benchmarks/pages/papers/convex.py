@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from benchmarks.convex import accuracy, curves, hyperplanes, tuned
 from benchmarks.convex.accountants import SHUFFLE_EPSILONS
 from benchmarks.markdown import with_error
-from benchmarks.pages.papers.item import Item, blocks, difference, table
+from benchmarks.pages.papers.item import Item, blocks, compared, table
 from benchmarks.private_accuracy import records
 from benchmarks.results_file import load_results
 
@@ -109,14 +109,11 @@ def by_epsilon(data: str, conclusion: str) -> str:
 
 def _compared(ours: dict[float, list[float]], other: dict[float, list[float]]) -> str:
     """Say at which epsilons a mean is more than two standard errors of the difference above or below another one."""
-    ahead, behind = [], []
-    for epsilon, mine in sorted(ours.items()):
-        errors = difference(mine, other.get(epsilon, [])) or 0.0
-        if abs(errors) > 2:
-            (ahead if errors > 0 else behind).append(f"{epsilon:g}")
-    parts = [
-        f"{word} at {', '.join(found)}" for word, found in (("ahead", ahead), ("behind", behind)) if found
-    ]
+    parts = []
+    for word, sign in (("ahead", 1), ("behind", -1)):
+        found = [f"{e:g}" for e in sorted(ours) if compared(ours[e], other.get(e, [])) == sign]
+        if found:
+            parts.append(f"{word} at {', '.join(found)}")
     return ", ".join(parts) or "no difference"
 
 
@@ -158,9 +155,10 @@ def _rise(*noises: float) -> str:
         most, best = ([curve["test"] for curve in found.get((noise, p), [])] for p in (512, 128))
         if most and best:
             rises.append(f"{statistics.fmean(most) - statistics.fmean(best):+.1f} at sigma = {noise:g}")
-    return (
+    text = (
         f"The paper finds P = 128 near the best. From there to P = 512 ours changes by {' and '.join(rises)}."
     )
+    return text if rises else ""
 
 
 def accountants(part: str) -> str:

@@ -156,10 +156,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return markdown(tuple(header), filled) if found else ""
 
 
-def difference(ours: Sequence[float], others: Sequence[float]) -> float | None:
-    """Return the difference of two means in its standard errors; None without two values of each."""
+def compared(ours: Sequence[float], others: Sequence[float]) -> int:
+    """Return 1 or -1 if a mean is more than two standard errors of the difference above or below another one, else 0.
+
+    Also 0 without two values of each.
+    """
     if min(len(ours), len(others)) < 2:
-        return None
+        return 0
     error = math.hypot(*(statistics.stdev(part) / len(part) ** 0.5 for part in (ours, others)))
-    apart = statistics.fmean(ours) - statistics.fmean(others)
-    return math.copysign(math.inf, apart) if apart and not error else apart / (error or 1.0)
+    difference = statistics.fmean(ours) - statistics.fmean(others)
+    return (difference > 2 * error) - (difference < -2 * error)

@@ -56,8 +56,8 @@ ITEMS = (
         shows="training curves by feedback and noise; alignment by noise",
         differs=(
             "accuracy on the tenth of the training records that is left out, as the caption names no records; a panel "
-            "for each feedback; the panel of TDFA, and the alignment of DFA, of TDFA and of the first layer, are ours; "
-            "else as in Table 1"
+            "for each feedback; the panel and alignment of ternarized DFA, and the alignment of DFA and the first "
+            "layer, are ours; else as in Table 1"
         ),
         state="smaller",
         figures=curves,
@@ -80,8 +80,8 @@ ITEMS = (
             "established, and the pixel constants were chosen with the paper's figures in sight; the equations to the "
             "letter are among the readings. An entry of the noise has 0.44 sigma, as section 4 says. Backpropagation "
             "normalises the error at the top, with 3.2 sigma an entry, and sums over the batch. The device is "
-            "simulated, without any error but sigma, so photonic DFA without noise is TDFA; the paper used a real one "
-            "and simulated sigma, too. Three seeds; the paper names no number"
+            "simulated, without any error but sigma, so photonic DFA without noise is ternarized DFA; the paper used a "
+            "real one and simulated sigma, too. Three seeds; the paper names no number"
         ),
         state="smaller",
         figures=cells,

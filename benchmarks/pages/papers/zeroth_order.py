@@ -36,9 +36,9 @@ def _paper(name: str, *values: float | str) -> tuple[str, ...]:
     return (f"the paper, {name}", *(value if isinstance(value, str) else f"{value:.2f}" for value in values))
 
 
-def _head(methods: Mapping[str, str], epsilons: tuple[float, ...]) -> Rows:
-    """Return the accuracies of a head: a line for each method, by epsilon."""
-    cells = load_results("zo_sst2")["cells"]
+def _accuracies(methods: Mapping[str, str], epsilons: tuple[float, ...], *, of: str = "zo_sst2") -> Rows:
+    """Return the accuracies in some results: a line for each method, by epsilon."""
+    cells = load_results(of).get("cells", {})
     rows = []
     for method, name in methods.items():
         runs = [cells.get(f"{method}, {epsilon:g}", {}).get("runs", {}) for epsilon in epsilons]
@@ -64,7 +64,7 @@ def by_epsilon(
 
     def text() -> str:
         header = ("trained by", *(f"epsilon {epsilon:,.16g}" for epsilon in epsilons))
-        return blocks("Accuracy [%]:", table(header, [*_head(methods, epsilons), *paper]), note)
+        return blocks("Accuracy [%]:", table(header, [*_accuracies(methods, epsilons), *paper]), note)
 
     return text
 
@@ -72,25 +72,9 @@ def by_epsilon(
 def main_results() -> str:
     """Return the accuracies of the head, of joint clips and of LoRA, and the paper's."""
     epsilons = (0.5, 1.0, 4.0)
-    cells = load_results("zo_sst2_lora").get("cells", {})
-    lora = [
-        (
-            f"{name}, LoRA",
-            *(
-                with_error(
-                    [
-                        100 * run["accuracy"]
-                        for run in cells.get(f"{key}, {e:g}", {}).get("runs", {}).values()
-                    ],
-                    ".1f",
-                )
-                for e in epsilons
-            ),
-        )
-        for key, name in (("zo, gaussian", "DP-ZO"), ("dp-sgd", "DP-SGD"))
-    ]
+    lora = _accuracies({"zo, gaussian": "DP-ZO, LoRA", "dp-sgd": "DP-SGD, LoRA"}, epsilons, of="zo_sst2_lora")
     paper = [_paper("DP-ZO on SST-2", 85.41, 91.19, 92.59), _paper("DP-SGD on SST-2", 64.33, 90.25, 92.06)]
-    rows = [*_head({"zo, gaussian, 75000 steps": "DP-ZO", "dp-sgd": "DP-SGD"}, epsilons), *lora, *paper]
+    rows = [*_accuracies({"zo, gaussian, 75000 steps": "DP-ZO", "dp-sgd": "DP-SGD"}, epsilons), *lora, *paper]
     header = ("trained by", *(f"epsilon {epsilon:g}" for epsilon in epsilons))
     joint = joint_clips(epsilons)
     beyond = (

@@ -35,6 +35,17 @@ def with_error(values: Sequence[float], form: str = ".2f") -> str:
     return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:{form.lstrip('+')}}"
 
 
+def difference(mine: Sequence[float], theirs: Sequence[float]) -> str:
+    """Return the mean difference of values, seed by seed, and its standard error, as text; "-" unless both are full.
+
+    Args:
+        mine: A value for each seed.
+        theirs: Those of the same seeds.
+    """
+    pairs = zip(mine, theirs, strict=True) if len(mine) == len(theirs) else ()
+    return with_error([a - b for a, b in pairs], "+.1f")
+
+
 def verdict(met: bool | None) -> str:
     """Whether a requirement is met; "none" if nothing is required."""
     return {True: "met", False: "**missed**", None: "none"}[met]

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from accounting import ZoGaussian, calibrate_noise
-from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.markdown import command, difference, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embed, embeddings
 from benchmarks.zeroth_order.sst2_head import (
@@ -349,21 +349,13 @@ def page_rows() -> list[tuple[str, ...]]:
                     f"{epsilon:g}",
                     name,
                     with_error(mine, ".1f"),
-                    _paired(mine, theirs) if plan.zo else "",
-                    _paired(mine, same) if plan.zo else "",
+                    difference(mine, theirs) if plan.zo else "",
+                    difference(mine, same) if plan.zo else "",
                     f"{cell['rate']:g}, {cell['kind']}",
                     f"{statistics.fmean(run['seconds'] for run in cell['runs'].values()):.1f}",
                 )
             )
     return rows
-
-
-def _paired(mine: list[float], theirs: list[float]) -> str:
-    return (
-        with_error([a - b for a, b in zip(mine, theirs, strict=True)], "+.1f")
-        if len(mine) == len(theirs)
-        else ""
-    )
 
 
 def page_section() -> str:

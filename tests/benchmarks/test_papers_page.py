@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.pages.papers import convex, page
+from benchmarks.markdown import difference
+from benchmarks.pages.papers import convex, page, zeroth_order
 from benchmarks.pages.papers.item import COSTS
 
 
@@ -24,3 +25,11 @@ def test_models_differ_by_two_standard_errors_of_the_difference() -> None:
     assert convex._compared(ours, other) == "ahead at 3"
     assert convex._compared(other, ours) == "behind at 3"
     assert convex._compared(ours, ours) == "no difference"
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    assert difference([81.0, 70.0, 62.0], [80.0, 68.0, 59.0]) == "+2.0 ± 0.6"  # 1, 2 and 3
+    assert difference([81.0, 70.0], [80.0]) == "-"
+    cells = {("laplace", "n = 5"): [60.0], ("laplace", "n = 1"): [57.5], ("none", "n = 5"): [70.0]}
+    text = zeroth_order._gains("n = 1", "n = 5", "laplace", (6.4, 0.1))(cells)
+    assert text.endswith("Ours: +2.5 and -.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 
@@ -144,7 +145,20 @@ def ends(*noises: float) -> str:
     text = (
         f"Test accuracy [%] at the end of [the curves](convex_hyperplanes.png), {hyperplanes.EPOCHS} epochs:"
     )
-    return blocks(text, table(header, rows), "" if 0.0 in noises else _rise(*noises)) if rows else ""
+    note = _by_hyperplanes() if 0.0 in noises else _rise(*noises)
+    return blocks(text, table(header, rows), note) if rows else ""
+
+
+def _by_hyperplanes() -> str:
+    """Say at how many doublings of the hyperplanes the accuracy without noise rises."""
+    found = hyperplanes.cells(hyperplanes.EPOCHS)
+    means = [
+        statistics.fmean(curve["test"] for curve in found[0.0, p])
+        for p in hyperplanes.COUNTS
+        if (0.0, p) in found
+    ]
+    rises = [more > fewer for fewer, more in itertools.pairwise(means)]
+    return f"The paper finds that the accuracy rises with P: here at {sum(rises)} of {len(rises)} doublings."
 
 
 def _rise(*noises: float) -> str:
@@ -170,6 +184,13 @@ def accountants(part: str) -> str:
         last, other = [values[-1] for values in list(found.values())[:-1]], list(found.values())[-1][-1]
         tighter = sum(value < other for value in last)
         text = f"The paper finds all {len(last)} products tighter than DP-SGD: confirmed for {tighter}."
+    else:
+        renyi, numerical = found.values()
+        tighter = sum(value < other for value, other in zip(numerical, renyi, strict=True))
+        text = (
+            "The paper finds the numerical bound, of the dominating pair, generally tighter: confirmed at "
+            f"{tighter} of {len(renyi)} numbers of steps."
+        )
     rows = [(name, f"{values[-1]:.2f}") for name, values in found.items()]
     return blocks(
         f"Epsilon at delta 1e-5 {end} ([all curves](convex_accountants.png)):",

@@ -18,7 +18,7 @@ COSTS: dict[str, float] = {
     "ulr.figure2": 0.0,
     "ulr.figure3": 0.0,
     "ulr.resnet plain": 2.5,
-    "ulr.resnet private": 4.5,
+    "ulr.resnet private": 5.0,
     "ulr.resnet search": 0.5,
     "ulr.table1 widths": 1.7,
     "ulr.table1 search": 0.5,

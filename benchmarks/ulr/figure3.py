@@ -28,13 +28,13 @@ N_RECORDS, MODULES, LARGEST_MODULE = 60_000, 4, 785 * 128
 PICTURE = Path(__file__).parents[2] / "docs" / "ulr_figure3.png"
 
 
-def ulr_epsilon(batch: int, target: float, epochs: int) -> float:
-    """Eq. 11 after some epochs, its conditions left aside."""
+def ulr_epsilon(batch: int, target: float, epochs: int, *, rejected: bool = True) -> float:
+    """Eq. 11 after some epochs, its conditions left aside; unless `rejected`, in effect its second term only."""
     run = PublishedUlr(
         target_std=target,
         sampling_probability=batch / N_RECORDS,
         n_records=N_RECORDS,
-        min_batch_size=batch,
+        min_batch_size=batch if rejected else 1,
         modules=MODULES,
         largest_module=LARGEST_MODULE,
         steps=epochs * (N_RECORDS // batch),

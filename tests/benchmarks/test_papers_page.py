@@ -22,9 +22,9 @@ def test_the_page_is_written_without_results(results: Path) -> None:
 def test_models_differ_by_two_standard_errors_of_the_difference() -> None:
     other = {1.0: [90.0, 90.2], 3.0: [90.0, 90.2], 8.0: [90.0]}  # a standard error of 0.1
     ours = {1.0: [90.2, 90.4], 3.0: [90.5, 90.7], 8.0: [99.0]}  # 1.4 and 3.5 standard errors; one seed
-    assert convex._compared(ours, other) == "ahead at 3"
-    assert convex._compared(other, ours) == "behind at 3"
-    assert convex._compared(ours, ours) == "no difference"
+    assert convex._compared(ours, other) == ("3", "none")
+    assert convex._compared(other, ours) == ("none", "3")
+    assert convex._compared(ours, ours) == ("none", "none")
 
 
 def test_differences_are_taken_seed_by_seed() -> None:

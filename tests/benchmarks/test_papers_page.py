@@ -32,4 +32,4 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert difference([81.0, 70.0], [80.0]) == "-"
     cells = {("laplace", "n = 5"): [60.0], ("laplace", "n = 1"): [57.5], ("none", "n = 5"): [70.0]}
     text = zeroth_order._gains("n = 1", "n = 5", "laplace", (6.4, 0.1))(cells)
-    assert text.endswith("Ours: +2.5 and -.")
+    assert text.endswith("*Here* they help by +2.5 and -.")

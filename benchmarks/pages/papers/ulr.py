@@ -186,7 +186,7 @@ def epochs() -> str:
         f"*The paper finds* that the curves of epsilon overlap. *Here* after {table1.EPOCHS} epochs eq. 11 with N_B = "
         f"q N gives {apart[0]} times what its second term gives, which is the paper's bound of DP-SGD, and {apart[1]} "
         "times the epsilon of a Renyi accountant: for an overlap N_B has to be smaller.",
-        "*The paper finds* that DP-SGD degrades at high noise where DP-ULR goes on to converge. *Here* DP-SGD ends "
+        "*The paper finds* that DP-SGD degrades at high noise where DP-ULR still converges. *Here* DP-SGD ends "
         f"more than a point below its best epoch {_places(fallen['opacus'])}. DP-ULR does so "
         f"{_places(fallen['published']) if fallen['published'] else 'nowhere'}.",
     )

@@ -182,7 +182,7 @@ def _gains(fewer: str, more: str, law: str, paper: tuple[float, float]) -> Calla
     def text(cells: Cells) -> str:
         noisy, free = (_apart(cells, (each, more), (each, fewer)) for each in (law, "none"))
         return (
-            "*The paper finds* that more records help with noise and hardly without it: from "
+            "*The paper finds* that more records help with noise, and little without it: from "
             f"{fewer} to {more} by {paper[0]:+.1f} and {paper[1]:+.1f}. *Here* they help by {noisy} and {free}."
         )
 

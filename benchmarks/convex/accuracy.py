@@ -27,6 +27,7 @@ from accounting.guarantee import Adjacency
 from accounting.records.additive_noise import PoissonGaussian
 from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point
 from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from opusim.tables import print_table
@@ -41,6 +42,7 @@ RECORDS = {"cifar-10": 50_000}
 PAPER = {("mnist", 1.33): 92.7, ("mnist", 4.76): 94.4, ("cifar-10", 1.33): 41.6, ("cifar-10", 4.76): 45.5}
 TUNED = {1.33: 2.88, 4.76: 8.91}
 """Epsilon that the paper states for its figures, after tuning, by the epsilon of one training."""
+DATA_SETS = tuple(dict.fromkeys(name for row in ROWS.values() for name, _ in row.cells))
 BARS = {("mnist", 1.33): 92.5, ("mnist", 4.76): 94.3}
 
 
@@ -136,15 +138,15 @@ def trials_of(row: str, data: str, epsilon: float) -> list[dict[str, Any]]:
 
 def search(jobs: int = 2, rows: str = "", only: str = "") -> None:
     """Try every point of every grid with one seed, on held-out records."""
-    for row in ROWS:
-        if rows in ("", row):
-            tasks = [
-                (row, name, epsilon, point, SEARCH_SEED)
-                for name, epsilon in ROWS[row].cells
-                if only in ("", name)
-                for point in points(row, name, epsilon)
-            ]
-            _all(tasks, "trials", jobs)
+    names = listed("--only", only, DATA_SETS)
+    for row in listed("--rows", rows, tuple(ROWS)):
+        tasks = [
+            (row, name, epsilon, point, SEARCH_SEED)
+            for name, epsilon in ROWS[row].cells
+            if name in names
+            for point in points(row, name, epsilon)
+        ]
+        _all(tasks, "trials", jobs)
 
 
 def measure(
@@ -154,20 +156,20 @@ def measure(
 
     Args:
         jobs: Runs side by side.
-        rows: The one row; empty for all.
-        only: One data set; empty for all.
+        rows: Names of rows, separated by semicolons; empty for all.
+        only: Names of data sets, separated by commas; empty for all.
         cases: What a case's name begins with; empty for all.
         seeds: Seeds at most.
         highest: Largest epsilon.
     """
+    names = listed("--only", only, DATA_SETS)
     tasks = [
         (row, name, epsilon, best_point(row, name, epsilon) | change, seed)
-        for row in ROWS
-        if rows in ("", row)
+        for row in listed("--rows", rows, tuple(ROWS))
         for case, change in ROWS[row].measured.items()
         if case.startswith(cases)
         for name, epsilon in ROWS[row].cells
-        if only in ("", name) and epsilon <= highest
+        if name in names and epsilon <= highest
         for seed in ROWS[row].seeds[:seeds]
     ]
     _all(tasks, "runs", jobs)

@@ -21,6 +21,7 @@ import typer
 from benchmarks.convex.accuracy import PAPER, TUNED, best_point, run_once, trials_of
 from benchmarks.convex.rows import Point
 from benchmarks.markdown import markdown, with_error
+from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from training.reports.drawing import new_figure, save_figure, style
 
@@ -110,16 +111,17 @@ def name_of(data: str) -> str:
 
 def main(data: str = DATA, seeds: str = ",".join(map(str, SEEDS))) -> None:
     """Train what is missing, save each point as it comes, and draw."""
-    for seed, row, epsilon in itertools.product(map(int, seeds.split(",")), ROWS, EPSILONS):
-        key, points = (row, epsilon, seed), finished(data)
+    names = listed("--data", data, DATA_SETS)
+    for name, seed, row, epsilon in itertools.product(names, seeds_of(seeds), ROWS, EPSILONS):
+        key, points = (row, epsilon, seed), finished(name)
         if key not in points:
-            found = run_once(row, data, epsilon, best_point(row, data, nearest(epsilon)), seed)
+            found = run_once(row, name, epsilon, best_point(row, name, nearest(epsilon)), seed)
             kept = {
-                name: found[name] for name in ("row", "epsilon", "seed", "point", "test", "proven_epsilon")
+                part: found[part] for part in ("row", "epsilon", "seed", "point", "test", "proven_epsilon")
             }
-            save_results(name_of(data), {"data": data, "points": [*points.values(), kept]})
+            save_results(name_of(name), {"data": name, "points": [*points.values(), kept]})
             print(kept, flush=True)
-    if data == DATA:
+    if DATA in names:
         draw()
 
 

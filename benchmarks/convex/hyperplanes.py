@@ -21,6 +21,7 @@ import typer
 
 from benchmarks.convex.rows import BASE, ROWS
 from benchmarks.markdown import command, markdown, with_error
+from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from training.config.reading import merged
@@ -69,11 +70,11 @@ def main(
 ) -> None:
     """Choose rates, train what is missing, the smallest models first, save each curve as it ends, and draw."""
     cases = [*((CONVEX, p) for p in COUNTS if p <= largest), (NETWORK, None)]
-    levels = list(map(float, noise.split(",")))
+    levels = listed("--noise", noise, NOISES)
     for level, (row, hyperplanes) in itertools.product(levels, SEARCHED.items()):
         for rate in RATES[row]:
             keep("rates", (row, hyperplanes, level, rate, epochs, SEARCH_SEED))
-    for seed, (row, hyperplanes), level in itertools.product(map(int, seeds.split(",")), cases, levels):
+    for seed, (row, hyperplanes), level in itertools.product(seeds_of(seeds), cases, levels):
         rate = rate_of(row, level, epochs)
         if rate is not None:
             keep("curves", (row, hyperplanes, level, rate, epochs, seed))

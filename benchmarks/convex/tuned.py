@@ -17,6 +17,7 @@ import typer
 
 from benchmarks.convex.rows import BASE, CLIPS, CYCLIC, EPSILONS
 from benchmarks.markdown import command, markdown, with_error
+from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from training.config import load_config
 from training.config.reading import merged
@@ -116,10 +117,11 @@ def page_table() -> str:
 
 def main(data: str = "mnist", trials: int = 5, seeds: str = ",".join(map(str, SEEDS))) -> None:
     """Search at both base epsilons with so many expected trials, print and save."""
-    for seed, base in itertools.product(map(int, seeds.split(",")), EPSILONS):
-        if any(row["seed"] == seed for row in cells().get((data, base, trials), [])):
+    names = listed("--data", data, tuple(dict.fromkeys(name for name, _ in PLANNED)))
+    for name, seed, base in itertools.product(names, seeds_of(seeds), EPSILONS):
+        if any(row["seed"] == seed for row in cells().get((name, base, trials), [])):
             continue
-        found = search(data, base, trials, seed)
+        found = search(name, base, trials, seed)
         rows = [*itertools.chain.from_iterable(cells().values()), found]
         rows.sort(key=lambda row: (row["data"], row["base_epsilon"], row["mean"], row["seed"]))
         save_results(NAME, {"choices": CHOICES, "rows": rows})

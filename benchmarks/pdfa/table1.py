@@ -35,6 +35,7 @@ import typer
 from joblib import Parallel, delayed
 
 from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from opusim.tables import print_table
@@ -175,7 +176,8 @@ def headline_rows() -> list[Row]:
 
 def main(jobs: int = 2, rows: str = "dfa,tdfa,pdfa,bp", seeds: str = ",".join(map(str, SEEDS))) -> None:
     """Train what is missing and print the table."""
-    tasks = set(itertools.product(rows.split(","), COLUMNS, map(int, seeds.split(",")))) & set(missing())
+    wanted = listed("--rows", rows, tuple(PAPER)), COLUMNS, listed("--seeds", seeds, SEEDS)
+    tasks = set(itertools.product(*wanted)) & set(missing())
     for result in Parallel(n_jobs=jobs, return_as="generator_unordered")(
         delayed(run_cell)(*task) for task in sorted(tasks, key=_place)
     ):

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from benchmarks.markdown import command, markdown, section
+from benchmarks.options import seeds_of
 from benchmarks.private_accuracy.records import BASE, COMPONENTS_GRID, ROWS
 from benchmarks.results_file import load_results, save_results
 from benchmarks.tuned_rows import shown_accuracy
@@ -52,7 +53,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(seeds: str = "0") -> None:
     """Run searches of some seeds, such as 0,1,2, one after another."""
-    for seed in map(int, seeds.split(",")):
+    for seed in seeds_of(seeds):
         others = [row for row in load_results(NAME).get("rows", []) if row["seed"] != seed]
         rows = sorted([*others, search(seed)], key=lambda row: int(row["seed"]))
         save_results(NAME, {"row": ROW, "mean": MEAN, "choices": CHOICES, "rows": rows})

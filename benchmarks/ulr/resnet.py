@@ -26,6 +26,7 @@ import typer
 from torch import nn
 
 from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from training.runs.run import Run
@@ -128,8 +129,9 @@ def keep(cell: dict[str, Any], run: Run) -> None:
 @app.command()
 def plain(seeds: str = ",".join(map(str, SEEDS)), names: str = ";".join(PLAIN)) -> None:
     """Train without protection; `names` are separated by semicolons."""
+    wanted = listed("--names", names, tuple(PLAIN)), listed("--seeds", seeds, SEEDS)
     for form, name, batch, noise, epochs, seed in missing():
-        if form == "plain" and name in names.split(";") and seed in map(int, seeds.split(",")):
+        if form == "plain" and name in wanted[0] and seed in wanted[1]:
             run = trained(plain_config(PLAIN[name], epochs, seed), name)
             keep(dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True)), run)
 
@@ -137,8 +139,9 @@ def plain(seeds: str = ",".join(map(str, SEEDS)), names: str = ";".join(PLAIN)) 
 @app.command()
 def private(seeds: str = ",".join(map(str, SEEDS)), forms: str = ",".join(FORMS)) -> None:
     """Train with the noise of each form, for each batch and noise level."""
+    wanted = listed("--forms", forms, tuple(FORMS)), listed("--seeds", seeds, SEEDS)
     for form, name, batch, noise, epochs, seed in missing():
-        if form in forms.split(",") and seed in map(int, seeds.split(",")):
+        if form in wanted[0] and seed in wanted[1]:
             run = trained(private_config(form, batch, noise, epochs, seed), f"{form}-{batch}-{noise:g}")
             keep(dict(zip(KEYS, (form, name, batch, noise, epochs, seed), strict=True)), run)
 
@@ -146,7 +149,9 @@ def private(seeds: str = ",".join(map(str, SEEDS)), forms: str = ",".join(FORMS)
 @app.command()
 def search(seeds: str = ",".join(map(str, SEARCH_SEEDS))) -> None:
     """Train on a quarter of the records with each value of `SEARCHES`, and keep the accuracy on the others."""
-    for seed, (value, (form, trainer)) in itertools.product(map(int, seeds.split(",")), SEARCHES.items()):
+    for seed, (value, (form, trainer)) in itertools.product(
+        listed("--seeds", seeds, SEARCH_SEEDS), SEARCHES.items()
+    ):
         if (value, seed) not in unsearched():
             continue
         if form == "plain":

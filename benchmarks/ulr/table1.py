@@ -22,7 +22,7 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 import typer
 
 from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
+from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from benchmarks.speed.record_step import ghost_training
@@ -200,30 +201,38 @@ def chosen(batch: int) -> dict[str, float]:
 @app.command()
 def published(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: str = "0,1,2") -> None:
     """Train the cells of DP-ULR."""
-    for seed, target, batch in itertools.product(_numbers(seeds), _numbers(targets), _numbers(batches)):
-        cell = {"batch": int(batch), "target_std": target, "seed": int(seed)}
+    for seed, target, batch in _cells(batches, targets, seeds):
+        cell = {"batch": batch, "target_std": target, "seed": seed}
         if has(rows_of("published"), cell):
             continue
-        setting = chosen(int(batch))
-        config = published_config(int(batch), target, int(seed), **setting)
-        tag = f"published-{batch:g}-{target:g}-{seed:g}-{setting['sigma']:g}-{setting['lr']:g}"
+        setting = chosen(batch)
+        config = published_config(batch, target, seed, **setting)
+        tag = f"published-{batch}-{target:g}-{seed}-{setting['sigma']:g}-{setting['lr']:g}"
         run = train_or_read(config, FOLDER / tag)
         row = {**cell, "copies": COPIES, **setting, **figures_of(run)}
         keep("published", row, key=tuple(cell))
-        paper = PAPER.get((int(batch), target))
-        print(f"{batch:g} {target:g} seed {seed:g}: {row['test']:.2f} (paper {paper})", flush=True)
+        print(f"{batch} {target:g} seed {seed}: {row['test']:.2f} (paper {PAPER[batch, target]})", flush=True)
 
 
 @app.command()
 def opacus(batches: str = "500,200,64", targets: str = "0.5,1,2,4,8", seeds: str = "0,1,2") -> None:
     """Train the cells of DP-SGD by Opacus."""
-    for seed, target, batch in itertools.product(_numbers(seeds), _numbers(targets), _numbers(batches)):
-        cell = {"batch": int(batch), "target_std": target, "seed": int(seed)}
+    for seed, target, batch in _cells(batches, targets, seeds):
+        cell = {"batch": batch, "target_std": target, "seed": seed}
         if not has(rows_of("opacus"), cell):
-            row = {**cell, **dp_sgd(int(batch), target, int(seed))}
+            row = {**cell, **dp_sgd(batch, target, seed)}
             keep("opacus", row, key=tuple(cell))
-            paper = PAPER.get((int(batch), target))
-            print(f"{batch:g} {target:g} seed {seed:g}: {row['test']:.2f} (paper {paper})", flush=True)
+            print(
+                f"{batch} {target:g} seed {seed}: {row['test']:.2f} (paper {PAPER[batch, target]})",
+                flush=True,
+            )
+
+
+def _cells(batches: str, targets: str, seeds: str) -> Iterable[tuple[int, float, int]]:
+    """Return seed, sigma_0 and batch of the cells of Table 1 that options name."""
+    known_batches, known_targets = (sorted(set(values)) for values in zip(*PAPER, strict=True))
+    wanted = listed("--targets", targets, known_targets), listed("--batches", batches, known_batches)
+    return itertools.product(seeds_of(seeds), *wanted)
 
 
 def dp_sgd(
@@ -265,17 +274,21 @@ def dp_sgd(
 @app.command()
 def proven(epsilons: str = "3,1", seeds: str = "0,1,2", trainers: str = ";".join(PROVEN_TRAINERS)) -> None:
     """Train the proven form and DP-SGD at equal proven epsilon; `trainers` are separated by semicolons."""
-    for seed, epsilon, kind in itertools.product(_numbers(seeds), _numbers(epsilons), trainers.split(";")):
-        cell = {"trainer": kind, "epsilon": epsilon, "seed": int(seed)}
+    wanted = (
+        listed("--epsilons", epsilons, PROVEN_EPSILONS),
+        listed("--trainers", trainers, tuple(PROVEN_TRAINERS)),
+    )
+    for seed, epsilon, kind in itertools.product(seeds_of(seeds), *wanted):
+        cell = {"trainer": kind, "epsilon": epsilon, "seed": seed}
         if has(rows_of("proven"), cell):
             continue
         run = train_or_read(
-            proven_config(kind, epsilon, int(seed)),
-            FOLDER / f"proven-{kind.replace(', ', '-').replace(' ', '-')}-{epsilon:g}-{seed:g}",
+            proven_config(kind, epsilon, seed),
+            FOLDER / f"proven-{kind.replace(', ', '-').replace(' ', '-')}-{epsilon:g}-{seed}",
         )
         row = {**cell, **figures_of(run)}
         keep("proven", row, key=tuple(cell))
-        print(f"{kind} epsilon {epsilon:g} seed {seed:g}: {row['test']:.2f}", flush=True)
+        print(f"{kind} epsilon {epsilon:g} seed {seed}: {row['test']:.2f}", flush=True)
 
 
 @app.command()
@@ -284,21 +297,18 @@ def widths(batches: str = ",".join(map(str, WIDTH_BATCHES)), seeds: str = "0,1,2
 
     The small network at batches of 64 is a cell of Table 1 and is taken from there.
     """
-    for seed, batch, (name, hidden) in itertools.product(
-        _numbers(seeds), map(int, batches.split(",")), WIDTHS.items()
-    ):
-        cell = {"width": name, "batch": batch, "seed": int(seed)}
+    sizes = listed("--batches", batches, WIDTH_BATCHES)
+    for seed, batch, (name, hidden) in itertools.product(seeds_of(seeds), sizes, WIDTHS.items()):
+        cell = {"width": name, "batch": batch, "seed": seed}
         if has(width_rows(), cell):
             continue
-        config = published_config(batch, 8.0, int(seed), **chosen(64 if batch == 64 else 200))
+        config = published_config(batch, 8.0, seed, **chosen(64 if batch == 64 else 200))
         config["model"] = {**config["model"], "hidden": hidden}
-        run = train_or_read(config, FOLDER / f"widths-{name}-{batch}-{seed:g}")
-        other = dp_sgd(batch, 8.0, int(seed), hidden=hidden)
+        run = train_or_read(config, FOLDER / f"widths-{name}-{batch}-{seed}")
+        other = dp_sgd(batch, 8.0, seed, hidden=hidden)
         row = {**cell, "hidden": hidden, "ulr": 100 * run.summary["test_accuracy"], "dp_sgd": other["best"]}  # type: ignore[index]
         keep("widths", row, key=tuple(cell))
-        print(
-            f"{name} {batch} seed {seed:g}: DP-ULR {row['ulr']:.2f}, DP-SGD {row['dp_sgd']:.2f}", flush=True
-        )
+        print(f"{name} {batch} seed {seed}: DP-ULR {row['ulr']:.2f}, DP-SGD {row['dp_sgd']:.2f}", flush=True)
 
 
 def width_rows() -> list[dict[str, Any]]:
@@ -431,10 +441,6 @@ def headline_rows() -> list[Row]:
     return [
         ("MNIST, Table 1 of the DP-ULR paper: ours minus the paper's", figure, command(MODULE, "published"))
     ]
-
-
-def _numbers(line: str) -> list[float]:
-    return [float(part) for part in line.split(",")]
 
 
 if __name__ == "__main__":

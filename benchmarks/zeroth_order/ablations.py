@@ -26,6 +26,7 @@ from torch import Tensor
 
 from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
 from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import embeddings
 from benchmarks.zeroth_order.sst2_head import PHI, PILOTS, Head, accuracy, dp_sgd, zo_rate
@@ -174,9 +175,10 @@ def free_rate(data: dict[str, tuple[Tensor, Tensor]]) -> float:
 
 def main(study: str = "") -> None:
     """Do what is not done yet, of one study or of all, and save after each training."""
+    studies = listed("--study", study, tuple(dict.fromkeys(cell.study for cell in CELLS)))
     torch.set_num_threads(1)
     data = {"train": embeddings("train"), "dev+test": embeddings("dev", "test")}
-    for cell in (each for each in CELLS if study in ("", each.study)):
+    for cell in (each for each in CELLS if each.study in studies):
         for seed in SEEDS:
             if str(seed) not in load_results(NAME).get("cells", {}).get(cell.key, {}):
                 run = trained(cell, seed, data, free_rate(data) if cell.law == "none" else None)
@@ -185,7 +187,7 @@ def main(study: str = "") -> None:
                 cells = results.get("cells", {})
                 cells = {**cells, cell.key: {**cells.get(cell.key, {}), str(seed): run}}
                 save_results(NAME, {"pilots": results.get("pilots", {}), "cells": cells})
-    if study in ("", "records"):
+    if "records" in studies:
         draw()
 
 

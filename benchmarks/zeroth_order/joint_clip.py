@@ -40,6 +40,7 @@ from torch.nn.functional import softplus
 
 from accounting import ZoGaussian, calibrate_noise
 from benchmarks.markdown import command, difference, markdown, section, with_error
+from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embed, embeddings
 from benchmarks.zeroth_order.sst2_head import (
@@ -255,16 +256,17 @@ def measure(only: str = "", epsilons: str = "1,0.5,4") -> None:
     """Choose rates with the pilots, train with the other seeds, and save after each cell.
 
     Args:
-        only: One plan of zeroth order by its name, with its counterpart; empty for all.
+        only: Names of plans, separated by semicolons, each taken with its counterpart; empty for all.
         epsilons: Separated by commas.
     """
+    plans, wanted = listed("--only", only, tuple(PLANS)), listed("--epsilons", epsilons, EPSILONS)
     torch.set_num_threads(1)
     data = {"train": embeddings("train"), "dev+test": embeddings("dev", "test")}
     cells: dict[str, Any] = load_results(NAME).get("cells", {})
     words = NORM * embed(list(CLASSES))
-    for epsilon in map(float, epsilons.split(",")):
+    for epsilon in wanted:
         for name, plan in PLANS.items():
-            if only and name not in (only, counterpart(only)):
+            if name not in {*plans, *map(counterpart, plans)}:
                 continue
             cell = cells.setdefault(
                 key_of(name, epsilon), {"noise": noise_for(epsilon, plan.steps, plan.batch), "pilots": {}}

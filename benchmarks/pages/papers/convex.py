@@ -204,14 +204,13 @@ def accountants(part: str) -> str:
     text = ""
     if part == "by_epochs":
         *products, sampled = found.values()
-        counts = [
-            f"{sum(values[at] < sampled[at] for values in products)} after {EPOCHS[at]}"
-            for at in (-1, -3, -4)
-        ]
+        first, *others = (
+            (sum(values[at] < sampled[at] for values in products), EPOCHS[at]) for at in (-1, -3, -4)
+        )
         text = (
-            f"*The paper finds* all {len(products)} products tighter than DP-SGD. *Here* {', '.join(counts)} "
-            f"epochs are; at the end the loosest has {max(values[-1] for values in products) / sampled[-1]:.3f} times "
-            "DP-SGD's epsilon."
+            f"*The paper finds* all {len(products)} products tighter than DP-SGD. *Here* {first[0]} are after "
+            f"{first[1]} epochs, {' and '.join(f'{count} after {epochs}' for count, epochs in others)}; at the end the "
+            f"loosest has {max(values[-1] for values in products) / sampled[-1]:.3f} times DP-SGD's epsilon."
         )
     else:
         renyi, numerical = found.values()

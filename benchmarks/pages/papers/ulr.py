@@ -257,7 +257,7 @@ def widths() -> str:
         "*The paper finds* that DP-ULR's lead diminishes with the width at batch 64 and is consistent at 128 and 256. "
         f"*Here* (and in its table) it falls from small to large by {', '.join(falls)}. At batch 64 it is DP-SGD that "
         f"changes: it gains {-_fall(found, 'dp_sgd', 64):.1f} points with the width, where the paper's loses "
-        f"{_paper_fall(64):.1f}; we do not know why."
+        f"{_paper_fall(64):.1f}; why is open, as the paper names no layers."
     )
     columns = ("width", "batch", "seeds", *PARTS.values(), "lead")
     return blocks(text, table(columns, rows), conclusion) if rows else ""

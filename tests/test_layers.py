@@ -5,6 +5,8 @@ Lower a number when the tree improves; delete it when its goal is reached.
 """
 
 import ast
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -361,3 +363,39 @@ def test_heavy_libraries_are_imported_when_needed(statement: str, heavy: set[str
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert not heavy & set(loaded.stdout.split())
+
+
+FORKED = """
+import importlib, os, sys, torch
+torch.set_num_threads(2)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+if not sys.argv[1:]:
+    torch.ones(2**20).sum()  # starts OpenMP's threads, which no forked process has
+child = os.fork()
+if child == 0:
+    torch.ones(2**20).sum()
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+"""Imports the modules that its arguments name, forks, and computes in the forked process."""
+
+
+def runs_forked(modules: Iterable[str], seconds: float) -> bool:
+    """Whether a process forked after these imports computes with several threads; it waits for ever if it cannot."""
+    started = subprocess.Popen([sys.executable, "-c", FORKED, *modules], cwd=ROOT, start_new_session=True)
+    try:
+        return started.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+        return False
+
+
+def test_imports_start_no_threads_that_a_forked_process_lacks() -> None:
+    assert runs_forked(product_files(), seconds=60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has another library of threads")
+def test_threads_that_a_forked_process_lacks_are_caught() -> None:
+    assert not runs_forked([], seconds=8)

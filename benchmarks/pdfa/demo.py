@@ -10,12 +10,11 @@ import shutil
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import typer
-from joblib import cpu_count
+from joblib import Parallel, cpu_count, delayed
 from rich.console import Console
 
 from benchmarks.markdown import Row, markdown, section
@@ -64,12 +63,12 @@ def run_all(console: Console) -> None:
     for sigma in SIGMAS:
         noise = {"noise": {"sigma": sigma}}
         runs += [("pdfa", seed, f"sigma-{sigma:g}-{seed}", noise) for seed in SEEDS]
-    with ProcessPoolExecutor(cpu_count()) as processes:
-        # submitted before the display, which is a thread, so that a process that is forked has one thread
-        waiting = [processes.submit(run_once, *run) for run in runs]
-        with console.status(f"{len(runs)} runs") as status:
-            for done, run in enumerate(waiting, start=1):
-                status.update(f"{done} of {len(runs)} runs done, the last one in {run.result()}")
+    finished = Parallel(n_jobs=cpu_count(), return_as="generator_unordered")(
+        delayed(run_once)(*run) for run in runs
+    )
+    with console.status(f"{len(runs)} runs") as status:
+        for done, folder in enumerate(finished, start=1):
+            status.update(f"{done} of {len(runs)} runs done, the last one in {folder}")
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:

@@ -16,9 +16,6 @@ from opusim.devices.inputs import Array, like_input, real_batch
 from opusim.errors import ConfigError
 from opusim.medium.transmission import Medium, gaussian_table
 
-LARGEST_ENTRY = float(gaussian_table().max())
-"""Largest magnitude of an entry of a `Medium`, 4.32: the random matrix is programmed divided by it."""
-
 
 class ProgrammableDevice(NoisyDevice):
     """A device that multiplies by the matrix that was programmed last.
@@ -64,7 +61,7 @@ class ProgrammableDevice(NoisyDevice):
 
     @property
     def reading_scale(self) -> float:
-        """Factor of all readings: 1 for a programmed matrix, `LARGEST_ENTRY` for the random one."""
+        """Factor of all readings: 1 for a programmed matrix; for the random one the largest entry of B, 4.32."""
         self._held()
         return self._scale
 
@@ -242,7 +239,8 @@ class ProgrammableDevice(NoisyDevice):
         if self._weights is None:
             seed, limit = self._medium_settings.seed, self._medium_settings.dense_limit_mib
             medium = Medium(self.n_inputs, self.n_outputs, seed, dense_limit_mib=limit)
-            self._write(medium.dense(self._torch_device).T / LARGEST_ENTRY, scale=LARGEST_ENTRY)
+            largest = float(gaussian_table().max())
+            self._write(medium.dense(self._torch_device).T / largest, scale=largest)
         if self._weights is None:  # pragma: no cover  # _write sets it or raises
             raise RuntimeError("no matrix was programmed")
         return self._weights

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ from benchmarks.pdfa import figure2, readings
 from benchmarks.pdfa import table1 as pdfa_table1
 from benchmarks.results_file import load_results
 from tests.support.paper_data import ours, trains_nothing, write_mnist
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +53,16 @@ def test_pdfa_readings(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trains_nothing(lambda: readings.main(jobs=1), monkeypatch)
     assert readings.largest_move() > 0.0
     assert "| eqs. 8 to 10 to the letter |" in readings.page_section()
+
+
+@pytest.mark.slow
+def test_the_demo_trains_side_by_side_and_writes_its_report(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples" / "opu.toml", tmp_path / "examples")
+    command = [sys.executable, "-m", "benchmarks.pdfa.demo"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=True
+    )
+    assert "pdfa, sigma 30" in shown.stdout
+    assert (tmp_path / "runs" / "demo" / "report.html").stat().st_size > 10_000

@@ -40,12 +40,15 @@ def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
         content: One value for each field without a default; others are ignored.
 
     Raises:
-        ValueError: A value is missing, has the wrong type or breaks a rule of the dataclass; one line.
+        ValueError: A value is missing, NaN, has the wrong type or breaks a rule of the dataclass; one line.
     """
     values = dict(content)
     for key in [key for key, value in values.items() if value == "inf"]:
         if _is_number(get_type_hints(kind).get(key)):
             values[key] = math.inf
+    for key, value in values.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{key} = nan: must be a number; restore the document")
     try:
         return cast(R, _adapter_of(kind).validate_json(json.dumps(values), strict=True))
     except pydantic.ValidationError as error:
@@ -200,7 +203,7 @@ class Guarantee:
         failed = self.failed_assumptions
         if math.isinf(self.epsilon) != (self.reason is not None):
             raise ValueError(
-                f"reason = {self.reason!r}: an infinite epsilon needs one, a finite epsilon has none"
+                f"reason = {checks.short(self.reason)}: an infinite epsilon needs one, a finite epsilon has none"
             )
         if self.status is Status.NONE and math.isfinite(self.epsilon):
             raise ValueError(f"status = {self.status.value!r}: has no finite epsilon, got {self.epsilon}")

@@ -214,7 +214,7 @@ def require_certified(mechanisms: Sequence[Mechanism], certificates: Sequence[Ce
     for mechanism in mechanisms:
         digest = mechanism.certificate if isinstance(mechanism, CertifiedMechanism) else ""
         if digest and digest not in known:
-            raise ValueError(f"certificate = {digest!r}: no line before describes it")
+            raise ValueError(f"certificate = {checks.short(digest)}: no line before describes it")
         if isinstance(mechanism, CertifiedMechanism) and digest and mechanism.beta < known[digest].beta:
             raise ValueError(
                 f"beta = {mechanism.beta:g}: is less than that of the certificate, {known[digest].beta:g}"

@@ -17,6 +17,7 @@ from accounting.ledger.content import LedgerContent, Mode
 from accounting.ledger.evidence import Alarm, CertificateFacts
 from accounting.mechanisms import Mechanism, mechanism_from_json
 from accounting.theorems import known_theorems
+from opusim import checks
 from opusim.tables import wrapped
 
 SCHEMA = "opusim-guarantee"
@@ -62,6 +63,9 @@ class LedgerFacts:
         steps_paid: Steps paid for; in release mode a repeated step counts again.
         releases_paid: Names of the releases that happen once.
         checked_against: Files of the run that name a length and a digest, which the ledger fits.
+
+    Raises:
+        ValueError: Delta is outside of [0, 1).
     """
 
     lines: int
@@ -72,6 +76,9 @@ class LedgerFacts:
     steps_paid: int
     releases_paid: tuple[str, ...]
     checked_against: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        checks.in_unit_interval(closed="left", delta=self.delta)
 
     @classmethod
     def of(cls, content: LedgerContent, checked_against: Sequence[str]) -> Self:

@@ -29,7 +29,7 @@ class OtherLaser(Laser):
     """A laser that is not as the description says.
 
     Attributes:
-        fault: correlated, heavy (one frame in ten is three times as far off), or anchor (brighter frames vary more).
+        fault: correlated, heavy (one frame in ten is six times as far off), or anchor (brighter frames vary more).
     """
 
     fault = ""
@@ -40,7 +40,7 @@ class OtherLaser(Laser):
         if self.fault == "correlated":
             w[1:] = 1 + 0.8 * (w[1:] - 1) + 0.6 * (w[:-1] - 1)
         if self.fault == "heavy":
-            w = 1 + (w - 1) * np.where(more > 1.2, 3.0, 1.0)
+            w = 1 + (w - 1) * np.where(more > 1.2, 6.0, 1.0)
         if self.fault == "anchor" and frames == 100:
             w = 1 + 2 * (w - 1)
         return w

@@ -394,7 +394,9 @@ def test_shared_scatter_is_an_upper_limit_and_0_of_independent_looks(looks: int,
         held += _shared(random.normal(size=looks) + 1.5 * random.normal(size=looks), 1.0) >= 1.5
     assert called <= 200 * 0.01 + 5 * (200 * 0.01) ** 0.5
     assert held >= 200 * 0.9 - 5 * (200 * 0.09) ** 0.5
-    following = [np.repeat(random.normal(size=looks // 4), 4) * 2 for _ in range(200)]  # of few, some look alike
+    following = [
+        np.repeat(random.normal(size=looks // 4), 4) * 2 for _ in range(200)
+    ]  # of few, some look alike
     assert sum(_shared(follows, 1.0) > 2 * 1.2 for follows in following) > 100
 
 

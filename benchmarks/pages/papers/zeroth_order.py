@@ -47,15 +47,18 @@ def _paper(name: str, *values: float | str) -> tuple[str, ...]:
     return (f"the paper, {name}", *(value if isinstance(value, str) else f"{value:.2f}" for value in values))
 
 
+def _runs(results: str, cell: str) -> list[float]:
+    """Return the accuracies in per cent of a cell of some results, by seed."""
+    runs = load_results(results).get("cells", {}).get(cell, {}).get("runs", {})
+    return [100 * runs[seed]["accuracy"] for seed in sorted(runs, key=int)]
+
+
 def _accuracies(methods: Mapping[str, str], epsilons: tuple[float, ...], *, of: str = "zo_sst2") -> Rows:
     """Return the accuracies in some results: a line for each method, by epsilon."""
-    cells = load_results(of).get("cells", {})
-    rows = []
-    for method, name in methods.items():
-        runs = [cells.get(f"{method}, {epsilon:g}", {}).get("runs", {}) for epsilon in epsilons]
-        shown = (with_error([100 * run["accuracy"] for run in found.values()], ".1f") for found in runs)
-        rows.append((name, *shown))
-    return rows
+    return [
+        (name, *(with_error(_runs(of, f"{method}, {epsilon:g}"), ".1f") for epsilon in epsilons))
+        for method, name in methods.items()
+    ]
 
 
 def by_epsilon(
@@ -100,12 +103,6 @@ def main_results() -> str:
         table(header, joint),
         _against_dp_sgd(epsilons),
     )
-
-
-def _runs(results: str, cell: str) -> list[float]:
-    """Return the accuracies in per cent of a cell of some results, by seed."""
-    runs = load_results(results).get("cells", {}).get(cell, {}).get("runs", {})
-    return [100 * runs[seed]["accuracy"] for seed in sorted(runs, key=int)]
 
 
 def _against_dp_sgd(epsilons: tuple[float, ...]) -> str:

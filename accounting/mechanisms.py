@@ -78,6 +78,13 @@ ErrorProbability = Annotated[
 CertificateDigest = Annotated[
     str, Doc("Digest of that certificate, or empty; mechanisms that name the same one spend its beta once.")
 ]
+ExactlyRounded = Annotated[
+    bool,
+    Doc(
+        "Whether every number is released with its noise as one exactly rounded number (docs/privacy.md); a ledger of "
+        "an opusim before 0.3 says false."
+    ),
+]
 DeviceNoise = Annotated[bool, Doc("Whether the credited noise is a device's, of Gaussian law.")]
 """Types of fields with their rules; a field may add its own `Doc`."""
 

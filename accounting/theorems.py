@@ -23,13 +23,17 @@ NUMBER_IS_UNUSED = (
     "the sampling probability, the number of steps, the noise and the divisor are constants that do not come from the "
     "data, and whether a record is held out does not depend on the others"
 )
-NOISE_IS_SECRET = (
-    "neither the noise nor its seed is revealed, and the rounding of floating-point numbers is not attacked"
-)
+SEED_IS_SECRET = "neither the noise nor its seed is revealed"
+NOISE_IS_SECRET = f"{SEED_IS_SECRET}, and the rounding of floating-point numbers is not attacked"
 DEVICE_NOISE_IS_GAUSSIAN = (
     "the device's noise is Gaussian, independent of data and between entries, at least as strong as stated"
 )
 """Hypotheses that several theorems share."""
+_EXACTLY_ROUNDED = (
+    "every number is released with its noise as one exactly rounded number on a public grid: the mechanism on the value "
+    "that the machine holds, then post-processing"
+)
+_ROUNDING_NOT_ATTACKED = "the rounding of floating-point numbers is not attacked"
 
 _NOT_POISSON = {
     "poisson-min-batch": "batches redrawn until they are large enough make records depend on each other",
@@ -145,6 +149,18 @@ def about_relation(relation: Adjacency, *, enforced: bool) -> tuple[Assumption, 
     if relation is Adjacency.ADD_OR_REMOVE_ONE:
         return assumptions((NUMBER_IS_UNUSED,), enforced=enforced)
     return ()
+
+
+def about_rounding(exactly_rounded: bool, *, enforced: bool) -> tuple[Assumption, ...]:
+    """Return what a statement assumes about the rounding of released numbers (docs/privacy.md, What is rounded how).
+
+    Args:
+        exactly_rounded: Whether every release went through `opusim.randomness.rounded` with noise of exact law.
+        enforced: Whether the code that ran did so.
+    """
+    if exactly_rounded:
+        return assumptions((_EXACTLY_ROUNDED,), enforced=enforced)
+    return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
 
 
 def weaker(relations: Iterable[Adjacency]) -> Adjacency:

@@ -1,8 +1,8 @@
 """A private search: train K ~ Poisson(m) trials of a protected run, and keep the best with its score.
 
 A trial's model protects the training records by the guarantee of its run. Its score protects the held-out records: it
-is the number of them that the model classifies rightly plus N(0, 1 / mu^2), which one record changes by at most 1, over
-a public number. No record is in both sets. `accounting.selection` prices the choice, and gives trials and scores the
+is the number of them that the model classifies rightly, which one record changes by at most 1, plus N(0, 1 / mu^2),
+exactly rounded, over a public number. No record is in both sets. `accounting.selection` prices the choice, and gives trials and scores the
 least noise that keeps the whole search within its epsilon.
 
 **Every search is paid for before its number of trials is drawn.** A stopped search resumes without a second payment as
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Adjacency, Guarantee
@@ -127,18 +128,18 @@ def best_of(scores: Mapping[int, float]) -> int:
     return max(scores, key=lambda number: scores[number])
 
 
-def noisy_score(accuracy: float, n_records: float, mu: float, *, mode: str, seed: int) -> float:
-    """Return an accuracy plus N(0, (1 / (n mu))^2), which is mu-GDP in the held-out records.
+def noisy_score(right: int, n_records: float, mu: float, *, mode: str, seed: int) -> float:
+    """Return (right + N(0, 1 / mu^2)) / n, the noisy number exactly rounded: mu-GDP in the held-out records.
 
     Args:
-        accuracy: On the held-out records.
-        n_records: n, at least 1; one record changes the accuracy by at most 1 / n.
+        right: Number of held-out records that the model classifies rightly; one record changes it by at most 1.
+        n_records: n, a public number of at least 1.
         mu: Above 0.
         mode: Of the run; release mode draws from the system.
         seed: Of the trial.
     """
-    std = 1 / (n_records * mu)
-    return accuracy + std * float(noise_stream(mode, seed, "score-noise").normal((1,))[0])
+    noise = noise_stream(mode, seed, "score-noise").rounded(1, 1 / mu)
+    return float(noise.added_to(torch.tensor([float(right)]))) / n_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,11 +341,11 @@ class Search:
         run = self._trained(state, number, folder)
         _require_within(run, trial.whole)
         held_out = with_maps(run.config, _records(run.config), folder).validation
-        correct = 0.0
+        right = 0
         if len(held_out):
-            correct = len(held_out) * evaluate_split(run.model, held_out, run.config.loss)["accuracy"]
+            right = round(len(held_out) * evaluate_split(run.model, held_out, run.config.loss)["accuracy"])
         return noisy_score(
-            correct / trial.held_out,
+            right,
             trial.held_out,
             self._selection.mu,
             mode=run.config.mode,

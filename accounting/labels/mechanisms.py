@@ -19,6 +19,7 @@ from accounting.labels.observations import keep_probability
 from accounting.mechanisms import (
     CertifiedMechanism,
     DeviceNoise,
+    ExactlyRounded,
     Mechanism,
     Positive,
     SamplingProbability,
@@ -27,7 +28,7 @@ from accounting.mechanisms import (
     proven_guarantee,
     spend_certificates,
 )
-from accounting.theorems import NOISE_IS_SECRET, Theorem
+from accounting.theorems import NOISE_IS_SECRET, SEED_IS_SECRET, Theorem, about_rounding
 from opusim import checks
 
 _SIGNALS_CHECKED = (
@@ -130,7 +131,7 @@ LABEL_READOUT = Theorem(
         "the noise is drawn once for each reading, with the same law for all labels",
         "training labels are used only through the readings",
     ),
-    trusted=(PUBLIC_FEATURES, NOISE_IS_SECRET),
+    trusted=(PUBLIC_FEATURES, SEED_IS_SECRET),
 )
 RANDOMIZED_RESPONSE = Theorem(
     name="randomized-response",
@@ -303,7 +304,12 @@ class LabelReadout(CertifiedMechanism):
     device_law: Annotated[
         bool, Doc("Whether the credited noise is a device's; its Gaussian law is then an assumption.")
     ] = False
+    exactly_rounded: ExactlyRounded = True
 
+    absent_means: ClassVar[Mapping[str, Any]] = {
+        **CertifiedMechanism.absent_means,
+        "exactly_rounded": False,
+    }
     kind: ClassVar[str] = "label_readout"
     audited: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = True
@@ -326,7 +332,12 @@ class LabelReadout(CertifiedMechanism):
         """Return mu-GDP for labels, mu^2 the sum over all readings."""
         device = any(mechanism.device_law for mechanism in mechanisms)
         law = ("the device's noise is Gaussian, the same for every label, and at least as strong as stated",)
-        assumptions = LABEL_READOUT.assumptions(enforced=enforced, trusted=law if device else ())
+        assumptions = (
+            *LABEL_READOUT.assumptions(enforced=enforced, trusted=law if device else ()),
+            *about_rounding(
+                not device and all(one.exactly_rounded for one in mechanisms), enforced=enforced
+            ),
+        )
         return [gaussian_label_guarantee(mechanisms, delta, LABEL_READOUT, assumptions, device)]
 
 

@@ -27,13 +27,14 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
 from accounting.mechanisms import (
     CertifiedMechanism,
+    ExactlyRounded,
     Mechanism,
     Positive,
     certificate_errors,
     proven_guarantee,
     spend_certificates,
 )
-from accounting.theorems import Theorem, about_relation
+from accounting.theorems import SEED_IS_SECRET, Theorem, about_relation, about_rounding
 from opusim import checks
 
 _ORDERS = (
@@ -68,7 +69,7 @@ PRIVATE_SELECTION = Theorem(
         "a trial's score is part of what makes it mu-GDP: Gaussian noise hides the held-out records in it",
         _ONE_RELEASE,
     ),
-    trusted=(_NOT_REPEATED,),
+    trusted=(_NOT_REPEATED, SEED_IS_SECRET),
 )
 NOISY_SUMS = Theorem(
     name="selection-of-noisy-sums",
@@ -95,7 +96,7 @@ NOISY_SUMS = Theorem(
         "a trial spends at most what was paid for it: the steps and the noise in its ledger are compared",
         _ONE_RELEASE,
     ),
-    trusted=(_NOT_REPEATED,),
+    trusted=(_NOT_REPEATED, SEED_IS_SECRET),
 )
 
 
@@ -190,6 +191,7 @@ class PrivateSelection(CertifiedMechanism):
     unit: Annotated[Unit, Doc("what is protected.")] = Unit.RECORD  # type: ignore[misc]  # that of the trials
     rests_on: Annotated[str, Doc("name of the theorem that a trial rests on, or empty.")] = ""
     device_noise: Annotated[bool, Doc("Whether the trials' noise is a device's, of Gaussian law.")] = False
+    exactly_rounded: ExactlyRounded = True
 
     absent_means: ClassVar[Mapping[str, Any]] = {
         **CertifiedMechanism.absent_means,
@@ -198,6 +200,7 @@ class PrivateSelection(CertifiedMechanism):
         "release": Release.LAST_ITERATE,
         "unit": Unit.RECORD,
         "rests_on": "",
+        "exactly_rounded": False,
     }
     kind: ClassVar[str] = "private_selection"
     audited: ClassVar[bool] = True
@@ -250,6 +253,7 @@ class PrivateSelection(CertifiedMechanism):
                 adjacency=first.adjacency,
                 assumptions=(
                     *theorem.assumptions(enforced=enforced, trusted=_of_trials(first.rests_on)),
+                    *about_rounding(all(one.exactly_rounded for one in mechanisms), enforced=enforced),
                     *about_relation(first.adjacency, enforced=enforced),
                 ),
                 device_model=any(mechanism.device_noise for mechanism in mechanisms),

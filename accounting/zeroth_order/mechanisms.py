@@ -23,6 +23,7 @@ from accounting.mechanisms import (
     CertifiedMechanism,
     Count,
     DeviceNoise,
+    ExactlyRounded,
     Mechanism,
     Positive,
     SamplingProbability,
@@ -31,12 +32,19 @@ from accounting.mechanisms import (
     proven_guarantee,
     spend_certificates,
 )
-from accounting.theorems import NOISE_IS_SECRET, Theorem, about_relation, leaving_out, weaker
+from accounting.theorems import (
+    SEED_IS_SECRET,
+    Theorem,
+    about_relation,
+    about_rounding,
+    leaving_out,
+    weaker,
+)
 
 _CHECKED = (
     "every record enters every batch independently with probability q, by a new draw at each step",
     "each record's loss difference, or the vector of all its differences, is clipped to the stated bound before the "
-    "sum, and one that is not finite counts as the bound",
+    "sum, and one that is not finite counts as the bound; it is rounded toward zero so that the sum is exact",
     "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
     "the features were standardised with public constants, not with statistics of the data",
     "the noise is fresh for each scalar, from a stream separate from the directions'",
@@ -44,13 +52,13 @@ _CHECKED = (
 _TRUSTED = (
     "batches stay secret: realised sizes, step times and the sampler's state are not released",
     "a record's loss depends on that record only: no layer mixes the records of a batch",
-    NOISE_IS_SECRET,
+    SEED_IS_SECRET,
 )
 _DEVICE_LAW = (
     "the device's noise is Gaussian, independent of data and between draws, at least as strong as stated"
 )
 _CUT_PROBABILITY = 2.0**-63
-"""Probability that a release run's Laplace number is cut: it is made of four normal numbers, whose radii come from 64
+"""Probability that opusim 0.2 cut a release run's Laplace number: it was made of four normal numbers, whose radii came from 64
 random bits each and end at sqrt(2 log 2^65) = 9.49, which the exact law exceeds with probability 2^-65."""
 _LARGEST_STEP_EPSILON = 100.0
 """Pure epsilon of a step beyond which its loss is not composed: delta would save nothing, and doubles overflow."""
@@ -112,8 +120,9 @@ class ZoScalars(Mechanism):
         ),
         leaving_out,
     ] = Adjacency.ADD_OR_REMOVE_ONE
+    exactly_rounded: ExactlyRounded = True
 
-    absent_means: ClassVar[Mapping[str, Any]] = {"relation": Adjacency.ZERO_OUT}
+    absent_means: ClassVar[Mapping[str, Any]] = {"relation": Adjacency.ZERO_OUT, "exactly_rounded": False}
 
     def known_batch(self) -> Self:
         """Return the same mechanism with q = 1."""
@@ -191,6 +200,9 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
                     *ZEROTH_ORDER_GAUSSIAN.assumptions(
                         enforced=enforced, trusted=(_DEVICE_LAW,) if device else ()
                     ),
+                    *about_rounding(
+                        not device and all(one.exactly_rounded for one in mechanisms), enforced=enforced
+                    ),
                     *about_relation(relation, enforced=enforced),
                 ),
                 device_model=device,
@@ -236,7 +248,7 @@ class ZoLaplace(ZoScalars):
         """Return epsilon of all steps in both directions: zero_out, unless all are for add_or_remove_one."""
         relation = weaker(mechanism.relation for mechanism in mechanisms)
         bounds = _laplace_bounds(mechanisms, delta)
-        tails = _tails(mechanisms, bounds.upper, delta)
+        cut = [one for one in mechanisms if not one.exactly_rounded]
         return [
             proven_guarantee(
                 mechanisms,
@@ -245,7 +257,10 @@ class ZoLaplace(ZoScalars):
                 delta=delta,
                 adjacency=relation,
                 assumptions=(
-                    *ZEROTH_ORDER_LAPLACE.assumptions(enforced=enforced, trusted=(tails,)),
+                    *ZEROTH_ORDER_LAPLACE.assumptions(
+                        enforced=enforced, trusted=(_tails(cut, bounds.upper, delta),) if cut else ()
+                    ),
+                    *about_rounding(not cut, enforced=enforced),
                     *about_relation(relation, enforced=enforced),
                 ),
             )
@@ -253,7 +268,7 @@ class ZoLaplace(ZoScalars):
 
 
 def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
-    """Return (1 + e^epsilon) 2^-63 for each number: what cut tails add to delta in release mode, at most 1.
+    """Return (1 + e^epsilon) 2^-63 for each number: what tails that opusim 0.2 cut add to delta, at most 1.
 
     Exact noise and the generator's differ with probability 2^-63 a number, so the runs differ in total variation by at
     most the sum tau of these, and P'(S) <= P(S) + tau <= e^epsilon Q(S) + tau <= e^epsilon (Q'(S) + tau) + tau.
@@ -271,7 +286,7 @@ def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
 
 def _tails(mechanisms: Sequence[ZoLaplace], epsilon: float, delta: float) -> str:
     return (
-        "the generator of a release run cuts the tails of Laplace noise, beyond 90 scales, for each number with "
+        "the generator of a release run of opusim 0.2 cut the tails of Laplace noise, beyond 90 scales, for each number with "
         f"probability 2^-63 = 1.1e-19; this adds {cut_delta(mechanisms, epsilon):.1g} to delta = {delta:g}"
     )
 

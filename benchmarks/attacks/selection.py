@@ -85,10 +85,10 @@ class SelectionGame(TwoWorlds):
         trials = draw_trials(_CHOICES, self._mean, seed=seed).trials
         if not trials:
             return 0.0
-        accuracy, mu = float(first) / _HELD_OUT, self._mu / self._share
+        right, mu = int(first), self._mu / self._share
         scores = {
             number: noisy_score(
-                accuracy, _HELD_OUT, mu, mode="experiment", seed=derive_seed(seed, "trial", number) >> 1
+                right, _HELD_OUT, mu, mode="experiment", seed=derive_seed(seed, "trial", number) >> 1
             )
             for number in range(len(trials))
         }
@@ -176,7 +176,7 @@ class SelectedModelGame(TwoWorlds):
         """Return the likelihood ratio of the best trial's updates; 0 without a trial."""
         scores = {
             number: noisy_score(
-                float(numerics.logistic(ratio)),
+                round(float(numerics.logistic(ratio)) * _MANY_HELD_OUT),
                 _MANY_HELD_OUT,
                 _SCORE_MU,
                 mode="experiment",

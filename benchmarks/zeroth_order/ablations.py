@@ -38,7 +38,7 @@ from training.networks.base import ModuleNetwork
 from training.networks.functions import LOSS_VALUES
 from training.networks.optimizers import set_learning_rate
 from training.reports.drawing import new_figure, save_figure, style
-from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE, NAME = "benchmarks.zeroth_order.ablations", "zo_ablations"
 SEEDS, FACTOR, CLIP, RATE, POINTS = (0, 1, 2), 1.0, 0.01, 0.3, 20
@@ -126,12 +126,12 @@ def make(cell: Cell, rate: float | None, seed: int) -> tuple[Trainer, Any]:
     config = load_config(
         {"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": rate, "schedule": "linear"}}
     )
-    law = LaplaceScalars if cell.law == "laplace" else GaussianScalars
     release = ScalarRelease(
         clip=cell.clip if private else None,
         divisor=cell.batch,
         scale=noise * cell.clip if private else 0.0,
-        noise=law(stream) if private else None,
+        noise=stream if private else None,
+        law="laplace" if cell.law == "laplace" else "gaussian",
     )
     network, root = ModuleNetwork(Head(384), 384), derive_seed(seed, "directions")
     return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer

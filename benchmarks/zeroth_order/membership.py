@@ -52,7 +52,7 @@ from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.networks.optimizers import make_optimizer
 from training.protections.record import RecordGradients
-from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE = "benchmarks.zeroth_order.membership"
 NAME = "zo_membership"
@@ -97,7 +97,7 @@ def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:
         return FeedbackTrainer(network, optimizer, config.trainer_as(FeedbackConfig), protection=protection)
     config = load_config({"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": plan["rate"]}})
     release = ScalarRelease(
-        clip=CLIP if noise else None, divisor=plan["batch"], scale=noise * CLIP, noise=GaussianScalars(stream)
+        clip=CLIP if noise else None, divisor=plan["batch"], scale=noise * CLIP, noise=stream
     )
     return ZoTrainer(network, config.trainer, config.optimizer, release, root=derive_seed(seed, "directions"))
 

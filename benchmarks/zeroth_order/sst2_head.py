@@ -46,7 +46,7 @@ from training.networks.base import ModuleNetwork
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.networks.optimizers import make_optimizer, set_learning_rate
 from training.protections.record import RecordGradients
-from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE = "benchmarks.zeroth_order.sst2_head"
 NAME, BASELINE = "zo_sst2", "dp-sgd"
@@ -151,9 +151,12 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
         divisor = METHODS[method]["batch"]
         made = LaplaceSgd(scale=noise, clip=clip / (2 * PHI), divisor=divisor, rate=rate, stream=stream)
         return made, config.optimizer
-    law = LaplaceScalars if "laplace" in method else GaussianScalars
     release = ScalarRelease(
-        clip=clip, divisor=METHODS[method]["batch"], scale=noise * clip, noise=law(stream)
+        clip=clip,
+        divisor=METHODS[method]["batch"],
+        scale=noise * clip,
+        noise=stream,
+        law="laplace" if "laplace" in method else "gaussian",
     )
     root = derive_seed(seed, "directions")
     network = ModuleNetwork(Head(384), 384)

@@ -44,7 +44,7 @@ from training.config import load_config
 from training.data.samplers import make_sampler
 from training.networks.base import ModuleNetwork
 from training.networks.optimizers import set_learning_rate
-from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE = "benchmarks.zeroth_order.sst2_lora"
 NAME, RANK, LENGTH, HELD_OUT = "zo_sst2_lora", 8, 40, 2000
@@ -145,7 +145,7 @@ def zeroth_order(x: Tensor, y: Tensor, noise: float, factor: float, seed: int) -
     config = load_config(
         {"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": rate, "schedule": "linear"}}
     )
-    stream = GaussianScalars(SeededStream(seed, "central-noise"))
+    stream = SeededStream(seed, "central-noise")
     release = ScalarRelease(clip=CLIP, divisor=plan["batch"], scale=noise * CLIP, noise=stream)
     network = ModuleNetwork(Top(seed), x.shape[1])
     root = derive_seed(seed, "directions")

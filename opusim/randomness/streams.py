@@ -13,6 +13,7 @@ comes from `SystemStream`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from opusim import checks
 from opusim.plugins import Deferred
 from opusim.randomness import MAX_SEED as MAX_SEED
 from opusim.randomness import derive_seed as derive_seed
+from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise
 
 kernels = Deferred("opusim.randomness.kernels")
 
@@ -122,6 +124,22 @@ class NoiseStream(ABC):
         """
         return y.add_(self.normal(y.shape, device=y.device).mul_(_checked_std(std)))
 
+    def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
+        """Draw the noise of numbers that are released with it, exactly rounded to a public grid.
+
+        Seeded and system streams draw the random digits of noise of exact law, on the CPU; this method of the base class
+        rounds finished numbers of `normal`, for a source such as a device, whose own rounding it cannot undo.
+
+        Args:
+            count: How many numbers.
+            scale: Standard deviation, or b for Laplace noise, in [2^-900, 2^900].
+            law: Of the noise.
+
+        Returns:
+            What adds the noise to the numbers and rounds; see `opusim.randomness.rounded`.
+        """
+        return NormalNoise(self.normal((count, 4) if law == "laplace" else (count,)), scale, law)
+
     @abstractmethod
     def seek(self, step: int) -> None:
         """Position the stream at the start of a training step, in [0, 2^64)."""
@@ -196,6 +214,23 @@ class SeededStream(NoiseStream):
 
         kernels.run_split(work, -(-out.size // chunk), grain=_CHUNKS_PER_THREAD)
 
+    def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
+        """See the base class; number i takes block i of the next reading, and further digits from a hash of both."""
+        _check_shape((count,))
+        position = (self._step, self._next_reading())
+        step_low, step_high = split_key(self._step)
+        block = philox_torch(
+            torch.arange(count), position[1], step_low, step_high, (self._key[1] << 32) | self._key[0]
+        )
+        low = torch.stack((block[0], block[2]), dim=1).numpy().astype(np.uint64)
+        high = torch.stack((block[1], block[3]), dim=1).numpy().astype(np.uint64)
+        calls = itertools.count()
+
+        def more(number: int) -> int:
+            return derive_seed(self._seed, "digits", *position, number, next(calls))
+
+        return ExactNoise((high << np.uint64(32)) | low, more, scale, law)
+
     def _next_reading(self) -> int:
         """Return the number of this reading within the step."""
         if self._reading >= _MAX_READINGS:
@@ -209,9 +244,8 @@ class SystemStream(NoiseStream):
 
     The key is drawn from `os.urandom`, lives in memory only, and is drawn again in a forked child, so two
     processes never share noise. The words go through the same Box-Muller kernel as the seeded stream's. Other
-    torch devices get their numbers copied from the CPU. Out of scope: attacks on the floating-point
-    representation of the released numbers (Mironov 2012); float32 noise added to a real number is not the
-    real-valued Gaussian of a privacy theorem in its last bits.
+    torch devices get their numbers copied from the CPU. The float32 numbers of `normal` and `add_to` are not the
+    real-valued Gaussian of a privacy theorem in their last bits (Mironov 2012); those of `rounded` are, rounded once.
     """
 
     def __init__(self) -> None:
@@ -232,6 +266,16 @@ class SystemStream(NoiseStream):
             part = flat[start : start + block]
             kernels.fill_from_words(part, self._words(-(-part.size // kernels.CHUNK)))
         return out.to(device)
+
+    def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
+        """See the base class."""
+        _check_shape((count,))
+        words = np.frombuffer(self._current_cipher().update(bytes(16 * count)), dtype=np.uint64)
+
+        def more(_: int) -> int:
+            return int.from_bytes(self._current_cipher().update(bytes(8)), "little")
+
+        return ExactNoise(words.reshape(count, 2), more, scale, law)
 
     def _words(self, chunks: int) -> np.ndarray:
         """Return random words, uint32, shape (chunks, 3, PAIRS)."""

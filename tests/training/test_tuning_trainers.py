@@ -238,7 +238,7 @@ def test_what_the_guarantee_is_about_cannot_be_chosen() -> None:
 def test_scores_of_equal_trials_differ_by_their_noise_only(tmp_path: Path) -> None:
     """The score of a model is its count of right answers plus N(0, 1 / mu^2), a new draw for each trial."""
     scores = [
-        searching.noisy_score(0.5, 360.0, 0.4, mode="experiment", seed=seed) * 360 - 180
+        searching.noisy_score(180, 360.0, 0.4, mode="experiment", seed=seed) * 360 - 180
         for seed in range(2000)
     ]
     assert abs(np.mean(scores)) < 5 / 0.4 / math.sqrt(2000)

@@ -253,7 +253,7 @@ class StoredLabels(SoftLabels):
 
 
 def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, pay: Pay) -> Tensor:
-    """Read one-hot labels with digital Gaussian noise of standard deviation sqrt(2) / mu.
+    """Read one-hot labels with digital Gaussian noise of standard deviation sqrt(2) / mu, exactly rounded.
 
     Args:
         labels: Class numbers, shape (n,).
@@ -268,7 +268,8 @@ def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, 
     pay(LabelReadout(mu=mu))
     noise.seek(LABEL_STEP)
     sigma = math.sqrt(2) / mu
-    readings = noise.add_to(_one_hot(labels, n_classes), sigma)
+    one_hot = _one_hot(labels, n_classes)
+    readings = noise.rounded(one_hot.numel(), sigma).added_to(one_hot)
     scores = reading_log_likelihood([readings.numpy()], [np.eye(n_classes)], [sigma])
     return torch.from_numpy(scores).float()
 

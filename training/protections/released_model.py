@@ -1,12 +1,16 @@
 """One noisy linear model of public features: labels enter it once, and it is all that training sees of them.
 
 The features h_i, with the constant 1, are public. The design comes from them only: weights w_i in [0, 1], and the
-Cholesky factor L of S = sum_i w_i h_i h_i^T + lambda I. The model is
+Cholesky factor L of S = sum_i w_i h_i h_i^T + lambda I. What is released is
 
-    W = S^-1 (sum_i w_i h_i t_i^T + sigma L Z),   t_i = one-hot label - 1 / k,
+    R = sum_i a_i e(y_i)^T + sigma Z,   a_i = w_i L^-1 h_i,
 
-with independent Z of N(0, 1) and sigma = sqrt(2) C / mu, C >= max_i w_i |L^-1 h_i|. Records far from the others have
-large leverages |L^-1 h_i|^2; smaller weights of these lower C.
+exactly rounded, with one-hot labels e(y_i), independent Z of N(0, 1) and sigma = sqrt(2) C / mu, C = max_i |a_i|. The a_i
+are rounded toward zero first, so that their sums are exact. The model is a function of R and of public numbers,
+
+    W = L^-T (R - sum_i a_i 1^T / k)^T = S^-1 (sum_i w_i h_i (e(y_i) - 1 / k)^T + sigma L Z).
+
+Records far from the others have large leverages |L^-1 h_i|^2; smaller weights of these lower C.
 Source: docs/privacy-labels.md, section 4 (one noisy linear model).
 """
 
@@ -28,12 +32,12 @@ import torch
 from torch import Tensor
 
 from accounting.errors import LedgerCorrupt
-from accounting.labels.linear_model import LabelRelease, noise_of, whitened_bound
+from accounting.labels.linear_model import LabelRelease, noise_of
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.files import make_folder
-from opusim.randomness.streams import NoiseStream
+from opusim.randomness.rounded import toward_zero
 from training.data.public_map import cache_folder
 from training.protections.base import Protection, calibrated_once, central_noise, noise_work
 from training.protections.config import LabelReleaseConfig
@@ -48,8 +52,26 @@ _ROWS, _COLUMNS = 4096, 1024
 """Records, and columns of S, of one matrix product."""
 _NOT_KEPT = (OSError, ValueError, KeyError, IndexError, EOFError, TypeError, zipfile.BadZipFile, zlib.error)
 """What a design that was never kept, or was cut, raises."""
+_LARGEST_SHARE = 2.0
+"""Bound on the entries of a_i, so that the grid of their sums is public: |a_i| <= 1 up to rounding, since the sum that S is
+has w_i h_i h_i^T in it, with a weight that is not smaller."""
 _PAYMENT = "model"
 """What a ledger calls the one release."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelSums:
+    """All that is read of labels, before the noise.
+
+    Attributes:
+        by_class: sum_i a_i e(y_i)^T, exact, float64, shape (k, d).
+        total: sum_i a_i, exact and the same for all labels, float64, shape (d,).
+        largest: C = max_i |a_i|, rounded up.
+    """
+
+    by_class: Tensor
+    total: Tensor
+    largest: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +109,8 @@ class Design:
         return cls(metric=Metric.of_lower(total), weights=weights, ridge=scaled)
 
     @classmethod
-    def levelled(cls, x: Tensor, *, ridge: float, rounds: int, level: float) -> tuple[Design, float]:
-        """Return the design of a protected model, and C >= max_i w_i |L^-1 h_i|.
+    def levelled(cls, x: Tensor, *, ridge: float, rounds: int, level: float) -> Design:
+        """Return the design of a protected model.
 
         Each round lowers the weights of all records so that no w_i |L^-1 h_i| exceeds `level` times the root mean
         square of |L^-1 h_i|, and forms S with these weights. In the end they are lowered once more under that S.
@@ -104,15 +126,7 @@ class Design:
         for _ in range(rounds):
             design = cls.of(x, ridge=ridge, weights=lowered(whole, norms, level))
             norms = design.norms(x)
-        weights = lowered(design.weights, norms, level) if rounds else whole
-        bound = whitened_bound(
-            float((weights * norms).max()),
-            trace=float(design.metric.factor.square().sum()),
-            ridge=design.ridge,
-            n_records=len(x),
-            n_features=len(design.metric.factor),
-        )
-        return replace(design, weights=weights), bound
+        return replace(design, weights=lowered(design.weights, norms, level)) if rounds else design
 
     def norms(self, x: Tensor) -> Tensor:
         """Return |L^-1 h_i|, float64, shape (n,)."""
@@ -135,6 +149,38 @@ class Design:
     def solved(self, sums: Tensor) -> Tensor:
         """Return S^-1 of rows, shape (k, d)."""
         return torch.cholesky_solve(sums.t(), self.metric.factor).t()
+
+    def label_sums(self, x: Tensor, y: Tensor, n_classes: int) -> LabelSums:
+        """Return what is read of labels; see `LabelSums`.
+
+        Args:
+            x: Features, shape (n, d - 1), those of the design.
+            y: Class numbers, shape (n,).
+            n_classes: k.
+        """
+        by_class = x.new_zeros((n_classes, x.shape[1] + 1), dtype=torch.float64)
+        largest = 0.0
+        for rows, h in blocks(x):
+            shares = (self.metric.whiten(h) * self.weights[rows, None]).clamp(-_LARGEST_SHARE, _LARGEST_SHARE)
+            shares = toward_zero(shares, bound=_LARGEST_SHARE, count=len(x))
+            largest = max(largest, largest_norm(shares))
+            by_class.addmm_(torch.nn.functional.one_hot(y[rows], n_classes).double().t(), shares)
+        return LabelSums(by_class=by_class, total=by_class.sum(dim=0), largest=largest)
+
+    def model(self, released: Tensor, total: Tensor) -> Tensor:
+        """Return W, shape (k, d).
+
+        Args:
+            released: R, float64, shape (k, d).
+            total: `LabelSums.total`.
+        """
+        centred = released - total / len(released)
+        return torch.linalg.solve_triangular(self.metric.factor.t(), centred.t(), upper=True).t()
+
+
+def largest_norm(rows: Tensor) -> float:
+    """Return the largest Euclidean norm of float64 rows, rounded up beyond the error of d additions and a root."""
+    return float(rows.square().sum(dim=1).max().sqrt()) * (1 + (rows.shape[1] + 8) * 2.0**-52)
 
 
 def finite(x: Tensor) -> Tensor:
@@ -164,49 +210,34 @@ def blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, torch.where(torch.isfinite(h).all(dim=1, keepdim=True), h, 0.0)
 
 
-def noisy_sums(design: Design, sums: Tensor, *, mu: float, bound: float, noise: NoiseStream) -> Tensor:
-    """Return sum_i w_i h_i t_i^T + sigma L Z, float64, shape (k, d).
-
-    Args:
-        design: The design.
-        sums: `Design.sums`.
-        mu: Of the guarantee, above 0.
-        bound: C of `Design.levelled`.
-        noise: Source of independent N(0, 1).
-    """
-    return sums + noise_of(mu, bound) * design.metric.colour(noise.normal(sums.shape, device=sums.device))
-
-
 def released(
-    plan: Plan,
-    design: Design,
-    sums: Tensor,
-    *,
-    mu: float,
-    bound: float,
-    device: NoisyDevice | None,
-) -> Tensor:
-    """Return the noisy sums of a run, from the first noise of its source.
+    plan: Plan, design: Design, x: Tensor, y: Tensor, *, mu: float, device: NoisyDevice | None
+) -> tuple[Tensor, Tensor]:
+    """Return R of a run, from the first noise of its source, and `LabelSums.total`.
 
     Args:
         plan: The run.
         design: Its design.
-        sums: `Design.sums` of its labels.
+        x: Its training features.
+        y: Its training labels.
         mu: Of the guarantee, above 0.
-        bound: C of `Design.levelled`.
         device: Its open device, or None without one.
     """
+    sums = design.label_sums(x, y, plan.dataset.n_classes)
+    if not sums.largest:  # no record has a finite feature, so that nothing is read of labels
+        return sums.by_class, sums.total
     noise = central_noise(plan, device)
     for source in (device, noise):
         if source is not None:
             source.seek(LABEL_STEP)
-    return noisy_sums(design, sums, mu=mu, bound=bound, noise=noise)
+    drawn = noise.rounded(sums.by_class.numel(), noise_of(mu, sums.largest))
+    return drawn.added_to(sums.by_class), sums.total
 
 
-def public_design(plan: Plan, x: Tensor) -> tuple[Design, float]:
-    """Return the design of a protected run and its bound C.
+def public_design(plan: Plan, x: Tensor) -> Design:
+    """Return the design of a protected run.
 
-    Both are kept beside the features of a public map (`OPUSIM_CACHE`), and taken from there if the same features come
+    It is kept beside the features of a public map (`OPUSIM_CACHE`), and taken from there if the same features come
     again.
 
     Args:
@@ -220,14 +251,13 @@ def public_design(plan: Plan, x: Tensor) -> tuple[Design, float]:
     if file is not None:
         with suppress(*_NOT_KEPT), file.open("rb") as stream, np.load(stream) as kept:
             factor, weights = (torch.from_numpy(kept[name]).to(x.device) for name in ("factor", "weights"))
-            design = Design(metric=Metric(factor=factor), weights=weights, ridge=float(kept["ridge"]))
-            return design, float(kept["bound"])
-    design, bound = Design.levelled(x, **settings)
+            return Design(metric=Metric(factor=factor), weights=weights, ridge=float(kept["ridge"]))
+    design = Design.levelled(x, **settings)
     if file is not None:
         arrays = {"factor": design.metric.factor.cpu().numpy(), "weights": design.weights.cpu().numpy()}
         with suppress(OSError):  # a full or read-only disk costs time, not the run
-            _keep(file, {**arrays, "ridge": np.float64(design.ridge), "bound": np.float64(bound)})
-    return design, bound
+            _keep(file, {**arrays, "ridge": np.float64(design.ridge)})
+    return design
 
 
 def _kept_file(x: Tensor, settings: Mapping[str, Any]) -> Path:
@@ -293,9 +323,8 @@ class LabelReleaseProtection(Protection):
             return
         dataset, place = self._plan.dataset, self._plan.config.torch_device
         x, y = dataset.train.x.to(place), dataset.train.y.to(place)
-        design, bound = public_design(self._plan, x)
+        design = public_design(self._plan, x)
         mechanism = self.mechanism
         ledger.pay_once(_PAYMENT, mechanism)
-        sums = design.sums(x, y, dataset.n_classes)
-        noisy = released(self._plan, design, sums, mu=mechanism.mu, bound=bound, device=device)
-        write_array(folder.labels_file, design.solved(noisy).cpu().numpy())
+        found, total = released(self._plan, design, x, y, mu=mechanism.mu, device=device)
+        write_array(folder.labels_file, design.model(found, total).cpu().numpy())

@@ -44,7 +44,7 @@ from training.zeroth_order.step_log import (
     StepLog,
     read_header,
 )
-from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 CLIP = 0.05
 """C if the configuration gives none: the DP-ZO paper's, found best of four in its Table 15."""
@@ -234,12 +234,12 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         stream: NoiseStream = noise_stream(config.mode, config.seed_for("scalar-noise"), "scalar-noise")
         if device is not None:
             stream = DeviceNormals(device, credit=self.plan.credit)
-        law = LaplaceScalars if self.options.law == "laplace" else GaussianScalars
         return ScalarRelease(
             clip=clip,
             divisor=config.divisor,
             scale=self.protection.noise_multiplier * clip,
-            noise=law(stream),
+            noise=stream,
+            law=self.options.law,
             joint=self._joint,
         )
 

@@ -1,14 +1,14 @@
 """Train any module by zeroth-order steps in place: Algorithm 1 of the DP-ZO paper.
 
-One step: for each of n directions, a forward pass on each side; each record's loss difference is clipped to C; then
-s_j = (sum_i clip(l_i^+ - l_i^-) + noise_j) / (2 phi B) with the stated batch size B, and one move along each direction.
+One step: for each of n directions, a forward pass on each side; each record's loss difference is clipped to C, and
+rounded toward zero so that its sum is exact; then s_j = r_j / (2 phi B) with r_j the exactly rounded sum_i clip(l_i^+ -
+l_i^-) + noise_j and the stated batch size B, and one move along each direction.
 There are neither gradients nor a second copy of the parameters. The scalars s_j are all that a step releases of the
 data; their noise comes from a stream that is independent of the directions.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.processes.ranks import Ranks
+from opusim.randomness.rounded import Law, RoundedNoise, toward_zero
 from opusim.randomness.streams import NoiseStream, derive_seed
 from training.config.run import LossName
 from training.config.sections import OptimizerConfig
@@ -31,6 +32,10 @@ from training.zeroth_order.step_log import StepLog
 LARGEST_DIFFERENCE = 1e100
 """Bound on a difference before a joint clip, beyond float32: a loss that is not finite counts as it, and 1,024 of its
 squares have a finite sum in float64."""
+_MOST_RECORDS = 2**22
+"""Records of a batch up to which sums of clipped differences are exact."""
+_BELOW = 1 - 2.0**-40
+"""Factor of the bound of a joint clip: more than float64 errs in a norm and a scaling of 1,024 numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +76,7 @@ def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differe
 
 
 def jointly_clipped(found: Sequence[Differences], clip: float) -> list[Differences]:
-    """Scale each record's differences along all directions to Euclidean norm at most C, up to float64 rounding.
+    """Scale each record's differences along all directions to Euclidean norm at most C.
 
     Args:
         found: The differences along each direction, bounded by `LARGEST_DIFFERENCE`.
@@ -79,56 +84,9 @@ def jointly_clipped(found: Sequence[Differences], clip: float) -> list[Differenc
     """
     values = torch.stack([differences.values for differences in found])
     norms = torch.linalg.vector_norm(values, dim=0)
-    scaled = values * (clip / norms.clamp_min(clip))
+    scaled = values * (clip * _BELOW / norms.clamp_min(clip))
     outside = int((norms > clip).sum())
     return [replace(each, values=row, clipped=outside) for each, row in zip(found, scaled, strict=True)]
-
-
-class ScalarNoise(ABC):
-    """Independent numbers of one law with scale 1.
-
-    Args:
-        stream: Independent N(0, 1): digital (seeded, or from the system in release mode), or from a device.
-    """
-
-    def __init__(self, stream: NoiseStream) -> None:
-        self._stream = stream
-
-    def draw(self, step: int, count: int) -> list[float]:
-        """Draw noise for a step's scalars; in experiment mode, the same step repeats it.
-
-        Args:
-            step: Number of the step.
-            count: Number of scalars.
-        """
-        self._stream.seek(step)
-        return self._numbers(count)
-
-    @abstractmethod
-    def _numbers(self, count: int) -> list[float]:
-        """Return numbers of the law."""
-
-
-class GaussianScalars(ScalarNoise):
-    """N(0, 1)."""
-
-    def _numbers(self, count: int) -> list[float]:
-        return [float(number) for number in self._stream.normal((count,)).double()]
-
-
-class LaplaceScalars(ScalarNoise):
-    """Laplace of scale 1: (a^2 + b^2 - c^2 - d^2) / 2 of independent normals, a difference of two exponentials.
-
-    This is exact for exact normals. The stream makes normals in pairs, whose squared radius over 2 is an exponential
-    number cut at log 2^65 = 45.1 in release mode, which the exact law exceeds with probability 2^-65 = 2.7e-20 (log
-    2^41 = 28.4 and 2^-41 = 4.5e-13 in experiment mode). Four pairs contribute to one Laplace number, so it differs from
-    an exact one by more than rounding with probability at most 2^-63 = 1.1e-19, and its magnitude is at most 90.1.
-    `accounting.zeroth_order.mechanisms.cut_delta` bounds what this adds to delta = 0.
-    """
-
-    def _numbers(self, count: int) -> list[float]:
-        squares = self._stream.normal((count, 4)).double().square()
-        return [float(a + b - c - d) / 2 for a, b, c, d in squares]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +97,16 @@ class ScalarRelease:
         clip: C > 0, or None if there is no clip.
         divisor: B > 0, the stated batch size.
         scale: Scale of the noise in units of a loss: z C or b C; 0 for no noise.
-        noise: Source of the noise, or None.
+        noise: Source of the noise, independent of the directions, or None.
+        law: Of the noise.
         joint: Whether C bounds the norm of a record's differences along all directions, rather than each of them.
     """
 
     clip: float | None
     divisor: float
     scale: float = 0.0
-    noise: ScalarNoise | None = None
+    noise: NoiseStream | None = None
+    law: Law = "gaussian"
     joint: bool = False
 
 
@@ -154,8 +114,8 @@ class ZoTrainer(Trainer):
     """Trains a network's tensors by forward passes.
 
     Guarantees for every batch, whatever it holds:
-        - adding or removing one record changes each scalar's sum by at most C, and with a joint clip the vector of a
-          step's sums by at most C in Euclidean norm, up to float64 rounding;
+        - adding or removing one record changes each scalar's sum, as computed, by at most C, and with a joint clip the
+          vector of a step's sums by at most C in Euclidean norm, for batches of up to 2^22 records;
         - a loss that is not finite changes the sum by at most C and does not stop the step;
         - an empty batch takes the same noisy step.
 
@@ -300,8 +260,14 @@ class ZoTrainer(Trainer):
             found.append(self._differences(seed, x, y, totals))
             self.perturbation.move_back(seed)
         found.append(self._differences(seeds[-1], x, y, totals))
-        if self._release.joint and self._release.clip is not None:
-            found = jointly_clipped(found, self._release.clip)
+        clip = self._release.clip
+        if self._release.joint and clip is not None:
+            found = jointly_clipped(found, clip)
+        if clip is not None:  # the bounds hold for the sums as computed
+            found = [
+                replace(each, values=toward_zero(each.values, bound=clip, count=_MOST_RECORDS))
+                for each in found
+            ]
         totals.add(found)
         totals.replace(self.ranks.totals(totals.numbers()))
 
@@ -324,19 +290,22 @@ class ZoTrainer(Trainer):
             output = self.model(x).float()
             return self._loss(output, y), output.argmax(dim=1) == y
 
-    def _noise(self, step: int) -> list[float]:
-        """Return the noise on each direction's sum, in units of a loss; zeros unless this process draws it."""
+    def _noise(self, step: int) -> RoundedNoise | None:
+        """Draw the noise on the directions' sums, in units of a loss; None unless this process draws it."""
         if self._device is not None:
             self._device.seek(step)
-        release, count = self._release, self._config.directions
-        if release.noise is None or self.ranks.rank:
-            return [0.0] * count
-        return [release.scale * number for number in release.noise.draw(step, count)]
+        release = self._release
+        if release.noise is None or not release.scale or self.ranks.rank:
+            return None
+        release.noise.seek(step)
+        return release.noise.rounded(self._config.directions, release.scale, release.law)
 
-    def _entry(self, seeds: tuple[int, ...], totals: _Totals, noise: Sequence[float]) -> StepEntry:
+    def _entry(self, seeds: tuple[int, ...], totals: _Totals, noise: RoundedNoise | None) -> StepEntry:
         """Return the step for the log: the noised sums over batch size and 2 phi."""
         divisor = 2 * self._config.perturbation * self._release.divisor
-        scalars = [(total + number) / divisor for total, number in zip(totals.sums, noise, strict=True)]
+        sums = torch.tensor(totals.sums, dtype=torch.float64)
+        released = sums if noise is None else noise.added_to(sums)
+        scalars = [scalar / divisor for scalar in released.tolist()]
         rate = float(self.optimizer.param_groups[0]["lr"])
         return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.broadcast(scalars)))
 

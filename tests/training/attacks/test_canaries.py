@@ -12,7 +12,7 @@ from tests.support.canaries import Canaries, auc_error, own_features, pooled, re
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.networks.network import FullyConnected
-from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 RECORDS, OTHERS, STEPS = 40, 4, 300
 
@@ -29,7 +29,7 @@ def scores_of(seed: int, noise: float, canaries: Canaries) -> list[float]:
     network = FullyConnected(nn.Sequential(linear))
     before = record_losses(network.model, canaries.x, canaries.y)
     config = load_config({"trainer": {"kind": "zo", "perturbation": 0.01}, "optimizer": {"lr": 0.02}})
-    stream = GaussianScalars(SeededStream(seed, "scalar-noise"))
+    stream = SeededStream(seed, "scalar-noise")
     release = ScalarRelease(clip=0.05, divisor=20.0, scale=noise * 0.05, noise=stream)
     trainer = ZoTrainer(
         network, config.trainer, config.optimizer, release, root=derive_seed(seed, "directions")

@@ -136,14 +136,10 @@ def no_final_noise() -> AbstractContextManager[None]:
 def leverage_ignored() -> AbstractContextManager[None]:
     """The noise is that of the mean leverage d / n, which the record that sticks out exceeds."""
 
-    def mean(bound: Callable[..., float]) -> Callable[..., float]:
-        def bounded(largest: float, *, n_records: int, n_features: int, **rest: Any) -> float:
-            typical = min(largest, (n_features / n_records) ** 0.5)
-            return bound(typical, n_records=n_records, n_features=n_features, **rest)
+    def mean(largest: Callable[[torch.Tensor], float]) -> Callable[[torch.Tensor], float]:
+        return lambda rows: min(largest(rows), (rows.shape[1] / len(rows)) ** 0.5)
 
-        return bounded
-
-    return replaced("training.protections.released_model:whitened_bound", mean)
+    return replaced("training.protections.released_model:largest_norm", mean)
 
 
 FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = {

@@ -17,8 +17,6 @@ from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
 from training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
 from training.zeroth_order.trainer import (
     LARGEST_DIFFERENCE,
-    GaussianScalars,
-    LaplaceScalars,
     jointly_clipped,
     loss_differences,
 )
@@ -91,41 +89,6 @@ def test_a_joint_clip_keeps_small_records_and_the_direction_of_large_ones() -> N
 def test_an_empty_batch_has_no_differences() -> None:
     found = loss_differences(torch.zeros(0), torch.zeros(0), 1.0)
     assert (float(found.values.sum()), found.clipped, found.non_finite) == (0.0, 0, 0)
-
-
-def test_scalar_noise_has_its_law(seed: int) -> None:
-    """Kolmogorov-Smirnov at five standard errors' probability; the other law, the planted fault, is refused."""
-    level = 5.7e-7
-    gauss = GaussianScalars(SeededStream(seed, "test")).draw(0, 20_000)
-    laplace = LaplaceScalars(SeededStream(seed, "test")).draw(0, 20_000)
-    assert kstest(gauss, "norm").pvalue > level
-    assert kstest(laplace, "laplace").pvalue > level
-    assert kstest(np.array(gauss) * math.sqrt(2), "laplace").pvalue < level
-    size = len(laplace)
-    assert abs(np.var(laplace) - 2) < 5 * 2 * math.sqrt(5 / size)  # kurtosis 6
-
-
-def test_noise_repeats_in_experiment_mode_and_never_in_release() -> None:
-    for law in (GaussianScalars, LaplaceScalars):
-        seeded = law(noise_stream("experiment", 3, "scalar-noise"))
-        assert seeded.draw(5, 2) == seeded.draw(5, 2) != seeded.draw(6, 2)
-        fresh = law(noise_stream("release", None, "scalar-noise"))
-        assert fresh.draw(5, 2) != fresh.draw(5, 2)
-
-
-class _Extremes(SystemStream):
-    """A release stream whose every random word is 0: the largest radius, an angle of 0."""
-
-    def _words(self, chunks: int) -> np.ndarray:
-        return np.zeros((chunks, 3, PAIRS), dtype=np.uint32)
-
-
-def test_a_release_streams_radii_end_where_the_statement_says() -> None:
-    """|a| is the radius here, so a^2 / 2 is the exponential at its cut, beyond which lies 2^-65; four times."""
-    (a, *_) = _Extremes().normal((4,)).double().tolist()
-    assert a * a / 2 == pytest.approx(65 * math.log(2), rel=1e-5)
-    assert 4 * math.exp(-a * a / 2) == pytest.approx(2.0**-63, rel=1e-3)
-    assert LaplaceScalars(_Extremes()).draw(0, 1) == [0.0]  # all four alike
 
 
 def _entries(count: int, directions: int = 1) -> list[StepEntry]:

@@ -23,7 +23,7 @@ from training.networks.network import FullyConnected
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file, replay
-from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
+from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 BASE = {
     "epochs": 2,
@@ -117,7 +117,7 @@ def test_an_empty_batch_takes_its_noisy_step() -> None:
     config = load_config(PROTECTED)
     from opusim.randomness.streams import SeededStream
 
-    noise = GaussianScalars(SeededStream(1, "scalar-noise"))
+    noise = SeededStream(1, "scalar-noise")
     release = ScalarRelease(clip=0.05, divisor=10.0, scale=0.1, noise=noise)
     trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=7)
     before = network.tensors["layer1.weight"].clone()

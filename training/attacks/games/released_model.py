@@ -1,10 +1,10 @@
 """The game of one noisy linear model: a record's label is a or b, and the attacker sees the model.
 
 The auditor owns the features: record i is R e_i, and as many records again are 0, half of them
-with either label, so that they add nothing to the difference of two columns. The model S^-1 U is a function of U
-and U one of the model, so the attacker whitens U by the public factor L. A label moves the whitened sum along
-g_i = w_i L^-1 h_i, and the noise is independent N(0, sigma^2) in every direction. The likelihood ratio of the two
-labels is a function of the sum along g_i in the column of a less that in the column of b.
+with either label, so that they add nothing to the difference of two columns. The model is a function of the noisy sums
+and public numbers, and they are one of the model, so the attacker sees them. A label moves them along g_i = w_i L^-1 h_i,
+and the noise is independent N(0, sigma^2) in every direction. The likelihood ratio of the two labels is a function of
+the sum along g_i in the column of a less that in the column of b.
 
 The g_i of different records share the constant feature and are almost orthogonal. The attacker reads along the
 orthonormal directions that are nearest to them, the rows of (G G^T)^(-1/2) G, and subtracts what the labels of all
@@ -63,7 +63,7 @@ class ReleasedModelGame(TwoWorlds):
         x = torch.cat([_LENGTH * torch.eye(RECORDS), torch.zeros(RECORDS, RECORDS)])
         dataset = crafted(x, torch.arange(len(x)) % 2, n_classes=plan.dataset.n_classes)
         self._plan = replace(plan, dataset=dataset)
-        self._design, self._bound = public_design(self._plan, x)
+        self._design = public_design(self._plan, x)
         whitened = self._design.metric.whiten(torch.cat([x, torch.ones(len(x), 1)], dim=1).double())
         self._shares = self._design.weights[:RECORDS, None] * whitened[:RECORDS]  # g_i, shape (RECORDS, d)
         left, _, right = torch.linalg.svd(self._shares, full_matrices=False)
@@ -93,13 +93,12 @@ class ReleasedModelGame(TwoWorlds):
         plan = self._plan.unchecked(seed=seed)
         x, y = plan.dataset.train.x, plan.dataset.train.y.clone()
         y[:RECORDS] = 0 if first else 1
-        sums = self._design.sums(x, y, plan.dataset.n_classes)
         with plan.opened_device() as device:
-            noisy = released(plan, self._design, sums, mu=self._mu, bound=self._bound, device=device)
-        seen = self._along(self._design.metric.whiten(noisy[:2]))
+            noisy, _ = released(plan, self._design, x, y, mu=self._mu, device=device)
+        seen = self._along(noisy[:2])
         known = self._from_others if first else -self._from_others
         return np.asarray((seen - known).numpy())[None]
 
-    def _along(self, whitened: Tensor) -> Tensor:
+    def _along(self, rows: Tensor) -> Tensor:
         """Return the difference of two columns along each direction, shape (RECORDS,)."""
-        return (whitened[0] - whitened[1]) @ self._directions.t()
+        return (rows[0] - rows[1]) @ self._directions.t()

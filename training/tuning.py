@@ -124,7 +124,11 @@ def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int 
 
 
 def best_of(scores: Mapping[int, float]) -> int:
-    """Return the number of the trial with the highest score."""
+    """Return the number of the trial with the highest score.
+
+    Scores on a grid may tie. The first of equal trials has the law of one that is chosen among them by an independent
+    uniform number, as trials are drawn alike and independently: the law of a continuous score, which the theorem asks for.
+    """
     return max(scores, key=lambda number: scores[number])
 
 

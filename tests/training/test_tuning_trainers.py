@@ -16,6 +16,8 @@ from accounting.guarantee import Adjacency, Status, Unit
 from accounting.ledger.ledger import read_ledger
 from accounting.selection.mechanisms import PrivateSelection
 from opusim.errors import ConfigError
+from opusim.randomness.rounded import grid_of
+from opusim.randomness.streams import SystemStream
 from training import tuning as searching
 from training.cli import main
 from training.config import load_config
@@ -243,6 +245,25 @@ def test_scores_of_equal_trials_differ_by_their_noise_only(tmp_path: Path) -> No
     ]
     assert abs(np.mean(scores)) < 5 / 0.4 / math.sqrt(2000)
     assert abs(np.var(scores) * 0.4**2 - 1) < 5 * math.sqrt(2 / 2000)
+
+
+def test_a_released_score_fits_every_count_equally_well() -> None:
+    """Its noisy count lies on a public grid, whatever the count; float32 noise, the planted fault, fits one count only."""
+    mu, n = 0.6, 360
+    scores = [searching.noisy_score(217, float(n), mu, mode="release", seed=0) for _ in range(50)]
+    steps = np.array(scores) * n / grid_of(1 / mu)
+    assert np.abs(steps - np.rint(steps)).max() < 1e-6
+    counts = np.arange(n + 1)
+
+    def gaps(noisy_count: float) -> np.ndarray:
+        z = (noisy_count - counts) * mu
+        nearest = z.astype(np.float32)
+        return np.abs(z - nearest) / (np.abs(nearest) * 2.0**-24)
+
+    named = [int(np.argmin(gaps(round(step) * grid_of(1 / mu)))) == 217 for step in steps]
+    assert sum(named) < 10
+    faulty = [217 + float(SystemStream().normal((1,))[0]) / mu for _ in range(50)]
+    assert sum(int(np.argmin(gaps(count))) == 217 for count in faulty) > 25
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 import training
+from accounting.composition import guarantees
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.labels.linear_model import noise_of
+from accounting.labels.linear_model import LabelRelease, noise_of
 from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms import mechanism_from_json
 from opusim.errors import ConfigError
+from opusim.randomness.rounded import grid_of
+from opusim.randomness.streams import NoiseStream, SystemStream
 from training.attacks.findings import Role
 from training.attacks.run_audit import audit_run
 from training.config.kinds import without_derived
@@ -124,6 +128,57 @@ def test_the_noise_of_runs_is_that_of_the_theorem(tmp_path: Path, name: str) -> 
     if name == "device":
         run = training.load_run(tmp_path / "0")
         assert [each.status for each in run.guarantees] == ["proven under a device model"]
+
+
+def float32_gap(values: np.ndarray) -> float:
+    """Mean distance of numbers from the nearest float32 number, in half spacings: near 0 only for float32 numbers."""
+    nearest = values.astype(np.float32)
+    return float(np.mean(np.abs(values - nearest) / (np.abs(nearest) * 2.0**-24)))
+
+
+@pytest.mark.parametrize("exactly_rounded", [True, False])
+def test_a_released_model_fits_every_label_of_a_record_equally_well(
+    tmp_path: Path, exactly_rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who knows all other labels subtracts them: the rest tells nothing; float32 noise, the fault, names the label."""
+    if not exactly_rounded:
+
+        def added(stream: NoiseStream, count: int, scale: float, law: str = "gaussian") -> Any:
+            normals = stream.normal((count,)).double()
+            return SimpleNamespace(added_to=lambda values: values + scale * normals.view(values.shape))
+
+        monkeypatch.setattr(SystemStream, "rounded", added)
+    run = training.train({**PROTECTED, "mode": "release"}, data=data(), folder=tmp_path)
+    x, y = (torch.from_numpy(each) for each in data())
+    options, (paid,) = run.config.protection, read_ledger(tmp_path / "ledger.jsonl").mechanisms
+    assert paid.exactly_rounded
+    design = Design.levelled(x, ridge=0.05, rounds=options.rounds, level=options.level)
+    sums = design.label_sums(x, y, CLASSES)
+    sigma = noise_of(paid.mu, sums.largest)
+    model = read_array(tmp_path / "labels.safetensors")
+    seen = model @ design.metric.factor.numpy() + sums.total.numpy() / CLASSES  # R, up to rounding of the solve
+    if exactly_rounded:
+        seen = np.rint(seen / grid_of(sigma)) * grid_of(sigma)
+    gaps = []
+    for guess in range(CLASSES):
+        labels = y.clone()
+        labels[0] = guess
+        gaps.append(float32_gap((seen - design.label_sums(x, labels, CLASSES).by_class.numpy()) / sigma))
+    named = int(np.argmin(gaps)) == int(y[0]) and sorted(gaps)[0] < 0.1 * sorted(gaps)[1]
+    assert named != exactly_rounded
+    if exactly_rounded:
+        grid_steps = (model @ design.metric.factor.numpy() + sums.total.numpy() / CLASSES) / grid_of(sigma)
+        assert np.abs(grid_steps - np.rint(grid_steps)).max() < 1e-6
+        texts = [each.text for each in run.guarantees[0].assumptions]
+        assert not any("is not attacked" in text for text in texts)
+        assert any("exactly rounded number" in text for text in texts)
+
+
+def test_a_ledger_of_the_first_version_keeps_its_rounding_on_trust() -> None:
+    content = LabelRelease(mu=0.7).to_json()
+    del content["exactly_rounded"]
+    (stated,) = guarantees([mechanism_from_json(content)], delta=1e-5)
+    assert any("rounding of floating-point numbers is not attacked" in each.text for each in stated.assumptions)
 
 
 def test_noise_of_a_device_without_any_is_refused_before_the_run(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ DEVICE_NOISE_IS_GAUSSIAN = (
 )
 """Hypotheses that several theorems share."""
 _EXACTLY_ROUNDED = (
-    "every number is released with its noise as one exactly rounded number on a public grid: the mechanism on the value "
-    "that the machine holds, then post-processing"
+    "every number is released with its noise as one exactly rounded number on a public grid: the mechanism on the "
+    "value that the machine holds, then post-processing"
 )
 _ROUNDING_NOT_ATTACKED = "the rounding of floating-point numbers is not attacked"
 

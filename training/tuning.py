@@ -2,8 +2,8 @@
 
 A trial's model protects the training records by the guarantee of its run. Its score protects the held-out records: it
 is the number of them that the model classifies rightly, which one record changes by at most 1, plus N(0, 1 / mu^2),
-exactly rounded, over a public number. No record is in both sets. `accounting.selection` prices the choice, and gives trials and scores the
-least noise that keeps the whole search within its epsilon.
+exactly rounded, over a public number. No record is in both sets. `accounting.selection` prices the choice, and gives
+trials and scores the least noise that keeps the whole search within its epsilon.
 
 **Every search is paid for before its number of trials is drawn.** A stopped search resumes without a second payment as
 long as its `tuning.json` exists: the draw stands, finished trials keep their scores, and an unfinished trial resumes
@@ -126,8 +126,8 @@ def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int 
 def best_of(scores: Mapping[int, float]) -> int:
     """Return the number of the trial with the highest score.
 
-    Scores on a grid may tie. The first of equal trials has the law of one that is chosen among them by an independent
-    uniform number, as trials are drawn alike and independently: the law of a continuous score, which the theorem asks for.
+    Scores on a grid may tie. Trials are drawn alike and independently, so the first of equal ones has the law of one
+    chosen among them at random: that of a continuous score, which the theorem asks for.
     """
     return max(scores, key=lambda number: scores[number])
 

@@ -19,16 +19,16 @@ from opusim import checks
 LABEL_RELEASE = Theorem(
     name="label-release",
     title="one noisy linear model of public features",
-    statement="R = sum_i a_i e(y_i)^T + sigma Z is released, where e(y) is the one-hot label, Z has independent N(0, 1),"
-    " and the vectors a_i do not depend on labels. It is mu-GDP for a label, mu = sqrt(2) max_i |a_i| / sigma, and no "
-    "smaller mu holds. With S = sum_i w_i h_i h_i^T + lambda I = L L^T of public features h_i and a_i = w_i L^-1 h_i, the "
-    "model L^-T (R - sum_i a_i 1^T / k), of covariance sigma^2 S^-1, is a function of R. L may be any invertible matrix, "
-    "records may repeat, and a record with a_i = 0 costs nothing.",
+    statement="R = sum_i a_i e(y_i)^T + sigma Z is released, where e(y) is the one-hot label, Z has independent N(0, "
+    "1), and the vectors a_i do not depend on labels. It is mu-GDP for a label, mu = sqrt(2) max_i |a_i| / sigma, and "
+    "no smaller mu holds. With S = sum_i w_i h_i h_i^T + lambda I = L L^T of public features h_i and a_i = w_i L^-1 "
+    "h_i, the model L^-T (R - sum_i a_i 1^T / k), of covariance sigma^2 S^-1, is a function of R. L may be any "
+    "invertible matrix, records may repeat, and a record with a_i = 0 costs nothing.",
     proof="Replacing label a of record I by b moves the sum by a_I (e_a - e_b)^T, whatever the other labels are, of "
-    "Frobenius norm sqrt(2) |a_I|, and the noise has independent N(0, sigma^2). Two Gaussians of one covariance at whitened "
-    "distance mu have a log-likelihood ratio N(mu^2/2, mu^2). Two copies of a record are two labels, of which one is "
-    "replaced. The a_i are the vectors as computed, rounded toward zero to multiples of a power of two, so that float64 "
-    "forms their sums exactly, whatever the order; what S and L were computed with does not matter.",
+    "Frobenius norm sqrt(2) |a_I|, and the noise has independent N(0, sigma^2). Two Gaussians of one covariance at "
+    "whitened distance mu have a log-likelihood ratio N(mu^2/2, mu^2). Two copies of a record are two labels, of which "
+    "one is replaced. The a_i are the vectors as computed, rounded toward zero to multiples of a power of two, so that "
+    "float64 forms their sums exactly, whatever the order; how S and L were computed does not matter.",
     reference="Dong, Roth and Su 2019",
     code="accounting.labels.linear_model.noise_of",
     page="privacy-labels.md, section 4",
@@ -77,9 +77,7 @@ class LabelRelease(CertifiedMechanism):
         device = any(mechanism.device_noise for mechanism in mechanisms)
         assumptions = (
             *LABEL_RELEASE.assumptions(enforced=enforced, trusted=(DEVICE_LAW,) if device else ()),
-            *about_rounding(
-                not device and all(one.exactly_rounded for one in mechanisms), enforced=enforced
-            ),
+            *about_rounding(not device and all(one.exactly_rounded for one in mechanisms), enforced=enforced),
         )
         return [gaussian_label_guarantee(mechanisms, delta, LABEL_RELEASE, assumptions, device)]
 

@@ -334,9 +334,7 @@ class LabelReadout(CertifiedMechanism):
         law = ("the device's noise is Gaussian, the same for every label, and at least as strong as stated",)
         assumptions = (
             *LABEL_READOUT.assumptions(enforced=enforced, trusted=law if device else ()),
-            *about_rounding(
-                not device and all(one.exactly_rounded for one in mechanisms), enforced=enforced
-            ),
+            *about_rounding(not device and all(one.exactly_rounded for one in mechanisms), enforced=enforced),
         )
         return [gaussian_label_guarantee(mechanisms, delta, LABEL_READOUT, assumptions, device)]
 

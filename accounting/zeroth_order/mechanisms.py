@@ -58,8 +58,8 @@ _DEVICE_LAW = (
     "the device's noise is Gaussian, independent of data and between draws, at least as strong as stated"
 )
 _CUT_PROBABILITY = 2.0**-63
-"""Probability that opusim 0.2 cut a release run's Laplace number: it was made of four normal numbers, whose radii came from 64
-random bits each and end at sqrt(2 log 2^65) = 9.49, which the exact law exceeds with probability 2^-65."""
+"""Probability that opusim 0.2 cut a release run's Laplace number: it was made of four normal numbers, whose radii came
+from 64 random bits each and end at sqrt(2 log 2^65) = 9.49, which the exact law exceeds with probability 2^-65."""
 _LARGEST_STEP_EPSILON = 100.0
 """Pure epsilon of a step beyond which its loss is not composed: delta would save nothing, and doubles overflow."""
 _ROUNDING = 1e-9
@@ -286,8 +286,8 @@ def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
 
 def _tails(mechanisms: Sequence[ZoLaplace], epsilon: float, delta: float) -> str:
     return (
-        "the generator of a release run of opusim 0.2 cut the tails of Laplace noise, beyond 90 scales, for each number with "
-        f"probability 2^-63 = 1.1e-19; this adds {cut_delta(mechanisms, epsilon):.1g} to delta = {delta:g}"
+        "the generator of a release run of opusim 0.2 cut the tails of Laplace noise, beyond 90 scales, for each "
+        f"number with probability 2^-63 = 1.1e-19; this adds {cut_delta(mechanisms, epsilon):.1g} to delta = {delta:g}"
     )
 
 

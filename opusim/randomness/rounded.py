@@ -74,7 +74,9 @@ def grid_of(scale: float) -> float:
         ValueError: It is out of this range.
     """
     if not _SCALES[0] <= scale <= _SCALES[1]:
-        raise ValueError(f"scale = {scale:g}: must lie in [{_SCALES[0]:g}, {_SCALES[1]:g}]; rescale the values")
+        raise ValueError(
+            f"scale = {scale:g}: must lie in [{_SCALES[0]:g}, {_SCALES[1]:g}]; rescale the values"
+        )
     return math.ldexp(1.0, math.frexp(scale)[1] - 1 - GRID_BITS)
 
 
@@ -113,7 +115,9 @@ class ExactNoise(RoundedNoise):
         """See RoundedNoise.added_to."""
         s = values.detach().cpu().double().numpy().ravel()
         if len(s) != len(self._words):
-            raise ValueError(f"values: are {len(s)}, but noise was drawn for {len(self._words)}; give as many")
+            raise ValueError(
+                f"values: are {len(s)}, but noise was drawn for {len(self._words)}; give as many"
+            )
         if not (np.abs(s) <= _LARGEST / 2 * self._grid).all():
             raise ValueError(
                 f"values: must be finite and at most {_LARGEST / 2 * self._grid:g}, 2^50 grid steps; bound them first"

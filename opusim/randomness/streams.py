@@ -127,8 +127,8 @@ class NoiseStream(ABC):
     def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
         """Draw the noise of numbers that are released with it, exactly rounded to a public grid.
 
-        Seeded and system streams draw the random digits of noise of exact law, on the CPU; this method of the base class
-        rounds finished numbers of `normal`, for a source such as a device, whose own rounding it cannot undo.
+        Seeded and system streams draw the random digits of noise of exact law, on the CPU. This method of the base
+        class rounds finished numbers of `normal`, for a source such as a device, whose own rounding it cannot undo.
 
         Args:
             count: How many numbers.

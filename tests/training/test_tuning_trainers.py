@@ -248,7 +248,7 @@ def test_scores_of_equal_trials_differ_by_their_noise_only(tmp_path: Path) -> No
 
 
 def test_a_released_score_fits_every_count_equally_well() -> None:
-    """Its noisy count lies on a public grid, whatever the count; float32 noise, the planted fault, fits one count only."""
+    """Its noisy count lies on a public grid, whatever the count; float32 noise, the fault, fits one count only."""
     mu, n = 0.6, 360
     scores = [searching.noisy_score(217, float(n), mu, mode="release", seed=0) for _ in range(50)]
     steps = np.array(scores) * n / grid_of(1 / mu)

@@ -5,8 +5,8 @@ Cholesky factor L of S = sum_i w_i h_i h_i^T + lambda I. What is released is
 
     R = sum_i a_i e(y_i)^T + sigma Z,   a_i = w_i L^-1 h_i,
 
-exactly rounded, with one-hot labels e(y_i), independent Z of N(0, 1) and sigma = sqrt(2) C / mu, C = max_i |a_i|. The a_i
-are rounded toward zero first, so that their sums are exact. The model is a function of R and of public numbers,
+exactly rounded, with one-hot labels e(y_i), independent Z of N(0, 1) and sigma = sqrt(2) C / mu, C = max_i |a_i|. The
+a_i are rounded toward zero first, so that their sums are exact. The model is a function of R and of public numbers,
 
     W = L^-T (R - sum_i a_i 1^T / k)^T = S^-1 (sum_i w_i h_i (e(y_i) - 1 / k)^T + sigma L Z).
 
@@ -53,8 +53,8 @@ _ROWS, _COLUMNS = 4096, 1024
 _NOT_KEPT = (OSError, ValueError, KeyError, IndexError, EOFError, TypeError, zipfile.BadZipFile, zlib.error)
 """What a design that was never kept, or was cut, raises."""
 _LARGEST_SHARE = 2.0
-"""Bound on the entries of a_i, so that the grid of their sums is public: |a_i| <= 1 up to rounding, since the sum that S is
-has w_i h_i h_i^T in it, with a weight that is not smaller."""
+"""Bound on the entries of a_i, which fixes the grid of their sums. |a_i| is at most 1 up to rounding, since S has the
+term w_i h_i h_i^T, with a weight that is not smaller."""
 _PAYMENT = "model"
 """What a ledger calls the one release."""
 

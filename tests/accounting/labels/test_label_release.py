@@ -68,7 +68,7 @@ def _squares(rows: np.ndarray) -> list[Fraction]:
 
 
 def _shares(design: Design, x: torch.Tensor) -> np.ndarray:
-    """The rows a_i that a label adds to the sums, read off the sums of a data set with that label only, shape (n, d)."""
+    """The rows a_i that a label adds to the sums, read off sums of a data set with that label only, shape (n, d)."""
     n = len(x)
     return design.label_sums(x, torch.arange(n), n).by_class.numpy()
 

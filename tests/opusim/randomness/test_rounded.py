@@ -150,7 +150,10 @@ def test_experiments_repeat_and_releases_do_not(law: Law) -> None:
     first, again, other = twice("release")
     assert first != again != other
     stream = noise_stream("experiment", 3, "a")
-    assert released(stream, torch.zeros(4), 1.0, law)[:2].tolist() != released(stream, torch.zeros(2), 1.0, law).tolist()
+    assert (
+        released(stream, torch.zeros(4), 1.0, law)[:2].tolist()
+        != released(stream, torch.zeros(2), 1.0, law).tolist()
+    )
     short, long = (released(noise_stream("experiment", 3, "a"), torch.zeros(n), 1.0, law) for n in (2, 5))
     assert torch.equal(short, long[:2])  # a shorter draw is the beginning of a longer one
 

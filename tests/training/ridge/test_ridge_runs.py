@@ -156,7 +156,9 @@ def test_a_released_model_fits_every_label_of_a_record_equally_well(
     sums = design.label_sums(x, y, CLASSES)
     sigma = noise_of(paid.mu, sums.largest)
     model = read_array(tmp_path / "labels.safetensors")
-    seen = model @ design.metric.factor.numpy() + sums.total.numpy() / CLASSES  # R, up to rounding of the solve
+    seen = (
+        model @ design.metric.factor.numpy() + sums.total.numpy() / CLASSES
+    )  # R, up to rounding of the solve
     if exactly_rounded:
         seen = np.rint(seen / grid_of(sigma)) * grid_of(sigma)
     gaps = []
@@ -178,7 +180,9 @@ def test_a_ledger_of_the_first_version_keeps_its_rounding_on_trust() -> None:
     content = LabelRelease(mu=0.7).to_json()
     del content["exactly_rounded"]
     (stated,) = guarantees([mechanism_from_json(content)], delta=1e-5)
-    assert any("rounding of floating-point numbers is not attacked" in each.text for each in stated.assumptions)
+    assert any(
+        "rounding of floating-point numbers is not attacked" in each.text for each in stated.assumptions
+    )
 
 
 def test_noise_of_a_device_without_any_is_refused_before_the_run(tmp_path: Path) -> None:

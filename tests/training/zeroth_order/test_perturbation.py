@@ -9,11 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scipy.stats import kstest
 
 from opusim.medium.directions import Direction
-from opusim.randomness.kernels import PAIRS
-from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
 from training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
 from training.zeroth_order.trainer import (
     LARGEST_DIFFERENCE,

@@ -2,9 +2,9 @@
 
 The auditor owns the features: record i is R e_i, and as many records again are 0, half of them
 with either label, so that they add nothing to the difference of two columns. The model is a function of the noisy sums
-and public numbers, and they are one of the model, so the attacker sees them. A label moves them along g_i = w_i L^-1 h_i,
-and the noise is independent N(0, sigma^2) in every direction. The likelihood ratio of the two labels is a function of
-the sum along g_i in the column of a less that in the column of b.
+and public numbers, and they are one of the model, so the attacker sees them. A label moves them along g_i = w_i L^-1
+h_i, and the noise is independent N(0, sigma^2) in every direction. The likelihood ratio of the two labels is a function
+of the sum along g_i in the column of a less that in the column of b.
 
 The g_i of different records share the constant feature and are almost orthogonal. The attacker reads along the
 orthonormal directions that are nearest to them, the rows of (G G^T)^(-1/2) G, and subtracts what the labels of all

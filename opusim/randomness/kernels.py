@@ -253,6 +253,27 @@ def fill_from_philox(
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
+def digits_from_philox(
+    out: np.ndarray, reading: int, step_low: int, step_high: int, k0: int, k1: int
+) -> None:
+    """Fill out with random words: row i is the counter (i, reading, step_low, step_high) encrypted.
+
+    Args:
+        out: uint64, shape (n, 2), n at most 2^32.
+        reading: counter word 1, in [0, 2^32).
+        step_low: counter word 2.
+        step_high: counter word 3.
+        k0: low 32 bits of the key.
+        k1: high 32 bits.
+    """
+    c1, c2, c3 = np.uint64(reading), np.uint64(step_low), np.uint64(step_high)
+    for i in range(len(out)):
+        w0, w1, w2, w3 = philox_block(np.uint64(i), c1, c2, c3, np.uint64(k0), np.uint64(k1))
+        out[i, 0] = ((w1 & _LOW) << _HALF) | (w0 & _LOW)
+        out[i, 1] = ((w3 & _LOW) << _HALF) | (w2 & _LOW)
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def add_from_philox(
     out: np.ndarray,
     scale: np.float32,

@@ -217,19 +217,14 @@ class SeededStream(NoiseStream):
     def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
         """See the base class; number i takes block i of the next reading, and further digits from a hash of both."""
         _check_shape((count,))
-        position = (self._step, self._next_reading())
-        step_low, step_high = split_key(self._step)
-        block = philox_torch(
-            torch.arange(count), position[1], step_low, step_high, (self._key[1] << 32) | self._key[0]
-        )
-        low = torch.stack((block[0], block[2]), dim=1).numpy().astype(np.uint64)
-        high = torch.stack((block[1], block[3]), dim=1).numpy().astype(np.uint64)
+        position, words = (self._step, self._next_reading()), np.empty((count, 2), dtype=np.uint64)
+        kernels.digits_from_philox(words, position[1], *split_key(self._step), *self._key)
         calls = itertools.count()
 
         def more(number: int) -> int:
             return derive_seed(self._seed, "digits", *position, number, next(calls))
 
-        return ExactNoise((high << np.uint64(32)) | low, more, scale, law)
+        return ExactNoise(words, more, scale, law)
 
     def _next_reading(self) -> int:
         """Return the number of this reading within the step."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
+from opusim.randomness.kernels import digits_from_philox
 from opusim.randomness.rounded import (
     ExactNoise,
     Law,
@@ -22,6 +23,7 @@ from opusim.randomness.rounded import (
     toward_zero,
 )
 from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream, noise_stream
+from tests.oracles import naive_philox
 
 LAWS: tuple[Law, ...] = ("gaussian", "laplace")
 STREAMS = {"seeded": lambda: SeededStream(3, "test"), "system": SystemStream}
@@ -133,6 +135,14 @@ def test_digits_that_are_all_zero_are_extended_and_tails_have_no_end() -> None:
     found = -float(noise.added_to(torch.zeros(1)))
     assert list(digits) == []
     assert found == pytest.approx(129 * math.log(2), abs=2.0**-10)
+
+
+def test_seeded_digits_are_the_blocks_of_the_naive_twin() -> None:
+    words = np.empty((5, 2), dtype=np.uint64)
+    digits_from_philox(words, 7, 3, 5, 11, 13)
+    for number, row in enumerate(words.tolist()):
+        w0, w1, w2, w3 = naive_philox.philox4x32((number, 7, 3, 5), 11 + (13 << 32))
+        assert row == [(w1 << 32) | w0, (w3 << 32) | w2]
 
 
 @pytest.mark.parametrize("law", LAWS)

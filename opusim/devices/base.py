@@ -43,6 +43,7 @@ from opusim.devices.monitor import BEFORE_ALL, Monitor
 from opusim.devices.usage import DeviceWork, Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
+from opusim.processes import pause
 from opusim.randomness.streams import MODES
 
 _INTENSITIES_AT_ONCE = 2**21
@@ -388,6 +389,7 @@ class NoisyDevice(ABC):
             return like_input(self._read_intensities(frames, 0, at_once), x)
         found = new_intensities(x, (len(frames), self._n_outputs), out)
         for start in range(0, len(frames), at_once):
+            pause()
             write_intensities(found, start, self._read_intensities(frames, start, start + at_once))
         result: Array = found
         return result

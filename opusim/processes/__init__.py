@@ -1,8 +1,8 @@
 """Several processes that work on one run: who they are, what they exchange, how an error reaches all of them.
 
-And **pauses** in a long computation, at which its caller may stop it or let something else run first. A simulated
-reading may take minutes. What computes it calls `pause` between blocks of at most about half a second; what asked for it
-decides by `pausing` what happens there. Without `pausing` nothing happens.
+And **pauses** in a long computation, at which its caller may stop it or let something else run first. What computes a
+reading that may take minutes calls `pause` between blocks of at most about half a second; what asked for it decides by
+`pausing` what happens there. Without `pausing` nothing happens.
 """
 
 from __future__ import annotations

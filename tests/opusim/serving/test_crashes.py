@@ -179,7 +179,8 @@ def test_clients_take_turns_on_a_shared_device(lab: Laboratory) -> None:
     assert calls[-1] < len(read) - 1
 
 
-def test_slow_hardware_is_read_in_batches_of_half_a_second(lab: Laboratory) -> None:
+@patient
+def test_slow_hardware_is_read_in_batches_of_half_a_second(lab: Laboratory, pace: float) -> None:
     """1 ms a vector; noise drawn alone takes as long, and a client that leaves pays for what was read."""
     read = list[int]()
 
@@ -200,7 +201,7 @@ def test_slow_hardware_is_read_in_batches_of_half_a_second(lab: Laboratory) -> N
     with serving(lab, "gaussian", served) as address:
         read.clear()
         with open_device(
-            f"{address}?timeout_s=0.3&silence_s=1&run=gone", **{**WINDOW, "n_outputs": 4}
+            f"{address}?timeout_s={0.3 * pace}&silence_s={pace}&run=gone", **{**WINDOW, "n_outputs": 4}
         ) as device:
             assert device.draw((5,)).shape == (5,)
             with pytest.raises(DeviceTimeout):
@@ -208,7 +209,7 @@ def test_slow_hardware_is_read_in_batches_of_half_a_second(lab: Laboratory) -> N
         began = time.monotonic()
         with open_device(f"{address}?run=next", **{**WINDOW, "n_outputs": 4}) as device:
             device.project(X)
-        assert time.monotonic() - began < 4 * TURN_S
+        assert time.monotonic() - began < 4 * TURN_S * pace
     assert read[0] == 2
     assert max(read) <= 1000 * TURN_S, read
     used = {entry.run: entry.used.frames for entry in read_journal(lab.journal)[before:]}
@@ -254,8 +255,9 @@ def test_a_suspended_call_reads_what_a_local_one_reads(
     assert usage == (12, 12, 2 * 20 * len(X))
 
 
+@patient
 def test_a_huge_call_delays_others_by_a_turn_and_ends_with_its_client_and_the_server(
-    lab: Laboratory, monkeypatch: pytest.MonkeyPatch
+    lab: Laboratory, monkeypatch: pytest.MonkeyPatch, pace: float
 ) -> None:
     """10^6 inputs at 2 * 10^5 outputs take minutes."""
     suspended = threading.Event()
@@ -273,17 +275,17 @@ def test_a_huge_call_delays_others_by_a_turn_and_ends_with_its_client_and_the_se
     before = len(read_journal(lab.journal)) if lab.journal.exists() else 0
     with serving(lab) as address, open_device(address, **WINDOW) as modest:
         modest.project(X)
-        with open_device(f"{address}?timeout_s=0.1&silence_s=1&run=huge", **huge) as device:
+        with open_device(f"{address}?timeout_s={0.1 * pace}&silence_s={pace}&run=huge", **huge) as device:
             began = time.monotonic()
             late = threading.Timer(0.05, modest.project, [X])
             late.start()
             with pytest.raises(DeviceTimeout):
                 device.project(x)
         late.join()
-        assert time.monotonic() - began < 4 * TURN_S
+        assert time.monotonic() - began < 4 * TURN_S * pace
         began = time.monotonic()
         modest.project(X)
-        assert time.monotonic() - began < 2 * TURN_S
+        assert time.monotonic() - began < 2 * TURN_S * pace
         device = open_device(f"{address}?run=last", **huge).open()
         last = threading.Thread(target=read, args=[device])
         suspended.clear()
@@ -291,7 +293,7 @@ def test_a_huge_call_delays_others_by_a_turn_and_ends_with_its_client_and_the_se
         while not suspended.is_set():
             modest.project(X)
         began = time.monotonic()
-    assert time.monotonic() - began < 4 * TURN_S
+    assert time.monotonic() - began < 4 * TURN_S * pace
     last.join(10)
     assert [str(each) for each in failures] == ["the server was stopped; start it, and resume"]
     device.close()

@@ -307,7 +307,11 @@ class NoisyDevice(ABC):
             if self._certified is not None:
                 self.inspect()
         except BaseException:
-            self.close()
+            self._is_open = False
+            with contextlib.suppress(
+                Exception
+            ):  # a driver's, in any state; the error of opening is to be reported
+                self._close() if self._access is None else self._access.once(self._close)
             if self._access is not None:
                 self._access.release()
             raise
@@ -553,7 +557,10 @@ class NoisyDevice(ABC):
         """Connect to the device; a simulation needs nothing."""
 
     def _close(self) -> None:  # noqa: B027  # optional hook
-        """Disconnect from the device; a simulation needs nothing."""
+        """Disconnect from the device; a simulation needs nothing.
+
+        It is also called if `_open` failed, and gives back what that had taken by then.
+        """
 
     @abstractmethod
     def _project(self, x: torch.Tensor) -> torch.Tensor:

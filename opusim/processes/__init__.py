@@ -7,6 +7,7 @@ reading that may take minutes calls `pause` between blocks of at most about half
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +18,57 @@ PRODUCTS_PER_BLOCK = 2**33
 _at_pause: ContextVar[Callable[[], None] | None] = ContextVar("opusim_at_pause", default=None)
 
 
+def environment_number(
+    name: str, default: float, *, least: float, most: float = math.inf, whole: bool = False, what: str
+) -> float:
+    """Return the number that an environment variable holds; the default if it is not set or empty.
+
+    Args:
+        name: The variable.
+        default: A number.
+        least: The least value.
+        most: The largest value; an infinite one, and NaN, are refused in any case.
+        whole: Whether it must be a whole number.
+        what: What it counts, in the plural, such as "seconds", for the message.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if math.isfinite(found) and least <= found <= most and not (whole and found % 1):
+        return found
+    kind = "whole number" if whole else "number"
+    limits = f"at least {least:g}" if most == math.inf else f"in [{least:g}, {most:,.15g}]"
+    raise ValueError(f"{name} = {text!r}: must be a {kind} of {what}, {limits}; correct or unset it")
+
+
 def launched_processes() -> int:
-    """Return how many processes torchrun started, or 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return how many processes torchrun started, or 1 without it.
+
+    Raises:
+        ValueError: WORLD_SIZE is no such number.
+    """
+    return int(environment_number("WORLD_SIZE", 1, least=1, most=2**20, whole=True, what="processes"))
 
 
 def launched_rank() -> int:
-    """Return the number of this process among those that torchrun started, or 0 without it."""
-    return int(os.environ.get("RANK", "0")) if launched_processes() > 1 else 0
+    """Return the number of this process among those that torchrun started, or 0 without it.
+
+    Raises:
+        ValueError: RANK is no such number.
+    """
+    world = launched_processes()
+    if world == 1:
+        return 0
+    return int(
+        environment_number("RANK", 0, least=0, most=world - 1, whole=True, what="processes before this one")
+    )
 
 
 class Abandoned(BaseException):

@@ -21,6 +21,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from accounting.errors import BudgetExceeded
 from opusim.devices.usage import Usage
+from opusim.plugins import FOREIGN_ERRORS
 from training.config.data import DataConfig, SplitRule
 from training.config.run import RunConfig
 from training.config.sections import is_import_path
@@ -173,7 +174,7 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
         row = row_of(run, config, wall_s=_wall_seconds(folder, time.perf_counter() - started))
     except RunInterrupted:
         raise
-    except Exception as error:  # one failed run must not stop the others
+    except FOREIGN_ERRORS as error:  # one failed run must not stop the others
         row = failed_row(run_path.name, error)
     write_row(row_path, row)
     return row

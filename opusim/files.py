@@ -75,18 +75,15 @@ def output_folder(path: Path) -> Iterator[None]:
     Raises:
         ConfigError: It cannot be made or written to.
     """
-    require_utf8(path, "--out")
+    require_writable_folder(path)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        try:
-            make_folder(path)
-            _require_room(path)
-        except OSError as error:
-            cause = error.strerror
-            if isinstance(error, FileExistsError | NotADirectoryError):
-                cause = "a file is in its place or above it"
-            reason = f"cannot be written ({cause}); choose another folder"
-            raise ConfigError("--out", str(path), reason) from error
+        make_folder(path)
+    except OSError as error:
+        raise ConfigError(
+            "--out", str(path), f"cannot be made ({error.strerror}); choose another folder"
+        ) from error
+    try:
         yield
     except BaseException:
         with suppress(OSError):  # it holds something
@@ -96,20 +93,30 @@ def output_folder(path: Path) -> Iterator[None]:
 
 
 def require_writable_folder(path: Path) -> None:
-    """Refuse, before long work, a folder in which nothing could be written after it; leaves nothing behind.
+    """Refuse, before long work, a folder in which nothing could be written after it; makes nothing.
 
     Args:
         path: The folder, which need not exist.
 
     Raises:
-        ConfigError: It cannot be made or written to.
+        ConfigError: It cannot be made or written to, or its name is not UTF-8.
     """
-    with suppress(_Tried), output_folder(path):
-        raise _Tried
+    require_utf8(path, "--out")
+    problem = folder_problem(path)
+    if problem is not None:
+        raise ConfigError("--out", str(path), f"cannot be written ({problem}); choose another folder")
 
 
-class _Tried(Exception):
-    """Ends a trial of an output folder, as work that fails would."""
+def folder_problem(path: Path) -> str | None:
+    """Return why nothing could be written in a folder, which need not exist; None if something could."""
+    there = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    if not there.is_dir():
+        return f"{there.name} is no folder"
+    try:
+        _require_room(there)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def require_utf8(path: Path, option: str) -> None:
@@ -152,11 +159,10 @@ def require_writable(path: Path, option: str, suffixes: Sequence[str] = ()) -> N
         raise ConfigError(option, str(path), f"must end in {' or '.join(suffixes)}")
     if path.is_dir() or not path.parent.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
         raise ConfigError(option, str(path), "cannot be written; name a file in a folder that exists")
-    try:
-        _require_room(path.parent)
-    except OSError as error:
-        reason = f"cannot be written ({error.strerror}); name a file in another folder"
-        raise ConfigError(option, str(path), reason) from error
+    problem = folder_problem(path.parent)
+    if problem is not None:
+        reason = f"cannot be written ({problem}); name a file in another folder"
+        raise ConfigError(option, str(path), reason)
 
 
 def quoted(path: str | Path) -> str:

@@ -109,7 +109,11 @@ class Instrument:
                 Window(n_inputs=self.n_inputs, first=0, n_outputs=self.n_outputs, mode="release", seed=0)
             )
         self._law = ""
-        self.fingerprint = self._fingerprint()
+        try:
+            self.fingerprint = self._fingerprint()
+        except BaseException:
+            self.close()
+            raise
 
     def about(self, user: str) -> list[str]:
         """Return what a user is told of the device, a line each: window, who shares it, noise, certificate, medium."""

@@ -17,7 +17,7 @@ from accounting.ledger.journal import Position, Witness
 from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from opusim import checks, plugins
 from opusim.errors import ConfigError
-from opusim.files import make_folder, quoted, read_bytes, write_file
+from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file
 from opusim.processes import launched_rank
 from training.config.reading import stored_config
 from training.config.run import RunConfig
@@ -113,6 +113,16 @@ class RunFolder:
         folder = cls(path)
         folder._made_here = True
         return folder
+
+    def require_writable(self) -> None:
+        """Refuse, before data are read, a folder in which nothing could be written; makes nothing.
+
+        Raises:
+            RunFolderError: It is one.
+        """
+        problem = folder_problem(self.path)
+        if problem is not None:
+            raise RunFolderError(f"run folder {self.path} cannot be used ({problem}); choose another folder")
 
     @property
     def started(self) -> bool:

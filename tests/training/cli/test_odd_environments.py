@@ -108,7 +108,19 @@ def test_an_audit_checks_first_that_it_can_write(
         monkeypatch.setattr(f"training.attacks.{module}.RunPlan.stored", work, raising=False)
     result = opusim("audit", run, *kind, "--out", "file/audit", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
-    said = "opusim: --out: file/audit: cannot be written (a file is in its place or above it); choose another folder"
+    said = "opusim: --out: file/audit: cannot be written (file is no folder); choose another folder"
+    assert result.stderr.strip() == said
+
+
+def test_training_checks_first_that_it_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it worked before it checked")
+
+    monkeypatch.setattr("training.engine.session.load_data", work)
+    (tmp_path / "file").write_text("")
+    result = opusim("train", "bp", "--out", "file/run", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    said = "opusim: run folder file/run cannot be used (file is no folder); choose another folder"
     assert result.stderr.strip() == said
 
 

@@ -83,7 +83,7 @@ class SweepForecast:
                 with plan.opened_device() as device:
                     found = Forecast.of(plan, device)
                     each = None if found is None else found.usage()
-            except Exception:  # the run itself says why, in its row
+            except FOREIGN_ERRORS:  # the run itself says why, in its row
                 found = each = None
             if found is None or each is None:
                 silent += counts[setting]

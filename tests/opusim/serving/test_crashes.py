@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from opusim import open_device, register_device
+from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseBelowCertificate
-from opusim.serving.instrument import MOST_ROWS
+from opusim.serving.instrument import MOST_ROWS, Instrument
 from opusim.serving.journal import read_journal
 from opusim.serving.server import Limits
 from opusim.serving.sessions import TURN_S, Work
@@ -368,6 +369,26 @@ def test_an_abandoned_call_does_not_block_the_next(lab: Laboratory) -> None:
 
 
 # The instrument
+
+
+def test_an_instrument_that_cannot_be_read_is_closed() -> None:
+    held = list[int]()
+
+    class Dead(GaussianDevice):
+        def _open(self) -> None:
+            held.append(1)
+
+        def _close(self) -> None:
+            held.pop()
+
+        def _project(self, x: torch.Tensor) -> torch.Tensor:
+            raise DeviceFault("it shows nothing")
+
+    register_device("dead", Dead)
+    served = {"kind": "dead", "access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 4}
+    with pytest.raises(DeviceFault, match="it shows nothing"):
+        Instrument(load_description("gaussian", served))
+    assert not held
 
 
 def test_noise_below_the_law_stops_every_client(lab: Laboratory, faulty: None) -> None:

@@ -264,10 +264,9 @@ def blocked_product(
         matrix: float32, on the same device.
         out: receives the product; None for new memory.
     """
-    at_once = max(1, PRODUCTS_PER_BLOCK // max(1, matrix.numel()))
-    if x.shape[0] <= at_once:
-        pause()
+    if len(x) * matrix.numel() <= PRODUCTS_PER_BLOCK:
         return torch.mm(x, matrix, out=out)
+    at_once = max(1, PRODUCTS_PER_BLOCK // matrix.numel())
     if out is None:
         out = torch.empty((x.shape[0], matrix.shape[1]), dtype=x.dtype, device=x.device)
     for rows in _blocks(x.shape[0], at_once):

@@ -107,7 +107,7 @@ def copy_command(
     from opusim.description.loading import load_description
     from opusim.description.section import merged, parse_setting
     from opusim.errors import ConfigError
-    from opusim.files import require_writable, to_toml
+    from opusim.files import quoted, require_writable, to_toml
 
     require_writable(out, "--out", (".toml",))
     if out.exists():
@@ -117,7 +117,7 @@ def copy_command(
         changes = merged(changes, parse_setting(setting))
     description = load_description(name, changes)
     out.write_text(to_toml(description.dump()), encoding="utf-8")
-    typer.echo(f"description: {out}; opusim device show {out}")
+    typer.echo(f"description: {out}; opusim device show {quoted(out)}")
 
 
 def _time(seconds: float) -> str:

@@ -12,7 +12,9 @@ import errno
 import json
 import os
 import re
+import shlex
 import stat
+import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -73,6 +75,7 @@ def output_folder(path: Path) -> Iterator[None]:
     Raises:
         ConfigError: It cannot be made or written to.
     """
+    require_writable_folder(path)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         make_folder(path)
@@ -89,6 +92,56 @@ def output_folder(path: Path) -> Iterator[None]:
         raise
 
 
+def require_writable_folder(path: Path) -> None:
+    """Refuse, before long work, a folder in which nothing could be written after it; makes nothing.
+
+    Args:
+        path: The folder, which need not exist.
+
+    Raises:
+        ConfigError: It cannot be made or written to, or its name is not UTF-8.
+    """
+    require_utf8(path, "--out")
+    problem = folder_problem(path)
+    if problem is not None:
+        raise ConfigError("--out", str(path), f"cannot be written ({problem}); choose another folder")
+
+
+def folder_problem(path: Path) -> str | None:
+    """Return why nothing could be written in a folder, which need not exist; None if something could."""
+    there = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    if not there.is_dir():
+        return f"{there.name} is no folder"
+    try:
+        _require_room(there)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def require_utf8(path: Path, option: str) -> None:
+    """Refuse a path that is not UTF-8, which the files of a run and several libraries cannot name.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        os.fsencode(path).decode()
+    except UnicodeDecodeError as error:
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise ConfigError(option, shown, "is not UTF-8; choose another name, or rename it") from error
+
+
+def _require_room(folder: Path) -> None:
+    """Write a byte into a file without a name.
+
+    Raises:
+        OSError: The folder is read-only, or the disk is full.
+    """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(b" ")
+
+
 def require_writable(path: Path, option: str, suffixes: Sequence[str] = ()) -> None:
     """Refuse, before long work, a file that could not be written after it.
 
@@ -98,12 +151,24 @@ def require_writable(path: Path, option: str, suffixes: Sequence[str] = ()) -> N
         suffixes: How its name may end; empty for any ending.
 
     Raises:
-        ConfigError: Its folder is missing or read-only, a folder is in its place, or its name ends otherwise.
+        ConfigError: Its folder is missing or read-only, a folder is in its place, or its name is not UTF-8 or ends
+            otherwise.
     """
+    require_utf8(path, option)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ConfigError(option, str(path), f"must end in {' or '.join(suffixes)}")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    if path.is_dir() or not path.parent.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
         raise ConfigError(option, str(path), "cannot be written; name a file in a folder that exists")
+    problem = folder_problem(path.parent)
+    if problem is not None:
+        reason = f"cannot be written ({problem}); name a file in another folder"
+        raise ConfigError(option, str(path), reason)
+
+
+def quoted(path: str | Path) -> str:
+    """Return a path as a word of a command that a user copies into a shell."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def make_private_folder(path: Path) -> None:
@@ -193,18 +258,20 @@ def write_all(descriptor: int, content: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT) -> bytes:
-    """Read a regular file whole.
+def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT, start: int = 0) -> bytes:
+    """Read a regular file, whole or from a byte on.
 
     Args:
         path: The file, or a symbolic link to it.
         at_most: Bytes.
+        start: The first byte.
 
     Raises:
         OSError: It cannot be read, is no regular file (such as a named pipe), or is longer.
     """
     descriptor = open_to_read(path)
     with os.fdopen(descriptor, "rb") as file:
+        file.seek(start)
         content = file.read(at_most + 1)
     if len(content) > at_most:
         raise OSError(errno.EFBIG, f"longer than {at_most:,} bytes", str(path))

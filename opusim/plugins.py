@@ -22,6 +22,8 @@ from opusim.errors import OpusimError
 
 _LOG = logging.getLogger("opusim")
 _OURS = "opusim"
+FOREIGN_ERRORS = Exception, SystemExit
+"""What code of other packages and of users may raise: everything but Ctrl-C; `exit()` must not end our command."""
 LoadedT = TypeVar("LoadedT")
 
 
@@ -107,7 +109,7 @@ def load(group: str, name: str, *, accept: Callable[[Any], str | None] = lambda 
     (plugin,) = found
     try:
         loaded = plugin.point.load()
-    except Exception as error:  # a third party's module may raise anything
+    except FOREIGN_ERRORS as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())
         raise plugin.unusable(f"does not import ({told})") from error
     problem = accept(loaded)

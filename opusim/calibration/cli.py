@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from opusim.files import FIGURES, output_folder, require_writable
+from opusim.files import FIGURES, output_folder, quoted, require_writable
 from opusim.progress import Progress
 from opusim.tables import print_table
 
@@ -241,7 +241,7 @@ def fit_command(
         raise typer.Exit(3)
     description = fitted_description(found, data, readings, name=out.stem, like=like, g_max_us=largest)
     out.write_text(to_toml(description.dump()), encoding="utf-8")
-    typer.echo(f"description: {out}; opusim device show {out}")
+    typer.echo(f"description: {out}; opusim device show {quoted(out)}")
 
 
 def add_to(app: typer.Typer) -> None:

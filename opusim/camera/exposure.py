@@ -29,6 +29,7 @@ from opusim import checks
 from opusim.camera.kernels import expose_fields, recover_rows
 from opusim.camera.stages import Light, Sensor
 from opusim.noise import LightPower
+from opusim.processes import pause
 from opusim.randomness.kernels import run_split
 from opusim.randomness.streams import NoiseStream
 from opusim.temperature import DarkCurrent
@@ -202,6 +203,7 @@ class Exposure:
         """Mean digital numbers of many exposures of one field of shape (2, 1, n_outputs): float64, (n_outputs,)."""
         total = np.zeros(self.response.size)
         for start in range(0, frames, _FRAMES_AT_ONCE):
+            pause()
             rows = min(_FRAMES_AT_ONCE, frames - start)
             total += self.expose(field.expand(2, rows, -1), stream).double().sum(0).numpy()
         return total / frames

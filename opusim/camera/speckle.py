@@ -25,7 +25,14 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
-from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, TABLE_STEP, Medium, exact_product
+from opusim.medium.transmission import (
+    IMAGINARY_PLANE,
+    REAL_PLANE,
+    TABLE_STEP,
+    Medium,
+    blocked_product,
+    exact_product,
+)
 
 STEPS_PER_TAU = 4096
 _NODE = 8 * STEPS_PER_TAU
@@ -236,9 +243,9 @@ class Speckle:
             dense = self.dense(plane, frames.device) if self.fits_dense else None
             if dense is not None and self.law.n_inputs <= _INPUTS_PER_EXACT_SUM:
                 if frames.device.type == "cpu":
-                    torch.mm(frames, dense, out=out[part])
+                    blocked_product(frames, dense, out[part])
                 else:
-                    out[part] = frames @ dense
+                    out[part] = blocked_product(frames, dense)
                 continue
             for outputs in self._output_blocks():
                 tile = partial(self._stored_or_new_tile, plane, outputs, frames.device)

@@ -27,6 +27,7 @@ import torch
 
 from opusim.crossbar.converter import Converter, levels
 from opusim.description.crossbar import ProductSettings
+from opusim.processes import pause
 from opusim.randomness.kernels import run_split
 from opusim.randomness.streams import NoiseStream
 
@@ -100,6 +101,7 @@ class TiledProduct:
             self._split(shown), self._split(self._weights), self._split(self._magnitudes), strict=True
         )
         for x, w, magnitudes in parts:
+            pause()
             mean, squares = x @ w.T, x.square()
             if settings.ir_drop and settings.ir_drop_conductance_ratio is not None:
                 mean = mean.sub_(

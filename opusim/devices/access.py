@@ -10,7 +10,6 @@ import contextlib
 import errno
 import importlib.util
 import logging
-import math
 import os
 import queue
 import re
@@ -29,6 +28,7 @@ from opusim.description.schema import AccessSettings, DeviceDescription
 from opusim.devices.locks import LockHeld, held
 from opusim.errors import DeviceBusy, DeviceError, DeviceTimeout, DeviceUnavailable
 from opusim.files import parse_json, read_bytes
+from opusim.processes import Abandoned, environment_number, pausing
 
 FOLDER_VARIABLE = "OPUSIM_LOCKS"
 WAIT_VARIABLE = "OPUSIM_WAIT"
@@ -44,16 +44,7 @@ def patience_s(setting: float | None) -> float:
     """
     if setting is not None:
         return setting
-    text = os.environ.get(WAIT_VARIABLE, "") or "0"
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not found >= 0:
-        raise ValueError(
-            f"{WAIT_VARIABLE} = {text!r}: must be a number of seconds, at least 0; correct or unset it"
-        )
-    return found
+    return environment_number(WAIT_VARIABLE, 0.0, least=0.0, what="seconds")
 
 
 class ExclusiveUse:
@@ -268,6 +259,7 @@ class _Caller:
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._is_stopped = False
         threading.Thread(target=self._work, daemon=True, name="opusim-device").start()
 
     def call(self, act: Callable[[], Any], timeout_s: float) -> Any:
@@ -279,15 +271,21 @@ class _Caller:
         return result
 
     def stop(self) -> None:
-        """End the thread after its last call."""
+        """End the thread after its last call; a simulation ends within the call, at its next pause."""
+        self._is_stopped = True
         self._calls.put(None)
 
     def _work(self) -> None:
-        while (act := self._calls.get()) is not None:
-            try:
-                self._answers.put((act(), None))
-            except BaseException as error:  # handed to the caller unchanged
-                self._answers.put((None, error))
+        with pausing(self._require_wanted):
+            while (act := self._calls.get()) is not None:
+                try:
+                    self._answers.put((act(), None))
+                except BaseException as error:  # handed to the caller unchanged
+                    self._answers.put((None, error))
+
+    def _require_wanted(self) -> None:
+        if self._is_stopped:
+            raise Abandoned
 
 
 INSTALL_LIGHTONML = "pip install 'opusim[lighton]', and then pip install --no-deps lightonml==1.4.3"

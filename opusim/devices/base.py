@@ -43,6 +43,7 @@ from opusim.devices.monitor import BEFORE_ALL, Monitor
 from opusim.devices.usage import DeviceWork, Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
+from opusim.processes import pause
 from opusim.randomness.streams import MODES
 
 _INTENSITIES_AT_ONCE = 2**21
@@ -306,7 +307,11 @@ class NoisyDevice(ABC):
             if self._certified is not None:
                 self.inspect()
         except BaseException:
-            self.close()
+            self._is_open = False
+            with contextlib.suppress(
+                Exception
+            ):  # a driver's, in any state; the error of opening is to be reported
+                self._close() if self._access is None else self._access.once(self._close)
             if self._access is not None:
                 self._access.release()
             raise
@@ -388,6 +393,7 @@ class NoisyDevice(ABC):
             return like_input(self._read_intensities(frames, 0, at_once), x)
         found = new_intensities(x, (len(frames), self._n_outputs), out)
         for start in range(0, len(frames), at_once):
+            pause()
             write_intensities(found, start, self._read_intensities(frames, start, start + at_once))
         result: Array = found
         return result
@@ -551,7 +557,10 @@ class NoisyDevice(ABC):
         """Connect to the device; a simulation needs nothing."""
 
     def _close(self) -> None:  # noqa: B027  # optional hook
-        """Disconnect from the device; a simulation needs nothing."""
+        """Disconnect from the device; a simulation needs nothing.
+
+        It is also called if `_open` failed, and gives back what that had taken by then.
+        """
 
     @abstractmethod
     def _project(self, x: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
 from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
+from opusim.processes import pause
 from opusim.randomness.streams import noise_stream
 from opusim.temperature import TemperatureLaw
 
@@ -390,6 +391,7 @@ class CameraDevice(NoisyDevice):
         numbers = np.empty((count, self.n_outputs), dtype=np.float32)
         at_once = max(1, _NUMBERS_AT_ONCE // (2 * self.n_outputs))
         for start in range(0, count, at_once):
+            pause()
             rows = min(at_once, count - start)
             numbers[start : start + rows] = exposure.expose_uniform(photons, rows, self._stream)
         self._meter.count(count, exposure.light.exposure_us)
@@ -508,6 +510,7 @@ class CameraDevice(NoisyDevice):
         y = torch.empty((x.shape[0], self.n_outputs), dtype=torch.float32)
         at_once = max(1, _NUMBERS_AT_ONCE // (2 * self.recovery.weights.size * self.n_outputs))
         for start in range(0, x.shape[0], at_once):
+            pause()
             part = x[start : start + at_once]
             self._read_rows(y[start : start + part.shape[0]], part)
         return y.to(self._torch_device)

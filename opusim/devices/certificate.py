@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem
 from opusim.errors import ConfigError
-from opusim.files import parse_toml, read_text, to_toml
+from opusim.files import parse_toml, quoted, read_text, to_toml
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise
 
 
@@ -279,7 +279,7 @@ class Certificate(StrictSection):
         if age > most_days:
             reason = (
                 f"{self.date} is {age} days ago, and a certificate holds for device.certificate_days = {most_days}; "
-                f"calibrate again: opusim device calibrate {self.device} --out FOLDER"
+                f"calibrate again: opusim device calibrate {quoted(self.device)} --out FOLDER"
             )
             raise ConfigError(self.device, "certificate.date", reason)
         return age

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-import os
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -202,12 +203,59 @@ def import_lightonml() -> types.ModuleType:
     return lightonml
 
 
+class _OtherThreads:
+    """Passes on to a stream what threads print, but for those that are quiet.
+
+    Args:
+        stream: The stream.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        return len(text) if _is_quiet.get() else int(self.stream.write(text))
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the stream has."""
+        return getattr(self.stream, name)
+
+
+_is_quiet: ContextVar[bool] = ContextVar("opusim_is_quiet", default=False)
+_quiet_lock = threading.Lock()
+_quiet_calls = 0
+_before_quiet = contextlib.ExitStack()
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep lightonml's prints and deprecation warnings off the terminal."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """Keep lightonml's prints and deprecation warnings off the terminal.
+
+    Safe for threads, one of which may hang in an abandoned call: what other threads print appears. Standard output and
+    the warnings' filters, which belong to the process, are put back once, behind the last call.
+    """
+    global _quiet_calls
+    with _quiet_lock:
+        if not _quiet_calls:
+            stream: Any = _OtherThreads(sys.stdout)
+            _before_quiet.enter_context(contextlib.redirect_stdout(stream))
+            _before_quiet.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+        _quiet_calls += 1
+    token = _is_quiet.set(True)
+    try:
         yield
+    finally:
+        _is_quiet.reset(token)
+        with _quiet_lock:
+            _quiet_calls -= 1
+            if not _quiet_calls:
+                _before_quiet.close()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 from opusim import checks
 from opusim.medium import OUTPUTS_PER_BLOCK
 from opusim.plugins import Deferred
+from opusim.processes import PRODUCTS_PER_BLOCK, pause
 from opusim.randomness.streams import MAX_SEED, philox_torch, split_key
 
 kernels, splitting = Deferred("opusim.medium.kernels"), Deferred("opusim.randomness.kernels")
@@ -24,6 +25,7 @@ REAL_PLANE, IMAGINARY_PLANE = 1, 2
 _OUTPUTS_PER_TILE = 2048
 _INPUTS_PER_TILE = 2048  # with the above, tiles of 16 MiB
 _INPUTS_PER_EXACT_SUM = 2**17
+_ENTRIES_PER_BLOCK = 2**25  # computed between two pauses, in less than a tenth of a second
 _TORCH_ROWS = 2**19  # counters encrypted at a time by the torch path; each takes about 100 bytes meanwhile
 
 
@@ -127,14 +129,17 @@ class Medium:
 
     def _fill(self, array: np.ndarray, columns: range, rows: range) -> None:
         """Write a tile into an array of its shape, on the CPU."""
-        table, key = gaussian_table(), split_key(self.seed)
+        table, key, width = gaussian_table(), split_key(self.seed), max(1, len(columns))
+        for block in _blocks(len(rows), max(1, _ENTRIES_PER_BLOCK // width)):
+            pause()
+            part, first = array[block.start : block.stop], rows.start + block.start
 
-        def work(start: int, stop: int) -> None:
-            kernels.fill_tile(
-                array[start:stop], table, rows.start + start, columns.start, self.plane, self.epoch, key
-            )
+            def work(start: int, stop: int, part: np.ndarray = part, first: int = first) -> None:
+                kernels.fill_tile(
+                    part[start:stop], table, first + start, columns.start, self.plane, self.epoch, key
+                )
 
-        splitting.run_split(work, len(rows), grain=max(1, 2**17 // max(1, len(columns))))
+            splitting.run_split(work, len(block), grain=max(1, 2**17 // width))
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
         """Return the whole transposed matrix, float32, shape (n_inputs, n_outputs), kept after the first call.
@@ -177,7 +182,7 @@ class Medium:
             raise TypeError(f"x has dtype {x.dtype}: must be torch.float32; use x.float()")
         wanted = range(self.n_outputs) if outputs is None else _window("outputs", outputs, self.n_outputs)
         if self.fits_dense and self.n_inputs <= _INPUTS_PER_EXACT_SUM:
-            return x @ self.dense(x.device)[:, wanted.start : wanted.stop]
+            return blocked_product(x, self.dense(x.device)[:, wanted.start : wanted.stop])
         y = torch.empty((x.shape[0], len(wanted)), dtype=torch.float32, device=x.device)
         for part in _blocks(len(wanted), _OUTPUTS_PER_TILE):
             columns = range(wanted.start + part.start, wanted.start + part.stop)
@@ -210,6 +215,7 @@ class Medium:
         blocks = torch.arange(first, last, dtype=torch.int64, device=device)
         at_once = max(1, _TORCH_ROWS // max(1, last - first))
         for part in _blocks(len(rows), at_once):
+            pause()
             inputs = torch.arange(
                 rows.start + part.start, rows.start + part.stop, dtype=torch.int64, device=device
             )
@@ -235,12 +241,38 @@ def exact_product(
     """
     total = torch.zeros((x.shape[0], n_outputs), dtype=torch.float64, device=x.device)
     partial = torch.zeros_like(total, dtype=torch.float32)
+    vectors_at_once = max(1, PRODUCTS_PER_BLOCK // (_INPUTS_PER_TILE * max(1, n_outputs)))
     for rows in _blocks(x.shape[1], _INPUTS_PER_TILE):
-        partial.addmm_(x[:, rows.start : rows.stop], tile(rows))
+        part = tile(rows)
+        for vectors in _blocks(x.shape[0], vectors_at_once):
+            pause()
+            shown = x[vectors.start : vectors.stop, rows.start : rows.stop]
+            partial[vectors.start : vectors.stop].addmm_(shown, part)
         if rows.stop % _INPUTS_PER_EXACT_SUM == 0 or rows.stop == x.shape[1]:
             total += partial
             partial.zero_()
     return total.float()
+
+
+def blocked_product(
+    x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:  # (batch, n_inputs), (n_inputs, n_outputs) -> (batch, n_outputs)
+    """Return x @ matrix; a long product is computed in blocks of rows, between which its caller may stop it.
+
+    Args:
+        x: float32.
+        matrix: float32, on the same device.
+        out: receives the product; None for new memory.
+    """
+    if len(x) * matrix.numel() <= PRODUCTS_PER_BLOCK:
+        return torch.mm(x, matrix, out=out)
+    at_once = max(1, PRODUCTS_PER_BLOCK // matrix.numel())
+    if out is None:
+        out = torch.empty((x.shape[0], matrix.shape[1]), dtype=x.dtype, device=x.device)
+    for rows in _blocks(x.shape[0], at_once):
+        pause()
+        torch.mm(x[rows.start : rows.stop], matrix, out=out[rows.start : rows.stop])
+    return out
 
 
 def _blocks(length: int, size: int) -> Iterator[range]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,11 +24,11 @@ from torch import Tensor, nn
 
 from opusim import checks
 from opusim.errors import ProcessLost
-from opusim.processes import launched_processes
+from opusim.processes import environment_number, launched_processes
 
 Result = TypeVar("Result")
 TIMEOUT_VARIABLE = "OPUSIM_PROCESS_TIMEOUT_S"
-_TIMEOUT_S = 1800.0
+_TIMEOUT_S, _LONGEST_S = 1800.0, 31_557_600.0
 _PRESENT, _FAILED, _LEAVING, _FAILED_AND_LEAVING = range(4)
 _groups: dict[float, tuple[Any, Any]] = {}
 """Time-out to (the default process group, the gloo group made next to it)."""
@@ -46,7 +45,7 @@ class Ranks:
 
     Args:
         timeout_s: Seconds that a process waits for another one at each exchange, above 0; None takes those of the
-            environment variable OPUSIM_PROCESS_TIMEOUT_S, or half an hour.
+            environment variable OPUSIM_PROCESS_TIMEOUT_S (at most a year), or half an hour.
     """
 
     def __init__(self, *, timeout_s: float | None = None) -> None:
@@ -372,15 +371,9 @@ def _default_timeout_s() -> float:
     """Return the seconds that the environment asks for.
 
     Raises:
-        ValueError: It names no number.
+        ValueError: It names no such number.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    try:
-        return float(text or _TIMEOUT_S)
-    except ValueError:
-        raise ValueError(
-            f"{TIMEOUT_VARIABLE} = {text!r}: must be a number of seconds above 0; correct or unset it"
-        ) from None
+    return environment_number(TIMEOUT_VARIABLE, _TIMEOUT_S, least=1e-3, most=_LONGEST_S, what="seconds")
 
 
 def _portable(error: BaseException | None, rank: int) -> BaseException:

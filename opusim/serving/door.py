@@ -183,14 +183,19 @@ class Door:
         """Send a message; nothing happens if its route is gone."""
         self._router.send_multipart([route, *frames], copy=False)
 
-    def close(self) -> None:
-        """Send what is under way for up to a second, and close."""
+    def close(self, *, all_ended: bool = True) -> None:
+        """Send what is under way for up to a second, and close.
+
+        Args:
+            all_ended: whether every thread has closed its `bell`; the context would wait for it.
+        """
         self._router.disable_monitor()
         self._events.close(linger=0)
         self._bell.close(linger=0)
         self._router.close()
         self._zap.close(linger=0)
-        self._context.term()
+        if all_ended:
+            self._context.term()
 
 
 def _allow_many_connections() -> None:

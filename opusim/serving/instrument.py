@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -31,8 +33,31 @@ SERVED: tuple[Capability, ...] = get_args(Capability)
 """What a client may use; a shared device is programmed by a client that has it to itself."""
 _FINGERPRINT = 8, 32, 64
 """Reference vectors, outputs and readings of each of a fingerprint."""
+MOST_ROWS = 1000
+"""Rows of a call that a shared device reads at most before another client has its turn."""
 SAME_MEDIUM = 0.25
 """Share of a fingerprint's bits in which two readings of one medium differ at most; two media differ in one half."""
+
+
+class Pace:
+    """How fast a device reads, by which a call is read in batches of a stated time."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        """Seconds for each row of an act, in its last batch."""
+
+    def note(self, act: str, rows: int, seconds: float) -> None:
+        """Note how long a batch took."""
+        if rows:
+            self._seconds[act] = seconds / rows
+
+    def rows_within(self, seconds: float, act: str) -> int:
+        """Return how many rows an act reads within some seconds: at least 1, at most `MOST_ROWS`.
+
+        An act that was not seen yet is taken to be as fast as the slowest of the others.
+        """
+        each = self._seconds.get(act, max(self._seconds.values(), default=math.inf))
+        return max(1, MOST_ROWS if each * MOST_ROWS <= seconds else int(seconds / each))
 
 
 class Instrument:
@@ -74,6 +99,7 @@ class Instrument:
         self._access = Access(patience, description.name, lambda: None)
         self._certificate = None if certificate is None else load_certificate(certificate)
         self._torch_device = torch_device
+        self.pace = Pace()
         self._seeks = self._changes = 0
         self._writer: str | None = None
         self._other_medium = ""
@@ -83,7 +109,11 @@ class Instrument:
                 Window(n_inputs=self.n_inputs, first=0, n_outputs=self.n_outputs, mode="release", seed=0)
             )
         self._law = ""
-        self.fingerprint = self._fingerprint()
+        try:
+            self.fingerprint = self._fingerprint()
+        except BaseException:
+            self.close()
+            raise
 
     def about(self, user: str) -> list[str]:
         """Return what a user is told of the device, a line each: window, who shares it, noise, certificate, medium."""
@@ -226,9 +256,9 @@ class Instrument:
             law = view.law if self._device is None else self._device.stated_noise
             self._law = "not known; calibrate the device" if law is None else law.describe()
             shown = reference_vectors(vectors, window.n_inputs).to(torch.int8).numpy()
-            means = (
-                view.project(np.repeat(shown, readings, axis=0)).reshape(vectors, readings, -1).mean(axis=1)
-            )
+            repeated, began = np.repeat(shown, readings, axis=0), time.perf_counter()
+            means = view.project(repeated).reshape(vectors, readings, -1).mean(axis=1)
+            self.pace.note("project", len(repeated), time.perf_counter() - began)
         finally:
             view.close()
         return np.packbits(means > 0).tobytes().hex()

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from opusim import checks
 from opusim.description.section import StrictSection, first_problem
 from opusim.errors import ConfigError
-from opusim.files import make_private_folder, parse_toml, read_text
+from opusim.files import make_private_folder, parse_toml, quoted, read_text
 from opusim.serving.zeromq import zmq
 
 KEY_VARIABLE = "OPUSIM_KEY"
@@ -117,7 +117,7 @@ def read_key(path: Path, *, secret: bool) -> Key:
     file = str(path)
     try:
         if secret and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(file, "mode", f"others may read this secret; run: chmod 600 {file}")
+            raise ConfigError(file, "mode", f"others may read this secret; run: chmod 600 {quoted(file)}")
         key = Key.model_validate(parse_toml(read_text(path, at_most=4096)))
     except OSError as error:
         reason = f"cannot be read ({error.strerror}); make one with: opusim device keys new NAME"
@@ -196,10 +196,12 @@ class Users:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         if folder.is_dir() and folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigError(str(folder), "mode", f"others may add keys here; run: chmod go-w {folder}")
+            raise ConfigError(
+                str(folder), "mode", f"others may add keys here; run: chmod go-w {quoted(folder)}"
+            )
         path = folder / f"{SERVER_NAME}.key"
         if not path.exists():
-            command = f"opusim device keys new {SERVER_NAME} --folder {folder}"
+            command = f"opusim device keys new {SERVER_NAME} --folder {quoted(folder)}"
             raise ConfigError(str(folder), path.name, f"is missing; make it with: {command}")
         self.own = read_key(path, secret=True)
         if self.own.has_expired:

@@ -6,7 +6,6 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,17 +15,19 @@ import numpy as np
 from opusim import checks
 from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
 from opusim.serving.door import Door
-from opusim.serving.fair_queue import FairQueue
 from opusim.serving.instrument import Instrument
 from opusim.serving.journal import Journal
 from opusim.serving.keys import Key, Users
 from opusim.serving.messages import MIB, BadMessage, Message, error_message, read_message
 from opusim.serving.sessions import TELLING, Places, Session, Work, content_digest, require_room
+from opusim.serving.turns import FairQueue, Owner
 from opusim.serving.views import Window, packed_law
 
 _LOG = logging.getLogger("opusim.serving")
 _TICK_MS = 200
 _JOURNAL_EVERY_S = 60.0
+_LAST_CALL_S = 2.0
+"""Seconds that a server that stops waits for the call under way."""
 SESSION_LOST = "SessionLost"
 """How an answer names that the server does not know the session of a call."""
 
@@ -95,35 +96,39 @@ class Server:
             most_of_user=self._limits.clients_per_user,
             patience_s=self._limits.silence_s,
         )
-        self._done: deque[tuple[Work, Any]] = deque()
+        self._leaving: set[Session] = set()
+        """Clients whose place is free, and whose call or device is not ended yet."""
         self._failed: DeviceError | None = None
-        self._working: Work | None = None
         self._door = Door(
             users, bind, largest=2 * self._request_limit + MIB, silence_s=self._limits.silence_s
         )
+        self._owner = Owner(self._queue, self._advance, self._door.bell)
         self.endpoint = self._door.endpoint
 
     # Running
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set; the batch under way is finished, and its client told."""
-        owner = threading.Thread(target=self._own, name="opusim-instrument", daemon=True)
-        owner.start()
+        """Serve until `stop` is set; the call under way ends at its next pause, and its client is told.
+
+        A call of the hardware that does not end within 2 s is left behind; the device is not closed then.
+        """
+        self._owner.start()
+        has_ended = False
         try:
             self._serve(stop)
         finally:
-            self._queue.close()
-            owner.join()
-            self._say_end()
-            self._door.close()
-            self._instrument.close()
+            has_ended = self._owner.stop(_LAST_CALL_S)
+            self._say_end(has_ended=has_ended)
+            self._door.close(all_ended=has_ended)
+            if has_ended:
+                self._instrument.close()
 
     def _serve(self, stop: threading.Event) -> None:
         written = time.monotonic()
         while not stop.is_set():
             messages = self._door.wait(_TICK_MS)
-            while self._done:
-                self._finish(*self._done.popleft())
+            while self._owner.done:
+                self._finish(*self._owner.done.popleft())
             for route, user, frames in messages:
                 self._let_in(route, user, frames)
             for session in self._places.silent(self._limits.silence_s):
@@ -137,30 +142,12 @@ class Server:
                 self._write_journal()
                 written = time.monotonic()
 
-    def _own(self) -> None:
-        """Do batch after batch; the only thread that touches the instrument."""
-        with self._door.bell() as bell:
-            while (taken := self._queue.take()) is not None:
-                token, work = taken
-                self._working, started = work, time.perf_counter()
-                try:
-                    found: Any = self._advance(work)
-                except BaseException as error:  # handed to the client
-                    found = error
-                work.session.busy_s += time.perf_counter() - started
-                self._working = None
-                if found is None and not work.dropped:
-                    self._queue.put(token, work)
-                    continue
-                self._done.append((work, found))
-                bell.send(b"")
-
     def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
         """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients.
 
         A client that gave its own device's monitor an earlier baseline, which it may have made up, stops alone.
         """
-        if self._failed is not None:
+        if self._failed is not None and work.message.kind != "close":
             raise type(self._failed)(str(self._failed))
         try:
             return work.advance(self._instrument)
@@ -324,7 +311,7 @@ class Server:
         others = (other.user for other in self._places if other.token == holder and other is not session)
         values = {
             "request": request,
-            "position": 0 if position is None else position + int(self._working is not None),
+            "position": 0 if position is None else position + int(self._owner.working is not None),
             "number": session.number,
             "answered": session.reply is not None,
             "held_by": next(others, ""),
@@ -348,7 +335,13 @@ class Server:
         session = work.session
         if session.running is work:
             session.running, session.used = None, time.monotonic()
+        if work.message.kind == "close":
+            self._leaving.discard(session)
+            self._write(session)
+            return
         if work.dropped:
+            session.calls += int(work.begun)
+            self._close_view(session)
             return
         request = work.message.value("request", str, "")[:64]
         try:
@@ -431,29 +424,48 @@ class Server:
     # Ends
 
     def _end(self, session: Session, why: str) -> None:
-        """Take a client's place away; its device is closed by the thread that owns it."""
+        """Take a client's place away; its device is closed by the thread that owns it, behind a call under way."""
         self._places.remove(session)
-        self._queue.drop(session.token)
+        self._leaving.add(session)
         _LOG.info("%s %s (%s)", session.user, why, session.label)
-        if session.running is not None:
-            session.running.dropped = True
-        self._write(session)
-        closing = Work(session, Message(kind="close"))
-        closing.dropped = True
-        self._queue.put(session.token, closing)
+        running = session.running
+        if running is not None:
+            running.dropped = True
+        waiting = self._queue.drop(session.token)
+        if running is None or (running in waiting and not running.is_suspended):
+            self._close_view(session)
+        elif running in waiting:  # its thread abandons it at its next turn, and `_finish` closes the device
+            self._queue.put(session.token, running)
 
-    def _say_end(self) -> None:
+    def _close_view(self, session: Session) -> None:
+        """Have a client's device closed by the thread that owns it; the journal is written after that."""
+        self._queue.put(session.token, Work(session, Message(kind="close")))
+
+    def _say_end(self, *, has_ended: bool) -> None:
+        """Tell clients with a call under way that the server stops, and write the journal.
+
+        Args:
+            has_ended: whether no thread uses a device any more.
+        """
         for session in self._places:
             if session.running is not None:
                 request = session.running.message.value("request", str, "")[:64]
                 error = DeviceUnavailable("the server was stopped; start it, and resume")
                 self._send(session.route, error_message(error, request=request))
-            if session.view is not None:
+        for session in (*self._places, *self._leaving):
+            if session.running is not None:
+                session.calls += int(session.running.begun)
+            if session.view is not None and has_ended:
                 session.view.close()
         self._write_journal()
+        if not has_ended:
+            _LOG.warning(
+                "a call of the device did not end within %g s; the process ends without closing the device",
+                _LAST_CALL_S,
+            )
 
     def _write_journal(self) -> None:
-        for session in self._places:
+        for session in (*self._places, *self._leaving):
             self._write(session)
 
     def _write(self, session: Session) -> None:

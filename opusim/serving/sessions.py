@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from opusim.serving.journal import Entry
 from opusim.serving.messages import MIB, BadMessage, Message, raw_bytes
 from opusim.serving.views import View, Window
 
-ROWS_AT_ONCE = 1000
-"""Vectors of a call that a shared device reads before another client has its turn."""
+TURN_S = 0.5
+"""Seconds of work after which another client has its turn."""
 READ_BY_ROWS = ("project", "intensities", "multiply", "multiply_transposed")
 """Acts that read a row for each row of their input."""
 CHANGING = ("program", "wait")
@@ -107,6 +107,11 @@ class Work:
     Args:
         session: whose it is.
         message: of kind "open", "call" with an act, or "close".
+
+    Attributes:
+        begun: whether a part of it is done.
+        dropped: whether its client is gone.
+        turn_began: when its present turn began, seconds of the performance counter.
     """
 
     def __init__(self, session: Session, message: Message) -> None:
@@ -114,9 +119,31 @@ class Work:
         self.message = message
         self.is_opening = message.kind == "open"
         self.begun = self.dropped = False
+        self.turn_began = 0.0
         self._done: list[np.ndarray] = []
         self._saturated: list[np.ndarray | None] = []
         self._rows = 0
+        self._resumed: threading.Event | None = None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether a thread waits amid this call for its next turn."""
+        return self._resumed is not None
+
+    def suspend(self) -> None:
+        """Note that the thread of this call is about to `wait`."""
+        self._resumed = threading.Event()
+
+    def wait(self) -> None:
+        """Wait until another thread calls `resume`."""
+        if self._resumed is not None:
+            self._resumed.wait()
+            self._resumed = None
+
+    def resume(self) -> None:
+        """Let the thread that waits continue; nothing happens if none does."""
+        if self._resumed is not None:
+            self._resumed.set()
 
     def advance(self, instrument: Instrument) -> tuple[np.ndarray, ...] | None:
         """Do the next batch; returns the results once all batches are done."""
@@ -155,10 +182,10 @@ class Work:
                 f"call: unknown act {act[:40]!r}; install the same version of opusim on both sides"
             )
         require_capability(instrument.can, act)
-        if act in READ_BY_ROWS:
-            return self._read(getattr(view, act), view)
+        if act in READ_BY_ROWS or (act == "draw" and view.shared):
+            return self._read(act, view, instrument)
         if act == "draw":
-            return (view.draw(tuple(self.message.value("shape", list))),)
+            return (view.draw(self._shape()),)
         if act == "matrix":
             return (view.matrix(),)
         return (self._changed(act, view, instrument),)
@@ -183,21 +210,34 @@ class Work:
         instrument.note_change(view, writer)
         return found
 
-    def _read(self, read: Callable[[np.ndarray], np.ndarray], view: View) -> tuple[np.ndarray, ...] | None:
+    def _read(self, act: str, view: View, instrument: Instrument) -> tuple[np.ndarray, ...] | None:
         """Read a batch; a simulation, whose noise belongs to the call as a whole, reads the call in one.
 
         Behind products stands which rows met the bound of a converter, if the device tells it.
         """
-        x = self._array()
-        stop = min(len(x), self._rows + ROWS_AT_ONCE) if view.shared else len(x)
-        self._done.append(read(x[self._rows : stop]))
-        self._saturated.append(view.saturated if self.message.values["act"] == "multiply" else None)
+        x = None if act == "draw" else self._array()
+        rows = view.readings(self._shape()) if x is None else len(x)
+        stop = rows
+        if view.shared:
+            stop = min(rows, self._rows + instrument.pace.rows_within(TURN_S, act))
+        began = time.perf_counter()
+        if x is None:
+            self._done.append(view.draw_readings(stop - self._rows))
+        else:
+            self._done.append(getattr(view, act)(x[self._rows : stop]))
+        if view.shared:
+            instrument.pace.note(act, stop - self._rows, time.perf_counter() - began)
+        self._saturated.append(view.saturated if act == "multiply" else None)
         self._rows = stop
-        if stop < len(x):
+        if stop < rows:
             return None
         saturated = [part for part in self._saturated if part is not None]
         told = (saturated,) if len(saturated) == len(self._done) else ()
-        return tuple(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in (self._done, *told))
+        found = tuple(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in (self._done, *told))
+        return found if x is not None else (view.shaped(found[0], self._shape()),)
+
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(self.message.value("shape", list))
 
     def _array(self) -> np.ndarray:
         if len(self.message.arrays) != 1:

@@ -137,12 +137,28 @@ class View:
         if self._whole:
             drawn: np.ndarray = self.count(lambda: self.device.draw(shape).cpu().numpy())
             return drawn
+        return self.shaped(self.draw_readings(self.readings(shape)), shape)
+
+    def readings(self, shape: tuple[int, ...]) -> int:
+        """Return how many readings of the view fill a drawn shape.
+
+        Raises:
+            TypeError, ValueError: no shape that can be drawn.
+        """
         law = self.device.stated_noise
         uniform = isinstance(law, GaussianNoise) and law.is_uniform
-        lengths = drawn_shape(shape, self.window.n_outputs, uniform=uniform)
-        readings = -(-math.prod(lengths) // self.window.n_outputs)
-        drawn = self.count(lambda: self.device.draw((readings, self.device.n_outputs)).cpu().numpy())
-        return drawn[:, self._columns].reshape(-1)[: math.prod(lengths)].reshape(lengths)
+        return -(
+            -math.prod(drawn_shape(shape, self.window.n_outputs, uniform=uniform)) // self.window.n_outputs
+        )
+
+    def draw_readings(self, count: int) -> np.ndarray:  # (count, n_outputs)
+        """Return some readings of noise only."""
+        drawn: np.ndarray = self.count(lambda: self.device.draw((count, self.device.n_outputs)).cpu().numpy())
+        return self._seen(drawn)
+
+    def shaped(self, drawn: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the numbers of whole readings in a drawn shape."""
+        return drawn.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def matrix(self) -> np.ndarray:  # (n_outputs, n_inputs)
         """Return `TellsMatrix.matrix` of the view."""

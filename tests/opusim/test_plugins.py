@@ -65,16 +65,19 @@ def test_a_name_of_two_packages_is_refused(
 
 
 @EVERY
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(RAISES, "RuntimeError: no licence for this machine"), ("raise SystemExit(3)", "SystemExit: 3")],
+)
 def test_a_package_that_raises_is_one_line_and_leaves_the_others(
-    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: str, code: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, find, every = GROUPS[group]
-    install(
-        monkeypatch, tmp_path, f"raising{group[7:]}", group, {"broken": f"raising{group[7:]}:Thing"}, RAISES
-    )
+    module = f"raising{group[7:]}{len(code)}"
+    install(monkeypatch, tmp_path, module, group, {"broken": f"{module}:Thing"}, code)
     said = (
         r"'broken' cannot be used, raising\w+:Thing of package 'raising\w+' does not import "
-        r"\(RuntimeError: no licence for this machine\); repair or remove that package"
+        rf"\({told}\); repair or remove that package"
     )
     with pytest.raises(Exception, match=said) as caught:
         find("broken")

@@ -21,7 +21,7 @@ from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from opusim import checks
-from opusim.files import make_private_folder
+from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Attack, Scores, play
 from training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
@@ -295,17 +295,20 @@ def audit_place(folder: RunFolder, out: Path | None) -> Path:
 
     Raises:
         RunFolderError: A release run, and no folder outside it; or the folder holds other work.
+        ConfigError: The folder cannot be written to.
     """
     if folder.read_config().mode == "release":
         outside = out is not None and not out.resolve().is_relative_to(folder.path.resolve())
         if not outside:
             raise RunFolderError(
                 f"run folder {folder.path} is for release, and its audit is not; name a folder outside it "
-                f"with out (--out {folder.path.name}-audit)"
+                f"with out (--out {quoted(folder.path.name)}-audit)"
             )
     if out is None or out.resolve() == folder.path.resolve():
-        return folder.path
-    require_kind(out, "audit")
+        out = folder.path
+    else:
+        require_kind(out, "audit")
+    require_writable_folder(out)
     return out
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
 
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimError
-from opusim.processes import launched_processes
+from opusim.files import require_utf8
+from opusim.plugins import PluginError
+from opusim.processes import environment_number, launched_processes
 from training.cli.groups import LazyGroup, built
 
 _TRAIN = "Train"
@@ -23,6 +28,7 @@ _DEVICES = "Devices"
 _HELP = "Problems"
 _UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy that newer versions of typer hold
 _ARGUMENT = re.compile(r"(?P<name>[a-z][\w.]*)(?: = (?P<value>'(?P<quoted>[^']*)'|[^\s:]+))?: (?P<reason>.*)")
+_STANDARD_ERROR = 2
 _FEW_COMMANDS = 8
 """Most subcommands that a refusal lists."""
 
@@ -153,6 +159,7 @@ def main() -> None:
     Exit codes: 1 for a sweep in which a run failed, 2 for bad input, 3 for a device fault, 4 for a spent budget, 130
     for Ctrl-C.
     """
+    _mend_streams()
     warnings.formatwarning = lambda message, *_, **__: f"opusim: warning: {' '.join(str(message).split())}\n"
     debug = "--debug" in sys.argv
     if debug:
@@ -160,12 +167,13 @@ def main() -> None:
     line = CommandLine()
     try:
         _serve_completion()
+        _require_utf8_words()
         _take_wait()
         _require_one_process()
         command = typer.main.get_command(app)
         line = CommandLine.of(command, sys.argv[1:])
         line.require_unambiguous()
-        code = command(prog_name="opusim", standalone_mode=False)
+        code = _without_exit(partial(command, prog_name="opusim", standalone_mode=False))
     except typer.Abort:
         raise SystemExit(1) from None
     except _UsageError as error:
@@ -242,7 +250,7 @@ class CommandLine:
 
     def as_typed(self, error: BaseException) -> str:
         """Return what a value has wrong; the text names an option of this line instead of its key or argument."""
-        text = " ".join(str(error).split())
+        text = re.sub(r"[^\S ]+", " ", str(error)).strip()  # spaces may belong to the name of a file
         found = _ARGUMENT.fullmatch(text)
         typed = {name: value for name, _, value in self._given()}
         if isinstance(error, ConfigError):
@@ -338,20 +346,69 @@ def _serve_completion() -> None:
         completion_init()
 
 
+def _mend_streams() -> None:
+    """Let a command work whatever its standard streams are.
+
+    The null device takes the place of a closed one; otherwise a file of the run would get its number, and with it what
+    libraries print. A character that a stream cannot show is written as its code.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name in ((1, "stdout"), (_STANDARD_ERROR, "stderr")):
+        if getattr(sys, name) is None:
+            null = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  # for good
+            setattr(sys, name, null)
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _require_utf8_words() -> None:
+    """Refuse a word of the command line that is not UTF-8; the files of a run could not name it.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for word in sys.argv[1:]:
+        require_utf8(Path(word), "command line")
+
+
+def _without_exit(command: Callable[[], Any]) -> Any:
+    """Return what a command returns; refuse one that code of a user or of another package ends by ``exit()``.
+
+    Raises:
+        PluginError: That happened; the message names the file that did it.
+    """
+    try:
+        return command()
+    except SystemExit as error:
+        if "_OPUSIM_COMPLETE" in os.environ:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        place = [frame for frame in frames if not frame.filename.startswith("<frozen")][
+            -1
+        ]  # `exit` itself is frozen
+        raise PluginError(
+            f"exit({error.code!r}) at {place.filename}:{place.lineno} would end the command in silence; "
+            "let that code raise an error instead"
+        ) from error
+
+
 def _take_wait() -> None:
-    """Take ``--wait SECONDS`` off the command line, as if OPUSIM_WAIT had been set.
+    """Take ``--wait SECONDS`` off the command line, as if OPUSIM_WAIT had been set, and check either.
 
     Raises:
         ValueError: It names no number of seconds.
     """
-    if "--wait" not in sys.argv:
-        return
-    place = sys.argv.index("--wait")
-    seconds = sys.argv[place + 1] if place + 1 < len(sys.argv) else ""
-    if not seconds.replace(".", "", 1).isdigit():
-        raise ValueError(f"--wait {seconds!r}: must be a number of seconds, at least 0; write --wait 600")
-    del sys.argv[place : place + 2]
-    os.environ["OPUSIM_WAIT"] = seconds
+    if "--wait" in sys.argv:
+        place = sys.argv.index("--wait")
+        seconds = sys.argv[place + 1] if place + 1 < len(sys.argv) else ""
+        if re.fullmatch(r"[0-9]+(\.[0-9]*)?", seconds) is None:
+            raise ValueError(f"--wait {seconds!r}: must be a number of seconds, at least 0; write --wait 600")
+        del sys.argv[place : place + 2]
+        os.environ["OPUSIM_WAIT"] = seconds
+    environment_number("OPUSIM_WAIT", 0.0, least=0.0, what="seconds")
 
 
 def _require_one_process() -> None:

@@ -18,6 +18,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from opusim.plugins import FOREIGN_ERRORS
+
 SCHEMA = "opusim-doctor"
 VERSION = 1
 
@@ -82,7 +84,7 @@ def _looked_at(look: Callable[[], Iterator[Fact]]) -> list[Fact]:
     facts: list[Fact] = []
     try:
         facts.extend(look())
-    except Exception as error:  # a broken library may raise anything, and the other sections still matter
+    except FOREIGN_ERRORS as error:  # of a broken library; the other sections still matter
         facts.append(Fact("failed", f"{type(error).__name__}: {error}", broken=True))
     return [Fact(fact.what, _public(fact.found), fact.broken) for fact in facts]
 
@@ -238,7 +240,7 @@ def _devices() -> Iterator[Fact]:
             yield Fact(name, "in use by another process")
         except DeviceUnavailable as error:
             yield Fact(name, str(error))
-        except Exception as error:  # the other devices are looked at as well
+        except FOREIGN_ERRORS as error:  # the other devices are looked at as well
             yield Fact(name, f"{type(error).__name__}: {error}", broken=True)
         else:
             yield Fact(name, "can be opened")

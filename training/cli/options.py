@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from opusim.description.section import default_of, described_fields
 from opusim.errors import ConfigError
+from opusim.files import quoted
 from training.config.kinds import KINDS, PROTECTIONS
 from training.config.reading import load_config, merged, named_trainer, nested
 from training.config.run import RunConfig
@@ -228,7 +229,7 @@ def resolved(kind: str, config: Path | None, settings: Sequence[str], changes: d
         raise ConfigError(
             str(config),
             "trainer.kind",
-            f"{named!r} contradicts the command; use: opusim train {named} --config {config}",
+            f"{named!r} contradicts the command; use: opusim train {named} --config {quoted(str(config))}",
         )
     found = load_config(config, settings, merged({"trainer": {"kind": kind}}, changes))
     if found.trainer.kind != kind:

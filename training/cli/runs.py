@@ -148,10 +148,13 @@ def zo_replay(
     out: Annotated[Path | None, typer.Option(help="Write the final parameters here, as safetensors.")] = None,
 ) -> None:
     """Rebuild the final parameters of a zeroth-order run, bit for bit, from the initial ones and its step log."""
+    from opusim.files import require_writable
     from opusim.progress import Progress
     from training.runs.checkpoints import write_tensors
     from training.zeroth_order.step_log import replay
 
+    if out is not None:
+        require_writable(out, "--out")
     with Progress("zo replay", "steps") as progress:
 
         def follow(done: int, total: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
 
 import typer
 
+from opusim.files import quoted
 from opusim.processes import launched_rank
 from opusim.progress import Progress
 from training.cli.groups import LazyGroup, built
@@ -256,7 +257,7 @@ def print_run(run: Run, report_file: Path) -> None:
         typer.echo(wrapped(RELEASE_DASHES))
     print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
     typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
-    typer.echo(f"assumptions: opusim account run {run.folder.path}")
+    typer.echo(f"assumptions: opusim account run {quoted(run.folder.path)}")
     if run.device_note is not None:
         typer.echo(wrapped(run.device_note))
     if run.advice is not None:

@@ -17,6 +17,7 @@ from opusim.description.schema import DeviceDescription, MonitorSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate
 from opusim.errors import ConfigError, DeviceError, DeviceFault, NoiseBelowCertificate
+from opusim.files import quoted
 from training.config.sections import DeviceChoice, ProtectionSection
 from training.errors import RunFolderError
 from training.runs.checkpoints import list_checkpoints, read_checkpoint, reseal_checkpoint
@@ -176,7 +177,7 @@ def doubt_text(alarm: Alarm, folder: RunFolder) -> str:
     """Return what a user is told of an alarm that leaves steps in doubt."""
     return (
         f"Its noise may have been weaker than certified from step {max(alarm.since, 0)} on; see what is covered "
-        f"with: opusim account run {folder.path}"
+        f"with: opusim account run {quoted(folder.path)}"
     )
 
 
@@ -189,5 +190,5 @@ def require_undoubted(content: LedgerContent, folder: RunFolder) -> None:
     for alarm in content.doubts:
         raise RunFolderError(
             f"run folder {folder.path} cannot be resumed under its guarantee: {alarm.text}; begin a new run, and see "
-            f"what is covered with: opusim account run {folder.path}"
+            f"what is covered with: opusim account run {quoted(folder.path)}"
         )

@@ -121,6 +121,8 @@ def train(
         resolved = with_own_data(resolved, data, label)
         named = None if folder is None else Path(folder)
         run_folder = None if named is None else RunFolder(named if follows else own_folder(named))
+        if run_folder is not None and not resume and not follows:
+            run_folder.require_writable()
         if resume and run_folder is not None:
             require_trusted(facts := run_folder.read_facts(), trust_code=trust_code)
             require_importable(facts)

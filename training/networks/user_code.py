@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from opusim.errors import ConfigError
+from opusim.files import quoted
+from opusim.plugins import FOREIGN_ERRORS
 from training.config.run import RunConfig
 from training.config.sections import import_path_of, is_import_path
 from training.errors import RunFolderError
@@ -44,7 +46,7 @@ def load_object(path: str, *, key: str) -> Any:
     try:
         with _current_folder():
             found = import_module(module)
-    except Exception as error:  # user code may raise anything
+    except FOREIGN_ERRORS as error:
         meant = import_path_of(path) if module.endswith(".py") else None
         remedy = f"did you mean {meant!r}?" if meant else "check the name, or install it"
         reason = f"{path!r} cannot be imported ({type(error).__name__}: {error}); {remedy}"
@@ -74,7 +76,7 @@ def _file_of(module: str) -> str:
     try:
         with _current_folder():
             found = find_spec(module)
-    except Exception:  # a package of the user may raise anything
+    except FOREIGN_ERRORS:  # of the user's package
         return "no file"
     return "no file" if found is None or found.origin is None else found.origin
 
@@ -161,7 +163,7 @@ def require_importable(facts: Mapping[str, Any]) -> None:
         folder = parents[0] if parents else file.parent
         raise RunFolderError(
             f"{code['path']!r}, which the run names, cannot be imported from this folder; run from {folder}, or set "
-            f"PYTHONPATH={folder}"
+            f"PYTHONPATH={quoted(folder)}"
         )
 
 

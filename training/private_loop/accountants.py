@@ -63,7 +63,7 @@ class NamedAccountant:
         package = plugins.package(ENTRY_POINT_GROUP, name)
         try:
             return cls(name=name, package=package, accountant=found())
-        except Exception as error:  # a third party's class may raise anything
+        except plugins.FOREIGN_ERRORS as error:
             raise _unusable(name, package, error) from error
 
     def claimed(self, mechanisms: Sequence[Mechanism], proven: Guarantee) -> Guarantee:
@@ -80,7 +80,7 @@ class NamedAccountant:
             epsilon = float(
                 self.accountant.epsilon([one.to_json() for one in mechanisms], delta=proven.delta)
             )
-        except Exception as error:  # a third party's method may raise anything
+        except plugins.FOREIGN_ERRORS as error:
             raise _unusable(self.name, self.package, error) from error
         if not epsilon >= 0:
             raise _unusable(self.name, self.package, f"epsilon = {epsilon}, which must be at least 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +17,12 @@ from accounting.ledger.journal import Position, Witness
 from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from opusim import checks, plugins
 from opusim.errors import ConfigError
-from opusim.files import make_folder, read_bytes, write_file
+from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file
 from opusim.processes import launched_rank
 from training.config.reading import stored_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
-from training.runs.seal import Header, Prefix, Seal, list_checkpoints, read_header
+from training.runs.seal import SIZE_LIMIT, GrowingFile, Header, Seal, list_checkpoints, read_header
 from training.runs.storage import (
     LOCK_FILE,
     append_line,
@@ -45,8 +46,6 @@ SUMMARY_VERSION = 2
 AUDIT_FILE = "audit.json"
 ONE_RUN_FILE = "one-run.json"
 FINAL_MODEL_FILE = "final-model.json"
-_SIZE_LIMIT = 2**30
-"""Largest file that a seal covers, in bytes."""
 _LEFT_BY_KILLED_START = {
     "checkpoints",
     *("components.safetensors", ".components.safetensors.partial"),
@@ -92,6 +91,7 @@ class RunFolder:
         self.figures = self.path / "figures"
         self.report_file = self.path / "report.html"
         self._made_here = False
+        self._sealed_metrics = GrowingFile(self.metrics_file)
 
     @classmethod
     def claimed(cls, path: Path) -> Self | None:
@@ -114,6 +114,16 @@ class RunFolder:
         folder._made_here = True
         return folder
 
+    def require_writable(self) -> None:
+        """Refuse, before data are read, a folder in which nothing could be written; makes nothing.
+
+        Raises:
+            RunFolderError: It is one.
+        """
+        problem = folder_problem(self.path)
+        if problem is not None:
+            raise RunFolderError(f"run folder {self.path} cannot be used ({problem}); choose another folder")
+
     @property
     def started(self) -> bool:
         """Whether a run was started here."""
@@ -129,7 +139,7 @@ class RunFolder:
         """The command that resumes the run here, which has to trust the user-supplied code that the run names."""
         facts = read_json(self.config_file) if self.started else {}
         trust = " --trust-code" if isinstance(facts, dict) and facts.get("code") else ""
-        return f"opusim train resume {self.path}{trust}"
+        return f"opusim train resume {quoted(self.path)}{trust}"
 
     @contextmanager
     def writing(self, *, new: bool, private: bool = False) -> Iterator[None]:
@@ -209,7 +219,7 @@ class RunFolder:
         if not self.started and kind_of(self.path) == "private loop":
             raise RunFolderError(
                 f"folder {self.path} holds a private loop of opusim.make_private and no run; `opusim account run "
-                f"{self.path}` states its guarantee, and your own loop evaluates the model"
+                f"{quoted(self.path)}` states its guarantee, and your own loop evaluates the model"
             )
         if not self.started:
             raise RunFolderError(f"run folder {self.path} holds no run (no config.json); check the path")
@@ -258,8 +268,19 @@ class RunFolder:
         return read_lines(self.metrics_file, ("step", "epoch"))
 
     def read_timing(self) -> list[dict[str, Any]]:
-        """Read the wall-clock times so far, including those of repeated epochs."""
-        return read_lines(self.timing_file, ("wall_s",))
+        """Read the wall-clock times so far, including those of repeated epochs.
+
+        Raises:
+            RunFolderError: A time is below 0 or not finite.
+        """
+        records = read_lines(self.timing_file, ("wall_s",))
+        for number, record in enumerate(records, start=1):
+            if not 0 <= record["wall_s"] < math.inf:
+                raise RunFolderError(
+                    f"{self.timing_file}: line {number}: wall_s = {record['wall_s']}: must be finite and at least 0; "
+                    "the file was edited, restore it"
+                )
+        return records
 
     def finish(self, summary: dict[str, Any], ledger: Position) -> None:
         """Write the summary, which marks the run as finished, with its digest and the length of the ledger."""
@@ -336,10 +357,9 @@ class RunFolder:
             ledger: Current position of the ledger.
             bound: Whether the run may only be resumed in this very folder.
         """
-        metrics = self._metrics()
         return Seal(
             files=files,
-            metrics=Prefix(bytes=len(metrics), digest=digest_of(metrics)),
+            metrics=self._sealed_metrics.prefix(),
             ledger=ledger,
             inode=self.path.stat().st_ino if bound else None,
         )
@@ -435,7 +455,7 @@ class RunFolder:
 
 
 def _content(file: Path) -> bytes:
-    return read_bytes(file, at_most=_SIZE_LIMIT)
+    return read_bytes(file, at_most=SIZE_LIMIT)
 
 
 def _state(found: str | None, sealed: str | None, checkpoint: str) -> str:

@@ -22,6 +22,7 @@ from accounting.guarantee import Guarantee
 from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from accounting.tables import number
 from opusim.devices.locks import is_held
+from opusim.plugins import FOREIGN_ERRORS
 from opusim.tables import data_size
 from training.errors import RunFolderError
 from training.runs.folder import RunFolder
@@ -270,7 +271,7 @@ def _entry(path: Path) -> Entry:
             busy = not folder.finished and is_held(path / LOCK_FILE)
             state = "being written" if busy else "finished" if folder.finished else "unfinished"
             found = _facts(folder) | {"state": state}
-    except Exception as error:  # whatever a damaged folder or a missing package raises, the others are listed
+    except FOREIGN_ERRORS as error:  # whatever a damaged folder or a package raises, the others are listed
         told = " ".join(str(error).split()) or type(error).__name__
         kind = kind or "run"
         found = {"state": "being written"} if busy else {"state": "damaged", "problem": told}

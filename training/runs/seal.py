@@ -27,12 +27,14 @@ from safetensors import SafetensorError, safe_open
 
 from accounting.ledger.journal import Position
 from opusim import checks
-from opusim.files import parse_json, require_regular
+from opusim.files import parse_json, read_bytes, require_regular
 from training.errors import RunFolderError
-from training.runs.storage import json_digest, record_from_json, record_json
+from training.runs.storage import json_digest, new_digest, record_from_json, record_json
 
 HEADER_KEY = "opusim"
 SCHEMA_VERSION = 2
+SIZE_LIMIT = 2**30
+"""Largest file that a seal covers, in bytes."""
 REMEDY = "delete it to resume from the checkpoint before it"
 
 
@@ -47,6 +49,29 @@ class Prefix:
 
     bytes: int
     digest: str
+
+
+class GrowingFile:
+    """A file to which lines are added; its digest costs what was added since the last one.
+
+    Args:
+        path: The file; a missing one is empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size, self._digest = 0, new_digest()
+
+    def prefix(self) -> Prefix:
+        """Return the length and the digest of the whole file."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._size:  # a resumed run cut it back
+            self._size, self._digest = 0, new_digest()
+        if size > self._size:
+            added = read_bytes(self._path, at_most=SIZE_LIMIT, start=self._size)
+            self._digest.update(added)
+            self._size += len(added)
+        return Prefix(bytes=self._size, digest=self._digest.hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True)

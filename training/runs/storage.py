@@ -4,7 +4,7 @@ A document is replaced at once (`opusim.files.write_file`). A line is appended a
 line that a kill cut short. A file is as private as its folder (`opusim.files`).
 
 Results are dataclasses whose fields are the keys of their JSON object: `record_json` and `record_from_json` convert
-them them, with the schema version as the first key.
+them, with the schema version as the first key.
 
 A folder has one writer, and holds one kind of work: a run, a search, a sweep or an audit.
 """
@@ -27,6 +27,7 @@ from safetensors.numpy import save
 from accounting.guarantee import Guarantee, from_json, to_json
 from opusim import checks
 from opusim.devices.locks import LockHeld, held
+from opusim.errors import ConfigError
 from opusim.files import (
     make_folder,
     make_private_folder,
@@ -34,6 +35,7 @@ from opusim.files import (
     parse_json,
     read_bytes,
     require_regular,
+    require_utf8,
     sync_folder,
     write_all,
     write_error,
@@ -92,6 +94,10 @@ def only_writer(folder: Path, what: str, *, private: bool = False) -> Iterator[N
         FolderBusy: Another process is writing there.
         RunFolderError: The folder cannot be used.
     """
+    try:
+        require_utf8(folder, what)
+    except ConfigError as error:
+        raise RunFolderError(str(error)) from error
     lock = held(folder / LOCK_FILE)
     try:
         make_private_folder(folder) if private else make_folder(folder)
@@ -130,9 +136,14 @@ _LINES_LIMIT = 2**30
 """Largest file of JSON lines that is read, in bytes."""
 
 
+def new_digest(content: bytes = b"") -> hashlib.blake2b:
+    """Return BLAKE2b of 16 bytes, which takes more content by `update`."""
+    return hashlib.blake2b(content, digest_size=16)
+
+
 def digest_of(content: bytes) -> str:
     """BLAKE2b of a file's content, 16 bytes in hexadecimal."""
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return new_digest(content).hexdigest()
 
 
 def json_digest(content: Mapping[str, Any]) -> str:

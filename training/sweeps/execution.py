@@ -21,6 +21,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from accounting.errors import BudgetExceeded
 from opusim.devices.usage import Usage
+from opusim.plugins import FOREIGN_ERRORS
 from training.config.data import DataConfig, SplitRule
 from training.config.run import RunConfig
 from training.config.sections import is_import_path
@@ -82,7 +83,7 @@ class SweepForecast:
                 with plan.opened_device() as device:
                     found = Forecast.of(plan, device)
                     each = None if found is None else found.usage()
-            except Exception:  # the run itself says why, in its row
+            except FOREIGN_ERRORS:  # the run itself says why, in its row
                 found = each = None
             if found is None or each is None:
                 silent += counts[setting]
@@ -173,7 +174,7 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
         row = row_of(run, config, wall_s=_wall_seconds(folder, time.perf_counter() - started))
     except RunInterrupted:
         raise
-    except Exception as error:  # one failed run must not stop the others
+    except FOREIGN_ERRORS as error:  # one failed run must not stop the others
         row = failed_row(run_path.name, error)
     write_row(row_path, row)
     return row

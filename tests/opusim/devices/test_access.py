@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from opusim.description.loading import load_description
 from opusim.devices.access import FOLDER_VARIABLE, lock_file
+from opusim.devices.lighton import quiet
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceError, DeviceFault, DeviceTimeout, DeviceUnavailable
 from tests.support.patience import patient
@@ -133,6 +135,83 @@ def test_a_call_that_hangs_is_left_behind_and_the_next_is_made(pace: float) -> N
         device.before = lambda: None
         assert device.project(X).shape == (4, 40)
         release.set()
+
+
+def test_a_simulation_that_is_left_behind_ends_at_its_next_pause() -> None:
+    """Its thread would compute for minutes, and change the device's noise under later calls."""
+    description = load_description("gaussian", {"access": {"timeout_s": 0.1}})
+    before = threading.enumerate()
+    with GaussianDevice(description, n_inputs=1_000_000, n_outputs=100_000) as device:
+        with pytest.raises(DeviceTimeout):
+            device.project(torch.ones(1, 1_000_000))
+        left = [thread for thread in threading.enumerate() if thread not in before]
+        for thread in left:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in left)
+
+
+@pytest.mark.parametrize("access", [None, {"timeout_s": 30.0}])
+def test_a_device_that_does_not_open_gives_back_what_it_took(access: dict[str, Any] | None) -> None:
+    held = list[int]()
+
+    class Refusing(Scripted):
+        def _open(self) -> None:
+            held.append(1)
+            raise OSError("the mirrors do not answer")
+
+        def _close(self) -> None:
+            held.pop()
+
+    description = load_description("gaussian", {} if access is None else {"access": access})
+    device = Refusing(description, n_inputs=12, n_outputs=40)
+    for _ in range(2):
+        with pytest.raises(DeviceUnavailable, match="the mirrors do not answer"):
+            device.open()
+        assert not held
+    Refusing._close = lambda self: held.remove(7)  # which fails too, and hides nothing
+    with pytest.raises(DeviceUnavailable, match="the mirrors do not answer"):
+        device.open()
+
+
+def test_a_quiet_call_that_is_left_behind_silences_no_other_thread(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begun, release, filters = threading.Event(), threading.Event(), list(warnings.filters)
+
+    def hang() -> None:
+        with quiet():
+            print("lightonml's own")
+            begun.set()
+            release.wait(60)
+
+    before, hanging = sys.stdout, threading.Thread(target=hang)
+    hanging.start()
+    assert begun.wait(60)
+    with quiet():
+        print("lightonml's too")
+        release.set()
+        hanging.join(60)
+        print("lightonml's again")
+    print("ours")
+    assert (sys.stdout, list(warnings.filters)) == (before, filters)
+    assert capsys.readouterr().out == "ours\n"
+
+
+def test_what_is_printed_beside_a_quiet_call_appears(capsys: pytest.CaptureFixture[str]) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with quiet():
+            begun.set()
+            release.wait(60)
+
+    hanging = threading.Thread(target=hang)
+    hanging.start()
+    assert begun.wait(60)
+    print("ours")
+    release.set()
+    hanging.join(60)
+    assert capsys.readouterr().out == "ours\n"
 
 
 def test_an_error_behind_a_time_out_keeps_its_kind() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from opusim.medium import transmission as medium_module
 from opusim.medium.transmission import MAX_OUTPUTS, TABLE_STEP, Medium, gaussian_table
+from opusim.processes import Abandoned, pausing
 from tests.oracles import naive_philox
 
 
@@ -77,6 +78,31 @@ def test_a_ternary_projection_is_exact_for_every_tiling(monkeypatch: pytest.Monk
         assert torch.equal(Medium(300, 90, seed, dense_limit_mib=limit).project(x), exact)
     assert torch.equal(dense.project(x), exact)
     assert torch.equal(dense.project(x.flip(0)).flip(0), exact)
+
+
+@pytest.mark.parametrize("limit", [0, 1024])
+def test_a_long_projection_pauses_and_can_be_stopped(
+    monkeypatch: pytest.MonkeyPatch, seed: int, limit: int
+) -> None:
+    x, paused = ternary(40, 300, seed), list[int]()
+    exact = Medium(300, 90, seed).project(x)
+    monkeypatch.setattr(medium_module, "PRODUCTS_PER_BLOCK", 90 * 300 * 7)
+    monkeypatch.setattr(medium_module, "_ENTRIES_PER_BLOCK", 90 * 70)
+    medium = Medium(300, 90, seed, dense_limit_mib=limit)
+
+    def stop_at_third() -> None:
+        paused.append(1)
+        if len(paused) == 3:
+            raise Abandoned
+
+    with pausing(stop_at_third):
+        with pytest.raises(Abandoned):
+            medium.project(x)
+        assert torch.equal(medium.project(x), exact)
+    assert len(paused) >= 3 + 5 + (6 if limit else 1)  # parts of the matrix, and blocks of rows
+    count = len(paused)
+    assert torch.equal(medium.project(x), exact)
+    assert len(paused) == count
 
 
 def test_the_whole_size_works_without_the_matrix(seed: int) -> None:

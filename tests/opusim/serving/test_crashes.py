@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from opusim import open_device, register_device
+from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseBelowCertificate
+from opusim.serving.instrument import MOST_ROWS, Instrument
+from opusim.serving.journal import read_journal
 from opusim.serving.server import Limits
-from opusim.serving.sessions import ROWS_AT_ONCE
+from opusim.serving.sessions import TURN_S, Work
 from opusim.testing.faults import KIND, FaultyDevice, faulty_device
 from tests.support.killing import start_child
 from tests.support.patience import eventually, patient
@@ -146,12 +149,12 @@ def test_a_client_may_have_the_device_to_itself(lab: Laboratory, monkeypatch: py
 
 def test_clients_take_turns_on_a_shared_device(lab: Laboratory) -> None:
     """Three calls of one client go between the batches of another one's call, which lasts until they are done."""
-    begun, done, read = threading.Event(), threading.Event(), list[int]()
+    begun, done, read = threading.Event(), threading.Event(), list[tuple[bool, int]]()
 
     class Noted(GaussianDevice):
         def _project(self, x: torch.Tensor) -> torch.Tensor:
-            read.append(len(x))
-            if len(x) == ROWS_AT_ONCE:
+            read.append((bool(x.any()), len(x)))
+            if not x.any():
                 begun.set()
                 done.wait(0.1)
             return super()._project(x)
@@ -163,17 +166,140 @@ def test_clients_take_turns_on_a_shared_device(lab: Laboratory) -> None:
         open_device(address) as greedy,
         open_device(address) as modest,
     ):
-        long_call = threading.Thread(target=lambda: greedy.project(torch.zeros(200 * ROWS_AT_ONCE, 12)))
+        read.clear()
+        long_call = threading.Thread(target=lambda: greedy.project(torch.zeros(200 * MOST_ROWS, 12)))
         long_call.start()
         assert begun.wait(60)
         for _ in range(3):
             modest.project(X)
         done.set()
         long_call.join()
-    batches = [number for number, rows in enumerate(read) if rows == ROWS_AT_ONCE]
-    calls = [number for number, rows in enumerate(read) if rows == len(X)]
-    assert (len(batches), len(calls)) == (200, 3)
-    assert calls[-1] < batches[-1]
+    batches = [rows for is_call, rows in read if not is_call]
+    calls = [number for number, (is_call, _) in enumerate(read) if is_call]
+    assert (sum(batches), max(batches), len(calls)) == (200 * MOST_ROWS, MOST_ROWS, 3)
+    assert calls[-1] < len(read) - 1
+
+
+@patient
+def test_slow_hardware_is_read_in_batches_of_half_a_second(lab: Laboratory, pace: float) -> None:
+    """1 ms a vector; noise drawn alone takes as long, and a client that leaves pays for what was read."""
+    read = list[int]()
+
+    class Hardware(GaussianDevice):
+        def _project(self, x: torch.Tensor) -> torch.Tensor:
+            read.append(len(x))
+            time.sleep(0.001 * len(x))
+            return super()._project(x)
+
+        def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+            read.append(shape[0])
+            time.sleep(0.001 * shape[0])
+            return super()._draw(shape)
+
+    register_device("hardware", Hardware)
+    served = {"kind": "hardware", "access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 4}
+    before = len(read_journal(lab.journal)) if lab.journal.exists() else 0
+    with serving(lab, "gaussian", served) as address:
+        read.clear()
+        with open_device(
+            f"{address}?timeout_s={0.3 * pace}&silence_s={pace}&run=gone", **{**WINDOW, "n_outputs": 4}
+        ) as device:
+            assert device.draw((5,)).shape == (5,)
+            with pytest.raises(DeviceTimeout):
+                device.draw((100_000, 4))
+        began = time.monotonic()
+        with open_device(f"{address}?run=next", **{**WINDOW, "n_outputs": 4}) as device:
+            device.project(X)
+        assert time.monotonic() - began < 4 * TURN_S * pace
+    assert read[0] == 2
+    assert max(read) <= 1000 * TURN_S, read
+    used = {entry.run: entry.used.frames for entry in read_journal(lab.journal)[before:]}
+    assert used == {"gone": 2 * sum(read[:-1]), "next": 2 * len(X)}
+
+
+def test_a_suspended_call_reads_what_a_local_one_reads(
+    lab: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulation is read in one; other clients have their turn between the tiles of its medium."""
+    monkeypatch.setattr("opusim.serving.turns.TURN_S", 0.005)
+    medium, window = {"dense_limit_mib": 0}, {"n_inputs": 20_000, "n_outputs": 2048, "seed": 9}
+    x = torch.randint(-1, 2, (3, 20_000), generator=torch.Generator().manual_seed(5))
+    with open_device("gaussian", medium=medium, **window) as device:
+        expected = [device.project(x), device.project(x)]
+    resumed = list[int]()
+    monkeypatch.setattr(Work, "wait", lambda work, wait=Work.wait: (wait(work), resumed.append(1)))
+    with (
+        serving(lab, "gaussian", {"medium": medium}) as address,
+        open_device(address, **window) as greedy,
+        open_device(address, **window) as other,
+        open_device(address, **WINDOW) as modest,
+    ):
+        found: dict[str, list[torch.Tensor]] = {"greedy": [], "other": []}
+
+        def read(name: str, device: NoisyDevice) -> None:
+            found[name] += [device.project(x), device.project(x)]
+
+        threads = [
+            threading.Thread(target=read, args=pair) for pair in (("greedy", greedy), ("other", other))
+        ]
+        for thread in threads:
+            thread.start()
+        modest.seek(0)
+        small = [modest.project(X) for _ in range(20)]
+        for thread in threads:
+            thread.join(60)
+        usage = greedy.usage.frames, other.usage.frames, modest.usage.frames
+    assert len(resumed) >= 4
+    for readings in found.values():
+        assert [torch.equal(*pair) for pair in zip(readings, expected, strict=True)] == [True, True]
+    assert [torch.equal(*pair) for pair in zip(small, local_readings(1, 20)[0], strict=True)] == [True] * 20
+    assert usage == (12, 12, 2 * 20 * len(X))
+
+
+@patient
+def test_a_huge_call_delays_others_by_a_turn_and_ends_with_its_client_and_the_server(
+    lab: Laboratory, monkeypatch: pytest.MonkeyPatch, pace: float
+) -> None:
+    """10^6 inputs at 2 * 10^5 outputs take minutes."""
+    suspended = threading.Event()
+    monkeypatch.setattr(Work, "suspend", lambda work, suspend=Work.suspend: (suspend(work), suspended.set()))
+    huge: dict[str, Any] = {"n_inputs": 1_000_000, "n_outputs": 200_000}
+    x = torch.ones((10, 1_000_000), dtype=torch.int8)
+    failures = list[Exception]()
+
+    def read(device: NoisyDevice) -> None:
+        try:
+            device.project(x)
+        except DeviceUnavailable as error:
+            failures.append(error)
+
+    before = len(read_journal(lab.journal)) if lab.journal.exists() else 0
+    with serving(lab) as address, open_device(address, **WINDOW) as modest:
+        modest.project(X)
+        with open_device(f"{address}?timeout_s={0.1 * pace}&silence_s={pace}&run=huge", **huge) as device:
+            began = time.monotonic()
+            late = threading.Timer(0.05, modest.project, [X])
+            late.start()
+            with pytest.raises(DeviceTimeout):
+                device.project(x)
+        late.join()
+        assert time.monotonic() - began < 4 * TURN_S * pace
+        began = time.monotonic()
+        modest.project(X)
+        assert time.monotonic() - began < 2 * TURN_S * pace
+        device = open_device(f"{address}?run=last", **huge).open()
+        last = threading.Thread(target=read, args=[device])
+        suspended.clear()
+        last.start()
+        while not suspended.is_set():
+            modest.project(X)
+        began = time.monotonic()
+    assert time.monotonic() - began < 4 * TURN_S * pace
+    last.join(10)
+    assert [str(each) for each in failures] == ["the server was stopped; start it, and resume"]
+    device.close()
+    used = {entry.run: (entry.calls, entry.used.frames) for entry in read_journal(lab.journal)[before:]}
+    assert (used["huge"], used["last"]) == ((1, 0), (1, 0))
 
 
 # The network
@@ -243,6 +369,26 @@ def test_an_abandoned_call_does_not_block_the_next(lab: Laboratory) -> None:
 
 
 # The instrument
+
+
+def test_an_instrument_that_cannot_be_read_is_closed() -> None:
+    held = list[int]()
+
+    class Dead(GaussianDevice):
+        def _open(self) -> None:
+            held.append(1)
+
+        def _close(self) -> None:
+            held.pop()
+
+        def _project(self, x: torch.Tensor) -> torch.Tensor:
+            raise DeviceFault("it shows nothing")
+
+    register_device("dead", Dead)
+    served = {"kind": "dead", "access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 4}
+    with pytest.raises(DeviceFault, match="it shows nothing"):
+        Instrument(load_description("gaussian", served))
+    assert not held
 
 
 def test_noise_below_the_law_stops_every_client(lab: Laboratory, faulty: None) -> None:

@@ -27,11 +27,11 @@ from opusim.noise import (
     PhotonCountNoise,
     SignalGaussianNoise,
 )
-from opusim.serving.fair_queue import FairQueue
 from opusim.serving.journal import Entry, Journal, read_journal, usage_figure, usage_rows
 from opusim.serving.keys import Users, make_key, own_key, read_key, server_key
 from opusim.serving.messages import BadMessage, Message, error_message, read_message, told_error
 from opusim.serving.sessions import Places
+from opusim.serving.turns import FairQueue
 from opusim.serving.views import Window, law_of_outputs, packed_law, unpacked_law
 from tests.support.served import expire
 
@@ -295,9 +295,12 @@ def test_a_client_that_holds_the_queue_has_it_to_itself() -> None:
     assert queue.drop("b") == []
     waiting.join(10)
     assert found == [("a", 1)]
-    queue.put("a", 3)
-    queue.close()
+    assert queue.put("a", 3)
+    assert queue.has_next
+    assert queue.close() == [3]
     assert queue.take() is None
+    assert not queue.put("a", 4)
+    assert not queue.has_next
 
 
 def test_places_are_given_in_the_order_of_asking() -> None:

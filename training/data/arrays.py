@@ -386,6 +386,7 @@ def checked_labels(values: Array, name: str) -> torch.Tensor:
 
 def _tensor(values: Array, name: str) -> torch.Tensor:
     """Return the array as a CPU tensor."""
+    checks.complete(**{name: values})
     if isinstance(values, torch.Tensor):
         return values.detach().cpu()
     if not isinstance(values, np.ndarray):

@@ -86,7 +86,8 @@ def noise_aware(
         stream = SeededStream(seed, f"weight noise of layer {name}")
         law: float | ProgrammableDevice = noise  # type: ignore[assignment]
         if named:
-            law = _programmable(noise, module.weight.flatten(1))  # type: ignore[arg-type]
+            weight: Any = module.weight
+            law = _programmable(noise, weight.flatten(1))  # type: ignore[arg-type]
             outputs = SeededStream(seed, f"output noise of layer {name}")
             module.register_forward_hook(_OutputNoise(_least_std(law), outputs))
         if clip is not None:

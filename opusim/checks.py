@@ -152,6 +152,33 @@ def shape(expected: tuple[int | None, ...], *, remedy: str = "", **arrays: Any) 
             raise ValueError(f"{text}; {remedy}" if remedy else text)
 
 
+def complete(**arrays: Any) -> None:
+    """Every array has a number at each place: none is masked, sparse or nested.
+
+    numpy and torch would otherwise take the values behind a mask for numbers like the others.
+
+    Raises:
+        TypeError: a tensor is sparse, nested or masked.
+        ValueError: a numpy array has masked values.
+    """
+    for name, array in arrays.items():
+        if isinstance(array, np.ma.MaskedArray):
+            masked = int(np.count_nonzero(np.ma.getmaskarray(array)))
+            if masked:
+                raise ValueError(
+                    f"{name} has {masked} masked values: every entry must be a number; fill them, as by "
+                    f"{name}.filled(0), or leave out their records"
+                )
+        elif hasattr(array, "is_nested"):
+            layout = str(array.layout).removeprefix("torch.")
+            found = "nested" if array.is_nested else "masked" if hasattr(array, "get_mask") else layout
+            if found != "strided":
+                raise TypeError(
+                    f"{name} is a {found} tensor: must hold a number at each place; make it dense, as by "
+                    f"{name}.to_dense()"
+                )
+
+
 def _real_array(name: str, value: Any) -> np.ndarray:
     """Return the value as a numpy array of real numbers, or a TypeError that names it."""
     array = np.asarray(value)

@@ -27,6 +27,10 @@ TEXT_LIMIT = 16 * 2**20
 """Bytes of a configuration, description, certificate or JSON file, at most."""
 DEPTH_LIMIT = 64
 """Tables and lists within each other in such a file, at most."""
+KEY_LIMIT = 50_000
+"""Parts of keys, such as the two of trainer.kind, in a TOML file, at most: its parser takes some 1.5 kB for each."""
+CONTAINER_LIMIT = 2**20
+"""Tables and lists in a JSON file, at most."""
 INTEGER_LIMIT = 2**64
 """Whole numbers in such a file lie below it, and above its negative."""
 FIGURES = (".png", ".pdf", ".svg")
@@ -272,7 +276,10 @@ def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT, start: int = 0) -
     descriptor = open_to_read(path)
     with os.fdopen(descriptor, "rb") as file:
         file.seek(start)
-        content = file.read(at_most + 1)
+        size = min(max(os.fstat(descriptor).st_size - start, 0), at_most)
+        content = file.read(size + 1)  # Python takes the memory of what is asked for before it reads
+        if len(content) > size:  # the file grew, or does not tell its size
+            content += file.read(at_most + 1 - len(content))
     if len(content) > at_most:
         raise OSError(errno.EFBIG, f"longer than {at_most:,} bytes", str(path))
     return content
@@ -328,11 +335,16 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        json.JSONDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep, or holds a whole number of
-            `INTEGER_LIMIT` or more in magnitude, or half a character.
+        json.JSONDecodeError: It is none, is nested more than `DEPTH_LIMIT` deep, has more than `CONTAINER_LIMIT`
+            tables and lists, or holds a whole number of `INTEGER_LIMIT` or more in magnitude, or half a character.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
+        containers = decoded.count("{") + decoded.count("[")
+        if containers > CONTAINER_LIMIT:
+            raise json.JSONDecodeError(
+                f"{containers:,} tables and lists, more than the limit of {CONTAINER_LIMIT:,}", "", 0
+            )
         value = _JSON.decode(decoded)
     except json.JSONDecodeError:
         raise
@@ -341,8 +353,7 @@ def parse_json(text: str | bytes) -> Any:
     except ValueError as error:  # not UTF-8, or a number with too many digits
         raise json.JSONDecodeError(str(error), "", 0) from None
     # The lines of a long ledger need no walk through what they hold
-    is_shallow = decoded.count("{") + decoded.count("[") <= DEPTH_LIMIT
-    if is_shallow and decoded.isascii() and "\\u" not in decoded:
+    if containers <= DEPTH_LIMIT and decoded.isascii() and "\\u" not in decoded:
         return value
     problem = _problem(value)
     if problem:
@@ -354,9 +365,13 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        tomllib.TOMLDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep, or holds a whole number of
-            `INTEGER_LIMIT` or more in magnitude.
+        tomllib.TOMLDecodeError: It is none, is nested more than `DEPTH_LIMIT` deep, has keys of more than `KEY_LIMIT`
+            parts in all, or holds a whole number of `INTEGER_LIMIT` or more in magnitude.
     """
+    if (parts := _key_parts(text)) > KEY_LIMIT:
+        raise tomllib.TOMLDecodeError(
+            f"its keys have {parts:,} parts, more than the limit of {KEY_LIMIT:,}; give fewer keys, or lists of numbers"
+        )
     try:
         value = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -369,6 +384,21 @@ def parse_toml(text: str) -> dict[str, Any]:
     if problem:
         raise tomllib.TOMLDecodeError(problem)
     return value
+
+
+def _key_parts(text: str) -> int:
+    """Return how many parts the keys of TOML have, at most; dots of a line with a text in quotes all count."""
+    parts = 0
+    for line in text.split("\n"):
+        if '"' in line or "'" in line:
+            parts += line.count(".") + line.count("=") + 1
+        elif line.lstrip().startswith("["):
+            name = line.partition("]")[0]  # of a table, or the beginning of a list
+            parts += 0 if "," in name else name.count(".") + 1
+        else:
+            for piece in line.split("=")[:-1]:
+                parts += piece[max(piece.rfind(","), piece.rfind("{")) + 1 :].count(".") + 1
+    return parts
 
 
 def to_toml(content: Mapping[str, Any], prefix: str = "") -> str:

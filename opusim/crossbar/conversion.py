@@ -1,9 +1,12 @@
-"""Put a trained network on programmable devices: one device for each linear layer and each convolution."""
+"""Put a trained network on programmable devices: one device for each linear layer and each convolution.
+
+`opusim.crossbar.placement` decides which layers these are, and refuses to leave weight matrices digital in silence.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +17,25 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from opusim import checks
-from opusim.crossbar.layers import DeviceConv2d, DeviceLinear, patch_size, zero_padding
+from opusim.crossbar.layers import (
+    DeviceConv2d,
+    DeviceLinear,
+    DeviceTransposedLinear,
+    patch_size,
+    zero_padding,
+)
+from opusim.crossbar.placement import (
+    DigitalProducts,
+    Placement,
+    convertible_layers,
+    covers,
+    is_transposed,
+    placements,
+    plain_class,
+    weight_matrices,
+)
 from opusim.description.loading import load_description
+from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage
 from opusim.randomness import derive_seed
@@ -28,15 +48,35 @@ class DeviceModel(nn.Module):
 
     Args:
         model: a module that holds device layers.
+        placement: where each layer of it is.
+        digital: names and patterns of layers and parameters that may multiply digitally.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, placement: Sequence[Placement] = (), digital: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.model = model
+        self.placement = tuple(placement)
+        """Each layer with parameters: its name, its class, its number of parameters, and its device or None."""
+        self._digital, self._is_checked = tuple(digital), False
+        self.register_load_state_dict_pre_hook(_add_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        return self.model(*args, **kwargs)
+        """Call the module.
+
+        Raises:
+            ValueError: in the first call, a weight multiplies digitally without being named in `digital`, such as by
+                torch.nn.functional.linear(x, layer.weight).
+        """
+        if self._is_checked or torch.compiler.is_compiling():
+            return self.model(*args, **kwargs)
+        named = weight_matrices(self.model)
+        accepted = {id(p) for name, p in named.items() if any(covers(each, name) for each in self._digital)}
+        with DigitalProducts({name: p for name, p in named.items() if id(p) not in accepted}):
+            output = self.model(*args, **kwargs)
+        self._is_checked = True
+        return output
 
     @property
     def layers(self) -> tuple[DeviceLinear, ...]:
@@ -104,11 +144,13 @@ def convert(
     digital: Collection[str] = (),
     **overrides: Any,
 ) -> DeviceModel:
-    """Put a copy of a network on devices: one for each nn.Linear and nn.Conv2d; other layers stay digital.
+    """Put a copy of a network on devices: one for each nn.Linear and nn.Conv2d.
 
-    Subclasses of these two stay digital too: torch's attention reads the weights of its projections itself. A layer
-    that stands at several places of the network is one device. The fused kernel of nn.TransformerEncoderLayer, which
-    reads weights and not devices, is not used in the copy.
+    Subclasses of these two that keep their forward pass count too, and so does transformers' Conv1D. Every other weight
+    matrix, such as those of nn.MultiheadAttention, nn.LSTM, nn.Conv1d or a parameter of your own, has to be named in
+    `digital`; embeddings and normalisations stay digital anyway, and `DeviceModel.placement` lists all. A layer that
+    stands at several places of the network is one device. The fused kernel of nn.TransformerEncoderLayer, which reads
+    weights and not devices, is not used in the copy.
 
         >>> import torch, opusim
         >>> with opusim.convert(torch.nn.Linear(4, 3), "pcm") as analog:
@@ -123,7 +165,8 @@ def convert(
         mode: ``experiment`` or ``release``, for the noise of products.
         compensate_drift: see `DeviceLinear`.
         programming_step: see `DeviceLinear`; for training in place.
-        digital: names of layers that stay digital, as `named_modules` of the network tells them.
+        digital: names of layers that stay digital, as `named_modules` of the network tells them, and of parameters. The
+            name of a module stands for all inside it; shell patterns such as "blocks.*.attention" are allowed.
         **overrides: sections laid over the description's, as for `open_device`.
 
     Returns:
@@ -131,10 +174,12 @@ def convert(
 
     Raises:
         ConfigError: the device cannot be used, or is smaller than a layer.
-        ValueError: the network has no layer that can run on a device, a convolution has groups or another padding than
-            zeros given in numbers, or `digital` names no such layer.
+        ValueError: the network has no layer that can run on a device, a weight matrix is neither of such a layer nor
+            named in `digital`, a convolution has groups or another padding than zeros given in numbers, or `digital`
+            names no weight matrix.
     """
-    converted = copy.deepcopy(model)
+    checks.instance(nn.Module, model=model)
+    converted = _without_compilation(copy.deepcopy(model))
     found = convertible_layers(converted, digital)
     for _, module in found:
         if isinstance(module, nn.Conv2d):
@@ -144,65 +189,63 @@ def convert(
     medium = load_description(device, overrides or None).medium
     chip = 0 if medium is None else medium.seed
     options = {"compensate_drift": compensate_drift, "programming_step": programming_step}
+    placed = placements(converted, {module: str(device) for _, module in found})
     with ExitStack() as devices:
         for name, module in found:
+            n_inputs, n_outputs = _window(module)
             opened = open_device(
                 device,
                 mode=mode,
                 seed=derive_seed(seed, "device of layer", name),
-                n_inputs=module.in_features if isinstance(module, nn.Linear) else patch_size(module),
-                n_outputs=module.out_features if isinstance(module, nn.Linear) else module.out_channels,
+                n_inputs=n_inputs,
+                n_outputs=n_outputs,
                 **{**overrides, "medium": {"seed": derive_seed(seed, "chip of layer", name, chip) >> 1}},
             )
             devices.callback(opened.close)
-            layer = DeviceLinear if isinstance(module, nn.Linear) else DeviceConv2d
-            converted = _replaced(converted, module, layer(module, opened, **options))  # type: ignore[arg-type]
+            converted = _replaced(converted, module, _layer_on(opened, module, **options))
         devices.pop_all()
-    return DeviceModel(converted)
+    return DeviceModel(converted, placed, digital)
 
 
-def convertible_layers(
-    model: nn.Module, digital: Collection[str] = ()
-) -> list[tuple[str, nn.Linear | nn.Conv2d]]:
-    """Return the layers of a model that `convert` puts on devices, and their names.
-
-    Subclasses of nn.Linear and nn.Conv2d are left out, except for those that torch makes for parametrized weights.
-
-    Args:
-        model: the network.
-        digital: names of layers that are left out too.
-
-    Raises:
-        TypeError: the model is no torch module.
-        ValueError: there is none, or `digital` names what is no such layer.
-    """
-    checks.instance(nn.Module, model=model)
-    named = {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and _plain_class(module) in (nn.Linear, nn.Conv2d)
-    }
-    if isinstance(digital, str) or (unknown := [name for name in digital if name not in named]):
-        wrong = digital if isinstance(digital, str) else unknown[0]
-        raise ValueError(
-            f"digital = {wrong!r}: must be a list of names of layers, from {', '.join(map(repr, named))}"
-        )
-    kept = {named[name] for name in digital}
-    found: dict[nn.Linear | nn.Conv2d, str] = {}
-    for name, module in named.items():
-        if module not in kept:
-            found.setdefault(module, name)
-    if not found:
-        raise ValueError(
-            f"model = {type(model).__name__}: has no nn.Linear and no nn.Conv2d to put on a device; give a network "
-            "with one"
-        )
-    return [(name, module) for module, name in found.items()]
+def _window(module: Any) -> tuple[int, int]:
+    """Return inputs and outputs of a layer's matrix."""
+    if isinstance(module, nn.Conv2d):
+        return patch_size(module), module.out_channels
+    if is_transposed(module):
+        n_inputs, n_outputs = module.weight.shape
+        return n_inputs, n_outputs
+    return module.in_features, module.out_features
 
 
-def _plain_class(module: nn.Module) -> type:
-    """Return the class of a module; of a parametrized one the class from which torch derived it."""
-    return type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
+def _layer_on(device: NoisyDevice, module: Any, **options: Any) -> nn.Module:
+    """Return a layer's form on a device."""
+    if isinstance(module, nn.Conv2d):
+        return DeviceConv2d(module, device, **options)
+    if is_transposed(module):
+        return DeviceTransposedLinear(module, device, **options)
+    return DeviceLinear(module, device, **options)
+
+
+def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take the state of the module inside too, whose keys lack the name of this one."""
+    inner = f"{prefix}model."
+    named = [key for key in state if key.startswith(prefix)]
+    if not any(key.startswith(inner) for key in named):
+        for key in named:
+            state[inner + key.removeprefix(prefix)] = state.pop(key)
+
+
+def _without_compilation(model: nn.Module) -> nn.Module:
+    """Return a copied model whose parts run uncompiled: compiled ones would multiply with the weights of before."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            setattr(module, name, _uncompiled(child))
+    return _uncompiled(model)
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """Return what torch.compile was given for a module, or the module."""
+    return module._modules.get("_orig_mod") or module
 
 
 def _without_parametrizations(model: nn.Module) -> None:
@@ -214,7 +257,7 @@ def _without_parametrizations(model: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Conv2d)) and parametrize.is_parametrized(module):
             module.eval()
             held = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
-            module.__class__ = _plain_class(module)
+            module.__class__ = plain_class(module)
             del module.parametrizations
             for name, value in held.items():
                 module.register_parameter(name, nn.Parameter(value))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim import checks
+from opusim.crossbar.placement import has_groups
 from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
@@ -102,8 +103,9 @@ class DeviceLinear(nn.Module):
         drifting.wait(seconds)
         self._measure_gain()
 
+    @torch._disable_dynamo
     def forward(self, x: Tensor) -> Tensor:
-        """Return W x + b as the device gives it.
+        """Return W x + b as the device gives it; torch.compile compiles what lies between devices.
 
         Args:
             x: shape (..., in_features), finite.
@@ -263,7 +265,75 @@ class _StraightThrough(torch.autograd.Function):
         return (rows @ weight).reshape(x.shape).to(x.dtype), rows.T @ inputs, None
 
 
-class DeviceConv2d(nn.Module):
+class _AroundProduct(nn.Module):
+    """A layer whose matrix is another form of the digital layer's weight.
+
+    `product` holds the matrix. A state dict has the digital layer's keys and shapes; keys of `product` are read too.
+    """
+
+    product: DeviceLinear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_with_digital_keys)
+
+    def _matrix(self, weight: Tensor) -> Tensor:
+        """Return the matrix (outputs, inputs) of a digital layer's weight."""
+        raise NotImplementedError
+
+    def _weight(self, matrix: Tensor) -> Tensor:
+        """Return the digital layer's weight of a matrix."""
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}weight" in state:
+            state[f"{prefix}product.weight"] = self._matrix(state.pop(f"{prefix}weight"))
+        if f"{prefix}bias" in state:
+            state[f"{prefix}product.bias"] = state.pop(f"{prefix}bias")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def _with_digital_keys(module: _AroundProduct, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Name the parameters of a state dict, and shape them, as the digital layer does."""
+    for key in ("weight", "bias"):
+        if (value := state.pop(f"{prefix}product.{key}", None)) is not None:
+            state[f"{prefix}{key}"] = module._weight(value) if key == "weight" else value
+
+
+def _linear(weight: Tensor, layer: nn.Module) -> nn.Linear:
+    """Return a linear layer of this matrix (outputs, inputs) and a layer's own bias."""
+    flat = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    flat.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+    flat.register_parameter("bias", next((p for n, p in layer.named_parameters() if n == "bias"), None))
+    return flat
+
+
+class DeviceTransposedLinear(_AroundProduct):
+    """A layer y = x W + b with W of shape (inputs, outputs), as transformers' Conv1D, on a programmable device.
+
+    Args:
+        layer: the digital layer.
+        device: as for `DeviceLinear`.
+        **options: those of `DeviceLinear`.
+    """
+
+    def __init__(self, layer: nn.Module, device: NoisyDevice, **options: Any) -> None:
+        super().__init__()
+        self.product = DeviceLinear(_linear(self._matrix(layer.weight), layer), device, **options)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W + b as the device gives it, shape (..., outputs)."""
+        y: Tensor = self.product(x)
+        return y
+
+    def _matrix(self, weight: Tensor) -> Tensor:
+        return weight.T
+
+    def _weight(self, matrix: Tensor) -> Tensor:
+        return matrix.T
+
+
+class DeviceConv2d(_AroundProduct):
     """A two-dimensional convolution as a product with unfolded patches on a programmable device.
 
     Args:
@@ -278,11 +348,7 @@ class DeviceConv2d(nn.Module):
     def __init__(self, convolution: nn.Conv2d, device: NoisyDevice, **options: Any) -> None:
         super().__init__()
         padding = zero_padding(convolution)
-        flat = nn.Linear(patch_size(convolution), convolution.out_channels, bias=False, device="meta")
-        flat.weight = nn.Parameter(convolution.weight.detach().flatten(1).clone())
-        flat.register_parameter(
-            "bias", next((p for n, p in convolution.named_parameters() if n == "bias"), None)
-        )
+        flat = _linear(self._matrix(convolution.weight), convolution)
         self.product = DeviceLinear(flat, device, **options)
         self._shape = convolution.kernel_size, convolution.dilation, padding, convolution.stride
         self._unfold = nn.Unfold(*self._shape)
@@ -301,6 +367,12 @@ class DeviceConv2d(nn.Module):
         patches: Tensor = self._unfold(x).transpose(1, 2)
         return patches
 
+    def _matrix(self, weight: Tensor) -> Tensor:
+        return weight.flatten(1)
+
+    def _weight(self, matrix: Tensor) -> Tensor:
+        return matrix.unflatten(1, (-1, *self._shape[0]))
+
 
 def zero_padding(convolution: nn.Conv2d) -> tuple[int, ...]:
     """Return the zeros that a convolution adds on either side of each axis.
@@ -308,13 +380,13 @@ def zero_padding(convolution: nn.Conv2d) -> tuple[int, ...]:
     Raises:
         ValueError: it is no product with zero-padded patches: it has groups, or another padding.
     """
-    padding = convolution.padding
-    if convolution.groups != 1 or convolution.padding_mode != "zeros" or isinstance(padding, str):
+    padding: Any = convolution.padding
+    if has_groups(convolution):
         raise ValueError(
             f"{convolution}: a device takes one group and zero padding given in numbers; keep this layer digital by "
             "giving its name in digital=[...]"
         )
-    return padding
+    return tuple(padding)
 
 
 def patch_size(convolution: nn.Conv2d) -> int:

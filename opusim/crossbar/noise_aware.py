@@ -26,8 +26,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from opusim import checks
-from opusim.crossbar.conversion import convertible_layers
 from opusim.crossbar.layers import LEAST_SCALE, zero_padding
+from opusim.crossbar.placement import convertible_layers
 from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
@@ -66,8 +66,9 @@ def noise_aware(
         The model itself. `convert` takes it as it is, with limited weights.
 
     Raises:
-        ValueError: a number is below 0, after_s goes with a number, or the network has no such layer, is noise-aware
-            already, or has a convolution that `convert` refuses, if noise names a device.
+        ValueError: a number is below 0, after_s goes with a number, or the network has no such layer, has a weight
+            matrix that `convert` refuses, is noise-aware already, or has a convolution that `convert` refuses, if noise
+            names a device.
         ConfigError: the device has no programming noise to tell.
     """
     layers = convertible_layers(model, digital)
@@ -85,7 +86,8 @@ def noise_aware(
         stream = SeededStream(seed, f"weight noise of layer {name}")
         law: float | ProgrammableDevice = noise  # type: ignore[assignment]
         if named:
-            law = _programmable(noise, module.weight.flatten(1))  # type: ignore[arg-type]
+            weight: Any = module.weight
+            law = _programmable(noise, weight.flatten(1))  # type: ignore[arg-type]
             outputs = SeededStream(seed, f"output noise of layer {name}")
             module.register_forward_hook(_OutputNoise(_least_std(law), outputs))
         if clip is not None:
@@ -94,8 +96,13 @@ def noise_aware(
     return model
 
 
-def _require_usable(name: str, module: nn.Linear | nn.Conv2d, *, on_device: bool) -> None:
-    """Refuse a layer that has noise already, or that no device takes."""
+def _require_usable(name: str, module: nn.Module, *, on_device: bool) -> None:
+    """Refuse a layer that has noise already, that no device takes, or whose weight holds no rows of outputs."""
+    if not isinstance(module, (nn.Linear, nn.Conv2d)):
+        raise ValueError(
+            f"model: layer {name!r} is a {type(module).__name__}, whose columns are outputs; replace it by nn.Linear, "
+            f"or leave it without noise by digital=[{name!r}]"
+        )
     if parametrize.is_parametrized(module, "weight") and any(
         isinstance(each, _WeightNoise)
         for each in module.parametrizations["weight"]  # type: ignore[index]

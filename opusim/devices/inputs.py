@@ -68,6 +68,7 @@ def real_batch(x: torch.Tensor | np.ndarray, width: int, device: torch.device) -
 def _real_rows(x: torch.Tensor | np.ndarray, n_inputs: int) -> torch.Tensor:
     """Return rows of real numbers as a tensor; it shares memory with x if x can be written."""
     checks.instance((torch.Tensor, np.ndarray), x=x)
+    checks.complete(x=x)
     checks.shape(
         (None, n_inputs),
         x=x,

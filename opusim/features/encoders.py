@@ -32,6 +32,7 @@ class FrameEncoder(TransformerMixin, BaseEstimator):
             X: Records, shape (n, d), finite real numbers.
             y: Ignored.
         """
+        checks.complete(X=X)
         self._learn(validate_data(self, X))
         return self
 
@@ -41,6 +42,7 @@ class FrameEncoder(TransformerMixin, BaseEstimator):
         Args:
             X: Records, shape (n, d).
         """
+        checks.complete(X=X)
         check_is_fitted(self)
         return self.frames_of(validate_data(self, X, reset=False))
 

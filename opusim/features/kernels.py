@@ -40,6 +40,7 @@ def opu_kernel(X: Any, Y: Any = None, *, degree: int = 2, bias: float = 0.0, gai
     checks.positive(gain=gain)
     if degree % 2:
         raise ValueError(f"degree = {degree}: must be even; an intensity has degree 2")
+    checks.complete(X=X, Y=Y)
     x = np.asarray(X, dtype=np.float64)
     y = x if Y is None else np.asarray(Y, dtype=np.float64)
     if x.shape[-1:] != y.shape[-1:] or not 1 <= x.ndim <= 2 or not 1 <= y.ndim <= 2:

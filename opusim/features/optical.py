@@ -86,6 +86,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             CapabilityMissing: The device gives no intensities.
             DeviceError: The device cannot be had.
         """
+        checks.complete(X=X)
         checks.integer(n_components=self.n_components, minimum=1)
         checks.integer(bias=self.bias, minimum=0)
         checks.integer(degree=self.degree, minimum=2)
@@ -106,6 +107,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         Args:
             X: Records, shape (n, d).
         """
+        checks.complete(X=X)
         check_is_fitted(self)
         return self._features(validate_data(self, X, reset=False))
 
@@ -116,6 +118,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             X: Records, shape (n, d).
             batch_size: Records in a block, at least 1.
         """
+        checks.complete(X=X)
         checks.integer(batch_size=batch_size, minimum=1)
         check_is_fitted(self)
         records = validate_data(self, X, reset=False)
@@ -227,6 +230,7 @@ class OpticalLayer(nn.Module):
             device.require("intensities")
         self.device, self.linear, self.threshold = device, linear, threshold
 
+    @torch._disable_dynamo
     def forward(self, x: Tensor) -> Tensor:
         """Return features, float32, shape (..., n_outputs), of x, shape (..., n_inputs)."""
         rows = x.detach().reshape(-1, x.shape[-1])

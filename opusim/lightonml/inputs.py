@@ -26,6 +26,7 @@ def as_array(X: Any) -> np.ndarray:
     Raises:
         TypeError: They are no real numbers.
     """
+    checks.complete(X=X)
     found = X.detach().cpu().numpy() if isinstance(X, torch.Tensor) else np.asarray(X)
     if found.dtype.kind not in "iufb":
         raise TypeError(

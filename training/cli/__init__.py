@@ -88,6 +88,13 @@ def _say() -> None:
 
 
 def _run() -> None:
-    from training.cli.app import main as run
+    try:
+        from training.cli.app import main as run
+    except (MemoryError, ImportError) as error:
+        from opusim.processes.memory import exhausted_message, is_exhausted
 
+        if not is_exhausted(error):
+            raise
+        os.write(2, f"opusim: {exhausted_message()}\n".encode())
+        raise SystemExit(2) from None
     run()

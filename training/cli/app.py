@@ -20,6 +20,7 @@ from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimErr
 from opusim.files import require_utf8
 from opusim.plugins import PluginError
 from opusim.processes import environment_number, launched_processes
+from opusim.processes.memory import exhausted_message, is_exhausted
 from training.cli.groups import LazyGroup, built
 
 _TRAIN = "Train"
@@ -186,6 +187,11 @@ def main() -> None:
             raise
         typer.echo(f"opusim: {line.as_typed(error)}", err=True)
         raise SystemExit(_exit_code(error)) from error
+    except (MemoryError, RuntimeError, ImportError) as error:
+        if debug or not is_exhausted(error):
+            raise
+        typer.echo(f"opusim: {exhausted_message()}", err=True)
+        raise SystemExit(2) from error
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

@@ -82,6 +82,8 @@ def evaluate(
             f"{figures.pop('records'):,} records of {figures.pop('data')}{where}: "
             f"{', '.join(_figure(name, figures[name]) for name in _FIGURES if name in figures)}"
         )
+        if digital := figures.get("digital"):
+            typer.echo(f"No device takes {', '.join(digital)}: digital in this figure.")
 
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "y": 31_557_600.0}

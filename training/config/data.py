@@ -119,8 +119,8 @@ class DataConfig(Section):
     """What user-supplied x holds: quantities (features) or numbers of tokens (tokens). auto: tokens only for tokens to
     predict."""
     n_classes: int | None = Field(None, ge=2)
-    """Number of classes of user-supplied records, or of token values to predict; None reads it off the labels (one more
-    than the largest)."""
+    """Number of classes of user-supplied records, or of token values to predict. None counts the different labels,
+    which must then be 0, 1, 2, ... without gaps; for tokens it takes one more than the largest."""
     vocabulary: int | None = Field(None, ge=2)
     """Number of token values in user-supplied x; None takes n_classes for tokens to predict, else reads it off x (one
     more than the largest)."""

@@ -18,6 +18,7 @@ from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
+from opusim.processes.memory import require_memory
 from training.config.run import RunConfig
 from training.config.sections import ModelConfig
 from training.convex.config import ConvexConfig
@@ -25,7 +26,7 @@ from training.convex.gated import GatedNetwork, GatedRelu, hyperplanes_work, see
 from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
-from training.networks.base import seeded_generator
+from training.networks.base import BYTES_PER_PARAMETER, seeded_generator
 from training.networks.optimizers import make_optimizer
 from training.protections.base import SoftLabels, central_noise, noise_std, noise_work
 from training.protections.planning import Plan
@@ -145,6 +146,14 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
         """See Algorithm.build_network; `initialise` reads a device's hyperplanes, and a checkpoint holds them."""
         options = config.trainer_as(ConvexConfig)
         if model is None:
+            require_memory(
+                BYTES_PER_PARAMETER * options.hyperplanes * dataset.n_features * dataset.n_classes,
+                why="weights and gradients",
+                remedy="lower trainer.hyperplanes",
+                trainer__hyperplanes=options.hyperplanes,
+                features=dataset.n_features,
+                classes=dataset.n_classes,
+            )
             generator = seeded_generator(config.seed_for("hyperplanes"))
             hyperplanes = seeded_hyperplanes(options.hyperplanes, dataset.n_features, generator)
             return GatedNetwork(

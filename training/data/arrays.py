@@ -64,8 +64,8 @@ def from_arrays(
             `Dataset.record_shape` keeps; or tokens, whole numbers, shape (n, T).
         y: What to predict, by `target`. For tokens, None predicts the next token: x (n, T + 1) gives records of its
             first T tokens, and its last T tokens are y.
-        n_classes: Number of classes, at least 2. ``None`` takes one more than the largest label of `y`. That number
-            depends on the records, so state `n_classes` if you ask for a guarantee.
+        n_classes: Number of classes, at least 2. ``None`` takes the number k of different labels, which must then be 0
+            to k - 1. That number depends on the records, so state `n_classes` if you ask for a guarantee.
         validation_fraction: Share of the records to hold out, in [0, 1).
         split_seed: Chooses the validation records, in [0, 2^64); public.
         split: Rule that chooses the validation records, see the table.
@@ -386,6 +386,7 @@ def checked_labels(values: Array, name: str) -> torch.Tensor:
 
 def _tensor(values: Array, name: str) -> torch.Tensor:
     """Return the array as a CPU tensor."""
+    checks.complete(**{name: values})
     if isinstance(values, torch.Tensor):
         return values.detach().cpu()
     if not isinstance(values, np.ndarray):
@@ -432,17 +433,34 @@ def _number_of_outputs(
 
 
 def _number_of_classes(labels: torch.Tensor, n_classes: int | None) -> int:
-    """Return the stated number of classes, or one more than the largest label."""
-    least = int(labels.min())
-    if n_classes is None and least > 0:
-        raise ValueError(
-            f"y must hold labels from 0, got {least} to {int(labels.max())}: subtract {least} from y, or "
-            "state n_classes if the lower classes have no record"
-        )
-    classes = int(labels.max()) + 1 if n_classes is None else n_classes
+    """Return the stated number of classes, or the number of different labels, which are then 0 to that number less 1.
+
+    Raises:
+        ValueError: A label is out of range, or none is stated and the labels leave numbers out, as codes do.
+    """
+    classes = _distinct(labels) if n_classes is None else n_classes
     checks.integer(n_classes=classes, minimum=2, remedy="it counts all classes, also those without a record")
     check_range(labels, classes, "y")
     return classes
+
+
+def _distinct(labels: torch.Tensor) -> int:
+    """Return the number of different labels, all of 0 to that number less 1."""
+    least, most = int(labels.min()), int(labels.max())
+    if least >= 0 and most < len(labels) and bool(torch.bincount(labels).all()):
+        return most + 1
+    found = len(torch.unique(labels))
+    if least > 0 and found == most - least + 1:
+        raise ValueError(
+            f"y must hold labels from 0, got {least} to {most}: subtract {least} from y, or state n_classes if the "
+            "lower classes have no record"
+        )
+    remedy = f", or state n_classes = {most + 1} if the other classes have no record" if least >= 0 else ""
+    raise ValueError(
+        f"y holds {found} different labels from {least} to {most}: classes are numbered from 0 and leave none out; "
+        "number them by numpy.unique(y, return_inverse=True)[1], name those of a table's column in data.classes"
+        f"{remedy}"
+    )
 
 
 def _vocabulary(

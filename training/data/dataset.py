@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opusim import checks
 from training.data.on_disk import changed_on_disk, row_blocks
 
 Target = Literal["class", "tokens", "real", "labels"]
@@ -75,6 +76,7 @@ class Standardisation:
         Raises:
             ValueError: `x` is not two-dimensional, is empty or is not finite.
         """
+        checks.complete(x=x)
         records = torch.as_tensor(x).cpu()
         if records.ndim != 2 or len(records) == 0:
             raise ValueError(f"x must have shape (n, d) with n at least 1, got {tuple(records.shape)}")
@@ -283,6 +285,7 @@ def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
     Raises:
         ValueError: A name is not among the classes.
     """
+    checks.complete(**{name: y})
     numbers = {known: number for number, known in enumerate(classes)}
     texts = [str(value) for value in y]
     unknown = next((text for text in texts if text not in numbers), None)
@@ -317,6 +320,7 @@ def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[A
                 "data.classes names classes that y gives as strings, and y holds none; leave it out"
             )
         return y, ()
+    checks.complete(y=y)
     names = tuple(classes) or tuple(sorted({str(name) for name in y}))
     if len(set(names)) < max(2, len(names)):
         raise ValueError(

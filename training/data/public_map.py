@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from opusim.errors import ConfigError
 from opusim.files import make_folder
+from opusim.processes.memory import require_memory
 from training.data.dataset import Dataset, Split, in_single_precision
 
 CACHE_VARIABLE = "OPUSIM_CACHE"
@@ -128,12 +129,28 @@ class PublicMap(ABC):
                     raise ConfigError("configuration", "data.features", reason)
                 yield half.numpy()
 
+    def require_room(self, records: int) -> None:
+        """Refuse a map to more features than fit into memory, before a device is opened for it.
+
+        Raises:
+            ValueError: It is one.
+        """
+        require_memory(
+            2 * records * self.n_features,
+            why="features in half precision",
+            remedy="lower data.n_features, or give fewer records",
+            data__features=self.kind,
+            n_features=self.n_features,
+            records=records,
+        )
+
     def apply(self, x: Tensor) -> Tensor:
         """Return the features of records, float16, shape (records, n_features), on x's torch device.
 
         Args:
             x: Standardised features, shape (records, n_inputs).
         """
+        self.require_room(len(x))
         found = torch.empty(len(x), self.n_features, dtype=torch.float16)
         start = 0
         for block in self.blocks(x):
@@ -151,6 +168,7 @@ def with_public_features(dataset: Dataset, public: PublicMap, *, cached: bool) -
         cached: Whether features are kept in a folder of the user (`OPUSIM_CACHE`, else ~/.cache/opusim), and taken from
             there, mapped into memory, if the same map saw the same records.
     """
+    public.require_room(len(dataset.train))
 
     def mapped(split: Split) -> Split:
         return Split(public_features(public, split.x, cached=cached), split.y)

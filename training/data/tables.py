@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +34,9 @@ _NAME_LENGTH = 200
 """Most characters of a column's name."""
 _CELL_LIMIT = 2**29
 """Numbers of a Parquet file, whose columns may repeat a value at no length."""
+
+_UNNAMED = re.compile(r"Unnamed: \d+(_level_\d+)?|__index_level_\d+__|")
+_RESET_INDEX = re.compile(r"index|level_\d+")
 
 
 class Frame(Protocol):
@@ -216,6 +220,8 @@ def table_of(
     features = [column for column in found if column not in label]
     if columns is not None and set(columns) != set(features):
         _refuse_columns(columns, features, what)
+    if columns is None:
+        _refuse_index(renamed, features, what)
     features = list(features if columns is None else columns)
     if not features:
         raise ValueError(f"{what} has no column besides the labels; give at least one feature")
@@ -302,6 +308,24 @@ def _require_complete(column: Any, name: str, what: str) -> None:
         raise ValueError(
             f"column {name!r} of {what} lacks {int(lacks.sum())} of {len(lacks)} values, the first in row "
             f"{int(lacks.argmax())} counted from 0; drop these rows, or fill them, as with frame[{name!r}].fillna(...)"
+        )
+
+
+def _refuse_index(frame: Any, features: Sequence[str], what: str) -> None:
+    """Refuse a column that numbers the rows, as pandas writes one: the order of a file may tell the label.
+
+    That is a column without a name in a CSV file, which pandas then calls "Unnamed: 0", or one of the names that
+    `reset_index` gives, if it counts the rows.
+    """
+    for column in features:
+        reason = "has no name in the file, as the index that to_csv writes"
+        if _RESET_INDEX.fullmatch(column) and np.array_equal(frame[column], np.arange(len(frame))):
+            reason = "counts the rows, as the column that reset_index makes"
+        elif not _UNNAMED.fullmatch(column):
+            continue
+        raise ValueError(
+            f"column {column!r} of {what} {reason}: it is no feature; write the file with to_csv(..., index=False), or "
+            f"drop the column, as by frame.drop(columns={column!r}); rename it if it is a feature"
         )
 
 

@@ -37,7 +37,7 @@ from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from training.engine.certified import certificate_of, credit_of, monitored
 from training.errors import RunFolderError
-from training.networks.base import Network, require_fresh_noise
+from training.networks.base import Network, require_fresh_noise, require_room
 from training.networks.user_code import require_importable, require_trusted, warn_if_changed
 from training.protections.base import PrivateGradients, Protection
 from training.protections.record import CyclicPoissonSampler
@@ -115,6 +115,7 @@ class RunPlan:
         description = _description(config, folder)
         certificate = certificate_of(config.device, config.protection.delta, description, folder)
         dataset = with_maps(config, dataset, folder)
+        require_room(dataset)
         plan = cls(
             config=config,
             dataset=dataset,

@@ -123,10 +123,12 @@ def train(
         run_folder = None if named is None else RunFolder(named if follows else own_folder(named))
         if run_folder is not None and not resume and not follows:
             run_folder.require_writable()
+        reading = resolved
         if resume and run_folder is not None:
             require_trusted(facts := run_folder.read_facts(), trust_code=trust_code)
             require_importable(facts)
-        records = load_data(resolved, data, test)
+            reading = _as_found(resolved, facts)
+        records = load_data(reading, data, test)
         if follows:
             return _follow(resolved, records, run_folder, model=model, resume=resume, ranks=ranks)
         with Watchers([*([watcher] if watcher else []), *callbacks]) as watchers:
@@ -341,6 +343,19 @@ def _kinds(plan: RunPlan) -> list[tuple[str, str]]:
     if plan.noise is not None:
         found.append((NOISE_LAWS, plan.noise.law))
     return found
+
+
+def _as_found(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration by which a run that resumes reads its records: with the classes that it counted.
+
+    Earlier versions counted one more than the largest label, also if labels left numbers out.
+    """
+    data = facts["data"]
+    counts = data.get("target", "class") == "class" and not data.get("classes")
+    if not config.data.is_own or not counts or config.data.n_classes:
+        return config
+    counted = config.data.model_copy(update={"n_classes": data["n_classes"]})
+    return config.model_copy(update={"data": counted})
 
 
 def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class PointHooks(nn.Module):
     _shared: bool
     _normalised: bool
     _view: View
-    _device: NoisyDevice | None
+    _noisy_device: NoisyDevice | None
     _n_inputs: int
     _slices: list[Slice]
     _extent: Extent
@@ -223,7 +223,7 @@ class PointHooks(nn.Module):
                 "the points' outputs have other sizes than in the first forward pass, and each entry has its own "
                 "output of B; keep the sizes, or take spread = 'broadcast'"
             )
-        device, shape = self._device, self._shape
+        device, shape = self._noisy_device, self._shape
         if device is not None and (device.n_inputs < shape.n_inputs or device.n_outputs < shape.n_outputs):
             raise ValueError(
                 f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "

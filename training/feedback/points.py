@@ -174,7 +174,7 @@ class FeedbackAlignment(PointHooks):
         self._digital, self._seed, self._draw_seed = projection, seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
-        self._device = device
+        self._noisy_device = device
         self.column_sum: Tensor | None = None
         """B 1 as measured on the device, or None before. Set it in a resumed run to spare the measurement."""
         self._projection: Projection | None = None
@@ -210,7 +210,7 @@ class FeedbackAlignment(PointHooks):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the model and its hooks; the copy reads the same device."""
-        memo[id(self._device)] = self._device
+        memo[id(self._noisy_device)] = self._noisy_device
         memo[id(self._rows_before)] = self._rows_before
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -236,12 +236,19 @@ class FeedbackAlignment(PointHooks):
     @contextmanager
     def exactly(self) -> Iterator[None]:
         """Project the error digitally, without code and noise, within the block: a probe repeats to the bit."""
-        kept = self._device, self._encoding, self._projection, self.column_sum, self._step, self._warned
-        self._device, self._encoding, self._projection = None, "real", None
+        kept = self._noisy_device, self._encoding, self._projection, self.column_sum, self._step, self._warned
+        self._noisy_device, self._encoding, self._projection = None, "real", None
         try:
             yield
         finally:
-            self._device, self._encoding, self._projection, self.column_sum, self._step, self._warned = kept
+            (
+                self._noisy_device,
+                self._encoding,
+                self._projection,
+                self.column_sum,
+                self._step,
+                self._warned,
+            ) = kept
 
     @contextmanager
     def _in_state(self, state: Literal["measuring", "backpropagating"]) -> Iterator[None]:
@@ -256,18 +263,18 @@ class FeedbackAlignment(PointHooks):
     @property
     def device(self) -> NoisyDevice | None:
         """The device that projects; None projects digitally. It may be set once `shape` is known."""
-        return self._device
+        return self._noisy_device
 
     @device.setter
     def device(self, device: NoisyDevice | None) -> None:
         if device is not None:
             _require_device(device)
-        self._device, self._projection, self.column_sum = device, None, None
+        self._noisy_device, self._projection, self.column_sum = device, None, None
 
     @property
     def usage(self) -> Usage:
         """Frames, seconds and joules of the device so far; zero without a device."""
-        return Usage() if self._device is None else self._device.usage
+        return Usage() if self._noisy_device is None else self._noisy_device.usage
 
     def seek(self, step: int) -> None:
         """Say which step the next backward pass is, such as after loading a checkpoint; each pass counts one.
@@ -423,8 +430,8 @@ class FeedbackAlignment(PointHooks):
         if not self.gain:
             return [torch.zeros(h.shape, dtype=h.dtype, device=gradient.device) for h in points]
         projection, before = self._projector(gradient.device), self.usage
-        if self._device is not None:
-            self._device.seek(step)
+        if self._noisy_device is not None:
+            self._noisy_device.seek(step)
         error = self._view.rows(gradient.detach().float())
         chosen, drawn = chosen_rows(
             error, self._rows, seed=derive_seed(self._draw_seed, f"positions of step {step}")
@@ -455,10 +462,10 @@ class FeedbackAlignment(PointHooks):
     def read_nothing(self) -> None:
         """Take part in the readings of a step in which this process has no records, if processes share a batch."""
         step, self._step = self._step, self._step + 1
-        if self.gain and (self._device is not None or self._draws_together()):
+        if self.gain and (self._noisy_device is not None or self._draws_together()):
             projection = self._projector(torch.device("cpu"))
-            if self._device is not None:
-                self._device.seek(step)
+            if self._noisy_device is not None:
+                self._noisy_device.seek(step)
             self._read(torch.zeros(0, self._n_inputs), projection, step)
 
     def number_rows(self, before: Callable[[int], int]) -> None:
@@ -471,7 +478,7 @@ class FeedbackAlignment(PointHooks):
 
     def _draws_together(self) -> bool:
         """Whether processes share a batch whose digital codes are drawn."""
-        return self._device is None and self._rows_before is not None and self._encoding == "stochastic"
+        return self._noisy_device is None and self._rows_before is not None and self._encoding == "stochastic"
 
     def _read(self, rows: Tensor, projection: Projection, step: int) -> Tensor:
         """Return B e for rows (n, n_inputs); a row of zeros is not shown, a row that is not finite reads NaN.
@@ -481,11 +488,11 @@ class FeedbackAlignment(PointHooks):
         largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
         finite = torch.isfinite(largest)
         shown = torch.nonzero(finite & (largest > 0)).squeeze(1)
-        n_outputs = self._shape.n_outputs if self._device is None else self._device.n_outputs
+        n_outputs = self._shape.n_outputs if self._noisy_device is None else self._noisy_device.n_outputs
         reading = rows.new_zeros(len(rows), n_outputs)
         before, most = 0, len(shown)
-        if self._device is not None:
-            before, most = self._device.agree(len(shown))
+        if self._noisy_device is not None:
+            before, most = self._noisy_device.agree(len(shown))
         elif self._draws_together():
             before = self._rows_before(len(shown)) if self._rows_before else 0
         projection.seek(step, before=before)
@@ -505,10 +512,10 @@ class FeedbackAlignment(PointHooks):
 
     def _projector(self, place: torch.device) -> Projection:
         """Return the projection through the device, or the digital one on a torch device."""
-        if self._projection is None or (self._device is None and self._place != place):
-            name = self._encoding or ("real" if self._device is None else "stochastic")
+        if self._projection is None or (self._noisy_device is None and self._place != place):
+            name = self._encoding or ("real" if self._noisy_device is None else "stochastic")
             encoding = self._encoding_of(name)
-            if self._device is None:
+            if self._noisy_device is None:
                 self._place = place
                 self._projection = digital_projection(
                     self._digital, *self._shape, self._seed, place=place, encoding=encoding
@@ -519,7 +526,7 @@ class FeedbackAlignment(PointHooks):
                 )
             else:
                 self._projection = projection = DeviceProjection(
-                    self._device, encoding=encoding, n_inputs=self._n_inputs, ones=self.column_sum
+                    self._noisy_device, encoding=encoding, n_inputs=self._n_inputs, ones=self.column_sum
                 )
                 self.column_sum = projection.ones
         return self._projection
@@ -538,6 +545,8 @@ def _refuse_second(model: nn.Module) -> None:
 
 def _require_device(device: object) -> None:
     remedy = "open one by its name: opusim.open_device('gaussian', n_inputs=..., n_outputs=...)"
+    if isinstance(device, torch.device):
+        remedy = f"move the model by .to({str(device)!r})"
     checks.instance(NoisyDevice, device=device, remedy=remedy)
 
 

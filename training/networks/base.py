@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from opusim.devices.base import NoisyDevice
+from opusim.processes.memory import require_memory
 from training.data import Dataset
+
+BYTES_PER_PARAMETER = 8
+"""What training takes at least: a float32 weight and its gradient."""
+_LEAST_AT_ONCE = 256
+"""Records of one forward pass outside training that any network takes."""
 
 
 class Network(ABC):
@@ -46,6 +52,22 @@ class Network(ABC):
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """The network in `config.json`, enough to rebuild or recognise it: JSON values, "n_inputs" among them."""
+
+
+def require_room(dataset: Dataset) -> None:
+    """Refuse outputs of a forward pass that need more memory than is free, as those of very many classes do.
+
+    Raises:
+        ValueError: They do.
+    """
+    records = min(_LEAST_AT_ONCE, len(dataset.train))
+    positions = dataset.n_features if dataset.target == "tokens" else 1
+    require_memory(
+        4 * records * positions * dataset.n_classes,
+        why=f"outputs for {records} records",
+        remedy="give fewer classes",
+        n_classes=dataset.n_classes,
+    )
 
 
 class DescribedModule(nn.Module):

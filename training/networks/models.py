@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from opusim.description.section import did_you_mean
-from training.networks.base import seeded_torch
+from opusim.processes.memory import is_exhausted, require_memory
+from training.networks.base import BYTES_PER_PARAMETER, seeded_torch
 from training.networks.image_models import ConvolutionalNetwork, Mixer, ResNet, VisionTransformer
 from training.networks.sequence_models import Gru, TransformerEncoder, TransformerLM
 
@@ -74,6 +75,8 @@ def build_model(
                     f"model.options.{option}: {name} has no such option{did_you_mean(option, known)}; it takes "
                     f"{', '.join(known) or 'none'}"
                 )
+    if factory in MODELS.values():
+        _require_room(factory, name, facts, options)
     with seeded_torch(seed):
         model = factory(**facts, **options)
     if not isinstance(model, nn.Module):
@@ -81,6 +84,26 @@ def build_model(
             f"model.name = {name!r} returns a {type(model).__name__}; it must return a torch.nn.Module"
         )
     return model
+
+
+def _require_room(
+    factory: Callable[..., nn.Module], name: str, facts: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Refuse options of a built-in model whose weights and gradients need more memory than is free."""
+    try:
+        with torch.device("meta"):
+            size: float = sum(p.numel() for p in factory(**facts, **options).parameters())
+    except RuntimeError as error:
+        if not is_exhausted(error):
+            raise
+        size = 2.0**61  # more than torch can count
+    require_memory(
+        BYTES_PER_PARAMETER * size,
+        why=f"weights and gradients of {name}",
+        remedy="lower them",
+        model__options=dict(options),
+        **facts,
+    )
 
 
 def multiply_adds(model: nn.Module, record_shape: Sequence[int], *, tokens: bool = False) -> int:

@@ -10,9 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from opusim.processes.memory import require_memory
 from training.config.run import RunConfig
 from training.data import Dataset
-from training.networks.base import seeded_generator
+from training.networks.base import BYTES_PER_PARAMETER, seeded_generator
 from training.networks.clipping import ClippedNeurons
 from training.networks.functions import ACTIVATIONS, Activation, activation_of
 from training.networks.layers import LayeredNetwork, LinearJacobian, require_trainable
@@ -176,7 +177,19 @@ def build_sequential(
         layers: Layers 1..L.
         generator: Source of the initial values; global random state is neither read nor changed.
         gain: Factor on the initial range.
+
+    Raises:
+        ValueError: Weights and gradients need more memory than is free.
     """
+    widths = [n_inputs, *(layer.n_outputs for layer in layers)]
+    require_memory(
+        BYTES_PER_PARAMETER * sum(rows * columns for rows, columns in pairwise(widths)),
+        why="weights and gradients of an mlp",
+        remedy="lower model.hidden, or give fewer features or classes",
+        model__hidden=widths[1:-1],
+        inputs=n_inputs,
+        outputs=widths[-1],
+    )
     modules: list[nn.Module] = []
     fan_in = n_inputs
     for layer in layers:

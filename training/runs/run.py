@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from opusim.crossbar.conversion import DeviceModel
 
 conversion = Deferred("opusim.crossbar.conversion")
+placement = Deferred("opusim.crossbar.placement")
 
 _CHUNK = 4096
 
@@ -188,6 +189,8 @@ class Run(StoredRun):
     def put_on_device(self, device: str | Path, *, after_s: float = 0.0, seed: int = 0) -> DeviceModel:
         """Let the model's products run on programmable devices from now on; see `opusim.convert`.
 
+        What no device takes, such as recurrent layers, stays digital; `DeviceModel.placement` lists it.
+
         Args:
             device: Name or path of a description.
             after_s: Seconds since the devices were programmed, at least 0.
@@ -201,7 +204,8 @@ class Run(StoredRun):
             ConfigError: The device cannot be used, or is smaller than a layer.
             ValueError: The model has no layer that can run on a device.
         """
-        analog: DeviceModel = conversion.convert(self.model, device, seed=seed)
+        digital = placement.digital_names(self.model)
+        analog: DeviceModel = conversion.convert(self.model, device, seed=seed, digital=digital)
         if after_s:
             analog.wait(after_s)
         self.model = self._network.model = analog
@@ -300,7 +304,8 @@ def evaluate_run(
 
     Returns:
         {"data": name, "records": n, "loss": ..., "accuracy": ...}; other targets than classes have other
-            figures, and there is "bits_per_byte" for the cross-entropy of a text.
+            figures, and there is "bits_per_byte" for the cross-entropy of a text. With a device, "digital" names the
+            layers that no device takes.
 
     Raises:
         DataError: The records cannot be read, or the run was trained on user-supplied arrays and none are given.
@@ -316,14 +321,16 @@ def evaluate_run(
     if device is None and seed:
         raise ValueError(f"seed = {seed}: only a device has chips; name one with device")
     run = load_run(path, trust_code=trust_code)
+    placed: dict[str, Any] = {}
     if device is not None:
+        placed["digital"] = list(placement.digital_names(run.model))
         run.put_on_device(device, after_s=after_s, seed=seed)
     if arrays is not None:
         x, y = read_npz(arrays)[:2]
         figures = run.evaluate(x, y)  # checks the arrays before their length is taken
-        return {"data": arrays.name, "records": len(x), **figures}
+        return {"data": arrays.name, "records": len(x), **figures, **placed}
     shown, records, figures = _evaluate_named(run, data)
-    return {"data": shown, "records": records, **figures}
+    return {"data": shown, "records": records, **figures, **placed}
 
 
 def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[str, float]]:

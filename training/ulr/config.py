@@ -13,6 +13,8 @@ from training.config.sections import Effect, ProtectionSection, TrainerSection
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 Directions = Literal["independent", "orthogonal"]
+MOST_COPIES = 10**6
+"""Copies of a record, at most: some seconds a record and step for the smallest network."""
 
 
 class UlrConfig(TrainerSection):
@@ -53,7 +55,7 @@ class UlrConfig(TrainerSection):
     plain estimate of the gradient, with clipped records and central noise. published: Algorithm 1 of the DP-ULR paper,
     each module clipped separately; the paper's guarantee is stated as a claim, together with the fact that none
     holds."""
-    copies: int = Field(1, ge=1)
+    copies: int = Field(1, ge=1, le=MOST_COPIES)
     """Noisy copies of every record for each module (K in the paper); an antithetic pair counts as one."""
     module_copies: tuple[int, ...] = ()
     """Copies for each module with parameters, in their order, in place of `copies`. A copy costs the passes through the
@@ -118,6 +120,11 @@ class UlrConfig(TrainerSection):
         if any(copies < 1 for copies in self.module_copies):
             raise ValueError(
                 f"module_copies = {list(self.module_copies)} holds a number below 1; every module needs a copy"
+            )
+        if any(copies > MOST_COPIES for copies in self.module_copies):
+            raise ValueError(
+                f"module_copies = {list(self.module_copies)} holds a number above {MOST_COPIES:,}, at which no step "
+                "would end; lower it"
             )
         if self.variance_reduction == "leave-one-out" and min(self.module_copies or (self.copies,)) < 2:
             key = "module_copies holds 1" if self.module_copies else "copies = 1"

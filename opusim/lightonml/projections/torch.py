@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from opusim.lightonml.opu import OPU
@@ -50,6 +51,7 @@ class OPUMap(OpuTransformer, nn.Module):
         """Learn the number of features, from X or from n_features; see `OPU.fit1d` and `OPU.fit2d`."""
         self._fit_opu(X, n_features, packed, online)
 
+    @torch._disable_dynamo
     def forward(self, input: Tensor) -> Tensor:
         """Return the features of a tensor, float32; a module that was not fitted is fitted to it."""
         found: Tensor = self._map(input)

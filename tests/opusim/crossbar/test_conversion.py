@@ -19,7 +19,7 @@ def frames_of_encoder() -> list[int]:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
     padding = torch.tensor([[False, False, True], [False, False, False]])
-    with convert(model, "pcm") as analog, torch.no_grad():
+    with convert(model, "pcm", digital=["layers.*.self_attn"]) as analog, torch.no_grad():
         before = [layer.device.usage.frames for layer in analog.layers]
         analog(torch.randn(2, 3, 16), src_key_padding_mask=padding)
         return [layer.device.usage.frames - n for layer, n in zip(analog.layers, before, strict=True)]
@@ -32,6 +32,11 @@ def test_a_transformer_in_evaluation_reads_every_device() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_fused_kernel_of_a_transformer_would_read_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_without_fused_kernels", lambda model: None)
+    with pytest.raises(
+        ValueError, match=r"weight 'layers\.0\..*weight' multiplies digitally \(_transformer_enc"
+    ):
+        frames_of_encoder()
+    monkeypatch.setattr(conversion.DeviceModel, "forward", lambda self, *args, **kw: self.model(*args, **kw))
     assert frames_of_encoder() == [0] * 4
 
 

@@ -385,10 +385,10 @@ def test_noise_keeps_the_type_of_the_weights() -> None:
 def test_layers_that_stay_digital_get_no_noise_and_stay_digital_after_training() -> None:
     """torch's attention reads the weights of its projection itself, so a device there would never be used."""
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    noise_aware(model, 0.1)
+    noise_aware(model, 0.1, digital=["self_attn"])
     assert not parametrize.is_parametrized(model.self_attn.out_proj)
     weight_norm(model.self_attn.out_proj)
-    with convert(model, "pcm", crossbar=EXACT) as analog:
+    with convert(model, "pcm", crossbar=EXACT, digital=["self_attn"]) as analog:
         assert len(analog.layers) == 2
         assert type(analog.model.self_attn.out_proj) is type(nn.MultiheadAttention(4, 2).out_proj)
 

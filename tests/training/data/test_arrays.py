@@ -115,7 +115,7 @@ class TestArrays:
                 "y must hold whole numbers, got torch.float64.*astype('int64')",
             ),
             ({"y": Y.reshape(-1, 1)}, ValueError, "y must have shape (n,).*y.reshape(-1).*argmax(1)"),
-            ({"y": Y - 1}, ValueError, "y must hold labels from 0 to 2, got -1 to 2"),
+            ({"y": Y - 1}, ValueError, "y holds 4 different labels from -1 to 2: .*numpy.unique"),
             (
                 {"y": Y + 1, "n_classes": 4},
                 ValueError,
@@ -279,3 +279,36 @@ def test_an_unknown_name_lists_the_known_ones(name: str, hint: str) -> None:
     expected = f"data.name = '{name}': must be one of digits, mnist, fashion-mnist, cifar-10.*{hint}"
     with pytest.raises(ValueError, match=expected):
         load_dataset(name, split_seed=0)
+
+
+class TestCodes:
+    """Labels are class numbers; other whole numbers would make a class of every number below them."""
+
+    @pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+    @pytest.mark.parametrize(
+        ("codes", "message"),
+        [
+            ((0, 2024), "2 different labels from 0 to 2024: .*numpy.unique.*data.classes.*n_classes = 2025"),
+            ((0, 10**7), "2 different labels from 0 to 10000000"),
+            ((0, 1, 3), "3 different labels from 0 to 3: .*n_classes = 4"),
+            ((5, 9), "2 different labels from 5 to 9"),
+            ((-1, 1), "2 different labels from -1 to 1: .*data.classes$"),
+            ((0, 2**62), "2 different labels"),
+            ((1, 2), "must hold labels from 0, got 1 to 2: subtract 1"),
+        ],
+    )
+    def test_codes_are_refused_with_the_call_that_numbers_them(
+        self, kind: Callable[[Any], Any], codes: tuple[int, ...], message: str
+    ) -> None:
+        x, y = np.eye(12, 3), np.array(codes)[np.arange(12) % len(codes)]
+        with pytest.raises(ValueError, match=message):
+            from_arrays(x, kind(y), validation_fraction=0.0, split_seed=0)
+        numbered = np.unique(y, return_inverse=True)[1]
+        data = from_arrays(x, kind(numbered), validation_fraction=0.0, split_seed=0)
+        assert data.n_classes == len(codes)
+        data = from_arrays(x, y.astype(str), validation_fraction=0.0, split_seed=0)
+        assert set(data.classes) == set(map(str, codes))
+
+    def test_a_stated_number_of_classes_leaves_classes_without_a_record(self) -> None:
+        x, y = np.eye(12, 3), np.arange(12) % 2 * 3
+        assert from_arrays(x, y, n_classes=6, validation_fraction=0.0, split_seed=0).n_classes == 6

@@ -19,6 +19,7 @@ from opusim.errors import ConfigError
 from training.cli import main
 from training.config import load_config
 from training.data import Dataset, from_arrays
+from training.data import arrays as arrays_module
 from training.data import tables as tables_module
 from training.engine.plan import RunPlan, fingerprint, load_data, with_own_data
 from training.errors import DataError, RunFolderError
@@ -146,6 +147,30 @@ class TestFrames:
 
 
 class TestOtherForms:
+    @pytest.mark.parametrize("index", [None, "reset"])
+    def test_an_index_is_no_feature(self, tmp_path: Path, index: str | None) -> None:
+        """A file sorted by label would be learnt from its order."""
+        frame = FRAME.sort_values("species", ignore_index=True)
+        if index is None:
+            frame.to_csv(tmp_path / "rows.csv")
+        else:
+            frame.reset_index().to_csv(tmp_path / "rows.csv", index=False)
+        column = "Unnamed: 0" if index is None else "index"
+        name = f"csv:{tmp_path / 'rows.csv'}"
+        with pytest.raises(
+            ValueError, match=rf"column '{column}' of .*rows.csv .* no feature.*index=False.*drop"
+        ):
+            load_data(load_config({"data": {"name": name, "label": "species"}}), None, None)
+        read = pandas.read_csv(tmp_path / "rows.csv")
+        with pytest.raises(ValueError, match=f"column '{column}' of data"):
+            _load(read)
+        assert _load(read.drop(columns=column)).columns == ("length", "count", "wild")
+        assert _load(read.rename(columns={column: "place"})).columns[0] == "place"
+        measured = read.assign(index=read["length"]).drop(columns=column if index is None else [])
+        assert "index" in _load(measured).columns
+        held = tables_module.table_of(read, ["species"], "test", columns=[column, "length", "count", "wild"])
+        assert held.columns[0] == column  # of a run that was trained with it
+
     def test_named_classes_of_arrays(self) -> None:
         x = np.zeros((40, 2))
         for y in (SPECIES, SPECIES.astype(object)):
@@ -197,6 +222,27 @@ class TestRuns:
         resumed = opusim.train(**given, folder=tmp_path / "run", resume=True)
         assert np.array_equal(resumed.predict(FRAME), whole.predict(FRAME))
         assert resumed.summary == whole.summary
+
+    def test_a_run_that_counted_classes_without_a_record_resumes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Earlier versions took one more than the largest label, also if a number below it was left out."""
+
+        class Stop(opusim.Callback):
+            def on_epoch(self, record: dict[str, Any]) -> None:
+                raise RuntimeError("stopped")
+
+        x, y = RNG.normal(size=(40, 3)), np.array([0, 1, 3])[np.arange(40) % 3]
+        config, folder = CONFIG | {"epochs": 2}, tmp_path / "run"
+        with monkeypatch.context() as before:
+            before.setattr(arrays_module, "_distinct", lambda labels: int(labels.max()) + 1)
+            with pytest.raises(RuntimeError, match="stopped"):
+                opusim.train(config, data=(x, y), folder=folder, callbacks=[Stop()])
+        resumed = opusim.train(data=(x, y), folder=folder, resume=True)
+        assert resumed.form.n_classes == 4
+        assert len(resumed.metrics) == 2
+        with pytest.raises(ValueError, match="3 different labels from 0 to 3"):
+            opusim.train(config, data=(x, y), folder=tmp_path / "new")
 
     def test_numbered_columns_are_those_of_the_training_records(self, tmp_path: Path) -> None:
         frame = pandas.DataFrame(RNG.normal(size=(40, 3))).assign(species=SPECIES)

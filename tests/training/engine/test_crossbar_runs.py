@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -14,6 +15,7 @@ import opusim
 import training
 from opusim.errors import CapabilityMissing, ConfigError
 from tests.support.command import opusim as run_command
+from training.cli import runs as commands
 from training.errors import RunFolderError
 from training.networks.layers import jacobian_of
 from training.runs.checkpoints import (
@@ -303,3 +305,16 @@ def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:
                 assert not torch.allclose(1.01 * one.view_as(other), other, atol=1e-4)
             assert torch.allclose(digital.squared_norms(delta, h), found.squared_norms(delta, h), rtol=1e-3)
             assert analog.usage.frames == frames
+
+
+def test_evaluation_on_a_device_names_what_stays_digital(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = np.random.default_rng(1).normal(size=(90, 4)).astype(np.float32), np.arange(90) % 2
+    np.savez(tmp_path / "test.npz", x=x, y=y)
+    config = {"epochs": 1, "model": {"name": "gru", "options": {"width": 3}}, "trainer": {"kind": "bp"}}
+    training.train(config, data=(x, y), folder=tmp_path / "run")
+    commands.evaluate(tmp_path / "run", arrays=tmp_path / "test.npz", device="pcm")
+    assert "No device takes blocks.0.gru, blocks.1.gru: digital in this figure." in capsys.readouterr().out
+    figures = evaluate_run(tmp_path / "run", arrays=tmp_path / "test.npz", device="pcm")
+    assert figures["digital"] == ["blocks.0.gru", "blocks.1.gru"]

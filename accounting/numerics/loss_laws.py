@@ -206,9 +206,9 @@ def normal_masses(x: np.ndarray, mean: float, z: float) -> np.ndarray:
     a bin's width.
     """
     low, high = x[:-1], x[1:]
-    half = (high - low) / 2
-    farthest = np.maximum(np.abs(low), np.abs(high)) + 1.0
-    narrow = half / z * (1 + farthest / z) <= _NARROW
+    with np.errstate(invalid="ignore"):  # a bin between equal infinities is empty
+        half = (high - low) / 2
+        narrow = half / z * (1 + (np.maximum(np.abs(low), np.abs(high)) + 1.0) / z) <= _NARROW
     a, b = (low - mean) / z, (high - mean) / z
     found = np.where(a > 0, ndtr(-a) - ndtr(-b), ndtr(b) - ndtr(a))
     low, half = low[narrow], half[narrow]

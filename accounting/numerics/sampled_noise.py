@@ -213,7 +213,7 @@ def noise_curves(
 ) -> NoiseCurves:
     """Return the Renyi curve of a sum, and points of its curve delta(epsilon).
 
-    The points come from the privacy loss distribution. Where its arrays grow too large, they come from the Renyi curve.
+    The points come from the privacy loss distribution. Where doubles cannot follow, they come from the Renyi curve.
 
     Args:
         one: All steps.

@@ -79,14 +79,18 @@ class GaussianLaw(LossLaw):
         """Return masses and losses; see `LossLaw.bins`."""
         z, q = self.noise, self.probability
         if self.direction == "add":
-            masses, losses = _added(*self._moved(_exponents(-edges[::-1], q) * z**2 + 0.5, (0.0, 1.0)), q)
+            masses, losses = _added(*self._pair(-edges[::-1]), q)
             return masses[::-1], losses[::-1]
         if self.direction == "remove":
-            return _removed(*self._moved(_exponents(edges, q) * z**2 + 0.5, (0.0, 1.0)), q)
+            return _removed(*self._pair(edges), q)
         unmoved, up, down = self._moved(z**2 * (edges / 2 + self._inverse_sinh(edges)), (0.0, 1.0, -1.0))
         masses, gained = _removed(unmoved, up, q)
         _, lost = _removed(unmoved, down, q)
         return masses, np.where(masses > 0, gained - lost, 0.0)
+
+    def _pair(self, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        unmoved, moved = self._moved(_exponents(edges, self.probability) * self.noise**2 + 0.5, (0.0, 1.0))
+        return unmoved, moved
 
     def _moved(self, edges: np.ndarray, shifts: Sequence[float]) -> list[np.ndarray]:
         x = np.concatenate([[-np.inf], np.maximum.accumulate(edges), [np.inf]])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from accounting.errors import NoGuarantee
 from accounting.guarantee import EpsilonBounds
 from accounting.numerics.loss_laws import LossLaw
 from accounting.numerics.loss_plan import plan_of
@@ -47,13 +48,16 @@ def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | 
         parts: What is composed, at least one, all with the same number of directions.
         delta: In (0, 1).
     """
-    plans = _plans(parts, delta)
+    lower, upper = 0.0, 0.0
+    try:
+        plans = _plans(parts, delta)
+        for plan in plans or ():
+            low, high = _enclosed(plan, delta, lower)
+            lower, upper = max(lower, low), max(upper, high)
+    except NoGuarantee:
+        return None
     if plans is None:
         return None
-    lower, upper = 0.0, 0.0
-    for plan in plans:
-        low, high = _enclosed(plan, delta, lower)
-        lower, upper = max(lower, low), max(upper, high)
     if math.isinf(upper):
         return None
     return EpsilonBounds(lower=min(lower, upper), upper=upper, method=_method(plans))
@@ -114,10 +118,12 @@ def composed_curve(parts: Sequence[NoisyStep], delta: float) -> ComposedCurve | 
         parts: What is composed, at least one, all with the same number of directions.
         delta: In (0, 1): where the curve is sharpest.
     """
-    plans = _plans(parts, delta)
-    if plans is None:
+    try:
+        plans = _plans(parts, delta)
+        laws = tuple(composed(plan, plan.above()) for plan in plans or ())
+    except NoGuarantee:
         return None
-    return ComposedCurve(laws=tuple(composed(plan, plan.above()) for plan in plans), method=_method(plans))
+    return None if plans is None else ComposedCurve(laws=laws, method=_method(plans))
 
 
 def _plans(parts: Sequence[NoisyStep], delta: float) -> list[Plan] | None:

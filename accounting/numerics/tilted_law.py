@@ -24,11 +24,14 @@ from typing import Self
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 
+from accounting.errors import NoGuarantee
 from accounting.numerics.loss_grids import LossGrid, grid_above, grid_below
 from accounting.numerics.loss_laws import LossLaw
 
 UNIT = 2.0**-53
 """Rounding of a double."""
+_LARGEST_SIZE = 2**23
+"""Most points of a transform; a plan asks for a quarter of it at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,7 +154,11 @@ class TiltedLaw:
 
 
 def composed(plan: Plan, grids: Sequence[LossGrid]) -> TiltedLaw:
-    """Return the law of all steps of a plan, each part having the loss of its grid."""
+    """Return the law of all steps of a plan, each part having the loss of its grid.
+
+    Raises:
+        NoGuarantee: The transform is too large.
+    """
     tilt, interval = plan.tilt, plan.interval
     logs, up, down = (_logs(grids, plan.steps, t) for t in (tilt, plan.upper_tilt, plan.lower_tilt))
     rest = -math.log(plan.tail)
@@ -160,6 +167,8 @@ def composed(plan: Plan, grids: Sequence[LossGrid]) -> TiltedLaw:
     offset = sum(count * grid.offset for count, grid in zip(plan.steps, grids, strict=True))
     first = math.floor((bottom - offset) / interval)
     size = int(next_fast_len(math.ceil((top - offset) / interval) - first + 2, real=True))
+    if size > _LARGEST_SIZE:
+        raise NoGuarantee(f"privacy loss: a transform of {size:,} points is too large; use fewer steps")
     law, rounding = _transformed(grids, plan.steps, tilt, first, size)
     start = max(0, math.ceil((max(0.0, plan.guess - 650 / (1 + tilt)) - offset) / interval) - first)
     losses = offset + interval * (first + np.arange(start, size))

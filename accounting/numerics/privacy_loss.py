@@ -84,7 +84,7 @@ def _enclosed(plan: Plan, delta: float, least: float) -> tuple[float, float]:
 
 def compose_upper(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
     """Return `compose_bounds` with a lower bound of 0, for steps whose law is an upper bound itself."""
-    found = composed_curve(parts, delta)
+    found = composed_curve(parts, [delta])
     if found is None or math.isinf(upper := found.epsilon(delta)):
         return None
     return EpsilonBounds(lower=0.0, upper=upper, method=found.method)
@@ -95,35 +95,41 @@ class ComposedCurve:
     """delta(epsilon) of all steps together, the largest of all directions, from above.
 
     Attributes:
-        laws: Of each direction.
+        laws: For each delta at which the curve is sharp, the law of each direction.
         method: How it was computed.
     """
 
-    laws: tuple[TiltedLaw, ...]
+    laws: tuple[tuple[TiltedLaw, ...], ...]
     method: str
 
     def epsilon(self, delta: float) -> float:
         """Return the epsilon at a delta, infinite where it is not known."""
-        return max(one.largest_epsilon(delta) for one in self.laws)
+        return min(max(law.largest_epsilon(delta) for law in laws) for laws in self.laws)
 
     def deltas(self, epsilons: np.ndarray) -> np.ndarray:
         """Return the delta at each epsilon, from 0 to 1."""
-        return np.max([one.deltas(epsilons) for one in self.laws], axis=0)
+        found = [np.max([law.deltas(epsilons) for law in laws], axis=0) for laws in self.laws]
+        return np.asarray(np.min(found, axis=0))
 
 
-def composed_curve(parts: Sequence[NoisyStep], delta: float) -> ComposedCurve | None:
+def composed_curve(parts: Sequence[NoisyStep], deltas: Sequence[float]) -> ComposedCurve | None:
     """Return the curve of all parts, or None if doubles cannot follow.
 
     Args:
         parts: What is composed, at least one, all with the same number of directions.
-        delta: In (0, 1): where the curve is sharpest.
+        deltas: In (0, 1): where the curve is sharp, at least one.
     """
+    laws, method = [], ""
     try:
-        plans = _plans(parts, delta)
-        laws = tuple(composed(plan, plan.above()) for plan in plans or ())
+        for delta in deltas:
+            plans = _plans(parts, delta)
+            if plans is None:
+                return None
+            laws.append(tuple(composed(plan, plan.above()) for plan in plans))
+            method = method or _method(plans)
     except NoGuarantee:
         return None
-    return None if plans is None else ComposedCurve(laws=laws, method=_method(plans))
+    return ComposedCurve(laws=tuple(laws), method=method)
 
 
 def _plans(parts: Sequence[NoisyStep], delta: float) -> list[Plan] | None:

@@ -49,6 +49,8 @@ _BOTH: tuple[Direction, ...] = ("remove", "add")
 _REPLACED: tuple[Direction, ...] = ("replace",)
 _TIGHT = 1.01
 """Ratio of the bounds of the loss distribution up to which the Renyi bound need not be computed as well."""
+_SMALL_EPSILON_DELTA = 0.1
+"""Delta at whose epsilon a whole curve is computed as well, so that it is sharp at small epsilon, too."""
 _SMALL = 1e-3
 """Epsilon that may lie between them besides."""
 
@@ -233,7 +235,7 @@ def noise_curves(
     with np.errstate(all="ignore"):
         curve = _renyi_curve(one, adjacency, grid) if one.law == "gaussian" else nothing.renyi
         renyi = np.where(np.isfinite(curve) & (curve > 0), curve, math.inf)
-        found = composed_curve([_noisy_step(one, adjacency)], min(delta, 0.5))
+        found = composed_curve([_noisy_step(one, adjacency)], [min(delta, 0.5), _SMALL_EPSILON_DELTA])
     if found is not None:
         inner = 0.0 if delta >= 1 else found.epsilon(delta)
         return NoiseCurves(renyi=renyi, inner=inner, deltas=found.deltas(np.array(epsilons)))

@@ -148,9 +148,10 @@ class TiltedLaw:
     def deltas(self, epsilons: np.ndarray) -> np.ndarray:
         """Return upper bounds on delta, from 0 to 1."""
         found = (self._excess() + self.error * self.powers) * math.exp(self.scale + self.shift) + self.beyond
-        at = np.searchsorted(self.losses, epsilons - self.shift, side="right") - 1  # the curve falls
-        last = found[-1]
-        return np.clip(np.where(at < 0, 1.0, np.where(at < len(found), found[at], last)), 0.0, 1.0)
+        at = (
+            np.searchsorted(self.losses, epsilons, side="right") - 1
+        )  # the curve falls, by at most 1 per epsilon
+        return np.clip(np.where(at < 0, 1.0, found[at] + self.shift), 0.0, 1.0)
 
 
 def composed(plan: Plan, grids: Sequence[LossGrid]) -> TiltedLaw:

@@ -23,6 +23,7 @@ from accounting.devices.readings import DeviceReadings, device_readings_guarante
 from accounting.errors import NoGuarantee
 from accounting.explanation import explain_theorem, guarantees_text
 from accounting.guarantee import Guarantee
+from accounting.large_delta import large_delta
 from accounting.mechanisms import Mechanism, Parameter, mechanism_classes, parameters_of
 from accounting.tables import number, print_rows
 from accounting.theorems import known_theorems, theorem
@@ -254,17 +255,22 @@ def show(
     found: str | None = None,
 ) -> None:
     """Print guarantees: as JSON, or as a table with a paragraph for each, after what a calibration found."""
+    lines = [large_delta(one.delta, mechanisms) for one in guarantees if one.is_proven]
+    warned = list(dict.fromkeys(line for line in lines if line is not None))
     if as_json:
         content = {
             "guarantees": [guarantee.to_json() for guarantee in guarantees],
             "mechanisms": [mechanism.to_json() for mechanism in mechanisms],
             "seed_stored": seed_stored,
+            "warnings": [{"code": "large-delta", "text": line} for line in warned],
         }
         typer.echo(json.dumps(content, indent=2))
         return
     if found is not None:
         typer.echo(f"least noise that reaches the target: {found} = {getattr(mechanisms[0], found):.6g}")
     typer.echo(guarantees_text(guarantees, seed_stored=seed_stored))
+    for line in warned:
+        typer.echo(wrapped(line, indent="  "))
 
 
 for _kind in mechanism_classes().values():

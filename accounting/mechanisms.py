@@ -154,6 +154,11 @@ class Mechanism(ABC):
     def describe(self) -> str:
         """Return what ran, in a few words."""
 
+    @property
+    def public_records(self) -> float | None:
+        """The number of records that its constants tell, which are public; None if they tell none."""
+        return None
+
     @classmethod
     @abstractmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:

@@ -75,7 +75,7 @@ ORDER = {
         ("guarantee",),
         ("theorems", "tables", "numerics"),
         ("mechanisms",),
-        ("composition", "explanation"),
+        ("composition", "explanation", "large_delta"),
         ("calibration", "audit", "ledger"),
         ("records", "labels", "pdfa", "ulr", "zeroth_order", "convex", "selection", "devices"),
         ("cli",),

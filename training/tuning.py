@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.guarantee import Adjacency, Guarantee
+from accounting.guarantee import Guarantee
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.mechanisms import Mechanism
 from accounting.selection.mechanisms import PrivateSelection, priced_search
@@ -486,7 +486,7 @@ def _records(config: RunConfig) -> Dataset:
 def _public_number(plan: RunPlan, n_held_out: int) -> float:
     """Return what a count of held-out records is divided by: their number, or what public constants make of it."""
     config = plan.config
-    if config.relation is not Adjacency.ADD_OR_REMOVE_ONE or config.protection.protects == "labels":
+    if config.counts_are_public:
         return float(n_held_out)
     share = config.data.validation_fraction
     return max(1.0, config.divisor / plan.sampling_probability * share / (1 - share))

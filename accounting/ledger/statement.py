@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 from accounting.explanation import guarantees_text
 from accounting.guarantee import Guarantee, Release, from_json, to_json
+from accounting.large_delta import LARGE_DELTA, large_delta
 from accounting.ledger.content import LedgerContent, Mode
 from accounting.ledger.evidence import Alarm, CertificateFacts
 from accounting.mechanisms import Mechanism, mechanism_from_json
@@ -23,7 +24,7 @@ from opusim.tables import wrapped
 SCHEMA = "opusim-guarantee"
 VERSION = 1
 
-WarningCode = Literal["experiment", "unfinished", "unwitnessed", "unaudited"]
+WarningCode = Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta"]
 WARNINGS: dict[WarningCode, str] = {
     "experiment": (
         "Experiment mode, not for release: this run stored the seed of its noise, from which the noise can be rebuilt. "
@@ -40,6 +41,7 @@ WARNINGS: dict[WarningCode, str] = {
         "Not audited: no audit of opusim attacks the code behind one of these mechanisms. Only the proof and the tests "
         "of that code speak for the number."
     ),
+    "large-delta": f"{LARGE_DELTA[0].upper()}{LARGE_DELTA[1:]}",
 }
 """What limits every guarantee of a document."""
 _MODES: dict[Mode, str] = {
@@ -110,11 +112,13 @@ class RunFacts:
         finished: Whether the run ended.
         step: Steps in its newest checkpoint, or None if there is no checkpoint.
         versions: The packages that it was started with, and their versions.
+        records: Of the training set, if the number is public; else None.
     """
 
     finished: bool
     step: int | None
     versions: Mapping[str, str]
+    records: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +155,17 @@ class Statement:
             "unwitnessed": not self.ledger.checked_against,
             "unaudited": any(guarantee.is_proven for guarantee in self.guarantees)
             and not all(mechanism.audited for mechanism in self.mechanisms),
+            "large-delta": self._has_large_delta,
         }
         return tuple(code for code, holds in found.items() if holds)
+
+    @property
+    def _has_large_delta(self) -> bool:
+        records = None if self.run is None else self.run.records
+        return any(
+            guarantee.is_proven and large_delta(guarantee.delta, self.mechanisms, records=records) is not None
+            for guarantee in self.guarantees
+        )
 
     def text(self, *, without: Sequence[WarningCode] = ()) -> str:
         """Return the guarantees as a table and paragraphs, as `opusim account run` prints them, with the warnings.

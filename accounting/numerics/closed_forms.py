@@ -19,7 +19,6 @@ from scipy.stats import binom as binomial
 from scipy.stats import f as f_law
 
 from accounting.guarantee import EpsilonBounds
-from accounting.numerics.privacy_loss import ROUNDING
 from opusim import checks
 
 __all__ = [
@@ -36,6 +35,9 @@ __all__ = [
     "response_bounds",
     "variance_ratio_p_value",
 ]
+
+_ROUNDING = 2e-14
+"""What a response's share in a transform may change delta by: 2^19 doubles, raised to the number of steps."""
 
 beta_quantile = beta.ppf
 """Quantile of a beta law, called as beta_quantile(probability, a, b)."""
@@ -72,13 +74,13 @@ def response_bounds(
         delta: In (0, 1).
     """
     pure = steps * step_epsilon
-    if not ROUNDING * steps <= delta / 2:  # a transform of so many steps would round delta away
+    if not _ROUNDING * steps <= delta / 2:  # a transform of so many steps would round delta away
         return EpsilonBounds(lower=0.0, upper=pure, method="closed form")
     other = (1 - keep) / (n_classes - 1)
     masses = {1: keep, 0: (n_classes - 2) * other, -1: other}
     loss = PrivacyLossDistribution.create_from_rounded_probability(masses, 0.0, step_epsilon)
     composed = loss if steps == 1 else loss.self_compose(steps)
-    slack = ROUNDING * steps if steps > 1 else 0.0
+    slack = _ROUNDING * steps if steps > 1 else 0.0
     epsilon = min(float(composed.get_epsilon_for_delta(delta - slack)) * (1 + 1e-9), pure)
     lower = min(float(composed.get_epsilon_for_delta(delta + slack)) * (1 - 1e-6), epsilon)
     return EpsilonBounds(lower=lower, upper=epsilon, method="exact distribution of the loss")

@@ -1,210 +1,143 @@
-"""Bounds on epsilon of composed additive noise, from dp_accounting's privacy loss distributions.
+"""Bounds on epsilon of composed steps from the distribution of their privacy loss, with all numerical error counted.
 
-The upper bound is dp_accounting's "connect the dots" discretisation: its divergence curve is a chord polygon above the
-mechanism's own, convex in e^epsilon. The lower bound is our dual of it: a polygon below the curve, with its corners
-at the same grid points, between tangents at the middle of each interval (`_lower_pmf`). Domination of curves survives
-composition, so both bounds hold for any number of steps, up to the rounding of doubles, for which delta is shifted by
-`ROUNDING` per step.
-
-Width: the discretisation adds h^2 / 6 to the variance of a step's loss, so epsilon moves by a share of about
-(h / s)^2 / 12 on each side, s being the standard deviation of a step's loss. The interval is therefore s / 14 (0.04 %)
-and never depends on the number of steps; it widens if the arrays would outgrow `_LARGEST_COMPOSED`.
+Each step's law of loss lies between two laws on a grid (`loss_grids`); domination of divergence curves survives
+composition (`tilted_law`), so the composed grids enclose epsilon for any number of steps. A plan (`loss_plan`) sets the
+interval from the size of the answer. If the bounds still are apart, the interval is refined, or widened where rounding
+separates them; the best of all bounds count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
-from dp_accounting.pld import privacy_loss_distribution as distributions
-from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, MonotonePrivacyLoss
 
+from accounting.errors import NoGuarantee
 from accounting.guarantee import EpsilonBounds
-from accounting.numerics.lower_polygon import LARGEST_LOSS, polygon_below
+from accounting.numerics.loss_laws import LossLaw
+from accounting.numerics.loss_plan import plan_of
+from accounting.numerics.tilted_law import Plan, TiltedLaw, composed
 
-_BINS_PER_DEVIATION = 14.0
-_FEWEST_BINS_PER_DEVIATION = 3.0  # bins per standard deviation below which the Renyi bound is usually better
-_FINEST_INTERVAL = 1e-8  # masses are second differences of delta over the interval: rounding / interval each
-_LARGEST_COMPOSED = 2**19  # loss values after composition
-_LARGEST_SINGLE = 2**16  # loss values of one step: they are built one by one
-ROUNDING = 2e-14  # of delta per step: fast Fourier transforms of 2^19 doubles, raised to the number of steps
+_REFINEMENTS, _GAP = 2, 5e-3
+"""How often an interval is refined, and the distance of both bounds, in shares of epsilon, from which it is."""
+_LEAST_GAP, _LARGE, _LARGE_GAP = 1e-6, 2**17, 2e-4
+"""That distance at least, and that of transforms with as many points."""
+_COARSER = 4.0
+"""By how much wider an interval becomes if rounding, which falls with it, separates the bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyStep:
-    """A step's pair of output distributions, and how often it is composed.
+    """A step, and how often it is composed.
 
     Attributes:
-        loss: The privacy loss of a direction, as dp_accounting's class gives it.
-        upper: dp_accounting's pessimistic distribution at a given interval, both directions.
-        directions: The directions of the pair.
-        deviation: Approximate standard deviation of the loss; it sets the interval, and no bound depends on it.
-        steps: How often the step is composed.
+        laws: The law of its loss in each direction.
+        steps: At least 1.
     """
 
-    loss: Callable[[AdjacencyType], MonotonePrivacyLoss]
-    upper: Callable[[float], distributions.PrivacyLossDistribution]
-    directions: tuple[AdjacencyType, ...]
-    deviation: float
+    laws: tuple[LossLaw, ...]
     steps: int
 
 
 def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
-    """Return bounds on epsilon(delta) of all parts, or None if delta is below the rounding or arrays are too large.
+    """Return bounds on epsilon(delta) of all parts, or None if doubles cannot follow.
 
     Args:
-        parts: What is composed, at least one.
+        parts: What is composed, at least one, all with the same number of directions.
         delta: In (0, 1).
     """
-    above, interval = compose_upper(parts, delta), _interval(parts)
-    if above is None or interval is None:
+    lower, upper = 0.0, 0.0
+    try:
+        plans = _plans(parts, delta)
+        for plan in plans or ():
+            low, high = _enclosed(plan, delta, lower)
+            lower, upper = max(lower, low), max(upper, high)
+    except NoGuarantee:
         return None
-    lowest = _lower_epsilon(parts, interval, delta + _slack(parts))
-    return EpsilonBounds(lower=min(lowest, above.upper), upper=above.upper, method=above.method)
+    if plans is None:
+        return None
+    if math.isinf(upper):
+        return None
+    return EpsilonBounds(lower=min(lower, upper), upper=upper, method=_method(plans))
+
+
+def _enclosed(plan: Plan, delta: float, least: float) -> tuple[float, float]:
+    """Bounds on epsilon of one direction; they need not be close below `least`, which another direction reaches."""
+    low, high = 0.0, math.inf
+    for _ in range(_REFINEMENTS + 1):
+        below, above = composed(plan, plan.below()), composed(plan, plan.above())
+        low, high = max(low, below.least_epsilon(delta)), min(high, above.largest_epsilon(delta))
+        gap = high - max(low, least)
+        wanted = max(_GAP * high, _LARGE_GAP if len(above.losses) >= _LARGE else _LEAST_GAP)
+        if gap <= wanted:
+            break
+        by_grid = above.without_error().largest_epsilon(delta) - below.without_error().least_epsilon(delta)
+        share = max(0.5 * wanted / gap, 0.1) if by_grid > 0.5 * gap else _COARSER
+        interval = max(plan.interval * share, plan.finest)
+        if 0.9 < interval / plan.interval < 1.1:
+            break
+        plan = replace(plan, interval=interval)
+    return low, high
 
 
 def compose_upper(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
-    """Return `compose_bounds` with a lower bound of 0, for pairs whose loss is no monotone function of one output."""
-    if _slack(parts) > delta / 2 or (found := composed_curve(parts)) is None:
+    """Return `compose_bounds` with a lower bound of 0, for steps whose law is an upper bound itself."""
+    found = composed_curve(parts, [delta])
+    if found is None or math.isinf(upper := found.epsilon(delta)):
         return None
-    method = f"privacy loss distribution, interval {found.interval:.3g}"
-    return EpsilonBounds(lower=0.0, upper=found.epsilon(delta), method=method)
+    return EpsilonBounds(lower=0.0, upper=upper, method=found.method)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedCurve:
-    """delta(epsilon) of all steps together in both directions, from above.
+    """delta(epsilon) of all steps together, the largest of all directions, from above.
 
     Attributes:
-        composed: dp_accounting's pessimistic distribution of the composed loss.
-        slack: By how much rounding may change delta.
-        interval: Of the grid.
+        laws: For each delta at which the curve is sharp, the law of each direction.
+        method: How it was computed.
     """
 
-    composed: distributions.PrivacyLossDistribution
-    slack: float
-    interval: float
+    laws: tuple[tuple[TiltedLaw, ...], ...]
+    method: str
 
     def epsilon(self, delta: float) -> float:
-        """Return the epsilon at a delta, infinite where delta is within the rounding."""
-        return float(self.composed.get_epsilon_for_delta(max(delta - self.slack, 0.0)))
+        """Return the epsilon at a delta, infinite where it is not known."""
+        return min(max(law.largest_epsilon(delta) for law in laws) for laws in self.laws)
 
     def deltas(self, epsilons: np.ndarray) -> np.ndarray:
         """Return the delta at each epsilon, from 0 to 1."""
-        rising, places = np.unique(
-            epsilons, return_inverse=True
-        )  # dp_accounting takes them in ascending order
-        found = np.asarray(self.composed.get_delta_for_epsilon(rising.tolist()), dtype=float)
-        return np.clip(found + self.slack, 0.0, 1.0)[places]
+        found = [np.max([law.deltas(epsilons) for law in laws], axis=0) for laws in self.laws]
+        return np.asarray(np.min(found, axis=0))
 
 
-def composed_curve(parts: Sequence[NoisyStep]) -> ComposedCurve | None:
-    """Return the curve of all parts, or None if arrays are too large.
+def composed_curve(parts: Sequence[NoisyStep], deltas: Sequence[float]) -> ComposedCurve | None:
+    """Return the curve of all parts, or None if doubles cannot follow.
 
     Args:
-        parts: What is composed, at least one.
+        parts: What is composed, at least one, all with the same number of directions.
+        deltas: In (0, 1): where the curve is sharp, at least one.
     """
-    interval = _interval(parts)
-    if interval is None:
-        return None
-    composed = _compose([part.upper(interval) for part in parts], parts)
-    return ComposedCurve(composed=composed, slack=_slack(parts), interval=interval)
-
-
-def resolution(parts: Sequence[NoisyStep]) -> float:
-    """Return the bins per standard deviation that `compose_bounds` would use, or 0 if it gives up."""
-    interval = _interval(parts)
-    return _typical_deviation(parts) / interval if interval else 0.0
-
-
-def _slack(parts: Sequence[NoisyStep]) -> float:
-    """By how much rounding may change delta."""
-    return ROUNDING * sum(part.steps for part in parts)
-
-
-def _compose(
-    steps: Sequence[distributions.PrivacyLossDistribution], parts: Sequence[NoisyStep]
-) -> distributions.PrivacyLossDistribution:
-    composed = [
-        step if part.steps == 1 else step.self_compose(part.steps)
-        for step, part in zip(steps, parts, strict=True)
-    ]
-    return reduce(lambda left, right: left.compose(right), composed)
-
-
-def _typical_deviation(parts: Sequence[NoisyStep]) -> float:
-    total = sum(part.steps for part in parts)
-    return math.sqrt(sum(part.steps * part.deviation**2 for part in parts) / total)
-
-
-def _interval(parts: Sequence[NoisyStep]) -> float | None:
-    """The finest interval whose arrays fit, or None if even the coarsest does not."""
-    deviation = _typical_deviation(parts)
-    span = max(_span(part) for part in parts)
-    if not span < LARGEST_LOSS:
-        return None
-    interval = max(deviation / _BINS_PER_DEVIATION, span / _LARGEST_SINGLE, _FINEST_INTERVAL)
-    while _composed_size(parts, interval, span) > _LARGEST_COMPOSED:
-        interval *= 1.5
-        if interval > deviation / _FEWEST_BINS_PER_DEVIATION:
-            return None
-    return interval
-
-
-def _span(part: NoisyStep) -> float:
-    bounds = [part.loss(direction).connect_dots_bounds() for direction in part.directions]
-    return max(bound.epsilon_upper for bound in bounds) - min(bound.epsilon_lower for bound in bounds)
-
-
-def _composed_size(parts: Sequence[NoisyStep], interval: float, span: float) -> float:
-    """Loss values after composition; dp_accounting cuts tails by Chernoff bounds of orders 1 to 20."""
-    values = span / interval
-    variance = sum(part.steps * (part.deviation / interval) ** 2 for part in parts)
-    return min(values * sum(part.steps for part in parts), variance / values + 70 * values)
-
-
-def _lower_epsilon(parts: Sequence[NoisyStep], interval: float, delta: float) -> float:
-    """Epsilon of the polygons below the curve, or 0 if the grid is too coarse for one."""
-    steps = []
-    for part in parts:
-        pmfs = [_lower_pmf(part.loss(direction), interval) for direction in part.directions]
-        if any(pmf is None for pmf in pmfs):
-            return 0.0
-        steps.append(distributions.PrivacyLossDistribution(*pmfs))
-    return float(_compose(steps, parts).get_epsilon_for_delta(delta))
-
-
-def _lower_pmf(loss: MonotonePrivacyLoss, interval: float) -> pld_pmf.PLDPmf | None:
-    """Masses on the grid whose divergence curve is nowhere above the mechanism's, or None if the grid is too coarse.
-
-    A = P(L > m) and B = Q(L > m) at the middles m. (Tail masses enter as such, not as second differences of delta, so
-    they keep their relative precision.)
-    """
-    bounds = loss.connect_dots_bounds()
-    low, high = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
-    grid = np.arange(low, high + 1)
-    a, b = _tails(loss, (grid[:-1] + 0.5) * interval)
-    found = polygon_below(np.exp(grid * interval), a, b)
-    if found is None:
-        return None
-    first, masses = found
-    grid = grid[first : first + len(masses)]
-    masses *= min(1.0, 1.0 / masses.sum())
-    return pld_pmf.create_pmf(dict(zip(grid.tolist(), masses.tolist(), strict=True)), interval, 0.0, False)
-
-
-def _tails(loss: MonotonePrivacyLoss, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """P(L > epsilon) and Q(L > epsilon): the loss falls along the output, so they are distribution functions."""
-    points = np.array([_output_of(loss, epsilon) for epsilon in epsilons.tolist()])
-    return np.asarray(loss.mu_upper_cdf(points)), np.exp(np.asarray(loss.mu_lower_log_cdf(points)))
-
-
-def _output_of(loss: MonotonePrivacyLoss, epsilon: float) -> float:
+    laws, method = [], ""
     try:
-        return loss.inverse_privacy_loss(epsilon)
-    except ValueError:  # dp_accounting: the loss never falls, or never rises, so far
-        return -math.inf if epsilon > 0 else math.inf
+        for delta in deltas:
+            plans = _plans(parts, delta)
+            if plans is None:
+                return None
+            laws.append(tuple(composed(plan, plan.above()) for plan in plans))
+            method = method or _method(plans)
+    except NoGuarantee:
+        return None
+    return ComposedCurve(laws=tuple(laws), method=method)
+
+
+def _plans(parts: Sequence[NoisyStep], delta: float) -> list[Plan] | None:
+    steps = [part.steps for part in parts]
+    plans = [plan_of(laws, steps, delta) for laws in zip(*(part.laws for part in parts), strict=True)]
+    known = [plan for plan in plans if plan is not None]
+    return known if len(known) == len(plans) else None
+
+
+def _method(plans: Sequence[Plan]) -> str:
+    return f"privacy loss distribution, interval {max(plan.interval for plan in plans):.3g}"

@@ -30,41 +30,29 @@ from typing import Literal, Self
 import dp_accounting
 import numpy as np
 from dp_accounting import rdp
-from dp_accounting.pld import pld_pmf
-from dp_accounting.pld import privacy_loss_distribution as distributions
-from dp_accounting.pld.privacy_loss_mechanism import (
-    AdjacencyType,
-    GaussianPrivacyLoss,
-    LaplacePrivacyLoss,
-    MonotonePrivacyLoss,
-)
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from scipy.special import logsumexp
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds
 from accounting.numerics.closed_forms import gaussian_bounds, renyi_to_epsilon
+from accounting.numerics.loss_laws import Direction, GaussianLaw, LaplaceLaw, MixedLaw
 from accounting.numerics.lower_polygon import LARGEST_LOSS
-from accounting.numerics.privacy_loss import (
-    NoisyStep,
-    compose_bounds,
-    compose_upper,
-    composed_curve,
-    resolution,
-)
+from accounting.numerics.privacy_loss import NoisyStep, compose_bounds, compose_upper, composed_curve
 
 _ORDERS = (
     *(1 + k / 20 for k in range(2, 20)), *(2 + k / 10 for k in range(90)), *range(11, 64), 80, 96, 128, 192, 256, 512
 )  # fmt: skip
 _MIXTURE_ORDERS = (*(1 + k / 20 for k in range(2, 40)), *range(3, 64), 80, 96, 128, 192, 256)
 _LEAST_NOISE, _MOST_NOISE, _RAREST_SAMPLING = 1e-3, 1e5, 1e-9  # what doubles can follow
-_RELATIONS = {
-    Adjacency.ADD_OR_REMOVE_ONE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-    Adjacency.ZERO_OUT: dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
-    Adjacency.REPLACE_ONE: dp_accounting.NeighboringRelation.REPLACE_ONE,
-}
-_BOTH = (AdjacencyType.REMOVE, AdjacencyType.ADD)
-_BINS_WITHOUT_RENYI = 3.0  # bins per deviation from which the Renyi bound need not be computed as well
+_BOTH: tuple[Direction, ...] = ("remove", "add")
+_REPLACED: tuple[Direction, ...] = ("replace",)
+_TIGHT = 1.01
+"""Ratio of the bounds of the loss distribution up to which the Renyi bound need not be computed as well."""
+_SMALL_EPSILON_DELTA = 0.1
+"""Delta at whose epsilon a whole curve is computed as well, so that it is sharp at small epsilon, too."""
+_SMALL = 1e-3
+"""Epsilon that may lie between them besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +165,7 @@ def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> Eps
     except NoGuarantee:
         parts = []
     bounds = compose_bounds(parts, delta) if parts else None
-    if bounds is not None and math.isfinite(bounds.upper) and resolution(parts) >= _BINS_WITHOUT_RENYI:
+    if bounds is not None and bounds.upper <= _TIGHT * bounds.lower + _SMALL:
         return bounds
     renyi = _renyi_epsilon(sums, adjacency, delta)
     if bounds is not None and bounds.upper <= renyi:
@@ -227,7 +215,7 @@ def noise_curves(
 ) -> NoiseCurves:
     """Return the Renyi curve of a sum, and points of its curve delta(epsilon).
 
-    The points come from the privacy loss distribution. Where its arrays grow too large, they come from the Renyi curve.
+    The points come from the privacy loss distribution. Where doubles cannot follow, they come from the Renyi curve.
 
     Args:
         one: All steps.
@@ -247,7 +235,7 @@ def noise_curves(
     with np.errstate(all="ignore"):
         curve = _renyi_curve(one, adjacency, grid) if one.law == "gaussian" else nothing.renyi
         renyi = np.where(np.isfinite(curve) & (curve > 0), curve, math.inf)
-        found = composed_curve([_noisy_step(one, adjacency)])
+        found = composed_curve([_noisy_step(one, adjacency)], [min(delta, 0.5), _SMALL_EPSILON_DELTA])
     if found is not None:
         inner = 0.0 if delta >= 1 else found.epsilon(delta)
         return NoiseCurves(renyi=renyi, inner=inner, deltas=found.deltas(np.array(epsilons)))
@@ -301,58 +289,23 @@ def _orders_may_fail() -> Iterator[None]:
 
 
 def _noisy_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
-    return _laplace_step(one, adjacency) if one.law == "laplace" else _gaussian_step(one, adjacency)
-
-
-def _gaussian_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
-    z, q, replaces = one.scale, one.probability, adjacency is Adjacency.REPLACE_ONE
-
-    def loss(direction: AdjacencyType) -> MonotonePrivacyLoss:
-        return GaussianPrivacyLoss(z, sampling_prob=q, adjacency_type=direction)
-
-    def upper(interval: float) -> distributions.PrivacyLossDistribution:
-        return distributions.from_gaussian_mechanism(
-            z,
-            sampling_prob=q,
-            value_discretization_interval=interval,
-            neighboring_relation=_RELATIONS[adjacency],
-        )
-
-    return NoisyStep(
-        loss=loss,
-        upper=upper,
-        directions=(AdjacencyType.REPLACE,) if replaces else _BOTH,
-        deviation=(2 if replaces else 1) * _gaussian_deviation(z, q),
-        steps=one.steps,
-    )
-
-
-def _gaussian_deviation(z: float, q: float) -> float:
-    """The approximate standard deviation of a sampled Gaussian step's loss."""
-    chi = math.sqrt(math.expm1(1 / z**2)) if z > 0.05 else math.inf
-    return min(q * chi, 1 / z)
-
-
-def _laplace_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
-    b, q = one.scale, one.probability
-    if b * LARGEST_LOSS < 1:
-        raise NoGuarantee(f"Laplace noise: its loss exceeds what doubles can follow at scale = {b:g}")
-    if adjacency is Adjacency.REPLACE_ONE:
+    replaces = adjacency is Adjacency.REPLACE_ONE
+    if one.law == "gaussian":
+        directions = _REPLACED if replaces else _BOTH
+        laws = [
+            GaussianLaw(noise=one.scale, probability=one.probability, direction=direction)
+            for direction in directions
+        ]
+        return NoisyStep(laws=tuple(laws), steps=one.steps)
+    if one.scale * LARGEST_LOSS < 1:
+        raise NoGuarantee(f"Laplace noise: its loss exceeds what doubles can follow at scale = {one.scale:g}")
+    if replaces:
         raise NoGuarantee("Laplace noise: its loss has no known distribution for replace_one; use delta = 0")
-
-    def loss(direction: AdjacencyType) -> MonotonePrivacyLoss:
-        return LaplacePrivacyLoss(b, sampling_prob=q, adjacency_type=direction)
-
-    def upper(interval: float) -> distributions.PrivacyLossDistribution:
-        return distributions.from_laplace_mechanism(
-            b, sampling_prob=q, value_discretization_interval=interval
-        )
-
     return NoisyStep(
-        loss=loss,
-        upper=upper,
-        directions=_BOTH,
-        deviation=min(q * math.expm1(min(1 / b, 500)), 1 / b),
+        laws=(
+            LaplaceLaw(scale=one.scale, probability=one.probability, direction="remove"),
+            LaplaceLaw(scale=one.scale, probability=one.probability, direction="add"),
+        ),
         steps=one.steps,
     )
 
@@ -399,29 +352,13 @@ def _mixture_renyi_epsilon(mixtures: Sequence[GaussianMixture], delta: float) ->
 
 def _mixture_step(one: GaussianMixture) -> NoisyStep:
     z, q = min(one.noise, _MOST_NOISE), max(one.probability, _RAREST_SAMPLING)
-
-    def loss(direction: AdjacencyType) -> MonotonePrivacyLoss:
-        """The wider of the two parts."""
-        return GaussianPrivacyLoss(z / 2, sampling_prob=q, adjacency_type=direction)
-
-    def upper(interval: float) -> distributions.PrivacyLossDistribution:
-        pmfs = [_mixture_pmf(z, q, one.share, direction, interval) for direction in _BOTH]
-        return distributions.PrivacyLossDistribution(*pmfs)
-
-    return NoisyStep(
-        loss=loss, upper=upper, directions=_BOTH, deviation=_gaussian_deviation(z, q), steps=one.steps
-    )
-
-
-def _mixture_pmf(
-    z: float, q: float, share: float, direction: AdjacencyType, interval: float
-) -> pld_pmf.PLDPmf:
-    """dp_accounting's pessimistic distribution from the mixture's own hockey-stick divergences."""
-    losses = [GaussianPrivacyLoss(noise, sampling_prob=q, adjacency_type=direction) for noise in (z, z / 2)]
-    bounds = [loss.connect_dots_bounds() for loss in losses]
-    low = math.floor(min(bound.epsilon_lower for bound in bounds) / interval)
-    high = math.ceil(max(bound.epsilon_upper for bound in bounds) / interval)
-    grid = np.arange(low, high + 1)
-    deltas = [np.asarray(loss.get_delta_for_epsilon(grid * interval)) for loss in losses]
-    mixed = (1 - share) * deltas[0] + share * deltas[1]
-    return pld_pmf.create_pmf_pessimistic_connect_dots(interval, grid, mixed)
+    laws = [
+        MixedLaw(
+            parts=(
+                (1 - one.share, GaussianLaw(noise=z, probability=q, direction=direction)),
+                (one.share, GaussianLaw(noise=z / 2, probability=q, direction=direction)),
+            )
+        )
+        for direction in _BOTH
+    ]
+    return NoisyStep(laws=tuple(laws), steps=one.steps)

@@ -3,7 +3,7 @@
 | mechanism | delta = 0 | delta > 0 |
 | --- | --- | --- |
 | Gaussian, no sampling | none | exact: mu^2 = sum of (k / z)^2, epsilon of mu-GDP |
-| Poisson-sampled Gaussian | none | privacy loss distribution in both directions; Renyi if that grows too large |
+| Poisson-sampled Gaussian | none | privacy loss distribution in both directions; Renyi where doubles fail |
 | Poisson-sampled Laplace | closed form | the smaller of closed form and privacy loss distribution |
 
 k is 1 if a record is added, removed or made null, and 2 if one is replaced (its sum moves by 2 C). The numbers come
@@ -59,7 +59,7 @@ SAMPLED_GAUSSIAN = Theorem(
     proof="Fix the other records' sum (hockey-stick divergences are jointly convex) and shift it to 0; the pair then "
     "grows with the norm of the record's contribution. Dominating pairs compose adaptively. Their privacy loss "
     "distribution is discretised from above (connect the dots) and from below (a polygon between tangents), so "
-    "epsilon is known between two bounds; Renyi divergences take over if the arrays grow too large.",
+    "epsilon is known between two bounds; Renyi divergences take over where doubles cannot follow the losses.",
     reference="Zhu, Dong and Wang 2022; Doroshenko et al. 2022; Mironov 2017",
     code="accounting.numerics.sampled_noise.noise_bounds",
     page="privacy-records.md, section 3",

@@ -189,6 +189,11 @@ class ClippedRecords(CertifiedMechanism):
             f"{counted(self.steps, 'step')}, divided by {self.divisor:g}"
         )
 
+    @property
+    def public_records(self) -> float | None:
+        """The divisor over q: the records of which a batch has as many as the divisor, on average."""
+        return self.divisor / self.sampling_probability
+
     def known_batch(self) -> Self:
         """Return the same mechanism with q = 1, or 1 / bands: the record's subset is known, too."""
         return replace(self, sampling_probability=1 / self.bands)

@@ -124,6 +124,11 @@ class ZoScalars(Mechanism):
 
     absent_means: ClassVar[Mapping[str, Any]] = {"relation": Adjacency.ZERO_OUT, "exactly_rounded": False}
 
+    @property
+    def public_records(self) -> float | None:
+        """The divisor over q: the records of which a batch has as many as the divisor, on average."""
+        return self.divisor / self.sampling_probability
+
     def known_batch(self) -> Self:
         """Return the same mechanism with q = 1."""
         return replace(self, sampling_probability=1.0)

@@ -291,6 +291,7 @@ def _stated(path: Path, delta: float | None) -> Statement:
             finished=folder.finished,
             step=None if header is None else header.step,
             versions=_versions_of(folder),
+            records=_public_records(folder),
         )
         checked_against = [witness.name for witness in folder.witnesses()]
         content = folder.read_ledger()
@@ -306,6 +307,19 @@ def _stated(path: Path, delta: float | None) -> Statement:
         run=run,
         versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
     )
+
+
+def _public_records(folder: RunFolder) -> int | None:
+    """Return the number of training records, or None if it is private or the configuration is bad."""
+    from opusim.errors import ConfigError
+    from training.errors import RunFolderError
+
+    try:
+        if folder.read_config().counts_are_public:
+            return int(folder.read_facts()["data"]["n_train"])
+    except (RunFolderError, ConfigError, KeyError, TypeError, ValueError):
+        pass
+    return None
 
 
 def _device_note(path: Path) -> str | None:

@@ -102,6 +102,11 @@ class RunConfig(Section):
         return self.mode == "experiment" or self.relation is not Adjacency.ADD_OR_REMOVE_ONE
 
     @property
+    def counts_are_public(self) -> bool:
+        """Whether every statement of the run takes the number of records as public."""
+        return self.protection.protects == "labels" or self.relation is not Adjacency.ADD_OR_REMOVE_ONE
+
+    @property
     def fitting_splits(self) -> tuple[SplitRule, ...]:
         """Rules for holding records out that the relation allows, its default first."""
         if self.relation is None or self.protection.protects != "records":  # features are public

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from accounting.errors import BudgetExceeded
+from accounting.large_delta import large_delta
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
@@ -250,6 +251,7 @@ def _train_in(
             if not resume:
                 if plan.config.protection.protects != "records":
                     _hint_at_scales(plan.config.data, plan.dataset)
+                _warn_of_large_delta(plan)
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_state(trainer, ranks)
@@ -273,6 +275,17 @@ def _hint_at_scales(data: DataConfig, records: Dataset) -> None:
     hint = wide_feature(records) if data.is_own and data.features is None else None
     if hint is not None:
         warnings.warn(hint, stacklevel=4)
+
+
+def _warn_of_large_delta(plan: RunPlan) -> None:
+    """Warn of a delta from 1 / records on; a private number of records is never told."""
+    options = plan.config.protection
+    if options.protects == "nothing":
+        return
+    records = len(plan.dataset.train) if plan.config.counts_are_public else None
+    warning = large_delta(options.delta, plan.mechanisms, records=records)
+    if warning is not None:
+        warnings.warn(warning, stacklevel=4)
 
 
 def _features_usage(config: RunConfig, records: Dataset) -> Usage | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from accounting.large_delta import large_delta
 from opusim import checks
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
@@ -199,7 +201,10 @@ def _settings(
     """
     settings = PrivacySettings.resolve(records=len(loader.dataset), **given)  # type: ignore[arg-type]
     stack.enter_context(only_writer(folder, "folder", private=settings.mode == "release"))
+    warning = large_delta(settings.target_delta, [settings.mechanism])
     if not resume:
+        if warning is not None:
+            warnings.warn(warning, stacklevel=5)
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
     return settings.require_same(folder, found=found)

@@ -31,7 +31,7 @@ class Part(BaseModel):
 
 
 class Warned(Part):
-    code: Literal["experiment", "unfinished", "unwitnessed", "unaudited"]
+    code: Literal["experiment", "unfinished", "unwitnessed", "unaudited", "large-delta"]
     text: str
 
 
@@ -109,6 +109,7 @@ class RunPart(Part):
     finished: bool
     step: int | None
     versions: dict[str, str]
+    records: int | None
 
 
 class Document(Part):

@@ -1,0 +1,255 @@
+"""The law of the privacy loss of many steps, by one discrete Fourier transform, with all its error stated.
+
+What is transformed is the *tilted* law p e^(t l) / M(t), raised to the number of steps T. With its T-fold law p_T
+
+    delta(epsilon) = M(t)^T e^(-t epsilon) sum over l > epsilon of p_T(l) e^(-t (l - epsilon)) (1 - e^(epsilon - l)).
+
+With a good t the law's weight lies near epsilon, so that errors of the transform are a small part of delta, whatever
+delta is. What is counted, always to the safe side:
+
+- losses beyond the window of the transform, which are folded into it: Chernoff bounds of the grid itself (`Plan.tail`);
+- rounding of the transform: each of the log2(n) stages adds at most 6 roundings of the sum of sizes of its input
+  (Higham 2002, theorem 24.2). The law's largest mass is taken out before, so this is in proportion to the rest;
+- rounding of masses (relative) and of losses (absolute), at most `LossLaw.rounding` a step;
+- losses above the grid: their mass, at most 1e-6 of delta, counts as delta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
+
+from accounting.errors import NoGuarantee
+from accounting.numerics.loss_grids import LossGrid, grid_above, grid_below
+from accounting.numerics.loss_laws import LossLaw
+
+UNIT = 2.0**-53
+"""Rounding of a double."""
+_LARGEST_SIZE = 2**23
+"""Most points of a transform; a plan asks for a quarter of it at most."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """How one direction is composed; no bound depends on whether its choices are good.
+
+    Attributes:
+        laws: Of each part.
+        steps: Of each part.
+        low: Loss below which the mass is negligible.
+        high: Loss above which it counts as infinite.
+        interval: h.
+        finest: The least h whose window fits.
+        tilt: t.
+        upper_tilt: Of the Chernoff bound on losses above the window.
+        lower_tilt: Of that on losses below it.
+        tail: Mass of the tilted law outside of the window, on either side.
+        guess: About what epsilon will be.
+    """
+
+    laws: tuple[LossLaw, ...]
+    steps: tuple[int, ...]
+    low: float
+    high: float
+    interval: float
+    finest: float
+    tilt: float
+    upper_tilt: float
+    lower_tilt: float
+    tail: float
+    guess: float
+
+    def above(self) -> list[LossGrid]:
+        """Return a law above that of each part."""
+        return [grid_above(law, self.low, self.high, self.interval) for law in self.laws]
+
+    def below(self) -> list[LossGrid]:
+        """Return a law below that of each part."""
+        return [grid_below(law, self.low, self.high, self.interval) for law in self.laws]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TiltedLaw:
+    """The composed law of one direction at the losses of a window.
+
+    Attributes:
+        losses: Ascending, the first at least 0; shape (n,).
+        interval: h.
+        tilt: t.
+        guess: A loss of reference.
+        scale: log of M(t)^T e^(-t guess).
+        powers: e^(-t (l - guess)) at each loss.
+        sums: Sum of law times powers from each loss on.
+        discounted: The same, each term times e^(guess - l).
+        error: Of the tilted law's sums.
+        beyond: Mass of an infinite loss.
+        shift: By how much losses may be off, and in what proportion masses may be.
+    """
+
+    losses: np.ndarray
+    interval: float
+    tilt: float
+    guess: float
+    scale: float
+    powers: np.ndarray
+    sums: np.ndarray
+    discounted: np.ndarray
+    error: float
+    beyond: float
+    shift: float
+
+    def largest_epsilon(self, delta: float) -> float:
+        """Return an upper bound on epsilon(delta), infinite if there is none."""
+        wanted = (delta - self.beyond) * math.exp(-self.scale - self.shift)
+        good = self._excess() + self.error * self.powers <= wanted
+        if not good.any():
+            return math.inf
+        at = int(np.argmax(good))
+        found = self._solved(at, self.sums[at] + self.error * self._power_before(at) - wanted)
+        return float(np.clip(found, self._loss_before(at), self.losses[at])) + self.shift
+
+    def estimate(self, delta: float) -> float:
+        """Return epsilon(delta) as if nothing were off."""
+        good = self._excess() <= delta * math.exp(-self.scale)
+        return float(self.losses[int(np.argmax(good)) if good.any() else -1])
+
+    def least_epsilon(self, delta: float) -> float:
+        """Return a lower bound on epsilon(delta), 0 if there is none."""
+        wanted = delta * math.exp(-self.scale + self.shift)
+        good = np.flatnonzero(self._excess() - self.error * self.powers >= wanted)
+        at = min(int(good[-1]) + 1, len(self.losses) - 1) if good.size else 0
+        found = self._solved(at, self.sums[at] - self.error * self._power_before(at) - wanted)
+        return float(np.clip(found, self._loss_before(at), self.losses[at])) - self.shift
+
+    def without_error(self) -> Self:
+        """Return the law as if its transform were exact."""
+        return replace(self, error=0.0)
+
+    def _loss_before(self, at: int) -> float:
+        return max(float(self.losses[at]) - self.interval, 0.0)
+
+    def _power_before(self, at: int) -> float:
+        return float(self.powers[at]) * math.exp(self.tilt * self.interval)
+
+    def _excess(self) -> np.ndarray:
+        return self.sums - np.exp(self.losses - self.guess) * self.discounted
+
+    def _solved(self, at: int, left: float) -> float:
+        """The epsilon with e^(epsilon - guess) discounted = left."""
+        if not (left > 0 and self.discounted[at] > 0):
+            return -math.inf
+        return self.guess + math.log(left / self.discounted[at])
+
+    def deltas(self, epsilons: np.ndarray) -> np.ndarray:
+        """Return upper bounds on delta, from 0 to 1."""
+        found = (self._excess() + self.error * self.powers) * math.exp(self.scale + self.shift) + self.beyond
+        at = (
+            np.searchsorted(self.losses, epsilons, side="right") - 1
+        )  # the curve falls, by at most 1 per epsilon
+        return np.clip(np.where(at < 0, 1.0, found[at] + self.shift), 0.0, 1.0)
+
+
+def composed(plan: Plan, grids: Sequence[LossGrid]) -> TiltedLaw:
+    """Return the law of all steps of a plan, each part having the loss of its grid.
+
+    Raises:
+        NoGuarantee: The transform is too large.
+    """
+    tilt, interval = plan.tilt, plan.interval
+    logs, up, down = (_logs(grids, plan.steps, t) for t in (tilt, plan.upper_tilt, plan.lower_tilt))
+    rest = -math.log(plan.tail)
+    top = (up - logs + rest) / (plan.upper_tilt - tilt)
+    bottom = (logs - down - rest) / (tilt - plan.lower_tilt)
+    offset = sum(count * grid.offset for count, grid in zip(plan.steps, grids, strict=True))
+    first = math.floor((bottom - offset) / interval)
+    size = int(next_fast_len(math.ceil((top - offset) / interval) - first + 2, real=True))
+    if size > _LARGEST_SIZE:
+        raise NoGuarantee(f"privacy loss: a transform of {size:,} points is too large; use fewer steps")
+    law, rounding = _transformed(grids, plan.steps, tilt, first, size)
+    start = max(0, math.ceil((max(0.0, plan.guess - 650 / (1 + tilt)) - offset) / interval) - first)
+    losses = offset + interval * (first + np.arange(start, size))
+    powers = np.exp(-tilt * (losses - plan.guess))
+    terms = law[start:] * powers
+    sums = np.cumsum(terms[::-1])[::-1]
+    discounted = np.cumsum((terms * np.exp(plan.guess - losses))[::-1])[::-1]
+    roundings = sum(
+        count * (law.rounding + 32 * UNIT) for count, law in zip(plan.steps, plan.laws, strict=True)
+    )
+    return TiltedLaw(
+        losses=losses,
+        interval=interval,
+        tilt=tilt,
+        guess=plan.guess,
+        scale=logs - tilt * plan.guess,
+        powers=powers,
+        sums=sums,
+        discounted=discounted,
+        error=rounding
+        + 2 * plan.tail * float(largest_weight(np.array(tilt)))
+        + 2 * UNIT * (1 + min(size, 1 / (tilt * interval))),
+        beyond=sum(count * grid.beyond for count, grid in zip(plan.steps, grids, strict=True)),
+        shift=roundings,
+    )
+
+
+def _logs(grids: Sequence[LossGrid], steps: Sequence[int], tilt: float) -> float:
+    """Log of the mean of e^(t l) of the composed law."""
+    return sum(
+        count * math.log(float(np.exp(tilt * grid.losses) @ grid.masses))
+        for grid, count in zip(grids, steps, strict=True)
+    )
+
+
+def _transformed(
+    grids: Sequence[LossGrid], steps: Sequence[int], tilt: float, first: int, size: int
+) -> tuple[np.ndarray, float]:
+    """Return the composed tilted law at the numbers first, first + 1, ..., and what rounding does to its sums.
+
+    A sum weighs masses by at most e^(-t u) (1 - e^(-u)), u being the distance from epsilon; its error is at most the
+    largest error of a mass times the sum of these weights, and at most the product of both norms (Parseval).
+    """
+    roundings = UNIT * (6 * math.log2(size) + 16)
+    sizes, phases = np.zeros(size // 2 + 1), np.zeros(size // 2 + 1)
+    offset, spread = 0, 0.0
+    for grid, count in zip(grids, steps, strict=True):
+        tilted = grid.masses * np.exp(tilt * grid.losses)
+        mode = int(np.argmax(tilted))
+        others = tilted / tilted.sum()
+        others[mode] = 0.0
+        outside = float(others.sum())
+        folded = np.bincount((grid.numbers - grid.numbers[mode]) % size, weights=others, minlength=size)
+        folded[0] -= outside
+        less = rfft(folded)  # the transform of the law, less 1
+        sizes += (0.5 * count) * np.log1p(np.maximum(2 * less.real + np.square(np.abs(less)), -1.0))
+        phases += count * np.arctan2(less.imag, 1 + less.real)
+        offset += count * int(grid.numbers[mode])
+        spread += count * outside
+    powers = np.exp(sizes)
+    law = irfft(powers * np.exp(1j * phases), size)
+    derivative = np.exp(np.maximum(sizes, -745.0) * (1 - 1 / min(steps)))  # at least every |F|^(T - 1)
+    errors = (3 * roundings * spread + 8 * UNIT) * derivative + roundings * powers
+    largest, norm = 2 * float(errors.mean()), math.sqrt(2 * float(np.square(errors).mean()))
+    interval = grids[0].interval
+    rounding = min(largest * weight_sum(tilt, interval), norm * weight_norm(tilt, interval))
+    return np.maximum(np.roll(law, -((first - offset) % size)), 0.0), rounding
+
+
+def weight_sum(tilt: float, interval: float) -> float:
+    """The sum over k >= 0 of e^(-t k h) (1 - e^(-k h))."""
+    return 1 / -math.expm1(-tilt * interval) - 1 / -math.expm1(-(tilt + 1) * interval)
+
+
+def weight_norm(tilt: float, interval: float) -> float:
+    """The root of the sum of their squares."""
+    once, twice, none = (1 / -math.expm1(-(2 * tilt + k) * interval) for k in (1, 2, 0))
+    return math.sqrt(max(none - 2 * once + twice, 0.0) + 1e-12 * none)
+
+
+def largest_weight(tilts: np.ndarray) -> np.ndarray:
+    """The largest value of e^(-t u) (1 - e^(-u)) over u > 0."""
+    return np.exp(tilts * -np.log1p(1 / tilts)) / (1 + tilts)

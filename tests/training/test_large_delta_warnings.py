@@ -1,0 +1,60 @@
+"""A private loop and a run say at the start that delta is 1 / records or more; a hidden number is never told."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opusim
+from accounting.large_delta import LARGE_DELTA
+
+N = 40
+
+
+def started(folder: Path, **options: Any) -> list[str]:
+    """The warnings about delta of a new private loop on 40 records."""
+    module = nn.Linear(3, 2)
+    data = TensorDataset(torch.randn(N, 3), torch.zeros(N, dtype=torch.int64))
+    settings: dict[str, Any] = {
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
+        "criterion": nn.CrossEntropyLoss(),
+        "data_loader": DataLoader(data, batch_size=10),
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        "seed": 1,
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opusim.make_private(module=module, folder=folder, **settings | options).close()
+    return [str(one.message) for one in caught if LARGE_DELTA in str(one.message)]
+
+
+def test_a_private_loop_warns_once_and_from_one_over_n_on(tmp_path: Path) -> None:
+    assert started(tmp_path / "small", target_delta=0.9 / N) == []
+    (line,) = started(tmp_path / "large", target_delta=0.1)
+    assert line.startswith("delta = 0.1 with 40 records: ")
+
+
+def test_a_hidden_number_is_not_told(tmp_path: Path) -> None:
+    hidden = {"relation": "add_or_remove_one", "sample_rate": 0.1}
+    (line,) = started(tmp_path / "typed", target_delta=0.1, **hidden)
+    assert line.startswith("delta = 0.1 with 100 records: ")  # 10 / 0.1, not 40
+
+
+@pytest.mark.parametrize(("delta", "count"), [(0.1, 1), (1e-5, 0)])
+def test_a_run_warns(tmp_path: Path, delta: float, count: int) -> None:
+    config = {
+        "epochs": 1,
+        "protection": {"kind": "record", "noise_multiplier": 1.0, "delta": delta},
+        "sampler": {"scheme": "poisson"},
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opusim.train(config, folder=tmp_path / "run")
+    assert sum(LARGE_DELTA in str(one.message) for one in caught) == count

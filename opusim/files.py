@@ -9,6 +9,7 @@ a folder.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from opusim.checks import OwnProcess
 from opusim.errors import ConfigError
 
 TEXT_LIMIT = 16 * 2**20
@@ -191,6 +193,126 @@ def write_all(descriptor: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+class AppendedFile:
+    """A regular file at whose end one process writes; after an error of the system it takes nothing more.
+
+    Until the file is opened again, nobody knows what a failed write left on the disk. Content behind the stated end,
+    as a kill or Ctrl-C leaves it, is removed before the next content is written.
+
+    Args:
+        path: The file, created if it is missing; a symbolic link is refused.
+        end: Bytes that are kept; None for all.
+
+    Raises:
+        OSError: It cannot be opened or cut.
+    """
+
+    def __init__(self, path: Path, *, end: int | None = None) -> None:
+        self.path = path
+        self._process, self._failed = OwnProcess(), ""
+        self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT)
+        if end is not None:
+            try:
+                self._cut(end)
+            except OSError:
+                self.close()
+                raise
+
+    def append(self, content: bytes, *, end: int, sync: bool = True) -> None:
+        """Write behind the bytes that are kept.
+
+        Args:
+            content: What to write.
+            end: Number of bytes that are kept.
+            sync: Whether the content survives a power cut when this returns.
+
+        Raises:
+            OSError: It cannot be written, or an earlier write failed. The bytes before are kept.
+            RuntimeError: This process was forked from the one that opened the file.
+        """
+        with self.refusing_after_errors():
+            try:
+                self._cut(end)
+                write_all(self._descriptor, content)
+                if sync:
+                    os.fsync(self._descriptor)
+            except OSError:
+                with suppress(OSError):  # a later opening does the same
+                    os.ftruncate(self._descriptor, end)
+                raise
+
+    def sync(self) -> None:
+        """Write everything to disk; raises what `append` does."""
+        with self.refusing_after_errors():
+            os.fsync(self._descriptor)
+
+    @contextmanager
+    def refusing_after_errors(self) -> Iterator[None]:
+        """Refuse the block after an earlier error of the system, and take nothing more after one in the block.
+
+        Raises:
+            OSError: As in the block, with the file and a remedy; or an earlier write failed.
+            RuntimeError: This process was forked from the one that opened the file.
+        """
+        self._process.require(self.path)
+        if self._failed:
+            reason = f"takes nothing more in this process, since a write failed ({self._failed}); resume in a new one"
+            raise OSError(errno.EIO, reason, str(self.path))
+        try:
+            yield
+        except OSError as error:
+            self._failed = error.strerror or str(error)
+            raise write_error(error, self.path, "its earlier content is kept") from error
+
+    def end_of_last_line(self) -> int:
+        """Return the offset just after the last newline, 0 in a file without one."""
+        end = os.lseek(self._descriptor, 0, os.SEEK_END)
+        while end:
+            start = max(0, end - 4096)
+            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+        return 0
+
+    def hold(self) -> None:
+        """Wait until no other process holds the file, and hold it until it is closed."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _cut(self, end: int) -> None:
+        if os.fstat(self._descriptor).st_size != end:
+            os.ftruncate(self._descriptor, end)
+        os.lseek(self._descriptor, end, os.SEEK_SET)
+
+
+def append_whole_line(path: Path, line: bytes) -> None:
+    """Append a line and sync it; several processes may do so.
+
+    A last line without its newline, which a kill or a full disk cut, is removed first, so that lines never run
+    together.
+
+    Args:
+        path: The file; its folder is there.
+        line: The line with its newline; empty only to remove a cut one.
+
+    Raises:
+        OSError: The disk is full or not writable; earlier lines are kept.
+    """
+    is_new = not path.exists()
+    file = AppendedFile(path)
+    try:
+        file.hold()
+        file.append(line, end=file.end_of_last_line())
+    finally:
+        file.close()
+    if is_new:
+        sync_folder(path.parent)
 
 
 def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT) -> bytes:

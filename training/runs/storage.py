@@ -28,15 +28,12 @@ from accounting.guarantee import Guarantee, from_json, to_json
 from opusim import checks
 from opusim.devices.locks import LockHeld, held
 from opusim.files import (
+    append_whole_line,
     make_folder,
     make_private_folder,
-    open_to_write,
     parse_json,
     read_bytes,
     require_regular,
-    sync_folder,
-    write_all,
-    write_error,
     write_file,
 )
 from training.errors import FolderBusy, RunFolderError
@@ -220,28 +217,8 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON record as a line and sync it.
-
-    A last line without its newline (cut by a kill) is removed first, so that lines never run together.
-
-    Raises:
-        OSError: The disk is full or not writable; earlier lines are kept.
-    """
-    line = (json.dumps(record, allow_nan=False) + "\n").encode()
-    is_new = not path.exists()
-    descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT)
-    try:
-        end = _end_of_last_line(descriptor)
-        os.ftruncate(descriptor, end)
-        os.lseek(descriptor, end, os.SEEK_SET)
-        write_all(descriptor, line)
-        os.fsync(descriptor)
-    except OSError as error:
-        raise write_error(error, path, "its earlier lines are kept") from error
-    finally:
-        os.close(descriptor)
-    if is_new:
-        sync_folder(path.parent)
+    """Append one JSON record as a line and sync it; see `opusim.files.append_whole_line`."""
+    append_whole_line(path, (json.dumps(record, allow_nan=False) + "\n").encode())
 
 
 def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -271,15 +248,3 @@ def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
             )
         records.append(record)
     return records
-
-
-def _end_of_last_line(descriptor: int) -> int:
-    """Return the offset just after the last newline, 0 in a file without one."""
-    end = os.lseek(descriptor, 0, os.SEEK_END)
-    while end:
-        start = max(0, end - 4096)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0

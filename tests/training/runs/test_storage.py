@@ -57,6 +57,29 @@ def test_a_long_cut_line_is_found_over_several_blocks(tmp_path: Path) -> None:
     assert storage.read_lines(path) == [{"a": 1}, {"b": 2}]
 
 
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_lines_after_a_failed_one_can_be_read(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines"
+    storage.append_line(path, {"a": 1})
+    real_write, calls = os.write, []
+
+    def fail(descriptor: int, *content: memoryview) -> int:
+        calls.append(content)
+        if content and len(calls) == 1:
+            return real_write(descriptor, bytes(content[0])[:3])
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(OSError, match="lines"):
+            storage.append_line(path, {"b": 2})
+    assert path.read_bytes() == b'{"a": 1}\n'
+    storage.append_line(path, {"c": 3})
+    assert storage.read_lines(path) == [{"a": 1}, {"c": 3}]
+
+
 def test_a_changed_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text('{"a": 1}\nnonsense\n{"b": 2}\n')

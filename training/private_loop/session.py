@@ -20,6 +20,7 @@ from accounting.ledger.content import LedgerContent
 from accounting.ledger.journal import Position, Witness
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.ledger.statement import LedgerFacts, Statement
+from opusim.checks import OwnProcess
 from opusim.files import write_file
 from opusim.randomness.streams import derive_seed
 from training.data.samplers import PoissonSampler
@@ -95,6 +96,7 @@ class PrivateTraining:
         self._ledger: Ledger | None = None  # of the first process, which pays
         self._content: LedgerContent | None = None
         self._closed = False
+        self._process = OwnProcess()
 
     def open(self, *, resume: bool) -> None:
         """Open the ledger, of a new private loop or of the one in the folder, and watch the optimizer."""
@@ -250,6 +252,7 @@ class PrivateTraining:
         return self._content if self._ledger is None else self._ledger.content
 
     def _require_open(self) -> None:
+        self._process.require("the private loop")
         if self._closed:
             raise RuntimeError("the private loop is closed; resume it by make_private(..., resume=True)")
 
@@ -266,6 +269,7 @@ class PrivateTraining:
 
     def hand_out(self, records: int) -> bool:
         """See training.private_loop.loader.Steps."""
+        self._process.require("the private loop")
         self.stopped, paid = self._shared.on_first(Act.PAY, self.step, self._pay)
         if self._content is not None and paid is not None and self._ledger is None:
             self._content = replace(
@@ -295,6 +299,7 @@ class PrivateTraining:
 
     def require_trained(self) -> None:
         """See training.private_loop.loader.Steps."""
+        self._process.require("the private loop")
         if not self._private.trained:
             self._private.drop()
             raise RuntimeError(

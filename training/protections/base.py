@@ -18,6 +18,7 @@ from accounting.errors import NoGuarantee
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim import checks
+from opusim.checks import OwnProcess
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
@@ -268,9 +269,15 @@ class PrivateGradients(ABC):
 
     def __init__(self, noise: NoiseStream) -> None:
         self._noise = noise
+        self._process = OwnProcess()
 
     def seek(self, step: int) -> None:
-        """Position the noise at the start of a step."""
+        """Position the noise at the start of a step.
+
+        Raises:
+            RuntimeError: This process was forked from the one that trains.
+        """
+        self._process.require("the writer of private gradients")
         self._noise.seek(step)
 
     @property

@@ -122,7 +122,7 @@ def make_private_folder(path: Path) -> None:
         path.chmod(0o700)
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes | memoryview) -> None:
     """Replace a file's content at once: write a temporary file, sync it, rename it, sync the folder.
 
     A kill at any moment leaves either the old content or the new one under `path`.
@@ -188,7 +188,7 @@ def open_to_write(path: Path, flags: int) -> int:
     return descriptor
 
 
-def write_all(descriptor: int, content: bytes) -> None:
+def write_all(descriptor: int, content: bytes | memoryview) -> None:
     """Write everything, in as many calls as the system takes."""
     view = memoryview(content)
     while view:

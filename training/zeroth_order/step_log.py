@@ -37,7 +37,7 @@ from opusim.files import AppendedFile, parse_json, read_head
 from training.errors import RunFolderError
 from training.networks.base import parameters_digest, tensor_facts
 from training.runs.checkpoints import read_tensors
-from training.runs.storage import read_json, write_json
+from training.runs.storage import read_json, require_unchanged, sealed, write_json
 from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 MAGIC = b"OPUSIMZO"
@@ -149,15 +149,13 @@ class StepLog:
         """
         self._file.sync()
         steps, digest = self._last
-        write_json(
-            mark_file(self.path),
-            {
-                "schema_version": SCHEMA_VERSION,
-                "steps": steps,
-                "digest": digest.hex(),
-                "parameters": parameters_digest(tensors),
-            },
-        )
+        mark = {
+            "schema_version": SCHEMA_VERSION,
+            "steps": steps,
+            "digest": digest.hex(),
+            "parameters": parameters_digest(tensors),
+        }
+        write_json(mark_file(self.path), sealed(mark))
 
     def close(self) -> None:
         """Close the file."""
@@ -267,6 +265,10 @@ def _read_mark(path: Path) -> dict[str, Any]:
     whole = isinstance(mark, dict) and all(type(mark.get(key)) is kind for key, kind in kinds.items())
     if not whole or mark["schema_version"] != SCHEMA_VERSION or mark["steps"] < 0:
         raise StepLogCorrupt(f"{path}: was changed, or does not have schema version {SCHEMA_VERSION}")
+    try:
+        require_unchanged(path, mark, remedy="restore log and mark from a copy")
+    except RunFolderError as error:
+        raise StepLogCorrupt(str(error)) from error
     return mark
 
 

@@ -14,7 +14,6 @@ and CPU tensors pass through `numpy.asarray`; booleans are not numbers here.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -151,53 +150,6 @@ def shape(expected: tuple[int | None, ...], *, remedy: str = "", **arrays: Any) 
             wanted = "(" + ", ".join("any" if e is None else str(e) for e in expected) + ")"
             text = f"{name} has shape {actual}: must be {wanted}"
             raise ValueError(f"{text}; {remedy}" if remedy else text)
-
-
-class OwnProcess:
-    """The process that made an object, so that a process forked from it cannot pay or draw for it a second time.
-
-    A copy that another process unpickles is that process's own.
-    """
-
-    __slots__ = ("_maker",)
-
-    def __init__(self) -> None:
-        self._maker = (os.getpid(), _forks[0])
-
-    @property
-    def is_this(self) -> bool:
-        """Whether the running process is the one that made the object."""
-        return self._maker == (os.getpid(), _forks[0])
-
-    def require(self, what: object) -> None:
-        """Refuse the work of a forked process.
-
-        Args:
-            what: the object, whose text begins the message, such as "the private loop".
-
-        Raises:
-            RuntimeError: the running process was forked from the one that made the object.
-        """
-        if not self.is_this:
-            raise RuntimeError(
-                f"{what} belongs to process {self._maker[0]}, and process {os.getpid()} was forked from it; both would "
-                f"use what was paid once. Go on in process {self._maker[0]} only, or fork before it is made"
-            )
-
-    def __reduce__(self) -> tuple[type[OwnProcess], tuple[()]]:
-        """Pickle as the process that unpickles it."""
-        return type(self), ()
-
-
-_forks = [0]
-"""How many forks lead to this process: a number of an ended process can be that of a later fork."""
-
-
-def _count_fork() -> None:
-    _forks[0] += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 def _real_array(name: str, value: Any) -> np.ndarray:

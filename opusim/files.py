@@ -3,7 +3,7 @@
 Reading never blocks on a named pipe and never takes more memory than a stated limit. Writing follows one rule: **a
 file is as private as its folder.** In a folder that its owner only may enter (mode 0700), files are created with mode
 0600 and folders with mode 0700, from the first byte on; elsewhere the umask decides. `make_private_folder` makes such
-a folder.
+a folder. What grows line by line has one process that writes it (`OwnProcess`, `AppendedFile`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from opusim.checks import OwnProcess
 from opusim.errors import ConfigError
 
 TEXT_LIMIT = 16 * 2**20
@@ -193,6 +192,53 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+class OwnProcess:
+    """The process that made an object, so that a process forked from it cannot pay or draw for it a second time.
+
+    A copy that another process unpickles is that process's own.
+    """
+
+    __slots__ = ("_maker",)
+
+    def __init__(self) -> None:
+        self._maker = (os.getpid(), _forks[0])
+
+    @property
+    def is_this(self) -> bool:
+        """Whether the running process is the one that made the object."""
+        return self._maker == (os.getpid(), _forks[0])
+
+    def require(self, what: object) -> None:
+        """Refuse the work of a forked process.
+
+        Args:
+            what: the object, whose text begins the message, such as "the private loop".
+
+        Raises:
+            RuntimeError: the running process was forked from the one that made the object.
+        """
+        if not self.is_this:
+            raise RuntimeError(
+                f"{what} belongs to process {self._maker[0]}, and process {os.getpid()} was forked from it; both would "
+                f"use what was paid once. Go on in process {self._maker[0]} only, or fork before it is made"
+            )
+
+    def __reduce__(self) -> tuple[type[OwnProcess], tuple[()]]:
+        """Pickle as the process that unpickles it."""
+        return type(self), ()
+
+
+_forks = [0]
+"""How many forks lead to this process: a number of an ended process can be that of a later fork."""
+
+
+def _count_fork() -> None:
+    _forks[0] += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class AppendedFile:

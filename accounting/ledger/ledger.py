@@ -58,7 +58,7 @@ from accounting.ledger.evidence import Alarm, CertificateFacts
 from accounting.ledger.journal import Journal, Position, Witness, read_positioned
 from accounting.mechanisms import Mechanism
 from opusim import checks
-from opusim.checks import OwnProcess
+from opusim.files import OwnProcess
 
 LEDGER_FILE = "ledger.jsonl"
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opusim import checks
-from opusim.checks import OwnProcess
 from opusim.errors import ProcessLost
+from opusim.files import OwnProcess
 from opusim.processes import launched_processes
 
 Result = TypeVar("Result")

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.checks import OwnProcess
+from opusim.files import OwnProcess
 from opusim.plugins import Deferred
 from opusim.randomness.streams import SystemUniforms, derive_seed
 

@@ -17,10 +17,10 @@ from accounting.ledger.evidence import Alarm
 from accounting.ledger.journal import Position
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
-from opusim.checks import OwnProcess
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
+from opusim.files import OwnProcess
 from opusim.processes.ranks import Ranks
 from training.data import Split
 from training.engine.callbacks import UsageWatcher, Watcher

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from opusim.checks import OwnProcess
+from opusim.files import OwnProcess
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators, system_generators

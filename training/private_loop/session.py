@@ -19,7 +19,7 @@ from accounting.ledger.content import LedgerContent
 from accounting.ledger.journal import Witness
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.ledger.statement import LedgerFacts, Statement
-from opusim.checks import OwnProcess
+from opusim.files import OwnProcess
 from opusim.randomness.streams import derive_seed
 from training.data.samplers import PoissonSampler
 from training.private_loop.accountants import NamedAccountant

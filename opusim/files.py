@@ -3,12 +3,13 @@
 Reading never blocks on a named pipe and never takes more memory than a stated limit. Writing follows one rule: **a
 file is as private as its folder.** In a folder that its owner only may enter (mode 0700), files are created with mode
 0600 and folders with mode 0700, from the first byte on; elsewhere the umask decides. `make_private_folder` makes such
-a folder.
+a folder. What grows line by line has one process that writes it (`OwnProcess`, `AppendedFile`).
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -189,7 +190,7 @@ def make_private_folder(path: Path) -> None:
         path.chmod(0o700)
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes | memoryview) -> None:
     """Replace a file's content at once: write a temporary file, sync it, rename it, sync the folder.
 
     A kill at any moment leaves either the old content or the new one under `path`.
@@ -255,11 +256,178 @@ def open_to_write(path: Path, flags: int) -> int:
     return descriptor
 
 
-def write_all(descriptor: int, content: bytes) -> None:
+def write_all(descriptor: int, content: bytes | memoryview) -> None:
     """Write everything, in as many calls as the system takes."""
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+class OwnProcess:
+    """The process that made an object, so that a process forked from it cannot pay or draw for it a second time.
+
+    A copy that another process unpickles is that process's own.
+    """
+
+    __slots__ = ("_maker",)
+
+    def __init__(self) -> None:
+        self._maker = (os.getpid(), _forks[0])
+
+    @property
+    def is_this(self) -> bool:
+        """Whether the running process is the one that made the object."""
+        return self._maker == (os.getpid(), _forks[0])
+
+    def require(self, what: object) -> None:
+        """Refuse the work of a forked process.
+
+        Args:
+            what: the object, whose text begins the message, such as "the private loop".
+
+        Raises:
+            RuntimeError: the running process was forked from the one that made the object.
+        """
+        if not self.is_this:
+            raise RuntimeError(
+                f"{what} belongs to process {self._maker[0]}, and process {os.getpid()} was forked from it; both would "
+                f"use what was paid once. Go on in process {self._maker[0]} only, or fork before it is made"
+            )
+
+    def __reduce__(self) -> tuple[type[OwnProcess], tuple[()]]:
+        """Pickle as the process that unpickles it."""
+        return type(self), ()
+
+
+_forks = [0]
+"""How many forks lead to this process: a number of an ended process can be that of a later fork."""
+
+
+def _count_fork() -> None:
+    _forks[0] += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class AppendedFile:
+    """A regular file at whose end one process writes; after an error of the system it takes nothing more.
+
+    Until the file is opened again, nobody knows what a failed write left on the disk. Content behind the stated end,
+    as a kill or Ctrl-C leaves it, is removed before the next content is written.
+
+    Args:
+        path: The file, created if it is missing; a symbolic link is refused.
+        end: Bytes that are kept; None for all.
+
+    Raises:
+        OSError: It cannot be opened or cut.
+    """
+
+    def __init__(self, path: Path, *, end: int | None = None) -> None:
+        self.path = path
+        self._process, self._failed = OwnProcess(), ""
+        self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT)
+        if end is not None:
+            try:
+                self._cut(end)
+            except OSError:
+                self.close()
+                raise
+
+    def append(self, content: bytes, *, end: int, sync: bool = True) -> None:
+        """Write behind the bytes that are kept.
+
+        Args:
+            content: What to write.
+            end: Number of bytes that are kept.
+            sync: Whether the content survives a power cut when this returns.
+
+        Raises:
+            OSError: It cannot be written, or an earlier write failed. The bytes before are kept.
+            RuntimeError: This process was forked from the one that opened the file.
+        """
+        with self.refusing_after_errors():
+            try:
+                self._cut(end)
+                write_all(self._descriptor, content)
+                if sync:
+                    os.fsync(self._descriptor)
+            except OSError:
+                with suppress(OSError):  # a later opening does the same
+                    os.ftruncate(self._descriptor, end)
+                raise
+
+    def sync(self) -> None:
+        """Write everything to disk; raises what `append` does."""
+        with self.refusing_after_errors():
+            os.fsync(self._descriptor)
+
+    @contextmanager
+    def refusing_after_errors(self) -> Iterator[None]:
+        """Refuse the block after an earlier error of the system, and take nothing more after one in the block.
+
+        Raises:
+            OSError: As in the block, with the file and a remedy; or an earlier write failed.
+            RuntimeError: This process was forked from the one that opened the file.
+        """
+        self._process.require(self.path)
+        if self._failed:
+            reason = f"takes nothing more in this process, since a write failed ({self._failed}); resume in a new one"
+            raise OSError(errno.EIO, reason, str(self.path))
+        try:
+            yield
+        except OSError as error:
+            self._failed = error.strerror or str(error)
+            raise write_error(error, self.path, "its earlier content is kept") from error
+
+    def end_of_last_line(self) -> int:
+        """Return the offset just after the last newline, 0 in a file without one."""
+        end = os.lseek(self._descriptor, 0, os.SEEK_END)
+        while end:
+            start = max(0, end - 4096)
+            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+        return 0
+
+    def hold(self) -> None:
+        """Wait until no other process holds the file, and hold it until it is closed."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _cut(self, end: int) -> None:
+        if os.fstat(self._descriptor).st_size != end:
+            os.ftruncate(self._descriptor, end)
+        os.lseek(self._descriptor, end, os.SEEK_SET)
+
+
+def append_whole_line(path: Path, line: bytes) -> None:
+    """Append a line and sync it; several processes may do so.
+
+    A last line without its newline, which a kill or a full disk cut, is removed first, so that lines never run
+    together.
+
+    Args:
+        path: The file; its folder is there.
+        line: The line with its newline; empty only to remove a cut one.
+
+    Raises:
+        OSError: The disk is full or not writable; earlier lines are kept.
+    """
+    is_new = not path.exists()
+    file = AppendedFile(path)
+    try:
+        file.hold()
+        file.append(line, end=file.end_of_last_line())
+    finally:
+        file.close()
+    if is_new:
+        sync_folder(path.parent)
 
 
 def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT, start: int = 0) -> bytes:

@@ -23,6 +23,7 @@ from safetensors.numpy import save
 
 import training
 from accounting.audit import AuditPlan, AuditResult
+from accounting.ledger.journal import Position
 from opusim.calibration.conductance_readings import read_measurements
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
@@ -35,10 +36,11 @@ from training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx
 from training.data.tables import file_dataset
 from training.errors import DataError, RunFolderError
 from training.private_loop.saves import CHECKPOINT_FILE, VERSION, read_save
+from training.private_loop.settings import SETTINGS_FILE
 from training.runs.checkpoints import read_checkpoint, read_tensors
 from training.runs.folder import RunFolder
 from training.runs.seal import HEADER_KEY, list_checkpoints
-from training.runs.storage import json_digest, read_array, read_lines
+from training.runs.storage import digest_of, json_digest, read_array, read_lines, sealed
 from training.sweeps.rows import Row, read_row
 from training.tuning import STATE_FILE, Draw, SearchState
 from training.zeroth_order.language import read_texts
@@ -308,6 +310,7 @@ def test_lines_of_metrics(folder: Path, content: bytes) -> None:
         assert line["step"] + line["epoch"] is not None
 
 
+@pytest.mark.filterwarnings("ignore:.*has no digest")
 @examples(150)
 @given(data=st.data())
 def test_step_logs(folder: Path, runs: dict[str, Path], data: st.DataObject) -> None:
@@ -323,13 +326,27 @@ def test_step_logs(folder: Path, runs: dict[str, Path], data: st.DataObject) -> 
         assert found.entries == LogContent.read(sound).entries[: len(found.entries)]
 
 
+@pytest.mark.filterwarnings("ignore:.*has no digest")
 @examples(100)
 @given(data=st.data())
 def test_saves_of_private_loops(folder: Path, data: st.DataObject) -> None:
+    out, state = io.BytesIO(), io.BytesIO()
+    loop = written(folder / "loop" / SETTINGS_FILE, b"{}").parent
+    torch.save({"step": 3, "a": {"b": [1]}}, state)
+    content = torch.frombuffer(state.getbuffer(), dtype=torch.uint8)
+    position = Position().to_json()
+    facts = {"ledger": position, "settings": digest_of(b"{}"), "inode": None}
+    sealed_facts = sealed({"content": digest_of(state.getbuffer())}, **facts)
+    sound_saves = {
+        "of now": {"version": VERSION, "facts": json.dumps(sealed_facts), "content": content},
+        "without a digest": {"version": 1, "inode": None, "ledger": position, "step": 3, "a": {"b": [1]}},
+    }
+    kind = data.draw(st.sampled_from(sorted(sound_saves)))
+    torch.save(sound_saves[kind], out)
+    written(loop / CHECKPOINT_FILE, out.getvalue())
+    assert read_save(loop)[0]["step"] == 3
     out = io.BytesIO()
-    torch.save(
-        data.draw(damaged_values({"version": VERSION, "inode": None, "step": 3, "a": {"b": [1]}})), out
-    )
+    torch.save(data.draw(damaged_values(sound_saves[kind])), out)
     sound = out.getvalue()
     file = written(folder / "loop" / CHECKPOINT_FILE, data.draw(st.just(sound) | damaged_bytes(sound)))
     read_or_refused(lambda: read_save(file.parent), RunFolderError, names="loop")
@@ -349,10 +366,12 @@ SEARCH = SearchState(
 def states(place: Path) -> dict[str, tuple[Any, Callable[[Path], Any]]]:
     """A sound document of every kind of result, and its reader."""
     SEARCH.write(place)
+    state = json.loads((place / STATE_FILE).read_text())
+    del state["seal"]  # so that what stands behind it is attacked, too
     row = Row(identity="bp-1", status="done", figures={"test_accuracy": 0.5}, noise_std=0.1)
     return {
         STATE_FILE: (
-            json.loads((place / STATE_FILE).read_text()),
+            state,
             lambda path: SearchState.read(path.parent),
         ),
         "row.json": (
@@ -401,6 +420,7 @@ def told(audit: RunAudit) -> Any:
     return finding_rows(audit), paragraphs(audit)
 
 
+@pytest.mark.filterwarnings("ignore:.*has no digest")
 @examples(200)
 @given(name=st.sampled_from(["row.json", "audit.json", STATE_FILE]), data=st.data())
 def test_results(folder: Path, name: str, data: st.DataObject) -> None:

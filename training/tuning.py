@@ -47,7 +47,15 @@ from training.errors import RunFolderError
 from training.runs.checkpoints import adopt_ledger
 from training.runs.folder import RunFolder
 from training.runs.run import Run, evaluate_split, load_run
-from training.runs.storage import LOCK_FILE, only_writer, read_record, record_json, require_kind, write_json
+from training.runs.storage import (
+    LOCK_FILE,
+    only_writer,
+    read_record,
+    require_kind,
+    sealed,
+    write_json,
+    write_record,
+)
 
 STATE_FILE = "tuning.json"
 SCHEMA_VERSION = 2
@@ -187,7 +195,7 @@ class SearchState:
 
     def write(self, folder: Path) -> None:
         """Replace the state in a search folder."""
-        write_json(folder / STATE_FILE, record_json(self, SCHEMA_VERSION))
+        write_record(folder / STATE_FILE, self, SCHEMA_VERSION)
 
     @classmethod
     def read(cls, folder: Path) -> SearchState | None:
@@ -373,13 +381,13 @@ class Search:
         """Copy the best trial to `best` with the ledger of the search, since its own epsilon ignores the choice."""
         result_file, best = self._folder / "result.json", self._folder / "best"
         if not state.scores:
-            write_json(result_file, {"schema_version": 1, "score": None, "settings": []})
+            write_json(result_file, sealed({"schema_version": 1, "score": None, "settings": []}))
             return None, None, ()
         winner = best_of(state.scores)
         if not best.exists():
             self._copy_best(winner, best)
         score, settings = state.scores[winner], state.draw.trials[winner]
-        write_json(result_file, {"schema_version": 1, "score": score, "settings": list(settings)})
+        write_json(result_file, sealed({"schema_version": 1, "score": score, "settings": list(settings)}))
         if self._config.mode == "release":
             for number in state.scores:
                 shutil.rmtree(self._folder / f"trial-{number}", ignore_errors=True)

@@ -11,6 +11,9 @@ replaced atomically) names the number of lines and the last digest, and is writt
 | one complete line more than the head says | the head was not written yet: nothing relied on it | counted |
 | fewer lines than the head says, a changed line among them, two lines more | no | refused |
 
+After an error of the system, such as a full disk, a `Journal` takes nothing more: what the failed write left is one of
+the first two rows, and only a new opening reads which. Nor does it in a process that was forked from its own.
+
 An old pair of file and head is still a valid journal. `Witness` closes that gap: another file, such as a checkpoint,
 keeps the `Position` that the journal had, and every later reader requires that prefix.
 
@@ -27,11 +30,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from accounting.errors import LedgerCorrupt
 from opusim import checks
-from opusim.files import open_to_write, parse_json, read_bytes, sync_folder, write_all
+from opusim.files import AppendedFile, open_to_write, parse_json, read_bytes, sync_folder, write_all
 
 SCHEMA_VERSION = 1
 _GENESIS = "0" * 64
@@ -123,33 +126,54 @@ class Journal:
 
     def __init__(self, path: str | Path, *, witnesses: Sequence[Witness] = ()) -> None:
         self.path = Path(path)
-        self.entries, digests, length = _read(self.path, witnesses)
-        self._digest = digests[-1] if digests else _GENESIS
-        self._descriptor = open_to_write(self.path, os.O_RDWR | os.O_CREAT)
-        if os.fstat(self._descriptor).st_size != length:
-            os.ftruncate(self._descriptor, length)
-        os.lseek(self._descriptor, length, os.SEEK_SET)
-        if self.entries:
-            os.fsync(self._descriptor)
-            _write_head(self.path, len(self.entries), self._digest)
+        self._lines = _read(self.path, witnesses)
+        self._file = AppendedFile(self.path, end=self._end)
+        if self._lines:
+            try:
+                self._file.sync()
+                _write_head(self.path, self.position)
+            except OSError:
+                self.close()
+                raise
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The entries so far."""
+        return [line.entry for line in self._lines]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last entry; empty if there is none."""
+        return self._lines[-1].entry if self._lines else {}
 
     @property
     def position(self) -> Position:
         """How far the journal reaches."""
-        return Position(lines=len(self.entries), digest=self._digest)
+        return _position(self._lines)
+
+    @property
+    def _end(self) -> int:
+        return self._lines[-1].end if self._lines else 0
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Write, sync, then move the head; when this returns, the entry survives a power cut."""
-        line, digest = _line(len(self.entries) + 1, self._digest, entry)
-        write_all(self._descriptor, line)
-        os.fsync(self._descriptor)
-        _write_head(self.path, len(self.entries) + 1, digest)
-        self.entries.append(entry)
-        self._digest = digest
+        """Write, sync, then move the head; when this returns, the entry survives a power cut.
+
+        Raises:
+            OSError: The line or the head could not be written, now or before; nothing more can be appended.
+            RuntimeError: This process was forked from the one that opened the journal.
+        """
+        before = self.position
+        line, digest = _line(before.lines + 1, before.digest, entry)
+        self._file.append(line, end=self._end)
+        with self._file.refusing_after_errors():
+            _write_head(self.path, Position(lines=before.lines + 1, digest=digest))
+        self._lines.append(
+            _Line(entry, digest, self._end + len(line))
+        )  # in one act, which Ctrl-C cannot divide
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        self._file.close()
 
 
 def read_journal(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> list[dict[str, Any]]:
@@ -173,8 +197,8 @@ def read_positioned(
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path}: there is no ledger; give a run folder that has one")
-    entries, digests, _ = _read(Path(path), witnesses)
-    return entries, _position(digests)
+    lines = _read(Path(path), witnesses)
+    return [line.entry for line in lines], _position(lines)
 
 
 def read_position(path: str | Path) -> Position:
@@ -183,11 +207,19 @@ def read_position(path: str | Path) -> Position:
     Raises:
         LedgerCorrupt: It was changed, truncated or reordered.
     """
-    return _position(_read(Path(path), ())[1])
+    return _position(_read(Path(path), ()))
 
 
-def _position(digests: Sequence[str]) -> Position:
-    return Position(lines=len(digests), digest=digests[-1]) if digests else Position()
+class _Line(NamedTuple):
+    """A line as it was read or written: its entry, its digest, and the offset behind it."""
+
+    entry: dict[str, Any]
+    digest: str
+    end: int
+
+
+def _position(lines: Sequence[_Line]) -> Position:
+    return Position(lines=len(lines), digest=lines[-1].digest) if lines else Position()
 
 
 def head_file(path: Path) -> Path:
@@ -195,14 +227,13 @@ def head_file(path: Path) -> Path:
     return path.with_suffix(".head")
 
 
-def _read(path: Path, witnesses: Sequence[Witness]) -> tuple[list[dict[str, Any]], list[str], int]:
-    """Entries, their digests, and the length in bytes of what counts."""
+def _read(path: Path, witnesses: Sequence[Witness]) -> list[_Line]:
+    """Return the lines that count."""
     promised, promised_digest = _read_head(path)
     content = read_bytes(path, at_most=_LIMIT) if path.exists() else b""
     *lines, rest = content.split(b"\n")
-    entries: list[dict[str, Any]] = []
-    digests: list[str] = []
-    digest, length = _GENESIS, 0
+    found: list[_Line] = []
+    digest, end = _GENESIS, 0
     for number, line in enumerate(lines, start=1):
         if number > promised + 1:
             raise LedgerCorrupt(f"{path}: line {number}: follows the {promised} lines that the head counts")
@@ -211,21 +242,20 @@ def _read(path: Path, witnesses: Sequence[Witness]) -> tuple[list[dict[str, Any]
             if len(lines) > number:
                 raise LedgerCorrupt(f"{path}: line {number}: is damaged, and lines follow it")
             break
-        entries.append(entry)
-        digest, length = json.loads(line)["digest"], length + len(line) + 1
-        digests.append(digest)
+        digest, end = json.loads(line)["digest"], end + len(line) + 1
+        found.append(_Line(entry, digest, end))
         if number == promised and digest != promised_digest:
             raise LedgerCorrupt(
                 f"{path}: line {number}: is not the line that {head_file(path).name} ends with"
             )
-    if len(entries) < promised:
+    if len(found) < promised:
         where = "is cut short" if rest else "is missing"
         raise LedgerCorrupt(
-            f"{path}: line {len(entries) + 1}: {where}, but {head_file(path).name} counts {promised} lines"
+            f"{path}: line {len(found) + 1}: {where}, but {head_file(path).name} counts {promised} lines"
         )
     for witness in witnesses:
-        witness.check(path, digests)
-    return entries, digests, length
+        witness.check(path, [line.digest for line in found])
+    return found
 
 
 def _verified(
@@ -278,15 +308,13 @@ def _read_head(path: Path) -> tuple[int, str]:
     return lines, digest
 
 
-def _write_head(path: Path, lines: int, digest: str) -> None:
+def _write_head(path: Path, position: Position) -> None:
     """Replace the head atomically and sync the folder, which also holds the journal's own name."""
     head = head_file(path)
     temporary = head.with_suffix(".head.partial")
     descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        write_all(
-            descriptor, _dump({"schema_version": SCHEMA_VERSION, "lines": lines, "digest": digest}) + b"\n"
-        )
+        write_all(descriptor, _dump({"schema_version": SCHEMA_VERSION, **position.to_json()}) + b"\n")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

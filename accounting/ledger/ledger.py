@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from accounting.composition import Budget, merge
 from accounting.errors import BudgetExceeded, LedgerCorrupt
@@ -58,6 +58,7 @@ from accounting.ledger.evidence import Alarm, CertificateFacts
 from accounting.ledger.journal import Journal, Position, Witness, read_positioned
 from accounting.mechanisms import Mechanism
 from opusim import checks
+from opusim.files import OwnProcess
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -99,28 +100,28 @@ class Ledger:
         if mode not in ("experiment", "release"):
             raise ValueError(f"mode = {mode!r}: must be 'experiment' or 'release'")
         checks.in_unit_interval(closed="left", delta=delta)
-        self._journal = Journal(path, witnesses=witnesses)
+        self._process = OwnProcess()
         self._block, self._budget = block, budget
         self._charges_again = mode == "release" or not repeatable
         self._resumes = False
         opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}
-        if not self._journal.entries:
-            self._journal.append(opening)
-        self._content = content_of(Path(path), self._journal.entries)
-        kept = {key: getattr(self._content, key) for key in opening}
-        if kept != opening:
+        self._journal = Journal(path, witnesses=witnesses)
+        try:
+            if not self._journal.last:
+                self._journal.append(opening)
+            self._content = self._load()
+            kept = {key: getattr(self._content, key) for key in opening}
+            if kept != opening:
+                raise ValueError(
+                    f"{path}: the ledger was created with {kept}, not {opening}; start a new run folder"
+                )
+            if self._content.stopped is not None:  # it counts for this opening only, whether used or not
+                self._resumes = self._content.stopped == resumed_from
+                self._journal.append({"resumed": {"checkpoint": resumed_from}})
+                self._noted()
+        except BaseException:
             self._journal.close()
-            raise ValueError(
-                f"{path}: the ledger was created with {kept}, not {opening}; start a new run folder"
-            )
-        self._payments = list(self._content.payments)
-        self._certificates, self._alarms = list(self._content.certificates), list(self._content.alarms)
-        self._spent = self._content.mechanisms if budget else []  # what a budget compares, kept up to date
-        self._coverage = Coverage(self._payments)
-        self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
-        if self._content.stopped is not None:  # it counts for this opening only, whether used or not
-            self._resumes = self._content.stopped == resumed_from
-            self._journal.append({"resumed": {"checkpoint": resumed_from}})
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -131,6 +132,37 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self._journal.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies, which would pay for their steps with the same lines."""
+        raise TypeError(
+            "a Ledger cannot be copied or pickled: its copy would use what was paid once; open another one"
+        )
+
+    def _load(self) -> LedgerContent:
+        """Take the state from the journal's entries."""
+        content = content_of(self._journal.path, self._journal.entries)
+        self._payments = list(content.payments)
+        self._certificates, self._alarms = list(content.certificates), list(content.alarms)
+        self._spent = content.mechanisms if self._budget else []  # what a budget compares, kept up to date
+        self._coverage = Coverage(self._payments)
+        self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
+        self._noted()
+        return content
+
+    def _noted(self) -> None:
+        """Declare that the state is that of all lines."""
+        self._lines = self._journal.position.lines
+
+    def _require_current(self) -> None:
+        """Refuse a forked process, and take up lines that were appended just before Ctrl-C.
+
+        Raises:
+            RuntimeError: This process was forked from the one that opened the ledger.
+        """
+        self._process.require(self._journal.path)
+        if self._lines != self._journal.position.lines:
+            self._load()
 
     @property
     def charges_again(self) -> bool:
@@ -145,6 +177,8 @@ class Ledger:
     @property
     def content(self) -> LedgerContent:
         """What has been paid for so far."""
+        if self._process.is_this:  # else it is what was paid when this process was forked
+            self._require_current()
         return LedgerContent(
             mode=self._content.mode,
             delta=self._content.delta,
@@ -170,8 +204,10 @@ class Ledger:
         Raises:
             BudgetExceeded: The step would exceed the budget; nothing was written.
             LedgerCorrupt: Experiment mode, and the step was paid for as something else.
-            OSError: The line could not be written; the step must not be computed.
+            OSError: The line could not be written, now or earlier; the step must not be computed.
+            RuntimeError: This process was forked from the one that opened the ledger.
         """
+        self._process.require(self._journal.path)
         start, end, held = self._credit
         if start <= step < end and held == mechanisms:
             if self._charges_again:
@@ -197,7 +233,10 @@ class Ledger:
         Raises:
             BudgetExceeded: It would exceed the budget.
             LedgerCorrupt: The name was paid for as another mechanism.
+            OSError: The line could not be written, now or earlier; nothing must be computed.
+            RuntimeError: This process was forked from the one that opened the ledger.
         """
+        self._require_current()
         _require_mechanisms(mechanisms)
         earlier = [payment for payment in self._payments if payment.name == name]
         if earlier and (not self._charges_again or (whole_run and self._resumes)):
@@ -217,26 +256,33 @@ class Ledger:
     def return_unused(self) -> None:
         """Return the steps that this process reserved but did not ask `pay` for; only in release mode.
 
-        In experiment mode a resumed run finds its reserved steps paid for and does not need them returned.
+        In experiment mode a resumed run finds its reserved steps paid for and does not need them returned. A forked
+        process returns nothing.
 
         Raises:
             OSError: The line could not be written; the steps stay paid for.
         """
+        if not self._process.is_this:
+            return
+        self._require_current()
         start, end, _ = self._credit
         self._credit = (0, 0, ())
-        if self._content.mode != "release" or start >= end or "first_step" not in self._journal.entries[-1]:
+        if self._content.mode != "release" or start >= end or "first_step" not in self._journal.last:
             return
         payment, kept = self._payments[-1], shortened(self._payments[-1], start, end - start)
         self._journal.append({"returned": {"first_step": start, "steps": end - start}})
         self._payments[-1] = kept
-        self._spent = self.content.mechanisms if self._budget else []
+        self._spent = merge(m for each in self._payments for m in each.total) if self._budget else []
         self._coverage.exchange(payment, kept)
+        self._noted()
 
     def note_certificate(self, certificate: CertificateFacts) -> None:
         """Record a certificate that mechanisms will name; one that is known already writes no line."""
+        self._require_current()
         if all(known.digest != certificate.digest for known in self._certificates):
             self._journal.append({"certificate": certificate.to_json()})
             self._certificates.append(certificate)
+            self._noted()
 
     def note_alarm(self, alarm: Alarm) -> None:
         """Record that the device's monitor stopped the run; call it after `return_unused`.
@@ -244,8 +290,10 @@ class Ledger:
         Raises:
             OSError: The line could not be written.
         """
+        self._require_current()
         self._journal.append({"alarm": alarm.to_json()})
         self._alarms.append(alarm)
+        self._noted()
 
     def note_stop(self, step: int, checkpoint: str) -> None:
         """Record that the run stopped cleanly; call it last, when the checkpoint holds everything computed.
@@ -257,7 +305,9 @@ class Ledger:
         Raises:
             OSError: The line could not be written; a resumed run pays again.
         """
+        self._require_current()
         self._journal.append({"stopped": {"step": step, "checkpoint": checkpoint}})
+        self._noted()
 
     def require_covers(self, steps: int) -> None:
         """Check that the steps computed so far, 0 to steps - 1, are all paid for.
@@ -273,6 +323,8 @@ class Ledger:
             )
 
     def _reserve(self, step: int, mechanisms: tuple[Mechanism, ...], until: int | None) -> None:
+        self._require_current()
+        self._credit = (0, 0, ())
         checks.integer(minimum=0, step=step)
         _require_mechanisms(mechanisms)
         wanted = max(1, min(self._block, (until - step) if until is not None else self._block))
@@ -312,6 +364,7 @@ class Ledger:
         if self._budget:
             self._spent = merge([*self._spent, *payment.total])
         self._coverage.add(payment)
+        self._noted()
 
 
 def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> LedgerContent:

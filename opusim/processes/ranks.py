@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from opusim import checks
 from opusim.errors import ProcessLost
+from opusim.files import OwnProcess
 from opusim.processes import environment_number, launched_processes
 
 Result = TypeVar("Result")
@@ -55,6 +56,7 @@ class Ranks:
         self._handed: BaseException | None = None
         """The last error that the other processes have too, or cannot be told."""
         self.rank, self.world = 0, 1
+        self._process = OwnProcess()
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
@@ -101,8 +103,10 @@ class Ranks:
         Raises:
             BaseException: Another process's error.
             ProcessLost: Another process left, died or did not come in time.
+            RuntimeError: This process was forked from the one that takes part.
         """
         if self.world > 1:
+            self._process.require(f"rank {self.rank}")
             self._handed = error
             self._meet(_PRESENT if error is None else _FAILED, error)
 

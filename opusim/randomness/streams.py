@@ -25,6 +25,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from opusim import checks
+from opusim.files import OwnProcess
 from opusim.plugins import Deferred
 from opusim.randomness import MAX_SEED as MAX_SEED
 from opusim.randomness import derive_seed as derive_seed
@@ -156,9 +157,9 @@ class SeededStream(NoiseStream):
     On the CPU: Philox4x32-10 words through `opusim.randomness.kernels`; the counter is (block, reading, step), the
     key a hash of seed and purpose. The numbers depend neither on the thread count nor on the processor, and a
     shorter draw is the beginning of a longer one. After `seek(step)` the same readings give the same numbers,
-    so a re-executed step repeats its noise; consecutive readings, other steps and other purposes are
-    independent. On another torch device: a `torch.Generator` of that device, seeded from the same four; its
-    numbers differ from the CPU's, but repeat in the same way.
+    so a re-executed step repeats its noise, and so does a forked process; consecutive readings, other steps and other
+    purposes are independent. On another torch device: a `torch.Generator` of that device, seeded from the same four;
+    its numbers differ from the CPU's, but repeat in the same way.
 
     Args:
         seed: in [0, 2^64).
@@ -321,6 +322,7 @@ class CorrelatedStream(NoiseStream):
         self._source, self._coefficients, self._stored = source, tuple(coefficients), stored
         self._rows = torch.zeros((len(self._coefficients), size), device=device)  # row t mod b holds X_t
         self._follows = torch.tensor(-1)  # the step that the rows lead to
+        self._process = OwnProcess()
         self._step, self._drawn = -1, 0
 
     def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -342,11 +344,17 @@ class CorrelatedStream(NoiseStream):
         return fresh
 
     def seek(self, step: int) -> None:
-        """Position the stream at the start of a step, which continues the last one if it is the next."""
+        """Position the stream at the start of a step, which continues the last one if it is the next.
+
+        Raises:
+            RuntimeError: This process was forked from the one whose numbers the stream continues.
+            ValueError: The last step drew fewer numbers than `size`.
+        """
         if 0 < self._drawn < self._rows.shape[1]:
             raise ValueError(
                 f"size = {self._rows.shape[1]}: step {self._step} drew {self._drawn} numbers; state as many"
             )
+        self._process.require("correlated noise")
         self._source.seek(step)
         if int(self._follows) != step:
             self._rows.zero_()

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
-from opusim.files import make_private_folder, open_to_read, open_to_write, parse_json, write_all
+from opusim.files import append_whole_line, make_private_folder, open_to_read, parse_json
 from opusim.tables import duration, energy
 
 _SCHEMA = 1
@@ -80,7 +80,7 @@ class Entry:
 
 
 class Journal:
-    """Appends entries to a file; each is one write of a whole line.
+    """Appends entries to a file, one whole line each.
 
     Args:
         path: the file; its folder is made, closed to other users.
@@ -94,30 +94,18 @@ class Journal:
         try:
             if not path.parent.is_dir():
                 make_private_folder(path.parent)
-            _drop_torn_line(path)
-            os.close(self._opened())
+            append_whole_line(path, b"")
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); name another file"
             raise ConfigError("--journal", str(path), reason) from error
 
     def write(self, entry: Entry) -> None:
-        """Append an entry."""
-        descriptor = self._opened()
-        try:
-            write_all(descriptor, json.dumps(entry.to_json()).encode() + b"\n")
-        finally:
-            os.close(descriptor)
+        """Append an entry; what a failed or killed write left of an earlier one is removed.
 
-    def _opened(self) -> int:
-        return open_to_write(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut off what follows the last whole line: a crash amid a write left it."""
-    if path.exists():
-        with path.open("rb+") as file:
-            content = file.read()
-            file.truncate(content.rfind(b"\n") + 1)
+        Raises:
+            OSError: it cannot be written.
+        """
+        append_whole_line(self.path, json.dumps(entry.to_json()).encode() + b"\n")
 
 
 def read_journal(path: Path) -> list[Entry]:

@@ -1,3 +1,4 @@
+import os
 import pickle
 
 import numpy as np
@@ -5,6 +6,8 @@ import pytest
 import torch
 
 from opusim import checks, errors
+from opusim.files import OwnProcess
+from tests.support.forked import in_forked_process
 
 
 def test_config_error_is_one_line_and_pickles() -> None:
@@ -91,3 +94,20 @@ def test_a_long_value_is_cut_to_one_line() -> None:
         checks.finite(x=np.full(1000, np.nan))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 120
+
+
+def test_a_forked_process_is_not_the_process_that_made_an_object() -> None:
+    """Neither is a later one to which the system gives the number of an ended one, so that forks count too."""
+    made = OwnProcess()
+    made.require("the loop")
+    assert made.is_this
+    found = in_forked_process(lambda: made.require("the loop"))
+    assert found.startswith(f"RuntimeError: the loop belongs to process {os.getpid()}, and process")
+    assert in_forked_process(lambda: OwnProcess().is_this) == "True"
+    assert in_forked_process(lambda: pickle.loads(pickle.dumps(made)).is_this) == "True"
+
+    def with_the_number_of_its_parent(number: int = os.getpid()) -> bool:
+        os.getpid = lambda: number  # in the forked process only
+        return made.is_this
+
+    assert in_forked_process(with_the_number_of_its_parent) == "False"

@@ -20,6 +20,7 @@ from training.cli import main
 from training.config import load_config
 from training.config.run import RunConfig
 from training.errors import FolderBusy, RunFolderError
+from training.runs import storage
 from training.runs.storage import only_writer
 from training.sweeps.execution import run_sweep
 from training.sweeps.rows import SweepFolder
@@ -140,6 +141,28 @@ def test_a_stopped_release_search_resumes_on_its_payment(
     again = search(tmp_path).run()
     assert (again.score, again.settings, again.searches) == (found.score, found.settings, 1)
     assert found.trials is again.trials is None
+
+
+def test_an_edited_score_of_a_stopped_release_search_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_in_trial(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            search(tmp_path).run()
+    file = tmp_path / "tuning.json"
+    sound, kept = file.read_text(), json.loads(file.read_text())
+    for change in ({"scores": {"0": 0.999}}, {"draw": {**kept["draw"], "seed": 4}}, {"started": []}):
+        file.write_text(json.dumps({**kept, **change}))
+        with pytest.raises(RunFolderError, match=r"tuning\.json was changed since it was written"):
+            search(tmp_path)
+    file.write_text(sound)
+    found = search(tmp_path).run()
+    assert storage.unsealed(tmp_path, json.loads((tmp_path / "result.json").read_text()), remedy="")[0] == {
+        "schema_version": 1,
+        "score": found.score,
+        "settings": list(found.settings),
+    }
 
 
 def test_a_trial_is_not_trained_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

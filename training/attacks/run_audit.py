@@ -25,7 +25,7 @@ from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Attack, Scores, play
 from training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
-from training.attacks.findings import Curve, Finding, Role, RunAudit
+from training.attacks.findings import SCHEMA_VERSION, Curve, Finding, Role, RunAudit
 from training.attacks.games.base import TwoWorlds
 from training.attacks.games.of_run import GAME_TRIALS, findings_of, game_of
 from training.attacks.replay import (
@@ -46,7 +46,7 @@ from training.networks.clipping import ActivationClipping
 from training.networks.network import LayerShape
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import AUDIT_FILE, RunFolder
-from training.runs.storage import require_kind, write_json
+from training.runs.storage import require_kind, write_record
 from training.ulr.config import UlrConfig
 
 ROOM = 16
@@ -286,7 +286,7 @@ def _kept(found: RunAudit, place: Path, *, private: bool) -> RunAudit:
     """Write the findings; those of a release run where only their owner may enter."""
     if private:
         make_private_folder(place)
-    write_json(place / AUDIT_FILE, found.to_json())
+    write_record(place / AUDIT_FILE, found, SCHEMA_VERSION)
     return found
 
 

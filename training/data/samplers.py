@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from opusim import checks
+from opusim.files import OwnProcess
 from opusim.plugins import Deferred
 from opusim.randomness.streams import SystemUniforms, derive_seed
 
@@ -51,6 +52,7 @@ class Sampler(ABC):
     n_records: int
     seed: int | None = field(kw_only=True)
     sampling_probability: float | None = field(init=False, repr=False, default=None)
+    _process: OwnProcess = field(default_factory=OwnProcess, init=False, repr=False, compare=False)
 
     scheme: ClassVar[str]
 
@@ -82,8 +84,11 @@ class Sampler(ABC):
         Raises:
             TypeError: `step` is not a whole number.
             ValueError: `step` is below 0.
+            RuntimeError: There is no seed, and this process was forked from the one that made the sampler.
         """
         checks.integer(step=step, minimum=0)
+        if self.seed is None:
+            self._process.require("a sampler without a seed")
         return torch.from_numpy(self._draw(step))
 
     @abstractmethod

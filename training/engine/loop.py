@@ -20,6 +20,7 @@ from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
+from opusim.files import OwnProcess
 from opusim.processes.ranks import Ranks
 from training.data import Split
 from training.engine.callbacks import UsageWatcher, Watcher
@@ -95,6 +96,7 @@ class Engine:
         self._epoch_started = time.perf_counter()
         self._files: Mapping[str, str | None] = {}
         self._ledger: Ledger | None = None
+        self._process = OwnProcess()
 
     @property
     def step(self) -> int:
@@ -328,7 +330,12 @@ class Engine:
             ) from error
 
     def _advance(self) -> None:
-        """Do one step, then the metrics and the checkpoint that are due."""
+        """Do one step, then the metrics and the checkpoint that are due.
+
+        Raises:
+            RuntimeError: This process was forked from the one that trains, before the step or in it.
+        """
+        self._process.require(self._folder.path)
         index = self._sampler.indices(self._step).to(self._dataset.train.x.device)
         left_in_epoch = -(self._step + 1) % self._sampler.steps_per_epoch
         ends_epoch = left_in_epoch == 0
@@ -339,6 +346,7 @@ class Engine:
             record = lead(
                 self._trainer, self._dataset.train, index, step=self._step, observe=observe, ranks=self._ranks
             )
+        self._process.require(self._folder.path)
         if self._writer is not None and self._writer.batches_written == written:
             raise NoGuarantee(
                 f"step {self._step}: trainer.kind = {self._kind!r} moved its parameters without the writer of private "

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from opusim.files import OwnProcess
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators, system_generators
@@ -108,6 +109,7 @@ class PrivateModule:
         self._modes = {name: each.training for name, each in module.named_modules()}
         for parameter in self._trained:
             parameter.grad = None  # of earlier training, which was not private
+        self._process = OwnProcess()
         self._batch: Batch | None = None
         self._writing = False
         self._plain = _UNSEEN
@@ -298,6 +300,7 @@ class PrivateModule:
 
     def _write(self, batch: Batch | None, gradients: Gradients, factor: float) -> None:
         """Write the private gradients of a batch, on top of those that were not stepped with or zeroed yet."""
+        self._process.require("the batch of the private loop")
         if batch is None or batch is not self._batch:
             raise RuntimeError(
                 "backward: the loss belongs to a batch that is over; call it once, before the next batch is drawn"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.ledger.content import LedgerContent
-from accounting.ledger.journal import Position, Witness
+from accounting.ledger.journal import Witness
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.ledger.statement import LedgerFacts, Statement
-from opusim.files import write_file
+from opusim.files import OwnProcess
 from opusim.randomness.streams import derive_seed
 from training.data.samplers import PoissonSampler
 from training.private_loop.accountants import NamedAccountant
@@ -30,10 +29,10 @@ from training.private_loop.loader import PrivateLoader
 from training.private_loop.module import PrivateModule
 from training.private_loop.saves import (
     CHECKPOINT_FILE,
-    VERSION,
     generator_states,
     read_save,
     set_generator_states,
+    write_save,
 )
 from training.private_loop.settings import PrivacySettings, as_enforced
 from training.private_loop.sharing import Act, SharedSteps, feedback_of
@@ -95,6 +94,7 @@ class PrivateTraining:
         self._ledger: Ledger | None = None  # of the first process, which pays
         self._content: LedgerContent | None = None
         self._closed = False
+        self._process = OwnProcess()
 
     def open(self, *, resume: bool) -> None:
         """Open the ledger, of a new private loop or of the one in the folder, and watch the optimizer."""
@@ -206,14 +206,15 @@ class PrivateTraining:
         does not matter whether the others call this too.
 
         Args:
-            extra: What else the loop needs, such as a scheduler's state dict: tensors, numbers, texts, lists and
-                mappings. The resumed loop finds it in `extra`.
+            extra: What else the loop needs, such as a scheduler's state dict: tensors, arrays, numbers (of Python or
+                numpy), texts, lists and mappings. The resumed loop finds it in `extra`.
 
         Returns:
             The file, in the folder.
 
         Raises:
             RuntimeError: A batch is at hand whose step was not taken.
+            TypeError: A value could not be read back, such as a path or an object of a class; the last save is kept.
             OSError: The file could not be written; the last save is kept.
         """
         if not self._private.trained or self._private.unused_gradients:
@@ -221,26 +222,20 @@ class PrivateTraining:
                 f"save: step {self.step - 1} is under way; save after optimizer.step() and before the next batch"
             )
         self._require_open()
-        file = self.folder / CHECKPOINT_FILE
-        self._witnesses = [Witness(name=CHECKPOINT_FILE, position=self._paid.position)]
-        if not self._shared.ranks.is_first:
-            return file
-        state = {
-            "version": VERSION,
-            "step": self.step,
-            "ledger": self._paid.position.to_json(),
-            "inode": self.folder.stat().st_ino if self.settings.mode == "release" else None,
-            "factor": self._private.factor,
-            "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "columns": [feedback.column_sum for feedback in feedback_of(self.module)],
-            "generators": generator_states() if self.settings.mode == "experiment" else None,
-            "extra": extra,
-        }
-        content = io.BytesIO()
-        torch.save(state, content)
-        write_file(file, content.getvalue())
-        return file
+        position = self._paid.position
+        if self._shared.ranks.is_first:
+            state = {
+                "step": self.step,
+                "factor": self._private.factor,
+                "module": self.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "columns": [feedback.column_sum for feedback in feedback_of(self.module)],
+                "generators": generator_states() if self.settings.mode == "experiment" else None,
+                "extra": extra,
+            }
+            write_save(self.folder, state, ledger=position, bound=self.settings.mode == "release")
+        self._witnesses = [Witness(name=CHECKPOINT_FILE, position=position)]
+        return self.folder / CHECKPOINT_FILE
 
     @property
     def _paid(self) -> LedgerContent:
@@ -250,6 +245,7 @@ class PrivateTraining:
         return self._content if self._ledger is None else self._ledger.content
 
     def _require_open(self) -> None:
+        self._process.require("the private loop")
         if self._closed:
             raise RuntimeError("the private loop is closed; resume it by make_private(..., resume=True)")
 
@@ -266,6 +262,7 @@ class PrivateTraining:
 
     def hand_out(self, records: int) -> bool:
         """See training.private_loop.loader.Steps."""
+        self._process.require("the private loop")
         self.stopped, paid = self._shared.on_first(Act.PAY, self.step, self._pay)
         if self._content is not None and paid is not None and self._ledger is None:
             self._content = replace(
@@ -295,6 +292,7 @@ class PrivateTraining:
 
     def require_trained(self) -> None:
         """See training.private_loop.loader.Steps."""
+        self._process.require("the private loop")
         if not self._private.trained:
             self._private.drop()
             raise RuntimeError(
@@ -323,13 +321,13 @@ class PrivateTraining:
 
     def _restore(self) -> None:
         """Take module, optimizer and step from the last save, which the first process reads."""
-        state = self._shared.on_first(Act.OPEN, 0, lambda: read_save(self.folder))
+        state, position = self._shared.on_first(Act.OPEN, 0, lambda: read_save(self.folder))
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         for feedback, columns in zip(feedback_of(self.module), state["columns"], strict=True):
             feedback.column_sum = columns
         self.step, self.extra, self._private.factor = state["step"], state["extra"], state["factor"]
-        self._witnesses = [Witness(name=CHECKPOINT_FILE, position=Position.from_json(state["ledger"]))]
+        self._witnesses = [Witness(name=CHECKPOINT_FILE, position=position)]
         if state["generators"] is not None and self._shared.ranks.is_first:
             set_generator_states(state["generators"])
 

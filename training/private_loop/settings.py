@@ -25,7 +25,7 @@ from opusim import checks
 from opusim.randomness import MAX_SEED
 from opusim.randomness.streams import MODES, SystemUniforms
 from training.errors import RunFolderError
-from training.runs.storage import read_json, record_from_json, record_json, write_json
+from training.runs.storage import read_record, record_json, write_record
 
 SETTINGS_FILE = "private.json"
 _VERSION = 1
@@ -159,7 +159,7 @@ class PrivacySettings:
             )
         if (folder / LEDGER_FILE).exists():
             raise RunFolderError(f"folder {folder} holds the ledger of other work; choose an empty folder")
-        write_json(folder / SETTINGS_FILE, record_json(self, _VERSION))
+        write_record(folder / SETTINGS_FILE, self, _VERSION)
 
     def require_same(self, folder: Path, *, found: Collection[str]) -> Self:
         """Return the settings that a folder holds, which resume with these arguments.
@@ -169,14 +169,15 @@ class PrivacySettings:
             found: Names of the fields that were not given, which take the folder's values.
 
         Raises:
-            RunFolderError: The folder holds none, or other ones.
+            RunFolderError: The folder holds none, or other ones, or they were changed.
         """
         file = folder / SETTINGS_FILE
         if not file.exists():
             raise RunFolderError(
                 f"folder {folder} holds no private loop to resume; leave resume out to start one"
             )
-        stored = record_from_json(type(self), read_json(file), _VERSION)
+        remedy = "restore it from a copy, or start a new folder"
+        stored = read_record(file, type(self), _VERSION, what="the settings of a private loop", remedy=remedy)
         ours, theirs = record_json(self, _VERSION), record_json(stored, _VERSION)
         changed = [name for name in ours if ours[name] != theirs[name] and name not in found]
         if changed:

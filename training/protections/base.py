@@ -21,6 +21,7 @@ from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
+from opusim.files import OwnProcess
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.sections import ProtectionSection
@@ -268,9 +269,15 @@ class PrivateGradients(ABC):
 
     def __init__(self, noise: NoiseStream) -> None:
         self._noise = noise
+        self._process = OwnProcess()
 
     def seek(self, step: int) -> None:
-        """Position the noise at the start of a step."""
+        """Position the noise at the start of a step.
+
+        Raises:
+            RuntimeError: This process was forked from the one that trains.
+        """
+        self._process.require("the writer of private gradients")
         self._noise.seek(step)
 
     @property

@@ -28,12 +28,13 @@ from training.runs.storage import (
     append_line,
     digest_of,
     json_content,
-    json_digest,
     kind_of,
     only_writer,
     read_json,
     read_lines,
     require_kind,
+    sealed,
+    unsealed,
     write_json,
 )
 
@@ -285,8 +286,7 @@ class RunFolder:
     def finish(self, summary: dict[str, Any], ledger: Position) -> None:
         """Write the summary, which marks the run as finished, with its digest and the length of the ledger."""
         facts = {**summary, "schema_version": SUMMARY_VERSION}
-        seal = {"ledger": ledger.to_json(), "digest": json_digest({**facts, "ledger": ledger.to_json()})}
-        write_json(self.summary_file, {**facts, "seal": seal})
+        write_json(self.summary_file, sealed(facts, ledger=ledger.to_json()))
 
     def require_summary(self) -> dict[str, Any]:
         """Return the summary of a finished run.
@@ -311,16 +311,12 @@ class RunFolder:
 
     def _sealed_summary(self) -> tuple[dict[str, Any], Position]:
         """Return the summary and the position of the ledger when it was written."""
-        summary = read_json(self.summary_file)
+        remedy = "restore it from a copy, or train the run again"
+        summary, seal = unsealed(self.summary_file, read_json(self.summary_file), remedy=remedy)
         try:
-            seal = summary.pop("seal")
-            if json_digest({**summary, "ledger": seal["ledger"]}) == seal["digest"]:
-                return summary, Position.from_json(seal["ledger"])
-        except (KeyError, TypeError, ValueError, AttributeError):
-            pass
-        raise RunFolderError(
-            f"{self.summary_file} was changed since the run ended; restore it from a copy, or train the run again"
-        )
+            return summary, Position.from_json(seal["ledger"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunFolderError(f"{self.summary_file}: its seal names no ledger; {remedy}") from error
 
     def newest_header(self) -> Header | None:
         """Return the facts of the newest checkpoint, or None if there is no checkpoint.

@@ -4,7 +4,8 @@ A document is replaced at once (`opusim.files.write_file`). A line is appended a
 line that a kill cut short. A file is as private as its folder (`opusim.files`).
 
 Results are dataclasses whose fields are the keys of their JSON object: `record_json` and `record_from_json` convert
-them, with the schema version as the first key.
+them, with the schema version as the first key. A document that is read back has a seal, a digest of all else in it, so
+that damage and edits by hand are noticed. Documents of versions before 0.3 have none; reading one warns.
 
 A folder has one writer, and holds one kind of work: a run, a search, a sweep or an audit.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,16 +31,13 @@ from opusim import checks
 from opusim.devices.locks import LockHeld, held
 from opusim.errors import ConfigError
 from opusim.files import (
+    append_whole_line,
     make_folder,
     make_private_folder,
-    open_to_write,
     parse_json,
     read_bytes,
     require_regular,
     require_utf8,
-    sync_folder,
-    write_all,
-    write_error,
     write_file,
 )
 from training.errors import FolderBusy, RunFolderError
@@ -132,16 +131,17 @@ StoredGuarantee = Annotated[Guarantee, PlainValidator(_guarantee), PlainSerializ
 """A field of a record that holds a guarantee in its own JSON format."""
 
 _ARRAY = "array"
+_SEAL = "seal"
 _LINES_LIMIT = 2**30
 """Largest file of JSON lines that is read, in bytes."""
 
 
-def new_digest(content: bytes = b"") -> hashlib.blake2b:
+def new_digest(content: bytes | memoryview = b"") -> hashlib.blake2b:
     """Return BLAKE2b of 16 bytes, which takes more content by `update`."""
     return hashlib.blake2b(content, digest_size=16)
 
 
-def digest_of(content: bytes) -> str:
+def digest_of(content: bytes | memoryview) -> str:
     """BLAKE2b of a file's content, 16 bytes in hexadecimal."""
     return new_digest(content).hexdigest()
 
@@ -173,6 +173,57 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: not JSON ({error}); restore the file or start a new run folder") from error
 
 
+def sealed(content: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
+    """Return a JSON object with its seal, the last key.
+
+    Args:
+        content: The object.
+        **facts: What the seal tells besides, such as the length of another file; its digest covers them.
+    """
+    return {**content, _SEAL: {**facts, "digest": json_digest({**content, **facts})}}
+
+
+def unsealed(path: Path, content: Any, *, remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `sealed` was given, once the digest is checked.
+
+    Args:
+        path: The file, for the message.
+        content: What was read from it.
+        remedy: What to do if it was changed.
+
+    Raises:
+        RunFolderError: There is no seal, or its digest is another one.
+    """
+    if isinstance(content, dict) and isinstance(content.get(_SEAL), dict):
+        facts = {**content[_SEAL]}
+        kept = {key: value for key, value in content.items() if key != _SEAL}
+        digest = facts.pop("digest", None)
+        if digest == json_digest({**kept, **facts}):
+            return kept, facts
+    raise RunFolderError(f"{path} was changed since it was written (its digest does not fit); {remedy}")
+
+
+def require_unchanged(path: Path, content: Any, *, remedy: str, named: Path | None = None) -> None:
+    """Check the seal of a document, or warn if it has none; see `unsealed` and `read_record`."""
+    if _SEAL in content:
+        unsealed(path, content, remedy=remedy)
+    else:
+        warn_unsealed(named or path)
+
+
+def warn_unsealed(path: Path) -> None:
+    """Warn of a file that is read without a digest."""
+    warnings.warn(
+        f"{path}: has no digest, like all files of versions before 0.3, so damage and edits by hand go unnoticed",
+        stacklevel=4,
+    )
+
+
+def write_record(path: Path, record: Any, version: int) -> None:
+    """Replace a file with a dataclass as a sealed JSON document, which `read_record` reads."""
+    write_json(path, sealed(record_json(record, version)))
+
+
 def record_json(record: Any, version: int) -> dict[str, Any]:
     """Return a dataclass as a JSON object with its schema version."""
     return {"schema_version": version, **to_json(record)}
@@ -190,8 +241,10 @@ def record_from_json(kind: type[Record], content: Any, version: int) -> Record:
     return from_json(kind, content)
 
 
-def read_record(path: Path, kind: type[Record], version: int, *, what: str, remedy: str) -> Record:
-    """Read a dataclass from a JSON document.
+def read_record(
+    path: Path, kind: type[Record], version: int, *, what: str, remedy: str, named: Path | None = None
+) -> Record:
+    """Read a dataclass from a JSON document that `write_record` wrote; warn if it has no seal.
 
     Args:
         path: The file.
@@ -199,14 +252,18 @@ def read_record(path: Path, kind: type[Record], version: int, *, what: str, reme
         version: Its schema version.
         what: What the file should be, for the message, such as "an audit".
         remedy: What to do if it is not.
+        named: What a warning names: the file, or the folder of many.
 
     Raises:
-        RunFolderError: The file is something else; the message is one line.
+        RunFolderError: The file is something else, or was changed; the message is one line.
     """
     try:
-        return record_from_json(kind, read_json(path), version)
+        content = read_json(path)
+        record = record_from_json(kind, content, version)
     except ValueError as error:
         raise RunFolderError(f"{path}: is not {what} ({error}); {remedy}") from error
+    require_unchanged(path, content, remedy=remedy, named=named)
+    return record
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
@@ -231,28 +288,8 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON record as a line and sync it.
-
-    A last line without its newline (cut by a kill) is removed first, so that lines never run together.
-
-    Raises:
-        OSError: The disk is full or not writable; earlier lines are kept.
-    """
-    line = (json.dumps(record, allow_nan=False) + "\n").encode()
-    is_new = not path.exists()
-    descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT)
-    try:
-        end = _end_of_last_line(descriptor)
-        os.ftruncate(descriptor, end)
-        os.lseek(descriptor, end, os.SEEK_SET)
-        write_all(descriptor, line)
-        os.fsync(descriptor)
-    except OSError as error:
-        raise write_error(error, path, "its earlier lines are kept") from error
-    finally:
-        os.close(descriptor)
-    if is_new:
-        sync_folder(path.parent)
+    """Append one JSON record as a line and sync it; see `opusim.files.append_whole_line`."""
+    append_whole_line(path, (json.dumps(record, allow_nan=False) + "\n").encode())
 
 
 def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -282,15 +319,3 @@ def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
             )
         records.append(record)
     return records
-
-
-def _end_of_last_line(descriptor: int) -> int:
-    """Return the offset just after the last newline, 0 in a file without one."""
-    end = os.lseek(descriptor, 0, os.SEEK_END)
-    while end:
-        start = max(0, end - 4096)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0

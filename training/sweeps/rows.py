@@ -16,7 +16,7 @@ from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.folder import AUDIT_FILE
 from training.runs.run import Run, evaluate_run
-from training.runs.storage import StoredGuarantee, read_record, record_json, write_json
+from training.runs.storage import StoredGuarantee, read_record, write_record
 from training.sweeps.spec import Point
 
 SCHEMA_VERSION = 1
@@ -102,19 +102,19 @@ def failed_row(identity: str, error: BaseException | str) -> Row:
 def write_row(path: Path, row: Row) -> None:
     """Write a row, without figures that are not finite."""
     finite = {k: v for k, v in row.figures.items() if not isinstance(v, float) or math.isfinite(v)}
-    write_json(path, record_json(replace(row, figures=finite), SCHEMA_VERSION))
+    write_record(path, replace(row, figures=finite), SCHEMA_VERSION)
 
 
 def read_row(path: Path) -> Row | None:
     """Read a row, or return None if there is none.
 
     Raises:
-        RunFolderError: The file is not a row.
+        RunFolderError: The file is not a row, or was changed.
     """
     if not path.exists():
         return None
     remedy = "delete it, and the same command writes it again"
-    row = read_record(path, Row, SCHEMA_VERSION, what="a row of a sweep", remedy=remedy)
+    row = read_record(path, Row, SCHEMA_VERSION, what="a row of a sweep", remedy=remedy, named=path.parent)
     for key in _ACCURACIES:
         found = row.figures.get(key)
         if isinstance(found, bool) or not isinstance(found, int | float | None):

@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -34,11 +33,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from opusim.files import open_to_write, parse_json, read_head, write_all
+from opusim.files import AppendedFile, parse_json, read_head
 from training.errors import RunFolderError
 from training.networks.base import parameters_digest, tensor_facts
 from training.runs.checkpoints import read_tensors
-from training.runs.storage import read_json, write_json
+from training.runs.storage import read_json, require_unchanged, sealed, write_json
 from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 MAGIC = b"OPUSIMZO"
@@ -99,12 +98,12 @@ class StepLog:
 
     def __init__(self, path: Path, header: LogHeader, *, steps: int) -> None:
         self.path = path
-        self.header, self.steps = header, steps
+        self.header = header
         if not steps:
             content = header.to_bytes()
-            self._descriptor = open_to_write(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            write_all(self._descriptor, content)
-            self._digest = content[-_HEADER_DIGEST:]
+            self._file = AppendedFile(path, end=0)
+            self._file.append(content, end=0, sync=False)
+            self._start, self._last = len(content), (0, content[-_HEADER_DIGEST:])
             return
         self.header, start = read_header(path)
         if self.header != header:
@@ -114,39 +113,53 @@ class StepLog:
             raise StepLogCorrupt(
                 f"{path}: holds {len(found)} of the {steps} steps done; restore it from a copy"
             )
-        self._digest = found[-1][1]
-        self._descriptor = open_to_write(path, os.O_WRONLY)
-        end = start + steps * self.header.record_size
-        os.ftruncate(self._descriptor, end)
-        os.lseek(self._descriptor, end, os.SEEK_SET)
+        self._start, self._last = start, (steps, found[-1][1])
+        self._file = AppendedFile(path, end=self._end)
+
+    @property
+    def steps(self) -> int:
+        """Steps in the log."""
+        return self._last[0]
+
+    @property
+    def _end(self) -> int:
+        return self._start + self.steps * self.header.record_size
 
     def append(self, entry: StepEntry) -> None:
-        """Write a step; it survives a power cut once `mark` returns."""
-        body = _body(entry)
-        self._digest = _hashed(self._digest + body, size=_DIGEST)
-        write_all(self._descriptor, body + self._digest)
-        self.steps += 1
+        """Write a step; it survives a power cut once `mark` returns.
+
+        Raises:
+            OSError: It cannot be written, or an earlier step could not; the log takes no more steps.
+            RuntimeError: This process was forked from the one that opened the log.
+        """
+        body, (steps, before) = _body(entry), self._last
+        digest = _hashed(before + body, size=_DIGEST)
+        self._file.append(body + digest, end=self._end, sync=False)
+        self._last = steps + 1, digest
 
     def mark(self, tensors: Mapping[str, Tensor]) -> None:
         """Sync the log, then record its length and the current parameters in the mark next to it.
 
         Args:
             tensors: The current parameters.
+
+        Raises:
+            OSError: See `append`.
+            RuntimeError: See `append`.
         """
-        os.fsync(self._descriptor)
-        write_json(
-            mark_file(self.path),
-            {
-                "schema_version": SCHEMA_VERSION,
-                "steps": self.steps,
-                "digest": self._digest.hex(),
-                "parameters": parameters_digest(tensors),
-            },
-        )
+        self._file.sync()
+        steps, digest = self._last
+        mark = {
+            "schema_version": SCHEMA_VERSION,
+            "steps": steps,
+            "digest": digest.hex(),
+            "parameters": parameters_digest(tensors),
+        }
+        write_json(mark_file(self.path), sealed(mark))
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        self._file.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +265,10 @@ def _read_mark(path: Path) -> dict[str, Any]:
     whole = isinstance(mark, dict) and all(type(mark.get(key)) is kind for key, kind in kinds.items())
     if not whole or mark["schema_version"] != SCHEMA_VERSION or mark["steps"] < 0:
         raise StepLogCorrupt(f"{path}: was changed, or does not have schema version {SCHEMA_VERSION}")
+    try:
+        require_unchanged(path, mark, remedy="restore log and mark from a copy")
+    except RunFolderError as error:
+        raise StepLogCorrupt(str(error)) from error
     return mark
 
 

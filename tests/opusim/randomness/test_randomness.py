@@ -10,8 +10,9 @@ from opusim.randomness import kernels as normal_kernels
 from opusim.randomness import streams as philox
 from opusim.randomness import streams as randomness
 from opusim.randomness.kernels import PAIRS, fill_from_words
-from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
+from opusim.randomness.streams import CorrelatedStream, SeededStream, SystemStream, noise_stream
 from tests.oracles import naive_philox
+from tests.support.forked import in_forked_process
 
 
 def transform(words: np.ndarray) -> np.ndarray:
@@ -184,6 +185,15 @@ def test_release_noise_never_repeats() -> None:
 
 def _draw_in_child(stream: SystemStream, queue: object) -> None:
     queue.put(stream.normal((64,)).tolist())
+
+
+def test_a_forked_child_does_not_continue_correlated_noise() -> None:
+    """Its numbers would share those of earlier steps with its parent's."""
+    stream = CorrelatedStream(SystemStream(), (0.8, 0.6), size=4, stored=False)
+    stream.seek(0)
+    stream.normal((4,))
+    assert in_forked_process(lambda: stream.seek(1)).startswith("RuntimeError: correlated noise belongs")
+    stream.seek(1)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python warns of forks beside threads

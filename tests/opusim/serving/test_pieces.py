@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -375,6 +377,28 @@ def test_a_journal_adds_up_and_survives_a_torn_line(tmp_path: Path) -> None:
     path.write_text('{"schema": 1}\n')
     with pytest.raises(ConfigError, match="line 1: is no entry"):
         read_journal(path)
+
+
+def test_a_journal_can_be_read_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server says that the entry is lost, and goes on."""
+    path = tmp_path / "usage.jsonl"
+    journal, real = Journal(path), os.write
+    entries = [entry("alice", "one", day, 100) for day in (1, 2, 3)]
+    journal.write(entries[0])
+    calls: list[object] = []
+
+    def half(descriptor: int, content: memoryview) -> int:
+        calls.append(content)
+        if len(calls) == 1:
+            return real(descriptor, bytes(content)[:40])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        with pytest.raises(OSError, match=r"usage\.jsonl"):
+            journal.write(entries[1])
+    journal.write(entries[2])
+    assert read_journal(path) == [entries[0], entries[2]]
 
 
 def test_an_entry_has_the_time_of_its_writing() -> None:

@@ -160,10 +160,13 @@ def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path,
         assert audit_final_model(run, **options, trainings=24, delta=1e-6).looks == 3
     kept = json.loads((tmp_path / SCORES_FILE).read_text())
     assert kept["looks"] == [[20, DELTA], [24, DELTA], [24, 1e-6]]
-    (tmp_path / SCORES_FILE).write_text(
-        json.dumps({**kept, "looks": [20, 24]})
-    )  # as older versions kept them
-    assert audit_final_model(run, **options, trainings=24).looks == 2
+    (tmp_path / SCORES_FILE).write_text(json.dumps({**kept, "scores": kept["scores"][::-1]}))
+    with pytest.raises(RunFolderError, match=r"scores\.json was changed since it was written"):
+        audit_final_model(run, **options, trainings=24)
+    del kept["seal"]  # as older versions kept them
+    (tmp_path / SCORES_FILE).write_text(json.dumps({**kept, "looks": [20, 24]}))
+    with pytest.warns(UserWarning, match=r"scores\.json: has no digest"):
+        assert audit_final_model(run, **options, trainings=24).looks == 2
 
 
 @pytest.mark.slow

@@ -13,13 +13,14 @@ import torch
 import training
 from accounting.guarantee import Status
 from opusim.errors import ConfigError
-from training.attacks.findings import Finding, Role, RunAudit, paragraphs
+from training.attacks.findings import SCHEMA_VERSION, Finding, Role, RunAudit, paragraphs
 from training.attacks.replay import replayed_step
 from training.attacks.run_audit import audit_run, read_run
 from training.errors import RunFolderError
 from training.protections.record import RecordGradients
 from training.reports.run_report import write_report
 from training.runs.folder import RunFolder
+from training.runs.storage import write_record
 
 N, FEATURES = 300, 40
 RUN = {
@@ -120,7 +121,17 @@ def test_the_same_seed_repeats_an_audit(plain: Path, plain_audit: RunAudit) -> N
     again, other = (audit_run(plain, data=data(), trials=40, seed=seed).to_json() for seed in (7, 8))
     assert again == audit_run(plain, data=data(), trials=40, seed=7).to_json()
     assert again["findings"] != other["findings"]
-    (plain / "audit.json").write_text(json.dumps(plain_audit.to_json()))
+    write_record(plain / "audit.json", plain_audit, SCHEMA_VERSION)
+
+
+def test_an_edited_audit_is_not_shown(plain: Path, plain_audit: RunAudit) -> None:
+    file = plain / "audit.json"
+    sound = file.read_text()
+    file.write_text(sound.replace('"trials": 200', '"trials": 2000'))
+    with pytest.raises(RunFolderError, match=r"audit\.json was changed since it was written"):
+        write_report(training.load_run(plain))
+    file.write_text(sound)
+    write_report(training.load_run(plain))
 
 
 def test_a_protected_run_stays_below_its_theorem_and_is_found_without_its_noise(

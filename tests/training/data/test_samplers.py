@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from tests.support.forked import in_forked_process
 from training.data.samplers import (
     SCHEMES,
     DisjointCyclicSampler,
@@ -94,6 +95,13 @@ def test_seeds_steps_and_entropy_give_different_batches(scheme: str) -> None:
 def test_without_a_seed_a_step_is_drawn_afresh(scheme: str) -> None:
     sampler = make_sampler(scheme, 2000, 900, None, **OPTIONS.get(scheme, {}))
     assert not torch.equal(sampler.indices(0), sampler.indices(0))
+
+
+def test_a_sampler_without_a_seed_draws_in_its_own_process() -> None:
+    sampler = make_sampler("shuffled-epochs", 60, 12, None)
+    assert "RuntimeError: a sampler without a seed belongs" in in_forked_process(lambda: sampler.indices(0))
+    seeded = make_sampler("shuffled-epochs", 60, 12, 4)
+    assert in_forked_process(lambda: seeded.indices(0).tolist()) == str(seeded.indices(0).tolist())
 
 
 def test_without_a_seed_shuffled_epochs_still_cover_each_epoch() -> None:

@@ -327,9 +327,9 @@ def test_a_changed_summary_is_refused(whole: dict[bool, Path], tmp_path: Path) -
     ):
         summary.write_bytes(kept)
         set_key(summary, *keys, value=value)
-        with pytest.raises(RunFolderError, match="summary.json was changed since the run ended"):
+        with pytest.raises(RunFolderError, match="summary.json was changed since it was written"):
             _ = training.load_run(folder).summary
-        with pytest.raises(RunFolderError, match="summary.json was changed since the run ended"):
+        with pytest.raises(RunFolderError, match="summary.json was changed since it was written"):
             _ = training.load_run(folder).guarantees
 
 

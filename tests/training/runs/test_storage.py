@@ -1,9 +1,12 @@
 import errno
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from training.errors import RunFolderError
 from training.runs import storage
 
 
@@ -57,6 +60,29 @@ def test_a_long_cut_line_is_found_over_several_blocks(tmp_path: Path) -> None:
     assert storage.read_lines(path) == [{"a": 1}, {"b": 2}]
 
 
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_lines_after_a_failed_one_can_be_read(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines"
+    storage.append_line(path, {"a": 1})
+    real_write, calls = os.write, []
+
+    def fail(descriptor: int, *content: memoryview) -> int:
+        calls.append(content)
+        if content and len(calls) == 1:
+            return real_write(descriptor, bytes(content[0])[:3])
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(OSError, match="lines"):
+            storage.append_line(path, {"b": 2})
+    assert path.read_bytes() == b'{"a": 1}\n'
+    storage.append_line(path, {"c": 3})
+    assert storage.read_lines(path) == [{"a": 1}, {"c": 3}]
+
+
 def test_a_changed_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text('{"a": 1}\nnonsense\n{"b": 2}\n')
@@ -74,3 +100,76 @@ def test_a_broken_json_file_is_named(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match="config.json: not JSON"):
         storage.read_json(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A record as a search or a sweep keeps it."""
+
+    score: float
+    settings: tuple[str, ...]
+    facts: dict[str, int]
+
+
+KEPT = Kept(score=0.1 + 0.2, settings=("optimizer.lr=0.1", "é"), facts={"a": 2**63 - 1})
+
+
+def read(path: Path) -> Kept:
+    return storage.read_record(path, Kept, 7, what="a record", remedy="write it again")
+
+
+def test_a_sealed_record_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    storage.write_record(path, KEPT, 7)
+    assert read(path) == KEPT
+    content = json.loads(path.read_text())
+    assert list(content) == ["schema_version", "score", "settings", "facts", "seal"]
+    path.write_text(json.dumps(dict(reversed(content.items()))))  # the order of keys tells nothing
+    assert read(path) == KEPT
+
+
+def test_an_edited_record_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    storage.write_record(path, KEPT, 7)
+    sound = path.read_text()
+    for old, new in (
+        ("0.30000000000000004", "0.3"),
+        ("lr=0.1", "lr=0.2"),
+        ('"a"', '"b"'),
+        ("775807", "775806"),
+    ):
+        assert old in sound
+        path.write_text(sound.replace(old, new))
+        with pytest.raises(
+            RunFolderError, match=r"record\.json was changed since it was written .*; write it again"
+        ):
+            read(path)
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_flipped_bit_changes_a_record(tmp_path: Path) -> None:
+    """The name of the seal is the one place after whose change the record is read, with a warning."""
+    path = tmp_path / "record.json"
+    storage.write_record(path, KEPT, 7)
+    sound = path.read_bytes()
+    warned, noticed = set(), 0
+    for place in range(len(sound)):
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1 << place % 8]) + sound[place + 1 :])
+        try:
+            assert read(path) == KEPT
+        except RunFolderError:
+            noticed += 1
+        except UserWarning:
+            warned.add(place)
+    assert noticed > len(sound) / 2
+    assert len(warned) <= len("seal")
+    assert b"seal" in sound[min(warned) : max(warned) + 1]
+
+
+def test_a_record_of_an_earlier_version_warns(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    storage.write_json(path, storage.record_json(KEPT, 7))
+    with pytest.warns(
+        UserWarning, match=r"record\.json: has no digest, like all files of versions before 0\.3"
+    ):
+        assert read(path) == KEPT

@@ -21,7 +21,7 @@ from opusim.tables import energy
 from training.cli import main
 from training.data.catalogue import build_dataset
 from training.engine.session import train_on
-from training.errors import RunInterrupted, SweepStopped
+from training.errors import RunFolderError, RunInterrupted, SweepStopped
 from training.reports.sweep_figures import accuracy_epsilon
 from training.reports.sweep_report import write_sweep
 from training.runs.folder import RunFolder
@@ -29,7 +29,7 @@ from training.runs.run import evaluate_run, load_run
 from training.sweeps import curves, execution
 from training.sweeps.curves import SweepResult
 from training.sweeps.execution import SweepForecast, run_point, run_sweep
-from training.sweeps.rows import Row, SweepFolder
+from training.sweeps.rows import Row, SweepFolder, read_row, write_row
 from training.sweeps.spec import Point, SweepSpec, points_of, read_spec
 
 SPEC = """\
@@ -341,3 +341,21 @@ def _stamp(folder: SweepFolder, point: Point) -> tuple[int, int]:
     """What changes when a run's summary is written again."""
     status = (folder.run_path(point) / "summary.json").stat()
     return status.st_ino, status.st_mtime_ns
+
+
+def test_an_edited_row_is_refused_and_an_old_one_warns(tmp_path: Path) -> None:
+    file, row = (
+        tmp_path / "rows" / "bp-1.json",
+        Row(identity="bp-1", status="done", figures={"test_accuracy": 0.5}),
+    )
+    write_row(file, row)
+    sound = file.read_text()
+    assert read_row(file) == row
+    file.write_text(sound.replace("0.5", "0.9"))
+    with pytest.raises(RunFolderError, match=r"bp-1\.json was changed since it was written .*; delete it"):
+        read_row(file)
+    content = json.loads(sound)
+    del content["seal"]
+    file.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="rows: has no digest"):
+        assert read_row(file) == row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -21,6 +22,7 @@ from training.config import load_config
 from training.errors import RunFolderError
 from training.networks.network import FullyConnected
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.runs.storage import sealed, unsealed, write_json
 from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file, replay
 from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
@@ -326,6 +328,10 @@ def test_tampering_is_found(tmp_path: Path) -> None:
     mark = mark_file(log)
     kept = mark.read_text()
     mark.write_text(kept.replace('"parameters": "', '"parameters": "0'))
+    with pytest.raises(StepLogCorrupt, match="was changed since it was written"):
+        replay(folder)
+    facts, _ = unsealed(mark, json.loads(kept), remedy="")
+    write_json(mark, sealed({**facts, "parameters": "0"}))
     with pytest.raises(StepLogCorrupt, match="lead to parameters"):
         replay(folder)
     mark.write_text(kept)

@@ -35,7 +35,7 @@ from training.attacks.one_run.observers import (
     RowSpaceObserver,
     Sight,
 )
-from training.attacks.one_run.report import OneRunAudit, Reading
+from training.attacks.one_run.report import SCHEMA_VERSION, OneRunAudit, Reading
 from training.attacks.replay import AuditedRun
 from training.attacks.run_audit import ROOM, audit_place, read_run, update_clipping
 from training.data import Dataset, Split
@@ -47,7 +47,7 @@ from training.networks.layers import LayeredNetwork
 from training.networks.network import FullyConnected
 from training.protections.base import PrivateGradients
 from training.runs.folder import ONE_RUN_FILE, RunFolder
-from training.runs.storage import write_json
+from training.runs.storage import write_record
 from training.ulr.config import UlrConfig
 
 DEFAULT_CANARIES = 1000
@@ -115,7 +115,7 @@ def audit_one_training(
     )
     if run.plan.config.mode == "release":
         make_private_folder(place)
-    write_json(place / ONE_RUN_FILE, found.to_json())
+    write_record(place / ONE_RUN_FILE, found, SCHEMA_VERSION)
     return found
 
 

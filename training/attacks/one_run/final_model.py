@@ -48,7 +48,7 @@ from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.one_run.audit import CONFIDENCE, Claim, null_coins, started_again, with_records
 from training.attacks.one_run.observers import Sight
-from training.attacks.one_run.report import OneRunAudit, Reading
+from training.attacks.one_run.report import SCHEMA_VERSION, OneRunAudit, Reading
 from training.attacks.run_audit import audit_place, read_run
 from training.data import Dataset
 from training.engine.algorithm import Arrays
@@ -58,7 +58,7 @@ from training.errors import RunFolderError
 from training.networks.network import FullyConnected
 from training.runs.cluster import connected
 from training.runs.folder import FINAL_MODEL_FILE, RunFolder
-from training.runs.storage import digest_of, read_json, write_json
+from training.runs.storage import digest_of, read_json, require_unchanged, sealed, write_json, write_record
 
 DEFAULT_TRAININGS = 400
 SCORES_FILE = "final-model-scores.json"
@@ -268,7 +268,7 @@ def audit_final_model(
     play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
     found = read_scores(game, scores.found[:trainings], delta=look.delta, cpu_s=time.process_time() - started)
     found = replace(found, looks=scores.looked(look))
-    write_json(place / FINAL_MODEL_FILE, found.to_json())
+    write_record(place / FINAL_MODEL_FILE, found, SCHEMA_VERSION)
     return found
 
 
@@ -309,6 +309,8 @@ class _Scores:
                 f"{file} holds the scores of another audit, of seed {kept['seed']} and not {seed}; take that seed, or "
                 "choose another --out"
             )
+        if kept:
+            require_unchanged(file, kept, remedy="restore it from a copy, or choose another --out")
         self.seed: int = kept["seed"] if kept else secrets.randbits(63) if seed is None else seed
         self.found: list[float] = [float(score) for score in kept["scores"]] if kept else []
         looks = kept.get("looks", []) if kept else []
@@ -342,7 +344,7 @@ class _Scores:
 
     def _write(self) -> None:
         content = {"seed": self.seed, "asked": self._asked, "looks": self.looks, "scores": self.found}
-        write_json(self._file, content)
+        write_json(self._file, sealed(content))
 
 
 def _are_scores(kept: Any) -> bool:

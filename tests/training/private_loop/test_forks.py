@@ -1,0 +1,88 @@
+"""A process forked from a private loop neither trains, pays nor saves; the loop goes on as if it were not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+import opusim
+from accounting.ledger.ledger import read_ledger
+from tests.support.forked import in_forked_process
+from tests.support.private_loops import parts, private_loop, run_epoch
+from training.errors import FolderBusy
+
+MODES = pytest.mark.parametrize("mode", ["experiment", "release"])
+
+
+def opened(folder: Path, mode: str) -> opusim.PrivateTraining:
+    return private_loop(folder, mode=mode, seed=3 if mode == "experiment" else None)
+
+
+def paid_steps(folder: Path) -> int:
+    return sum(payment.steps for payment in read_ledger(folder).payments)
+
+
+@MODES
+def test_parent_and_child_do_not_take_the_same_step(tmp_path: Path, mode: str) -> None:
+    private = opened(tmp_path, mode)
+    batches = iter(private.data_loader)
+    assert "RuntimeError: the private loop belongs to process" in in_forked_process(lambda: next(batches))
+    x, y = next(batches)
+    private.criterion(private.module(x), y).backward()
+    assert "RuntimeError: the private loop belongs to process" in in_forked_process(lambda: next(batches))
+    next(batches)
+    private.close()
+
+
+def test_a_child_does_not_release_the_batch_at_hand_again(tmp_path: Path) -> None:
+    private = opened(tmp_path, "release")
+    module, optimizer, criterion, loader = private
+    for number, (x, y) in enumerate(loader):
+        loss = criterion(module(x), y)
+
+        def backward(loss: Tensor = loss) -> object:
+            loss.backward()
+            return [p.grad for p in module.parameters()]
+
+        if number < 2:
+            assert in_forked_process(backward).startswith(
+                "RuntimeError: the batch of the private loop belongs"
+            )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert private.step == len(loader)
+    private.close()
+    assert paid_steps(tmp_path) == len(loader)
+
+
+def test_a_child_that_saves_or_closes_leaves_the_loop_as_it_is(tmp_path: Path) -> None:
+    mode = "experiment"
+    private = opened(tmp_path, mode)
+    run_epoch(private, steps=2)
+    private.save("parent")
+    kept = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    works: list[Callable[[], object]] = [lambda: private.save("child"), lambda: run_epoch(private)]
+    for work in works:
+        assert in_forked_process(work).startswith("RuntimeError: the private loop belongs to process")
+    assert in_forked_process(lambda: (private.epsilon, private.close())[1]) == "None"
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == kept
+    with pytest.raises(FolderBusy, match="close what holds it"):
+        opened(tmp_path, mode)
+    run_epoch(private)
+    private.close()
+    assert paid_steps(tmp_path) == 5
+
+
+@pytest.mark.slow
+@MODES
+def test_workers_of_the_loader_may_be_forked(tmp_path: Path, mode: str) -> None:
+    given = parts(num_workers=2, multiprocessing_context="fork")
+    private = private_loop(tmp_path, given, mode=mode, seed=3 if mode == "experiment" else None)
+    run_epoch(private)
+    run_epoch(private)
+    assert private.step == 10
+    private.close()

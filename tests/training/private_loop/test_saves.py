@@ -1,0 +1,171 @@
+"""What a private loop saves: damage is noticed, and a value that cannot be read back replaces no good save."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import opusim
+from tests.support.private_loops import parts, private_loop, run_epoch
+from training.errors import RunFolderError
+from training.private_loop.saves import CHECKPOINT_FILE, read_save, write_save
+from training.private_loop.settings import SETTINGS_FILE, PrivacySettings
+
+FLIPS = 120
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[opusim.PrivateTraining]:
+    """A private loop after two steps, saved."""
+    given = parts()
+    given[1].param_groups[0]["lr"] = np.float64(0.5)  # as a schedule of numpy sets it
+    private = private_loop(tmp_path_factory.mktemp("loop"), given)
+    run_epoch(private, steps=2)
+    private.save("good")
+    yield private
+    private.close()
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are of one kind, with equal entries."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def flipped(content: bytes, flips: int) -> Iterator[bytes]:
+    """The content with one bit flipped, each time another."""
+    generator = random.Random(3)
+    for _ in range(flips):
+        changed = bytearray(content)
+        changed[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        yield bytes(changed)
+
+
+def test_no_flipped_bit_leads_to_another_model(loop: opusim.PrivateTraining) -> None:
+    file = loop.folder / CHECKPOINT_FILE
+    sound, (state, position) = file.read_bytes(), read_save(loop.folder)
+    assert equal(state["optimizer"]["param_groups"][0]["lr"], np.float64(0.5))
+    noticed = 0
+    try:
+        for content in flipped(sound, FLIPS):
+            file.write_bytes(content)
+            try:
+                found = read_save(loop.folder)
+            except RunFolderError:
+                noticed += 1
+            else:
+                assert equal(found, (state, position))  # the bit lies between the parts of the file
+    finally:
+        file.write_bytes(sound)
+    assert noticed > FLIPS / 10
+
+
+def test_settings_that_were_changed_are_refused(loop: opusim.PrivateTraining) -> None:
+    file = loop.folder / SETTINGS_FILE
+    sound = file.read_bytes()
+    found = [field for field in PrivacySettings.__dataclass_fields__ if field in ("seed", "noise_multiplier")]
+    try:
+        for content in flipped(sound, FLIPS):
+            file.write_bytes(content)
+            with suppress(RunFolderError):  # one line
+                assert loop.settings.require_same(loop.folder, found=found) == loop.settings
+        text = sound.decode().replace('"noise_multiplier": 1.0', '"noise_multiplier": 0.5')
+        file.write_text(text)
+        with pytest.raises(RunFolderError, match=r"private\.json was changed since it was written"):
+            loop.settings.require_same(loop.folder, found=found)
+        with pytest.raises(
+            RunFolderError, match=r"private\.json is not the file that private\.pt was written"
+        ):
+            read_save(loop.folder)
+    finally:
+        file.write_bytes(sound)
+
+
+KEPT: dict[str, Any] = {
+    "numpy.float64": np.float64(0.5),
+    "numpy.float32": np.float32(0.1),
+    "numpy.int64": np.int64(3),
+    "numpy.bool": np.bool_(True),
+    "numpy.complex128": np.complex128(1 + 2j),
+    "numpy.datetime64": np.datetime64("2026-11-27"),
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "strided array": np.arange(12.0)[::2],
+    "array of no rows": np.zeros((0, 3), dtype=np.float32),
+    "array of texts": np.array(["a", "bc"]),
+    "state of numpy": np.random.default_rng(1).bit_generator.state,
+    "state of random": random.Random(1).getstate(),
+    "state of torch": torch.get_rng_state(),
+    "nested": {"a": [1, (np.float64(2.0), {"b": np.arange(3)})], "c": OrderedDict(d=np.int8(1))},
+    "others": {"f": 0.1, "b": True, "t": "x", "n": None, "bytes": b"ab", "c": 1j, "count": Counter("aa")},
+    "dtype": torch.float16,
+}
+REFUSED: dict[str, Any] = {
+    "path": Path("x"),
+    "time": datetime.datetime(2026, 11, 27),
+    "class": dict,
+    "function": parts,
+    "lambda": lambda: None,
+    "masked array": np.ma.masked_array([1.0, 2.0], mask=[True, False]),
+    "objects": np.array([{"a": 1}], dtype=object),
+    "records": np.zeros(2, dtype=[("a", "f4")]),
+}
+
+
+def test_values_of_numpy_come_back_as_they_were(loop: opusim.PrivateTraining) -> None:
+    loop.save(KEPT)
+    found = read_save(loop.folder)[0]["extra"]
+    assert [name for name in KEPT if not equal(found[name], KEPT[name])] == []
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_read_back_replaces_no_save(loop: opusim.PrivateTraining, kind: str) -> None:
+    loop.save("good")
+    before = (loop.folder / CHECKPOINT_FILE).read_bytes()
+    value = {"step": 3, "list": [1.0, REFUSED[kind]]}
+    with pytest.raises(
+        TypeError, match=r"^save: extra\['list'\]\[1\] = .* cannot be read back; give tensors"
+    ):
+        loop.save(value)
+    assert (loop.folder / CHECKPOINT_FILE).read_bytes() == before
+    assert read_save(loop.folder)[0]["extra"] == "good"
+
+
+def test_a_list_that_holds_itself_is_refused(loop: opusim.PrivateTraining) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(TypeError, match="cannot be read back"):
+        loop.save(endless)
+
+
+def test_a_save_of_an_earlier_version_resumes_with_a_warning(tmp_path: Path) -> None:
+    private = private_loop(tmp_path)
+    run_epoch(private, steps=2)
+    private.save("note")
+    private.close()
+    state, position = read_save(tmp_path)
+    old = {"version": 1, **state, "ledger": position.to_json(), "inode": None}
+    torch.save(old, tmp_path / CHECKPOINT_FILE)
+    with pytest.warns(
+        UserWarning, match=r"private\.pt: has no digest, like all files of versions before 0\.3"
+    ):
+        resumed = private_loop(tmp_path, resume=True)
+    assert (resumed.step, resumed.extra) == (2, "note")
+    write_save(tmp_path, state, ledger=position, bound=False)
+    assert equal(read_save(tmp_path), (state, position))
+    resumed.close()

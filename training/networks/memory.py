@@ -1,7 +1,8 @@
 """Refuse modules that remember: Python attributes, such as a running mean or a queue, that outlast a batch.
 
 Parameters and buffers that a pass changes are refused elsewhere (`training.networks.record_independence`). An attribute
-may begin to act after any number of steps, so its effect on outputs is not waited for.
+may begin to act after any number of steps, so its effect on outputs is not waited for. Since unusual records may change
+what invented ones leave alone, `preserved_state` puts buffers and attributes back after each pass on private records.
 """
 
 from __future__ import annotations
@@ -32,6 +33,33 @@ def preserved_attributes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         before.put_back()
+
+
+@contextmanager
+def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[None]:
+    """Give buffers and Python attributes of a module the values on exit that they had before.
+
+    A pass on private records must leave nothing in them: a checkpoint would hold it without noise, and the next pass
+    could read it. Tensors that autograd has saved may be among them, so only changed ones are written to, without a new
+    version; a backward pass then sees the values from before.
+
+    Args:
+        model: The module.
+        follow_hooks: Whether to put back what hooks on the module keep, too.
+    """
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    values = [
+        (buffer, buffer.detach().clone()) for _, held in buffers for buffer in held.values() if buffer is not None
+    ]
+    attributes = _Memory(model, follow_hooks=follow_hooks)
+    try:
+        yield
+    finally:
+        for now, held in buffers:
+            _fill(now, held, frozenset())
+        for buffer, value in values:
+            _restore(buffer, value)
+        attributes.put_back()
 
 
 def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:
@@ -73,11 +101,12 @@ class _Memory:
         values: Numbers, texts and copies of tensors and arrays, by a path that says where they are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, follow_hooks: bool = True) -> None:
         self.values: dict[str, Any] = {}
         self._undo: list[Callable[[], object]] = []
         self._seen = {id(each) for each in (*model.parameters(), *model.buffers(), *model.modules())}
-        hooks = [hook for m in model.modules() for name in _HOOKS for hook in getattr(m, name).values()]
+        named = _HOOKS if follow_hooks else ()
+        hooks = [hook for m in model.modules() for name in named for hook in getattr(m, name).values()]
         makers = [kind for m in model.modules() for kind in type(m).__mro__]
         self._homes = {_package(each) for each in (*hooks, *makers)} - _TRUSTED
         for name, module in model.named_modules():
@@ -142,7 +171,7 @@ class _Memory:
             self._undo.append(lambda: np.copyto(value, array))
             return
         self.values[path] = copy = value.detach().clone()
-        self._undo.append(lambda: value.shape == copy.shape and value.copy_(copy))
+        self._undo.append(lambda: _restore(value, copy))
 
     def _row(self, path: str, value: Sequence[Any]) -> None:
         content = list(value)
@@ -178,6 +207,14 @@ def _package(each: Any) -> str:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, list, dict, set, deque, Tensor, np.ndarray))
+
+
+def _restore(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor an earlier value if it has another one, without a new version of it."""
+    if tensor.shape != value.shape:
+        tensor.data = value
+    elif not torch.equal(tensor, value):
+        tensor.data.copy_(value)
 
 
 def _fill(held: MutableMapping[Any, Any], content: dict[Any, Any], left_out: frozenset[str]) -> None:

@@ -162,7 +162,8 @@ class _Memory:
 
     def _is_followed(self, value: Any) -> bool:
         """Whether a value is an object of the modules' packages, or a module that is not registered as a part."""
-        follows = isinstance(value, nn.Module) or _package(type(value)) in self._homes
+        ours = _package(type(value)) in _TRUSTED - {"torch"}
+        follows = (isinstance(value, nn.Module) and not ours) or _package(type(value)) in self._homes
         return follows and hasattr(value, "__dict__") and not isinstance(value, type)
 
     def _numbers(self, path: str, value: Tensor | np.ndarray) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -43,6 +45,22 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) 
                 f"optimizer: group {number} has parameters that are not the module's, whose gradients would not be "
                 "private; give it parameters of module only"
             )
+
+
+def warn_of_parameters_left_out(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Warn of parameters that ask for gradients and that the optimizer does not move: the clip counts them, too."""
+    moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    learning = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    left_out = [(name, p) for name, p in learning if id(p) not in moved]
+    if left_out:
+        share = sum(p.numel() for _, p in left_out) / sum(p.numel() for _, p in learning)
+        warnings.warn(
+            f"optimizer: leaves out {len(left_out)} of the {len(learning)} parameters of module that ask for gradients, "
+            f"such as {left_out[0][0]!r} ({share:.0%} of their numbers); each record is clipped over all of them, so the "
+            "others move less at the same noise: call requires_grad_(False) on those that no optimizer trains, before "
+            "make_private",
+            stacklevel=3,
+        )
 
 
 def require_own_readings(module: nn.Module) -> None:
@@ -248,17 +266,30 @@ def cut_rows(values: Any, *, records: int, part: slice) -> Any:
 
 
 def require_rows(values: Any, records: int) -> None:
-    """Refuse a tensor without a row for each record among the arguments of a module that runs in parts.
+    """Refuse arguments of a module in training that do not belong to single records.
+
+    A number, or a tensor without a row for each record, may be a statistic of the batch, such as its size or its mean.
 
     Raises:
-        ValueError: There is one; if its length were that of a batch by chance, it would be cut like records.
+        ValueError: There is one.
     """
     for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != records:
+        if isinstance(leaf, Tensor) and (not leaf.ndim or len(leaf) != records):
             raise ValueError(
                 f"module: an argument of shape {tuple(leaf.shape)} has no row for each of the {records} records, so "
-                "that a batch cannot be cut; build constants into the module, or leave max_physical_batch_size out"
+                "that it may come from all of them; build constants into the module, such as by register_buffer"
             )
+        if is_number(leaf):
+            raise ValueError(f"module: an argument is the number {leaf!r}, {NO_NUMBERS} module")
+
+
+NO_NUMBERS = "which may come from all records of a batch; give a tensor with a row for each record, or build it into the"
+"""Why numbers are refused as arguments."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a bare number; truth values and texts choose what is computed, and are none."""
+    return isinstance(value, int | float | complex | np.generic) and not isinstance(value, bool | np.bool_)
 
 
 def _seeded(module: nn.Module, records: Rows) -> Any:
@@ -271,16 +302,6 @@ def rows_of(args: Any, kwargs: Any) -> int | None:
     """Return the first size of the first tensor among arguments, or None if there is none."""
     leaves = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim]
     return len(leaves[0]) if leaves else None
-
-
-def backward_hooks(module: nn.Module) -> set[int]:
-    """Return what identifies the hooks that see the gradients of a batch."""
-    return {
-        id(hook)
-        for inner in module.modules()
-        for hooks in (inner._backward_hooks, inner._backward_pre_hooks)
-        for hook in hooks.values()
-    }
 
 
 def require_separate(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -188,7 +188,9 @@ class ExactRows:
         ):
             wide = own.double() if own.is_floating_point() else own
             added = products(rows.double() * by_record(factors, rows), wide)
-            totals = [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
+            totals = (
+                [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
+            )
         return totals
 
 

@@ -448,7 +448,9 @@ def _totals(
     if clip is None:
         return products(delta, h)
     sizes = (copies * norm_bounds(h).square() + ones).sqrt()
-    return scaled_rows(delta, clip.factors, cancels(norm_bounds(delta) * sizes, clip.norms)).totals(h, products)
+    return scaled_rows(delta, clip.factors, cancels(norm_bounds(delta) * sizes, clip.norms)).totals(
+        h, products
+    )
 
 
 def _with_ones(rows: Tensor, bias: bool) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
+_CONSTANT = frozenset({type(None), bool, int, float, str})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TRUSTED = frozenset({"torch", "opusim", "training", "builtins"})
 """Packages whose classes and functions keep nothing of a batch that a later one reads."""
@@ -28,7 +29,7 @@ _TRUSTED = frozenset({"torch", "opusim", "training", "builtins"})
 @contextmanager
 def preserved_attributes(model: nn.Module) -> Iterator[None]:
     """Give the Python attributes of a module the values on exit that they had before; see `require_forgetful`."""
-    before = _Memory(model)
+    before = _Memory(model, only_undo=True)
     try:
         yield
     finally:
@@ -47,11 +48,17 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[
         model: The module.
         follow_hooks: Whether to put back what hooks on the module keep, too.
     """
-    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    parts = list(model.modules())
+    buffers = [(part._buffers, dict(part._buffers)) for part in parts if part._buffers]
     values = [
-        (buffer, buffer.detach().clone()) for _, held in buffers for buffer in held.values() if buffer is not None
+        (buffer, buffer.detach().clone())
+        for _, held in buffers
+        for buffer in held.values()
+        if buffer is not None
     ]
-    attributes = _Memory(model, follow_hooks=follow_hooks)
+    attributes = None
+    if any(map(_runs_other_code, parts)):
+        attributes = _Memory(model, follow_hooks=follow_hooks, only_undo=True)
     try:
         yield
     finally:
@@ -59,7 +66,15 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[
             _fill(now, held, frozenset())
         for buffer, value in values:
             _restore(buffer, value)
-        attributes.put_back()
+        if attributes is not None:
+            attributes.put_back()
+
+
+def _runs_other_code(part: nn.Module) -> bool:
+    """Whether a pass of a part of a module runs code of other packages, which may set attributes."""
+    own = vars(part)
+    runs = (type(part), *(hook for name in _HOOKS for hook in own[name].values()))
+    return "forward" in own or any(_package(each) not in _TRUSTED for each in runs)
 
 
 def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:
@@ -99,17 +114,26 @@ class _Memory:
 
     Attributes:
         values: Numbers, texts and copies of tensors and arrays, by a path that says where they are.
+
+    Args:
+        model: The module.
+        follow_hooks: Whether what hooks keep counts.
+        only_undo: Whether it is made for `put_back` only, which saves time.
     """
 
-    def __init__(self, model: nn.Module, *, follow_hooks: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, follow_hooks: bool = True, only_undo: bool = False) -> None:
         self.values: dict[str, Any] = {}
+        self._only_undo = only_undo
         self._undo: list[Callable[[], object]] = []
-        self._seen = {id(each) for each in (*model.parameters(), *model.buffers(), *model.modules())}
+        modules = dict(model.named_modules())
+        self._seen = {
+            id(each) for m in modules.values() for each in (m, *m._parameters.values(), *m._buffers.values())
+        }
         named = _HOOKS if follow_hooks else ()
-        hooks = [hook for m in model.modules() for name in named for hook in getattr(m, name).values()]
-        makers = [kind for m in model.modules() for kind in type(m).__mro__]
+        hooks = [hook for m in modules.values() for name in named for hook in vars(m)[name].values()]
+        makers = {kind for m in modules.values() for kind in type(m).__mro__}
         self._homes = {_package(each) for each in (*hooks, *makers)} - _TRUSTED
-        for name, module in model.named_modules():
+        for name, module in modules.items():
             if _package(type(module)) not in _TRUSTED - {"torch"}:
                 self._attributes(name or type(module).__name__, module)
         for hook in hooks:
@@ -124,7 +148,7 @@ class _Memory:
     def _attributes(self, path: str, owner: Any) -> None:
         left_out = _OF_TORCH if id(owner) in self._seen and isinstance(owner, nn.Module) else frozenset()
         self._mapping(path, vars(owner), left_out)
-        for kind in type(owner).__mro__:
+        for kind in type(owner).__mro__ if self._homes else ():
             if _package(kind) in self._homes:
                 for name, value in vars(kind).items():
                     self._visit(f"{kind.__name__}.{name}", value)
@@ -134,9 +158,11 @@ class _Memory:
     ) -> None:
         content = {key: value for key, value in held.items() if key not in left_out}
         self._undo.append(lambda: _fill(held, content, left_out))
-        self.values[f"{path} (names)"] = [key for key in content if isinstance(key, (str, int))]
+        if not self._only_undo:
+            self.values[f"{path} (names)"] = [key for key in content if isinstance(key, (str, int))]
         for key, value in content.items():
-            self._visit(f"{path}.{key}", value)
+            if not (self._only_undo and type(value) in _CONSTANT):  # the mapping is filled again anyway
+                self._visit(f"{path}.{key}", value)
 
     def _visit(self, path: str, value: Any) -> None:
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -219,7 +245,7 @@ def _restore(tensor: Tensor, value: Tensor) -> None:
 
 
 def _fill(held: MutableMapping[Any, Any], content: dict[Any, Any], left_out: frozenset[str]) -> None:
-    for key in [key for key in held if key not in content and key not in left_out]:
+    for key in held.keys() - content.keys() - left_out:
         del held[key]
     held.update(content)
 

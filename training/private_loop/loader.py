@@ -146,9 +146,9 @@ class PrivateLoader:
         self._offers += 1
         if self._offers > _OFFERS:
             raise RuntimeError(
-                f"step {step}: its batch was left without a backward pass, by a break or an error, {self._offers} times; "
-                "which batches are left out may tell of their records, so the loop ends here: mend the error, or resume "
-                "from the last save with a smaller max_physical_batch_size if memory ran out"
+                f"step {step}: its batch was left without a backward pass, by a break or an error, {self._offers} "
+                "times; which batches are left out may tell of their records, so the loop ends here: mend the error, "
+                "or resume from the last save with a smaller max_physical_batch_size if memory ran out"
             )
         self._steps.hand_out_again(self._last[0])
 
@@ -161,8 +161,8 @@ class PrivateLoader:
         with self._shared.handing_errors():
             if iteration != self._iterations:
                 raise RuntimeError(
-                    "data_loader: another iteration over it began meanwhile, which hands out the batches now; take them "
-                    "from one iterator at a time"
+                    "data_loader: another iteration over it began meanwhile, which hands out the batches now; take "
+                    "them from one iterator at a time"
                 )
             self._steps.require_trained()
         self._last, self._offers = (0, None), 0

@@ -303,7 +303,7 @@ class PrivateModule:
             )
         if batch.failed != attempt:
             raise RuntimeError(
-                f"backward: failed before on the batch of step {batch.step}; run the module and the criterion on it again"
+                f"backward: failed before on the batch of step {batch.step}; run module and criterion on it again"
             )
         self._require_constant(factor)
         self.require_same_parts()
@@ -321,7 +321,10 @@ class PrivateModule:
         except BaseException:
             for parameter in self._trained:
                 parameter.grad = None
-            batch.written, batch.failed = False, batch.failed + 1  # nothing was released; it may be tried again
+            batch.written, batch.failed = (
+                False,
+                batch.failed + 1,
+            )  # nothing was released; it may be tried again
             raise
         finally:
             self._writing = False

@@ -306,9 +306,9 @@ class PrivateTraining:
         """See training.private_loop.loader.Steps."""
         if not self._private.trained:
             raise RuntimeError(
-                f"step {self.step - 1}: its batch was left without a backward pass, and which batches are left out may "
-                "tell of their records; call backward on the loss of every batch, also of an empty one, before the next "
-                "is drawn (a framework that accumulates gradients may draw ahead: give max_physical_batch_size instead)"
+                f"step {self.step - 1}: its batch was left without a backward pass, and which batches are left out "
+                "may tell of their records; call backward on the loss of every batch, also of an empty one, before the "
+                "next is drawn (a framework that accumulates gradients may draw ahead: give max_physical_batch_size instead)"
             )
 
     # The optimizer

@@ -41,9 +41,9 @@ _CHECKED = (
     "before after each pass",
 )
 _TRUSTED = (
-    "the data set, the collate function, what stands between loader, module and criterion, and `example_inputs` treat "
-    "each record separately: no inputs, targets or weights of a record are computed from others, such as by subtracting "
-    "a batch's mean or dividing by its size, and constants do not come from the data",
+    "the data set, the collate function and what stands between loader, module and criterion treat each record "
+    "separately: no inputs, targets or weights of a record are computed from others, such as by subtracting a batch's "
+    "mean or dividing by its size, and constants and `example_inputs` do not come from the data",
     "the criterion keeps no memory of other records, and the loss is multiplied by a constant only",
     "only the gradients of the private loop move the parameters, neither losses nor other figures of the records are "
     "released, and none of them decides what the loop does, when it ends or whether it is resumed",

@@ -87,7 +87,11 @@ def probe(
                     buffer.copy_(buffers[name])
     kinds.slots = _slots(few, many, changed)
     layers = _components(few.roots, len(named))
-    return kinds, layers, any(sum(not roots.isdisjoint({n}) for roots in few.roots) > 1 for n in range(len(named)))
+    return (
+        kinds,
+        layers,
+        any(sum(not roots.isdisjoint({n}) for roots in few.roots) > 1 for n in range(len(named))),
+    )
 
 
 def _trace(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, batch: Rows) -> _Trace:

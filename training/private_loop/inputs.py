@@ -283,7 +283,9 @@ def require_rows(values: Any, records: int) -> None:
             raise ValueError(f"module: an argument is the number {leaf!r}, {NO_NUMBERS} module")
 
 
-NO_NUMBERS = "which may come from all records of a batch; give a tensor with a row for each record, or build it into the"
+NO_NUMBERS = (
+    "which may come from all records of a batch; give a tensor with a row for each record, or build it into"
+)
 """Why numbers are refused as arguments."""
 
 

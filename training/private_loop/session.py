@@ -267,7 +267,8 @@ class PrivateTraining:
             raise BudgetExceeded(self.stopped)
         with self._shared.handing_errors():
             self._shared.begin_epoch(self.step, self.module)
-        self._private.drop()
+        if not self.left:
+            self._private.drop()
 
     def hand_out(self, records: int) -> bool:
         """See training.private_loop.loader.Steps."""
@@ -308,7 +309,8 @@ class PrivateTraining:
             raise RuntimeError(
                 f"step {self.step - 1}: its batch was left without a backward pass, and which batches are left out "
                 "may tell of their records; call backward on the loss of every batch, also of an empty one, before the "
-                "next is drawn (a framework that accumulates gradients may draw ahead: give max_physical_batch_size instead)"
+                "next is drawn (a framework that accumulates gradients may draw ahead: give max_physical_batch_size "
+                "instead)"
             )
 
     # The optimizer

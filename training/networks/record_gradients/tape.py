@@ -167,6 +167,10 @@ class RecordTape:
             use = use_of(call, records)
             if use is not None:
                 self._uses[self._layer_of[id(self._named[min(roots)][1])]].append(use)
+        if any(
+            len(uses) > 1 for uses in self._uses
+        ):  # longer records than the probe's may use a parameter again
+            self.several_uses = True
 
     def plant(self, name: str, signals: Tensor, inputs: Tensor) -> None:
         """Add s_i u_i^T to what each record of the recorded batch adds to a weight, before any norm is measured.

@@ -46,6 +46,7 @@ from training.networks.record_independence import (
 )
 from training.private_loop.batch import Batch, Gradients, Pass
 from training.private_loop.inputs import (
+    ProbedParts,
     cut_rows,
     require_recordable,
     require_rows,
@@ -54,7 +55,6 @@ from training.private_loop.inputs import (
     show_invented,
     template_of,
 )
-from training.private_loop.probed import ProbedParts
 from training.private_loop.saves import generator_states, set_generator_states
 from training.private_loop.sharing import Act, SharedSteps, feedback_of
 from training.protections.record import RecordGradients

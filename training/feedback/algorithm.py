@@ -46,7 +46,7 @@ from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import batch_statistics, invented_records, two_records
 from training.protections.base import SoftLabels, WrappedGradients
 from training.protections.planning import Updates
-from training.protections.record import RecordGradients, RecordProtection
+from training.protections.record import RecordGradients, RecordProtection, require_counted_sums
 from training.runs.folder import RunFolder
 
 _OF_CLOSED_FORM = {
@@ -235,7 +235,10 @@ class FeedbackAlgorithm(
         x, _ = invented_records(self.plan.dataset, network.parameters[0].device)
         network.model.train()
         try:
-            return PrivateRecords(tape=RecordTape(network.model, network.shaped(x)), writer=writer)
+            tape = RecordTape(network.model, network.shaped(x))
+            divisor = float(self.plan.config.divisor)
+            require_counted_sums(tape, divisor, processes=Ranks().world, name="sampler.batch_size")
+            return PrivateRecords(tape=tape, writer=writer)
         finally:
             network.model.eval()
 

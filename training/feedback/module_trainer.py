@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +29,7 @@ from training.feedback.config import BpConfig, FeedbackConfig
 from training.feedback.points import FeedbackAlignment
 from training.networks.any_module import AnyModule
 from training.networks.base import Network, seeded_torch
+from training.networks.memory import preserved_state
 from training.networks.objectives import Objective
 from training.networks.record_gradients.separation import restore_buffers
 from training.networks.record_gradients.tape import RecordTape
@@ -125,8 +127,6 @@ class ModuleTrainer(Trainer):
             raise
         finally:
             self.model.eval()
-        if self._private is not None:
-            restore_buffers(self.model, buffers)
         self._update()
         correct, judged = self._objective.correct(output, y)
         return StepRecord(
@@ -183,9 +183,9 @@ class ModuleTrainer(Trainer):
         shaped, augmentation = self._network.shaped(x), self._augmentation
         outputs: list[Tensor]
         if augmentation is None:
-            outputs = [self.model(shaped)]
+            outputs = [self._outputs(shaped)]
         else:
-            outputs = [self.model(augmentation.copy_of(shaped)) for _ in range(augmentation.copies)]
+            outputs = [self._outputs(augmentation.copy_of(shaped)) for _ in range(augmentation.copies)]
         output = (
             outputs[0] if len(outputs) == 1 else torch.stack([one.detach() for one in outputs]).mean(dim=0)
         )
@@ -195,6 +195,12 @@ class ModuleTrainer(Trainer):
             y = self._labels.targets(output.detach(), records, step)
         losses = [self._objective.per_record(one, y) for one in outputs]
         return output, losses[0] if len(losses) == 1 else torch.stack(losses).mean(dim=0)
+
+    def _outputs(self, shaped: Tensor) -> Tensor:
+        """Return the module's outputs; a pass on protected records leaves nothing in buffers and attributes."""
+        with nullcontext() if self._private is None else preserved_state(self.model):
+            outputs: Tensor = self.model(shaped)
+        return outputs
 
     def _learn(
         self,

@@ -35,6 +35,27 @@ _SAFE_NORMS = (1e-15, 1e15)
 """Range of float32 norms whose squares neither overflowed nor lost terms; vanished squares are below 1e-45 each."""
 _SUBNORMAL_GUARD = 2.0**-60
 """Products with numbers below it may be subnormal, and then round by more than 2^-24 of themselves."""
+_EXACT_ROWS = 4096
+"""Rows whose products are summed at once in float64, so that the error does not grow with the batch's whole size."""
+CANCELLED = 2.0**-14
+"""Share of sum_p |s_p| |u_p| by which the norm of a contribution of several uses is raised, see `SUM_ERROR`."""
+SUM_ERROR = 0.01
+"""Largest change of the rounding of a sum by one record, over C, for weights that are used several times.
+
+Products of several uses may cancel, so that their magnitudes A_i = sum_p |s_ip| |u_ip| exceed a record's norm without
+limit. Since the norm is raised by 2^-14 A_i, factors keep f_i A_i <= 2^14 C. A float64 sum over n records with P
+positions, in blocks of R rows, then rounds by at most (R + n P / R) 2^-53 n 2^14 C, and its rounding to float32 by
+n 2^-24 C; all layers together too, by the triangle inequality. Twice that, for two batches, is below 0.01 C for up to
+`MOST_RECORDS` records and 128 positions.
+"""
+_MILD = 2.0**7
+"""Products of one use of magnitude up to this many norms of a record are summed in float32, others in float64.
+
+A float32 sum over n records of P positions then rounds by at most n P 2^-24 n 2^7 C, and by far less if errors of both
+signs occur; records with larger products would raise that without limit.
+"""
+MOST_RECORDS = 2**16
+"""Records of a batch for which `SUM_ERROR` is proven, divided by the number of processes that add their sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +132,7 @@ class ScaledRows:
 
     Attributes:
         rows: float32, shape (batch, ...); 0 for the separate rows.
-        apart: Positions of the separate rows, which would be subnormal in float32, shape (m,), int64.
+        apart: Positions of the separate rows, which would be subnormal in float32, or cancel, shape (m,), int64.
         exact: These rows, float64, shape (m, ...); sums of their products need float64.
     """
 
@@ -134,12 +155,52 @@ class ScaledRows:
         return [(total.double() + more).float() for total, more in zip(totals, added, strict=True)]
 
 
-def scaled_rows(rows: Tensor, factors: Tensor) -> ScaledRows:
+def cancels(magnitudes: Tensor, norms: Tensor) -> Tensor:
+    """Return which records have products that cancel so far that a batch's sum of them needs float64, shape (batch,).
+
+    Args:
+        magnitudes: Bounds on sum_p |s_p| |u_p|, float64, shape (batch,).
+        norms: Of the records' contributions, float64, shape (batch,).
+    """
+    return magnitudes > _MILD * norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactRows:
+    """Factors times rows for sums in float64, which products that cancel need; see `SUM_ERROR`.
+
+    Attributes:
+        rows: Finite, float32, shape (batch, ...).
+        factors: In [0, 1], float64, shape (batch,).
+        positions: Products of each record.
+    """
+
+    rows: Tensor
+    factors: Tensor
+    positions: int
+
+    def totals(self, others: Tensor, products: Callable[[Tensor, Tensor], list[Tensor]]) -> list[Tensor]:
+        """Sum products of these rows and others over the records, float64; arguments as `ScaledRows.totals` takes."""
+        step = max(1, _EXACT_ROWS // self.positions)
+        totals: list[Tensor] = []
+        for rows, factors, own in zip(
+            self.rows.split(step), self.factors.split(step), others.split(step), strict=True
+        ):
+            wide = own.double() if own.is_floating_point() else own
+            added = products(rows.double() * by_record(factors, rows), wide)
+            totals = (
+                [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
+            )
+        return totals
+
+
+def scaled_rows(rows: Tensor, factors: Tensor, cancelling: Tensor | None = None) -> ScaledRows:
     """Multiply rows by factors.
 
     Args:
         rows: Finite, float32, shape (batch, ...).
         factors: In [0, 1], float64, shape (batch,).
+        cancelling: Marks rows whose products need float64, as `cancels` finds them, shape (batch,); None for none.
     """
     scaled = rows * by_record(factors.float(), rows)
     norms = norm_bounds(scaled)
@@ -148,6 +209,8 @@ def scaled_rows(rows: Tensor, factors: Tensor) -> ScaledRows:
         | (factors == 0)
         | (factors == 1)
     )
+    if cancelling is not None:
+        normal &= ~cancelling
     apart = torch.nonzero(~normal).flatten()
     exact = rows[apart].double() * by_record(factors[apart], rows)
     return ScaledRows(rows=finite_rows(scaled, normal) if len(apart) else scaled, apart=apart, exact=exact)

@@ -7,6 +7,7 @@ module is differentiated.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,6 +19,7 @@ from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
 from training.networks.base import Network
 from training.networks.clipping import (
     Clip,
+    cancels,
     finite_rows,
     norm_bounds,
     product_slack,
@@ -95,7 +97,7 @@ class LinearJacobian(Jacobian):
 
     def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
         """See Jacobian: one matrix product, and a sum for the bias."""
-        return _totals(delta, h, clip, self._products)
+        return _totals(delta, h, clip, self._products, ones=math.prod(delta.shape[1:-1]) * self._bias)
 
     def set_gradient(self, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None) -> None:
         """See Jacobian; one position per record is written in place."""
@@ -136,7 +138,9 @@ class ConvolutionJacobian(Jacobian):
 
     def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
         """See Jacobian: the convolution's weight gradient, with the signals as gradient of its output."""
-        return _totals(delta, h, clip, self._products)
+        module = self._convolution
+        ones = math.prod(delta.shape[2:]) * module.groups * (module.bias is not None)
+        return _totals(delta, h, clip, self._products, ones=ones, copies=module.weight[0, 0].numel())
 
     def factor_rows(self, h: Tensor) -> Tensor | None:
         """See Jacobian: one patch per position; None for grouped convolutions, whose groups see different patches."""
@@ -423,9 +427,30 @@ def outer_sum_bounds(signals: Tensor, patches: Tensor) -> Tensor:
 
 
 def _totals(
-    delta: Tensor, h: Tensor, clip: Clip | None, products: Callable[[Tensor, Tensor], list[Tensor]]
+    delta: Tensor,
+    h: Tensor,
+    clip: Clip | None,
+    products: Callable[[Tensor, Tensor], list[Tensor]],
+    *,
+    ones: int,
+    copies: int = 1,
 ) -> list[Tensor]:
-    return products(delta, h) if clip is None else scaled_rows(delta, clip.factors).totals(h, products)
+    """Sum clipped products over records and positions; records whose products cancel are added in float64.
+
+    Args:
+        delta: Signals, shape (batch, ...).
+        h: Inputs, shape (batch, ...).
+        clip: Factors and norms; None for factors of 1, in float32.
+        products: Maps signals and inputs of one dtype to sums.
+        ones: How often the bias's constant 1 enters a record's products.
+        copies: How often a record's input enters at most.
+    """
+    if clip is None:
+        return products(delta, h)
+    sizes = (copies * norm_bounds(h).square() + ones).sqrt()
+    return scaled_rows(delta, clip.factors, cancels(norm_bounds(delta) * sizes, clip.norms)).totals(
+        h, products
+    )
 
 
 def _with_ones(rows: Tensor, bias: bool) -> Tensor:

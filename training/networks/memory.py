@@ -1,7 +1,8 @@
 """Refuse modules that remember: Python attributes, such as a running mean or a queue, that outlast a batch.
 
 Parameters and buffers that a pass changes are refused elsewhere (`training.networks.record_independence`). An attribute
-may begin to act after any number of steps, so its effect on outputs is not waited for.
+may begin to act after any number of steps, so its effect on outputs is not waited for. Since unusual records may change
+what invented ones leave alone, `preserved_state` puts buffers and attributes back after each pass on private records.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
+_CONSTANT = frozenset({type(None), bool, int, float, str})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TRUSTED = frozenset({"torch", "opusim", "training", "builtins"})
 """Packages whose classes and functions keep nothing of a batch that a later one reads."""
@@ -27,11 +29,52 @@ _TRUSTED = frozenset({"torch", "opusim", "training", "builtins"})
 @contextmanager
 def preserved_attributes(model: nn.Module) -> Iterator[None]:
     """Give the Python attributes of a module the values on exit that they had before; see `require_forgetful`."""
-    before = _Memory(model)
+    before = _Memory(model, only_undo=True)
     try:
         yield
     finally:
         before.put_back()
+
+
+@contextmanager
+def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[None]:
+    """Give buffers and Python attributes of a module the values on exit that they had before.
+
+    A pass on private records must leave nothing in them: a checkpoint would hold it without noise, and the next pass
+    could read it. Tensors that autograd has saved may be among them, so only changed ones are written to, without a new
+    version; a backward pass then sees the values from before.
+
+    Args:
+        model: The module.
+        follow_hooks: Whether to put back what hooks on the module keep, too.
+    """
+    parts = list(model.modules())
+    buffers = [(part._buffers, dict(part._buffers)) for part in parts if part._buffers]
+    values = [
+        (buffer, buffer.detach().clone())
+        for _, held in buffers
+        for buffer in held.values()
+        if buffer is not None
+    ]
+    attributes = None
+    if any(map(_runs_other_code, parts)):
+        attributes = _Memory(model, follow_hooks=follow_hooks, only_undo=True)
+    try:
+        yield
+    finally:
+        for now, held in buffers:
+            _fill(now, held, frozenset())
+        for buffer, value in values:
+            _restore(buffer, value)
+        if attributes is not None:
+            attributes.put_back()
+
+
+def _runs_other_code(part: nn.Module) -> bool:
+    """Whether a pass of a part of a module runs code of other packages, which may set attributes."""
+    own = vars(part)
+    runs = (type(part), *(hook for name in _HOOKS for hook in own[name].values()))
+    return "forward" in own or any(_package(each) not in _TRUSTED for each in runs)
 
 
 def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:
@@ -71,16 +114,26 @@ class _Memory:
 
     Attributes:
         values: Numbers, texts and copies of tensors and arrays, by a path that says where they are.
+
+    Args:
+        model: The module.
+        follow_hooks: Whether what hooks keep counts.
+        only_undo: Whether it is made for `put_back` only, which saves time.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, follow_hooks: bool = True, only_undo: bool = False) -> None:
         self.values: dict[str, Any] = {}
+        self._only_undo = only_undo
         self._undo: list[Callable[[], object]] = []
-        self._seen = {id(each) for each in (*model.parameters(), *model.buffers(), *model.modules())}
-        hooks = [hook for m in model.modules() for name in _HOOKS for hook in getattr(m, name).values()]
-        makers = [kind for m in model.modules() for kind in type(m).__mro__]
+        modules = dict(model.named_modules())
+        self._seen = {
+            id(each) for m in modules.values() for each in (m, *m._parameters.values(), *m._buffers.values())
+        }
+        named = _HOOKS if follow_hooks else ()
+        hooks = [hook for m in modules.values() for name in named for hook in vars(m)[name].values()]
+        makers = {kind for m in modules.values() for kind in type(m).__mro__}
         self._homes = {_package(each) for each in (*hooks, *makers)} - _TRUSTED
-        for name, module in model.named_modules():
+        for name, module in modules.items():
             if _package(type(module)) not in _TRUSTED - {"torch"}:
                 self._attributes(name or type(module).__name__, module)
         for hook in hooks:
@@ -95,7 +148,7 @@ class _Memory:
     def _attributes(self, path: str, owner: Any) -> None:
         left_out = _OF_TORCH if id(owner) in self._seen and isinstance(owner, nn.Module) else frozenset()
         self._mapping(path, vars(owner), left_out)
-        for kind in type(owner).__mro__:
+        for kind in type(owner).__mro__ if self._homes else ():
             if _package(kind) in self._homes:
                 for name, value in vars(kind).items():
                     self._visit(f"{kind.__name__}.{name}", value)
@@ -105,9 +158,11 @@ class _Memory:
     ) -> None:
         content = {key: value for key, value in held.items() if key not in left_out}
         self._undo.append(lambda: _fill(held, content, left_out))
-        self.values[f"{path} (names)"] = [key for key in content if isinstance(key, (str, int))]
+        if not self._only_undo:
+            self.values[f"{path} (names)"] = [key for key in content if isinstance(key, (str, int))]
         for key, value in content.items():
-            self._visit(f"{path}.{key}", value)
+            if not (self._only_undo and type(value) in _CONSTANT):  # the mapping is filled again anyway
+                self._visit(f"{path}.{key}", value)
 
     def _visit(self, path: str, value: Any) -> None:
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -133,7 +188,8 @@ class _Memory:
 
     def _is_followed(self, value: Any) -> bool:
         """Whether a value is an object of the modules' packages, or a module that is not registered as a part."""
-        follows = isinstance(value, nn.Module) or _package(type(value)) in self._homes
+        ours = _package(type(value)) in _TRUSTED - {"torch"}
+        follows = (isinstance(value, nn.Module) and not ours) or _package(type(value)) in self._homes
         return follows and hasattr(value, "__dict__") and not isinstance(value, type)
 
     def _numbers(self, path: str, value: Tensor | np.ndarray) -> None:
@@ -142,7 +198,7 @@ class _Memory:
             self._undo.append(lambda: np.copyto(value, array))
             return
         self.values[path] = copy = value.detach().clone()
-        self._undo.append(lambda: value.shape == copy.shape and value.copy_(copy))
+        self._undo.append(lambda: _restore(value, copy))
 
     def _row(self, path: str, value: Sequence[Any]) -> None:
         content = list(value)
@@ -180,8 +236,16 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, list, dict, set, deque, Tensor, np.ndarray))
 
 
+def _restore(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor an earlier value if it has another one, without a new version of it."""
+    if tensor.shape != value.shape:
+        tensor.data = value
+    elif not torch.equal(tensor, value):
+        tensor.data.copy_(value)
+
+
 def _fill(held: MutableMapping[Any, Any], content: dict[Any, Any], left_out: frozenset[str]) -> None:
-    for key in [key for key in held if key not in content and key not in left_out]:
+    for key in held.keys() - content.keys() - left_out:
         del held[key]
     held.update(content)
 

@@ -61,6 +61,7 @@ class Batch:
         recorder: What its passes are recorded with; None before the first, and if parts run again.
         passes: The calls of the module on it.
         written: Whether its gradients were written.
+        failed: How many backward passes on it ended in an error.
     """
 
     step: int
@@ -68,6 +69,7 @@ class Batch:
     recorder: Recorder | None = None
     passes: list[Pass] = field(default_factory=list)
     written: bool = False
+    failed: int = 0
 
     def is_output(self, value: Tensor) -> bool:
         """Whether a tensor is an output that the user received, not changed in place."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from training.private_loop.inputs import NO_NUMBERS, is_number
 from training.private_loop.module import PrivateModule
 
 Criterion = Callable[..., Tensor]
@@ -59,12 +60,12 @@ class PrivateCriterion(nn.Module):
 
         Args:
             *args: The criterion's arguments: outputs exactly as the module returned them, and targets. Every tensor has
-                one row per record; numbers and texts reach the criterion as they are.
+                one row per record. Truth values and texts reach the criterion as they are; numbers are refused.
             **kwargs: Its keyword arguments, likewise.
 
         Raises:
-            ValueError: Outputs were changed on the way, a tensor has no row per record, or an argument holds tensors
-                that cannot be told apart by record.
+            ValueError: Outputs were changed on the way, a tensor has no row per record, an argument is a number, or it
+                holds tensors that cannot be told apart by record.
         """
         leaves, spec = tree_flatten((args, kwargs))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -131,8 +132,12 @@ class PrivateCriterion(nn.Module):
 
     @staticmethod
     def _require_plain(leaves: Sequence[Any]) -> None:
-        """Refuse containers whose tensors would reach the criterion whole, with all records."""
+        """Refuse numbers, and containers whose tensors would reach the criterion whole, with all records."""
         for leaf in leaves:
+            if is_number(leaf):
+                raise ValueError(
+                    f"criterion: an argument is the number {leaf!r}, {NO_NUMBERS} criterion (functools.partial)"
+                )
             if isinstance(leaf, Mapping | np.ndarray):
                 raise ValueError(
                     f"criterion: an argument is a {type(leaf).__name__}, whose rows cannot be told apart; give the "

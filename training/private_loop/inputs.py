@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
@@ -22,6 +25,9 @@ from training.private_loop.sharing import feedback_of
 
 _COUNTS = (7, 5)
 """Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+"""Where torch keeps hooks, of a module and of all modules."""
 _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
 """Where torch's classes are defined that share a module between processes, devices or threads."""
 
@@ -43,6 +49,22 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) 
                 f"optimizer: group {number} has parameters that are not the module's, whose gradients would not be "
                 "private; give it parameters of module only"
             )
+
+
+def warn_of_parameters_left_out(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Warn of parameters that ask for gradients and that the optimizer does not move: the clip counts them, too."""
+    moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    learning = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    left_out = [(name, p) for name, p in learning if id(p) not in moved]
+    if left_out:
+        share = sum(p.numel() for _, p in left_out) / sum(p.numel() for _, p in learning)
+        warnings.warn(
+            f"optimizer: leaves out {len(left_out)} of the {len(learning)} parameters of module that ask for gradients "
+            f"({left_out[0][0]!r}; {share:.0%} of their numbers); each record is clipped over all of them, so the "
+            "others move less at the same noise: call requires_grad_(False) on those that no optimizer trains, before "
+            "make_private",
+            stacklevel=3,
+        )
 
 
 def require_own_readings(module: nn.Module) -> None:
@@ -248,17 +270,32 @@ def cut_rows(values: Any, *, records: int, part: slice) -> Any:
 
 
 def require_rows(values: Any, records: int) -> None:
-    """Refuse a tensor without a row for each record among the arguments of a module that runs in parts.
+    """Refuse arguments of a module in training that do not belong to single records.
+
+    A number, or a tensor without a row for each record, may be a statistic of the batch, such as its size or its mean.
 
     Raises:
-        ValueError: There is one; if its length were that of a batch by chance, it would be cut like records.
+        ValueError: There is one.
     """
     for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != records:
+        if isinstance(leaf, Tensor) and (not leaf.ndim or len(leaf) != records):
             raise ValueError(
                 f"module: an argument of shape {tuple(leaf.shape)} has no row for each of the {records} records, so "
-                "that a batch cannot be cut; build constants into the module, or leave max_physical_batch_size out"
+                "that it may come from all of them; build constants into the module, such as by register_buffer"
             )
+        if is_number(leaf):
+            raise ValueError(f"module: an argument is the number {leaf!r}, {NO_NUMBERS} module")
+
+
+NO_NUMBERS = (
+    "which may come from all records of a batch; give a tensor with a row for each record, or build it into"
+)
+"""Why numbers are refused as arguments."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a bare number; truth values and texts choose what is computed, and are none."""
+    return isinstance(value, int | float | complex | np.generic) and not isinstance(value, bool | np.bool_)
 
 
 def _seeded(module: nn.Module, records: Rows) -> Any:
@@ -273,16 +310,6 @@ def rows_of(args: Any, kwargs: Any) -> int | None:
     return len(leaves[0]) if leaves else None
 
 
-def backward_hooks(module: nn.Module) -> set[int]:
-    """Return what identifies the hooks that see the gradients of a batch."""
-    return {
-        id(hook)
-        for inner in module.modules()
-        for hooks in (inner._backward_hooks, inner._backward_pre_hooks)
-        for hook in hooks.values()
-    }
-
-
 def require_separate(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse a backward pass that mixes records; feedback points project exactly meanwhile."""
     points = feedback_of(tape.model)
@@ -295,3 +322,72 @@ def require_separate(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[st
         for feedback in points:
             stack.enter_context(feedback.exactly())
         require_separate_gradients(tape, args, dict(kwargs), seek=seek)
+
+
+class ProbedParts:
+    """Refuses a module that is another one than was probed, since nothing is known about it.
+
+    Args:
+        module: As it was probed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parameters = {id(p) for p in module.parameters() if p.requires_grad}
+        self._parts = dict(module.named_modules())
+        self._modes = {name: part.training for name, part in self._parts.items()}
+        self._held = list(_hooks(module))  # so that no later hook has the identity of one of these
+        self._hooks = {(id(owner), id(hook)) for owner, hook in self._held}
+
+    def require_same(self) -> None:
+        """Refuse other parameters that learn, other parts, and further hooks; hooks may have been removed.
+
+        Raises:
+            RuntimeError: There are some.
+        """
+        if {id(p) for p in self._module.parameters() if p.requires_grad} != self._parameters:
+            raise RuntimeError(
+                "module: its parameters that learn changed since make_private; freeze, unfreeze or add parameters "
+                "before it, or close the private loop and start another one"
+            )
+        for name, part in self._module.named_modules():
+            if self._parts.get(name) is not part:
+                raise RuntimeError(
+                    f"module: part {name!r} ({type(part).__name__}) is new since make_private, which has not probed "
+                    "whether it mixes records; exchange parts before make_private"
+                )
+        if any((id(owner), id(hook)) not in self._hooks for owner, hook in _hooks(self._module)):
+            raise RuntimeError(
+                "module: a hook was added since make_private, which has not probed whether it mixes records; "
+                "register hooks before make_private, or remove them before the next batch"
+            )
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and parameter._backward_hooks:
+                raise RuntimeError(
+                    f"module: parameter {name!r} has a gradient hook, which would not run; remove it, and change "
+                    "gradients after backward"
+                )
+
+    def require_same_modes(self) -> None:
+        """Refuse a training pass in other modes than those that were probed, such as frozen batch statistics in use.
+
+        Raises:
+            RuntimeError: A part of the module changed its mode.
+        """
+        for name, each in self._module.named_modules():
+            if self._modes.get(name) != each.training:
+                now = "training" if each.training else "evaluation"
+                raise RuntimeError(
+                    f"module: {name!r} ({type(each).__name__}) is in {now} mode now, and was not when make_private "
+                    "probed whether it mixes records; put it back after module.train(), such as by .eval() on frozen "
+                    "batch normalisation"
+                )
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield each hook that sees what a module computes, or its gradients, with its owner."""
+    for part in module.modules():
+        for name in _HOOKS:
+            yield from ((part, hook) for hook in getattr(part, name).values())
+    for name in _GLOBAL_HOOKS:
+        yield from ((torch_module, hook) for hook in getattr(torch_module, name).values())

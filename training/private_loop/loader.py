@@ -34,6 +34,8 @@ _EXAMPLES = 7
 """Records that are read once to probe the module."""
 _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""
+_OFFERS = 3
+"""How often a batch that was left without a backward pass is handed out again."""
 _SEEDED = "accelerate.data_loader.SeedableRandomSampler"
 """The permutation of a loader that Accelerate or the Hugging Face Trainer has prepared."""
 
@@ -45,11 +47,18 @@ class Steps(Protocol):
     def step(self) -> int:
         """Number of the next step."""
 
+    @property
+    def left(self) -> bool:
+        """Whether the last batch was handed out, and no backward pass on it was done."""
+
     def open_epoch(self) -> None:
         """Start to hand out batches, or raise if the budget was spent before."""
 
     def hand_out(self, records: int) -> bool:
         """Pay for the next batch; returns False if the budget is spent."""
+
+    def hand_out_again(self, records: int) -> None:
+        """Take the last batch, which is paid for, as the one at hand."""
 
     def require_trained(self) -> None:
         """Refuse to leave a batch that was not trained on."""
@@ -59,7 +68,8 @@ class PrivateLoader:
     """Stands for the user's loader in a private loop; iterating takes the rest of an epoch.
 
     An epoch has the nearest whole number to 1 / q steps. After a break or a resumed save, iterating finishes the epoch
-    that was begun.
+    that was begun. A batch that was left without a backward pass, by a break or an error, is handed out again first:
+    were it skipped, what is left out could tell of its records.
 
     Attributes:
         dataset: The records.
@@ -88,6 +98,8 @@ class PrivateLoader:
         self.batch_size = batch_size_of(loader)
         self._source, self._sampler, self._steps, self._seed = loader, sampler, steps, seed
         self._shared, self._fresh = shared, release
+        self._last: tuple[int, Any] = 0, None  # the batch at hand and the number of its records
+        self._iterations = self._offers = 0
         count = len(self.dataset)  # type: ignore[arg-type]
         one, two = (_batch(loader, indices) for indices in ([0], [count - 1, count // 2]))
         require_separate_rows(loader)
@@ -101,27 +113,63 @@ class PrivateLoader:
 
         Raises:
             BudgetExceeded: The budget was spent before; the first time, iterating ends with a warning.
-            RuntimeError: A batch was not trained on when the next one was asked for.
+            RuntimeError: A batch was not trained on when the next one was asked for, or another iteration began.
         """
+        self._iterations += 1
+        number, again = self._iterations, self._steps.left
         self._steps.open_epoch()
         first = self._steps.step
-        last = (first // len(self) + 1) * len(self)
+        last = ((first - again) // len(self) + 1) * len(self)
+        if again:
+            with self._shared.handing_errors():
+                self._offer_again(first - 1)
+            yield self._last[1]
+            self._end_step(number)
         batches = iter(self._loader(first, last))
         for _ in range(first, last):
             with self._shared.handing_errors():
                 with system_generators(
                     torch.device("cpu"), fresh=self._fresh
                 ):  # the records' transforms draw too
-                    records, batch = next(batches)
-                if not self._steps.hand_out(records):
+                    self._last = next(batches)
+                if not self._steps.hand_out(self._last[0]):
                     return
-            yield batch
-            with self._shared.handing_errors():
-                self._steps.require_trained()
+            yield self._last[1]
+            self._end_step(number)
+
+    def _offer_again(self, step: int) -> None:
+        """Take the batch at hand once more; refuse if it was left too often, such as by a loop that would skip it.
+
+        Raises:
+            RuntimeError: It was.
+        """
+        self._offers += 1
+        if self._offers > _OFFERS:
+            raise RuntimeError(
+                f"step {step}: its batch was left without a backward pass, by a break or an error, {self._offers} "
+                "times; which batches are left out may tell of their records, so the loop ends here: mend the error, "
+                "or resume from the last save with a smaller max_physical_batch_size if memory ran out"
+            )
+        self._steps.hand_out_again(self._last[0])
+
+    def _end_step(self, iteration: int) -> None:
+        """Refuse to go on before the batch at hand was trained on, or in an iteration that another one took over from.
+
+        Raises:
+            RuntimeError: See above.
+        """
+        with self._shared.handing_errors():
+            if iteration != self._iterations:
+                raise RuntimeError(
+                    "data_loader: another iteration over it began meanwhile, which hands out the batches now; take "
+                    "them from one iterator at a time"
+                )
+            self._steps.require_trained()
+        self._last, self._offers = (0, None), 0
 
     def _loader(self, first: int, last: int) -> DataLoader[Any]:
         source = self._source
-        generator = torch.Generator().manual_seed(self._seed(first // len(self)))
+        generator = torch.Generator().manual_seed(self._seed((last - 1) // len(self)))
         return DataLoader(
             _Indexed(source.dataset),
             batch_sampler=_Drawn(self._sampler, first, last, self._shared),

@@ -19,13 +19,16 @@ reach a parameter is refused:
 | several batches before a step | allowed: their private gradients add up |
 | another optimizer on the parameters | sees private gradients only |
 | a step without a new backward pass | refused after it; it saw private gradients only |
-| parameters frozen, unfrozen, exchanged or added | refused |
+| parameters frozen, unfrozen, exchanged or added; parts exchanged; hooks added | refused |
+| numbers, or tensors without a row for each record, as arguments in training | refused |
+| buffers and Python attributes that a pass changes | as before after each pass |
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -34,12 +37,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from opusim.files import OwnProcess
+from training.networks.memory import preserved_state
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_independence import preserved_generators, system_generators
+from training.networks.record_independence import (
+    fixed_parameters,
+    preserved_generators,
+    system_generators,
+)
 from training.private_loop.batch import Batch, Gradients, Pass
 from training.private_loop.inputs import (
-    backward_hooks,
+    ProbedParts,
     cut_rows,
     require_recordable,
     require_rows,
@@ -97,16 +105,13 @@ class PrivateModule:
         self._gradients, self._limit = gradients, max_physical_batch_size
         self._shared = shared or SharedSteps()
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
+        require_rows((args, kwargs), rows_of(args, kwargs) or 0)
         show_invented(module, args, kwargs)
         self._tape = RecordTape(module, *args, **kwargs)
-        if max_physical_batch_size is not None:
-            require_rows((args, kwargs), rows_of(args, kwargs) or 0)
         self._template = template_of(module, args, kwargs)
         require_separate(self._tape, args, kwargs)
         self._trained = [p for layer in self._tape.layers for p in layer]
-        self._known = {id(p) for p in self._trained}
-        self._hooks = backward_hooks(module)
-        self._modes = {name: each.training for name, each in module.named_modules()}
+        self._probed = ProbedParts(module)
         for parameter in self._trained:
             parameter.grad = None  # of earlier training, which was not private
         self._process = OwnProcess()
@@ -134,7 +139,7 @@ class PrivateModule:
             step: Its number.
             records: Its size.
         """
-        self.require_same_parameters()
+        self.require_same_parts()
         self._plain, self._batch = _UNSEEN, Batch(step=step, records=records)
 
     def drop(self) -> None:
@@ -160,38 +165,14 @@ class PrivateModule:
         """Whether a tensor is an output that the user received of the batch at hand, not changed in place."""
         return self._batch is not None and self._batch.is_output(value)
 
-    def require_same_parameters(self) -> None:
-        """Refuse a module whose parameters that learn, or whose hooks on gradients, are others than at the start.
+    @property
+    def tape(self) -> RecordTape:
+        """What records the training passes."""
+        return self._tape
 
-        Raises:
-            RuntimeError: They are.
-        """
-        now = {id(p) for p in self.module.parameters() if p.requires_grad}
-        if now != self._known:
-            raise RuntimeError(
-                "module: its parameters that learn changed since make_private; freeze, unfreeze or add parameters "
-                "before it, or close the private loop and start another one"
-            )
-        if not backward_hooks(self.module) <= self._hooks:
-            raise RuntimeError(
-                "module: a backward hook was added since make_private, which has not probed whether it mixes records; "
-                "register hooks before make_private"
-            )
-
-    def require_same_modes(self) -> None:
-        """Refuse a training pass in other modes than those that were probed, such as frozen batch statistics in use.
-
-        Raises:
-            RuntimeError: A part of the module changed its mode.
-        """
-        for name, each in self.module.named_modules():
-            if self._modes.get(name) != each.training:
-                now = "training" if each.training else "evaluation"
-                raise RuntimeError(
-                    f"module: {name!r} ({type(each).__name__}) is in {now} mode now, and was not when make_private "
-                    "probed whether it mixes records; put it back after module.train(), such as by .eval() on frozen "
-                    "batch normalisation"
-                )
+    def require_same_parts(self) -> None:
+        """See ProbedParts.require_same."""
+        self._probed.require_same()
 
     # Forward
 
@@ -203,9 +184,11 @@ class PrivateModule:
         if reason is not None or batch is None:
             if torch.is_grad_enabled():
                 self._plain = reason or self._plain
-            return self.module._call_impl(*args, **kwargs)
-        self.require_same_parameters()
-        self.require_same_modes()
+            with preserved_state(self.module, follow_hooks=False):
+                return self.module._call_impl(*args, **kwargs)
+        self.require_same_parts()
+        self._probed.require_same_modes()
+        require_rows((args, kwargs), batch.records)
         one = Pass(args=args, kwargs=kwargs)
         batch.passes.append(one)
         if not batch.records:
@@ -216,9 +199,19 @@ class PrivateModule:
             return self._handed(one, outputs, attach=False)
         if batch.recorder is None:
             batch.recorder = self._tape.begin(batch.records)
-        with self._drawing(), batch.recorder:
+        with self._drawing(), self._nothing_kept(), batch.recorder:
             output = self.module._call_impl(*args, **kwargs)
         return self._handed(one, output, attach=True)
+
+    @contextmanager
+    def _nothing_kept(self) -> Iterator[None]:
+        """Let a pass on private records leave nothing in the module: what it holds is saved without noise.
+
+        Raises:
+            ValueError: It wrote into a parameter.
+        """
+        with preserved_state(self.module), fixed_parameters(self.module):
+            yield
 
     def _why_plain(self, batch: Batch | None, args: Any, kwargs: Any) -> str | None:
         """Return why a call is no training pass on the batch at hand, or None if it is one."""
@@ -238,11 +231,10 @@ class PrivateModule:
     def _in_parts(self, one: Pass, records: int) -> Any:
         """Return the outputs of a batch that runs in parts, without a graph."""
         outputs = []
-        require_rows((one.args, one.kwargs), records)
         cut = partial(cut_rows, records=records)
         for part in self._parts_of(records):
             one.states.append(generator_states())
-            with torch.no_grad():
+            with self._nothing_kept(), torch.no_grad():
                 outputs.append(
                     self.module._call_impl(*cut(one.args, part=part), **cut(one.kwargs, part=part))
                 )
@@ -291,14 +283,16 @@ class PrivateModule:
         if not torch.is_grad_enabled():
             return value
 
+        attempt = 0 if batch is None else batch.failed
+
         def write(factor: float) -> None:
             with self._shared.handing_errors():
-                self._write(batch, gradients, factor)
+                self._write(batch, gradients, factor, attempt)
 
         loss: Tensor = _PrivateLoss.apply(self._anchor, value, write)
         return loss
 
-    def _write(self, batch: Batch | None, gradients: Gradients, factor: float) -> None:
+    def _write(self, batch: Batch | None, gradients: Gradients, factor: float, attempt: int) -> None:
         """Write the private gradients of a batch, on top of those that were not stepped with or zeroed yet."""
         self._process.require("the batch of the private loop")
         if batch is None or batch is not self._batch:
@@ -310,8 +304,12 @@ class PrivateModule:
                 f"backward: was called before on the batch of step {batch.step}, whose gradients were released once; "
                 "call it once on each batch"
             )
+        if batch.failed != attempt:
+            raise RuntimeError(
+                f"backward: failed before on the batch of step {batch.step}; run module and criterion on it again"
+            )
         self._require_constant(factor)
-        self.require_same_parameters()
+        self.require_same_parts()
         earlier = [parameter.grad for parameter in self._trained]
         for parameter in self._trained:
             parameter.grad = None
@@ -326,6 +324,10 @@ class PrivateModule:
         except BaseException:
             for parameter in self._trained:
                 parameter.grad = None
+            batch.written, batch.failed = (
+                False,
+                batch.failed + 1,
+            )  # nothing was released; it may be tried again
             raise
         finally:
             self._writing = False
@@ -386,7 +388,7 @@ class PrivateModule:
             place = self._trained[0].device
             with self._drawing(), preserved_generators(place), torch.enable_grad():
                 set_generator_states(one.states[number])
-                with recorder:
+                with self._nothing_kept(), recorder:
                     leaves = tree_leaves(self.module._call_impl(*args, **kwargs))
             pairs += [(leaves[n], g[part]) for n, g in wanted.items() if leaves[n].requires_grad]
         return pairs

@@ -251,6 +251,11 @@ class PrivateTraining:
 
     # What the loader asks for
 
+    @property
+    def left(self) -> bool:
+        """See training.private_loop.loader.Steps."""
+        return not self._private.trained
+
     def open_epoch(self) -> None:
         """See training.private_loop.loader.Steps."""
         self._require_open()
@@ -258,7 +263,8 @@ class PrivateTraining:
             raise BudgetExceeded(self.stopped)
         with self._shared.handing_errors():
             self._shared.begin_epoch(self.step, self.module)
-        self._private.drop()
+        if not self.left:
+            self._private.drop()
 
     def hand_out(self, records: int) -> bool:
         """See training.private_loop.loader.Steps."""
@@ -274,6 +280,10 @@ class PrivateTraining:
         self._private.begin(self.step, records)
         self.step += 1
         return True
+
+    def hand_out_again(self, records: int) -> None:
+        """See training.private_loop.loader.Steps."""
+        self._private.begin(self.step - 1, records)
 
     def _pay(self) -> tuple[str | None, LedgerContent | None]:
         """Pay for the next step; return why the loop ends or None, and the ledger's new lines or None."""
@@ -294,18 +304,18 @@ class PrivateTraining:
         """See training.private_loop.loader.Steps."""
         self._process.require("the private loop")
         if not self._private.trained:
-            self._private.drop()
             raise RuntimeError(
-                f"step {self.step - 1}: its batch was left without a backward pass, and which batches are left out may "
-                "tell their size; call backward on the loss of every batch, also of an empty one, before the next is "
-                "drawn (a framework that accumulates gradients may draw ahead: give max_physical_batch_size instead)"
+                f"step {self.step - 1}: its batch was left without a backward pass, and which batches are left out "
+                "may tell of their records; call backward on the loss of every batch, also of an empty one, before the "
+                "next is drawn (a framework that accumulates gradients may draw ahead: give max_physical_batch_size "
+                "instead)"
             )
 
     # The optimizer
 
     def before_step(self, *_: Any) -> None:
         """Refuse an optimizer that would move what is not private; called before each step of the optimizer."""
-        self._private.require_same_parameters()
+        self._private.require_same_parts()
         require_own_parameters(self.optimizer, self.module)
 
     def after_step(self, *_: Any) -> None:

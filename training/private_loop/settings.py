@@ -34,13 +34,19 @@ _HIDDEN_NUMBER = (
     "private; give it, or take relation = 'zero_out', under which that number is public"
 )
 _STANDARDISED = "the features were standardised with public constants, not with statistics of the data"
-_CHECKED = "each record's loss was computed from the outputs and the targets of that record only"
+_CHECKED = (
+    "the criterion was called on one record at a time, with the module's outputs as they were returned, and neither it "
+    "nor the module in training was given a number or a tensor without a row for each record",
+    "each batch that was drawn was trained on before the next, and buffers and Python attributes of the module were as "
+    "before after each pass",
+)
 _TRUSTED = (
-    "the data set, the collate function and what stands between loader and module treat each record separately, with "
-    "constants that do not come from the data",
+    "the data set, the collate function and what stands between loader, module and criterion treat each record "
+    "separately: no inputs, targets or weights of a record are computed from others, such as by subtracting a batch's "
+    "mean or dividing by its size, and constants and `example_inputs` do not come from the data",
     "the criterion keeps no memory of other records, and the loss is multiplied by a constant only",
-    "only the gradients of the private loop move the parameters, and neither losses nor other figures of the records "
-    "are released",
+    "only the gradients of the private loop move the parameters, neither losses nor other figures of the records are "
+    "released, and none of them decides what the loop does, when it ends or whether it is resumed",
 )
 """What the loop of a user may break, and no code here can check."""
 _TRUSTED_IF_SHARED = (
@@ -199,8 +205,10 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
     enforced = {text for text in CLIPPED_RECORDS.checked_by_code if text != _STANDARDISED}
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
     trusted = (*_TRUSTED, *((_TRUSTED_IF_SHARED,) if several else ()))
-    ours = (Assumption(text=_CHECKED, holds=True), *(Assumption(text=text) for text in trusted))
-    return replace(guarantee, assumptions=(*assumptions, *ours))
+    checked = (Assumption(text=text, holds=True) for text in _CHECKED)
+    return replace(
+        guarantee, assumptions=(*assumptions, *checked, *(Assumption(text=text) for text in trusted))
+    )
 
 
 def _seed(mode: str, seed: int | None) -> int | None:

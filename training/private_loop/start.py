@@ -24,6 +24,7 @@ from training.private_loop.inputs import (
     require_arguments,
     require_own_parameters,
     require_own_readings,
+    warn_of_parameters_left_out,
 )
 from training.private_loop.loader import batch_size_of
 from training.private_loop.module import PrivateModule
@@ -36,7 +37,7 @@ from training.private_loop.sharing import (
     module_facts,
     optimizer_facts,
 )
-from training.protections.record import RecordGradients
+from training.protections.record import RecordGradients, require_counted_sums
 from training.runs.storage import only_writer
 
 
@@ -135,6 +136,7 @@ def make_private(
         other = None if accountant is None else NamedAccountant.load(accountant)
         batch_size = batch_size_of(data_loader)
         require_own_parameters(optimizer, module)
+        warn_of_parameters_left_out(optimizer, module)
         if shared.several:
             own = {
                 "module": module_facts(module),
@@ -172,6 +174,9 @@ def make_private(
             release=mode == "release",
         )
         stack.callback(private.close)
+        require_counted_sums(
+            private.tape, batch_size, processes=shared.ranks.world, name="data_loader.batch_size"
+        )
         loop = PrivateTraining(
             private=private,
             optimizer=optimizer,

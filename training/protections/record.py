@@ -40,7 +40,14 @@ from opusim.randomness.streams import CorrelatedStream, NoiseStream, SystemUnifo
 from training.config.run import RunConfig
 from training.config.sections import OptimizerConfig
 from training.data.samplers import PoissonSampler
-from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
+from training.networks.clipping import (
+    MOST_RECORDS,
+    SUM_ERROR,
+    Clip,
+    bounded_factors,
+    finite_rows,
+    full_precision,
+)
 from training.networks.layers import LayeredNetwork
 from training.networks.optimizers import rate_share
 from training.networks.record_gradients.tape import RecordTape
@@ -298,6 +305,26 @@ def _log_error(weights: np.ndarray, ratios: np.ndarray) -> tuple[float, np.ndarr
     return math.log(error * norm), by_ratio
 
 
+def require_counted_sums(tape: RecordTape, expected: float, *, processes: int, name: str) -> None:
+    """Refuse batches so large that `SUM_ERROR` would not bound the rounding of sums over several uses of a weight.
+
+    Args:
+        tape: Of the module.
+        expected: Expected number of records in a batch; twice as many are counted on.
+        processes: The processes that share a batch.
+        name: The argument or key that sets it, for the message.
+
+    Raises:
+        ValueError: The module uses a parameter several times, and a batch is too large.
+    """
+    most = MOST_RECORDS // (2 * processes)
+    if tape.several_uses and expected > most:
+        raise ValueError(
+            f"{name} = {expected:g}: a parameter of the module is used several times, and the rounding of such sums is "
+            f"counted for batches of at most {most} records; take smaller batches"
+        )
+
+
 def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
     """Return ||g_(l,i)|| of each layer and record, float64, shape (layers, batch).
 
@@ -335,6 +362,7 @@ class RecordGradients(PrivateGradients):
         - a record's contribution, as float32 arithmetic forms it, has norm at most C (1 + 1e-6), whatever finite
           numbers the record holds (training.networks.clipping); so adding or removing a record changes the sum of
           contributions by at most that, up to the rounding of the sum itself;
+        - if a module uses a parameter several times, that rounding counts, too: the noise is (1 + `SUM_ERROR`) z C;
         - a record whose contribution is not finite counts as zero, and nothing about it is reported;
         - an empty batch takes the same noisy step.
 
@@ -435,34 +463,36 @@ class RecordGradients(PrivateGradients):
         Raises:
             ValueError: There is no part.
         """
-        totals: dict[int, Tensor] = {}
-        parameters: list[nn.Parameter] = []
+        totals: dict[nn.Parameter, Tensor] = {}
+        several = False
         for tape in parts:
             squares = tape.squared_norms()
             norms = squares.sqrt()
             self.left_out += int((~torch.isfinite(norms).all(dim=0)).sum())
-            tape.set_gradients(self._factors(norms), squares, self._divisor)
-            parameters = [parameter for layer in tape.layers for parameter in layer]
-            for parameter in parameters:
-                part, parameter.grad = parameter.grad, None
-                if part is not None:  # always, after set_gradients
-                    earlier = totals.get(id(parameter))
-                    totals[id(parameter)] = part if earlier is None else earlier.add_(part)
-        if not parameters:
+            for parameter, part in tape.totals(self._factors(norms), squares):
+                earlier = totals.get(parameter)
+                totals[parameter] = part if earlier is None else earlier.double() + part
+            several = several or tape.several_uses
+        if not totals:
             raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
-        for parameter in parameters:
-            parameter.grad = totals[id(parameter)]
-        self._finish(parameters)
+        for parameter, total in totals.items():
+            parameter.grad = total.div_(self._divisor).float()
+        self._finish(list(totals), error=SUM_ERROR if several else 0.0)
         self.batches_written += 1
 
-    def _finish(self, parameters: Sequence[Tensor]) -> None:
-        """Add the sums of all processes, and noise to every entry; each process then has the same gradients."""
+    def _finish(self, parameters: Sequence[Tensor], error: float = 0.0) -> None:
+        """Add the sums of all processes, and noise to every entry; each process then has the same gradients.
+
+        Args:
+            parameters: Those whose gradients are sums over the divisor.
+            error: What one record may change the rounding of the sum by, over C; more noise makes up for it.
+        """
         ranks = self._ranks
         gradients = ranks.gradients(parameters)
         ranks.sum_on_first(gradients)
         if self._noise_std and ranks.is_first:
             for gradient in gradients:
-                self._noise.add_to(gradient, self._noise_std / self._divisor)
+                self._noise.add_to(gradient, self._noise_std * (1 + error) / self._divisor)
         ranks.broadcast_tensors(gradients)
 
     def _factors(self, norms: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from training.data.tables import Frame, feature_array, is_frame, read_frame, tab
 from training.data.texts import bits_per_byte
 from training.errors import DataError
 from training.networks.base import Network
+from training.networks.memory import preserved_state
 from training.networks.objectives import Objective, measure
 from training.networks.user_code import load_object, require_importable, require_trusted, warn_if_changed
 from training.runs.checkpoints import copy_parameters, read_checkpoint
@@ -55,7 +56,11 @@ def model_outputs(model: nn.Module | Network, x: Tensor) -> Tensor:
         Shape (n, n_outputs), for tokens (n, T, n_outputs).
     """
     compute, at_once = _evaluated(model)
-    with torch.no_grad():
+    module = model.model if isinstance(model, Network) else model
+    with (
+        torch.no_grad(),
+        preserved_state(module, follow_hooks=False),
+    ):  # a checkpoint must hold nothing of the records
         return torch.cat([compute(chunk) for chunk in x.split(at_once)])
 
 
@@ -75,7 +80,11 @@ def evaluate_split(
         in [0, 1]; see `training.networks.objectives.measure`.
     """
     compute, at_once = _evaluated(model)
-    with torch.no_grad():
+    module = model.model if isinstance(model, Network) else model
+    with (
+        torch.no_grad(),
+        preserved_state(module, follow_hooks=False),
+    ):  # a checkpoint must hold nothing of the records
         return measure(Objective.named(loss, target), compute, split.x, split.y, at_once=at_once)
 
 

@@ -122,6 +122,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
             loss=config.loss,
             device=device,
             reports=config.mode == "experiment" or config.protection.protects == "nothing",
+            protected=config.protection.protects == "records",
         )
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.networks.clipping import finite_rows
 from training.networks.functions import LOSS_VALUES
+from training.networks.memory import preserved_state
 from training.protections.base import PrivateGradients
 from training.ulr.estimator import Estimator, Losses
 from training.ulr.network import ModuleSequence, Outputs
@@ -131,6 +133,7 @@ class UlrTrainer(Trainer):
         device: The open device that supplies noise, or None.
         reports: Whether to warn of ignored records and to stop if a step ignores all of them. Both reveal something
             about the records.
+        protected: Whether a step must leave nothing of the records in the module's buffers and Python attributes.
     """
 
     kind = "ulr"
@@ -144,8 +147,10 @@ class UlrTrainer(Trainer):
         loss: LossName = "cross-entropy",
         device: NoisyDevice | None = None,
         reports: bool = True,
+        protected: bool = False,
     ) -> None:
         self.model = network.model
+        self._protected = protected
         self.optimizer = optimizer
         self._network = network
         self._update = update
@@ -160,6 +165,11 @@ class UlrTrainer(Trainer):
         if self._device is not None:
             self._device.seek(step)
         self._update.seek(step)
+        with preserved_state(self.model) if self._protected else nullcontext():
+            return self._learn(x, y, step, observe=observe, records=records)
+
+    def _learn(self, x: Tensor, y: Tensor, step: int, *, observe: bool, records: Tensor | None) -> StepRecord:
+        """Take a step; arguments as in `step`."""
         outputs = self._network.forward(x)
 
         def losses(output: Tensor, rows: slice) -> Tensor:

@@ -10,6 +10,7 @@ data; their noise comes from a stream that is independent of the directions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ from training.config.sections import OptimizerConfig
 from training.engine.trainer import StepRecord, Trainer
 from training.networks.base import Network
 from training.networks.functions import LOSS_VALUES
+from training.networks.memory import preserved_state
 from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 from training.zeroth_order.step_log import StepLog
@@ -286,7 +288,8 @@ class ZoTrainer(Trainer):
         """Return each record's loss and whether its class is right, shapes (batch,); no pass for an empty batch."""
         if not len(x):
             return torch.zeros(0, device=y.device), y == y
-        with torch.no_grad():
+        protected = self._release.clip is not None
+        with torch.no_grad(), preserved_state(self.model) if protected else nullcontext():
             output = self.model(x).float()
             return self._loss(output, y), output.argmax(dim=1) == y
 

@@ -176,6 +176,64 @@ def a_backward_hook_added_later(loop: Loop) -> None:
     batch_of(loop)
 
 
+def mean_subtracted(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (args[0] - args[0].mean(dim=0), *args[1:])
+
+
+def a_forward_pre_hook_added_later(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.module[1].register_forward_pre_hook(mean_subtracted)
+    loop.criterion(loop.module(x), y).backward()
+
+
+def a_forward_hook_added_before_backward(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loss = loop.criterion(loop.module(x), y)
+    loop.module[1].register_forward_hook(lambda m, args, out: out - out.mean(dim=0))
+    loss.backward()
+
+
+def a_hook_on_all_modules(loop: Loop) -> None:
+    handle = nn.modules.module.register_module_forward_pre_hook(mean_subtracted)
+    try:
+        batch_of(loop)
+    finally:
+        handle.remove()
+
+
+def a_hook_on_a_parameter(loop: Loop) -> None:
+    loop.module[0].weight.register_hook(lambda gradient: 2 * gradient)
+    batch_of(loop)
+
+
+def a_part_exchanged_later(loop: Loop) -> None:
+    loop.module[1] = nn.Softmax(dim=0)
+    batch_of(loop)
+
+
+def a_parameter_changed_in_the_pass(loop: Loop) -> None:
+    forward = loop.module[1].forward
+
+    def changing(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            loop.module[0].bias.add_(x.mean())
+        return forward(x)
+
+    x, y = batch_of(loop)
+    loop.module[1].forward = changing
+    loop.criterion(loop.module(x), y).backward()
+
+
+def the_size_of_the_batch_as_an_argument(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.criterion(loop.module(x), y, len(x)).backward()
+
+
+def a_statistic_of_the_batch_as_an_argument(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.criterion(loop.module(x), y, y.float().mean()).backward()
+
+
 def another_parameter_in_the_optimizer(loop: Loop) -> None:
     x, y = batch_of(loop)
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
@@ -218,6 +276,17 @@ REFUSED: list[tuple[Callable[[Loop], None], str]] = [
     (a_parameter_frozen_later, "its parameters that learn changed"),
     (parameters_exchanged_later, "its parameters that learn changed"),
     (a_backward_hook_added_later, "register hooks before make_private"),
+    (a_forward_pre_hook_added_later, "register hooks before make_private"),
+    (a_forward_hook_added_before_backward, "register hooks before make_private"),
+    (a_hook_on_all_modules, "register hooks before make_private"),
+    (a_hook_on_a_parameter, "parameter '0.weight' has a gradient hook"),
+    (a_part_exchanged_later, r"part '1' \(Softmax\) is new"),
+    (a_parameter_changed_in_the_pass, "a forward pass changes '0.bias'"),
+    (
+        the_size_of_the_batch_as_an_argument,
+        r"criterion: an argument is the number \d+, which may come from all",
+    ),
+    (a_statistic_of_the_batch_as_an_argument, r"argument of shape \(\) has no row for each"),
     (another_parameter_in_the_optimizer, "parameters that are not the module's"),
     (saved_within_a_step, "is under way"),
     (used_after_close, "the private loop is closed"),
@@ -333,6 +402,31 @@ def test_schedulers_groups_and_frozen_parameters(tmp_path: Path) -> None:
             scheduler.step()
     assert torch.equal(model[0].weight, frozen)
     assert optimizer.param_groups[1]["lr"] < 1e-6
+
+
+def test_parameters_without_an_optimizer_are_named(tmp_path: Path) -> None:
+    """The clip is over all that ask for gradients, so that those of the head alone would move less."""
+    model = network()
+    given = (model, torch.optim.SGD(model[2].parameters(), lr=0.5), nn.CrossEntropyLoss(), parts()[3])
+    message = r"leaves out 2 of the 4 parameters .*'0.weight'; 72% .* call requires_grad_\(False\) on those"
+    with pytest.warns(UserWarning, match=message), private_loop(tmp_path / "all", given):
+        pass
+    model[0].requires_grad_(False)
+    private_loop(tmp_path / "head", given).close()  # without a warning, which would be an error
+
+
+def test_hooks_may_come_and_go_between_batches(private: Loop) -> None:
+    """Such as those that collect features in an evaluation."""
+    seen: list[int] = []
+    for x, y in private.data_loader:
+        handle = private.module[1].register_forward_hook(lambda module, args, out: seen.append(len(out)))
+        with torch.no_grad():
+            private.module.eval()(x)
+        handle.remove()
+        private.module.train()
+        private.criterion(private.module(x), y).backward()
+        private.optimizer.step()
+    assert len(seen) == len(private.data_loader)
 
 
 def test_copies_are_plain_modules(private: Loop, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -286,13 +287,26 @@ class Weighted(nn.Module):
         return self.linear(x * weights)
 
 
-def test_constants_are_not_cut_like_records(tmp_path: Path) -> None:
-    example = [NUMBERS[:6], torch.ones(4)]
-    with pytest.raises(
-        ValueError, match="has no row for each of the 6 records, so that a batch cannot be cut"
-    ):
-        private(Weighted(), NUMBERS, tmp_path / "parts", example_inputs=example, max_physical_batch_size=2)
-    private(Weighted(), NUMBERS, tmp_path / "whole", example_inputs=example).close()
+@pytest.mark.parametrize("limit", [None, 2])
+def test_arguments_of_no_record_are_refused(tmp_path: Path, limit: int | None) -> None:
+    """They may be computed from all records of a batch, such as its mean or its size."""
+    for number, given in enumerate((torch.ones(4), torch.ones(()), 0.5, 6, np.float64(0.5))):
+        with pytest.raises(ValueError, match="has no row for each of the 6 records|is the number") as caught:
+            private(
+                Weighted(),
+                NUMBERS,
+                tmp_path / str(number),
+                example_inputs=[NUMBERS[:6], given],
+                max_physical_batch_size=limit,
+            )
+        assert "build" in str(caught.value)
+    example = [NUMBERS[:6], torch.ones(6, 4)]
+    with private(Weighted(), NUMBERS, tmp_path, example_inputs=example) as loop:
+        x, y = next(iter(loop.data_loader))
+        for given, message in ((x.mean(dim=0), "has no row"), (len(x), "is the number")):
+            with pytest.raises(ValueError, match=message):
+                loop.module(x, given)
+        loop.criterion(loop.module(x, torch.ones_like(x)), y).backward()
 
 
 def test_a_penalty_inside_the_criterion_is_refused(tmp_path: Path) -> None:

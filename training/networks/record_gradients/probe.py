@@ -52,8 +52,10 @@ class _Trace(NamedTuple):
 
 def probe(
     model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], args: Any, kwargs: Any
-) -> tuple[Kinds, list[list[int]]]:
-    """Return the kinds of uses, and the layers: the numbers of parameters that share a use.
+) -> tuple[Kinds, list[list[int]], bool]:
+    """Return the kinds of uses, the layers, and whether a parameter has several uses.
+
+    A layer is the numbers of the parameters that share a use.
 
     The model's buffers, its Python attributes and torch's generators are as before afterwards.
 
@@ -84,7 +86,12 @@ def probe(
                 for name, buffer in model.named_buffers():
                     buffer.copy_(buffers[name])
     kinds.slots = _slots(few, many, changed)
-    return kinds, _components(few.roots, len(named))
+    layers = _components(few.roots, len(named))
+    return (
+        kinds,
+        layers,
+        any(sum(not roots.isdisjoint({n}) for roots in few.roots) > 1 for n in range(len(named))),
+    )
 
 
 def _trace(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, batch: Rows) -> _Trace:

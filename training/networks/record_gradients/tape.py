@@ -23,13 +23,15 @@ from torch.nn import functional
 
 from opusim import checks
 from training.networks.clipping import (
+    CANCELLED,
     Clip,
+    ExactRows,
     ScaledRows,
     bounded_factors,
+    cancels,
     finite_rows,
     full_precision,
     norm_bounds,
-    product_slack,
     row_norms,
     scaled_rows,
     weighted_sums,
@@ -54,9 +56,11 @@ class RecordTape:
     With factors f_i from `squared_norms`, the contribution of a record to the sum that `set_gradients` writes, as
     float32 arithmetic forms it, has at most the norm that was measured times f_i, up to 1e-6 of it, whatever finite
     numbers the record holds (training.networks.clipping); a record whose norm is not finite must get the factor 0 and
-    then adds exactly nothing.
+    then adds exactly nothing. Products of several uses of a weight may cancel, so they are summed in float64; so are
+    those of one use at several positions, for the records for which they do.
 
     Attributes:
+        several_uses: Whether a parameter is used several times in a forward pass.
         layers: Groups of parameters that are measured together, in the order of the model: a weight and its bias, or
             everything that shares a use. Their number is depth.
         names: Names of the parameters of each layer.
@@ -97,7 +101,7 @@ class RecordTape:
         self._begun = 0
         self._uses: list[list[Use]] = []
         self._cache: dict[int, list[list[Tensor]]] = {}
-        self._kinds, members = probe(model, named, args, kwargs)
+        self._kinds, members, self.several_uses = probe(model, named, args, kwargs)
         self.layers: list[list[nn.Parameter]] = [[named[n][1] for n in group] for group in members]
         self.names: list[list[str]] = [[named[n][0] for n in group] for group in members]
         self._layer_of = {id(p): number for number, layer in enumerate(self.layers) for p in layer}
@@ -163,6 +167,10 @@ class RecordTape:
             use = use_of(call, records)
             if use is not None:
                 self._uses[self._layer_of[id(self._named[min(roots)][1])]].append(use)
+        if any(
+            len(uses) > 1 for uses in self._uses
+        ):  # longer records than the probe's may use a parameter again
+            self.several_uses = True
 
     def plant(self, name: str, signals: Tensor, inputs: Tensor) -> None:
         """Add s_i u_i^T to what each record of the recorded batch adds to a weight, before any norm is measured.
@@ -195,13 +203,23 @@ class RecordTape:
             squared_norms: As `squared_norms` returned them; no contribution exceeds them.
             divisor: The batch size, or a constant in its place.
         """
+        for parameter, total in self.totals(factors, squared_norms):
+            parameter.grad = total.div_(divisor).float()
+
+    def totals(self, factors: Tensor, squared_norms: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
+
+        Args:
+            factors: See `set_gradients`.
+            squared_norms: See `set_gradients`.
+        """
         norms = squared_norms.sqrt()
         finite = torch.isfinite(norms).all(dim=0)
-        with self._arithmetic():
-            for number, parameters in enumerate(self.layers):
-                clip = Clip(factors=factors[number], norms=norms[number])
-                for parameter, total in zip(parameters, self._total(number, clip, finite), strict=True):
-                    parameter.grad = total.div_(divisor).float()
+        for number, parameters in enumerate(self.layers):
+            clip = Clip(factors=factors[number], norms=norms[number])
+            with self._arithmetic():
+                totals = self._total(number, clip, finite)
+            yield from zip(parameters, totals, strict=True)
 
     def clip(self, bound: float, divisor: float = 1.0) -> int:
         """Write (1/divisor) sum_i min(1, C / norm(g_i)) g_i into the gradients, g_i over all parameters.
@@ -260,10 +278,17 @@ class RecordTape:
         outer = _outer_uses(uses)
         if outer is None or _is_smaller(outer):
             return self._formed_total(number, clip)
-        totals = {id(parameter): torch.zeros_like(parameter) for parameter in parameters}
+        several, positions = len(outer) > 1, max(use.positions for use in outer)
+        kind = torch.float64 if several else torch.float32
+        totals = {id(parameter): torch.zeros_like(parameter, dtype=kind) for parameter in parameters}
+        cancelling = None
+        if positions > 1 and not several:
+            cancelling = cancels(outer[0].magnitudes(slice(None)), clip.norms)
 
-        def keep(delta: Tensor) -> ScaledRows:
-            return scaled_rows(delta, clip.factors)
+        def keep(delta: Tensor) -> ScaledRows | ExactRows:
+            if several:
+                return ExactRows(rows=delta, factors=clip.factors, positions=positions)
+            return scaled_rows(delta, clip.factors, cancelling)
 
         def only_finite(values: Tensor) -> Tensor:
             return values if bool(finite.all()) else finite_rows(values, finite)
@@ -304,6 +329,7 @@ class RecordTape:
             return
         uses, parameters, records = self._uses[number], self.layers[number], self._recorded()
         outer, size = _outer_uses(uses), sum(parameter.numel() for parameter in parameters)
+        size *= 1 + (len(uses) > 1)  # then they are float64
         needed = sum(use.numbers for use in uses) if outer else max(use.numbers for use in uses)
         kept = []
         for part in _parts(records, 4 * size + needed):
@@ -367,8 +393,8 @@ def _joint_norms(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _outer_rows(uses: Sequence[OuterUse], parameters: Sequence[nn.Parameter], part: slice) -> list[Tensor]:
-    """Return the gradients of some records as rows for a weight and its bias, float32, by one product for all uses."""
-    s, u = _joined_pairs(uses, part)
+    """Return the gradients of some records as rows for a weight and its bias, float64, by one product for all uses."""
+    s, u = (columns.double() for columns in _joined_pairs(uses, part))
     whole = s @ u.mT  # (some, groups, a, b)
     if not any(use.bias is not None for use in uses):
         return [whole.flatten(1)]
@@ -391,18 +417,15 @@ def _summed_rows(uses: Sequence[Use], parameters: Sequence[nn.Parameter], part: 
 def _norms_of_sum(uses: Sequence[OuterUse], part: slice) -> Tensor:
     """Return bounds on the norms of contributions of several uses of one weight, float64, shape (some,).
 
-    The positions of all uses count as one sum of products, whose Gram matrices are computed in float64; what float32
-    may lose in the sums that are formed is added, as in `training.networks.layers.outer_sum_bounds`.
+    The positions of all uses count as one sum of products, whose Gram matrices are computed in float64. The share
+    `CANCELLED` of the products' magnitudes is added, so that the sum over the batch rounds by a bounded amount.
     """
     s, u = (columns.double() for columns in _joined_pairs(uses, part))
     (a, positions), b = s.shape[-2:], u.shape[-2]
     squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-2, -1)).clamp_min(0.0).sum(dim=1)
     magnitudes = [use.magnitudes(part) for use in uses]
     gram = ((a + b + positions**2) * 2.0**-52) ** 0.5
-    lost = [
-        (product_slack(use.positions + len(uses)) + gram) * size
-        for use, size in zip(uses, magnitudes, strict=True)
-    ]
+    lost = [(CANCELLED + gram) * size for size in magnitudes]
     return squares.sqrt() + torch.stack(lost).sum(dim=0)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from training.networks.clipping import ScaledRows, norm_bounds, product_slack
+from training.networks.clipping import ExactRows, ScaledRows, norm_bounds, product_slack
 from training.networks.layers import outer_squared_norms, outer_sum_bounds
 from training.networks.record_gradients.calls import Call, Use, affine, bound, real_tensors
 from training.networks.record_gradients.layout import Layout
@@ -53,9 +53,9 @@ class OuterUse(Use):
 
     @abstractmethod
     def totals(
-        self, keep: Callable[[Tensor], ScaledRows], finite: Callable[[Tensor], Tensor]
+        self, keep: Callable[[Tensor], ScaledRows | ExactRows], finite: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """Return sum_i f_i J_i^T delta_i, one float32 tensor for each of `wrt`.
+        """Return sum_i f_i J_i^T delta_i, one tensor for each of `wrt`, in the precision that `keep` asks for.
 
         Args:
             keep: Scales signals (records, ...) by the factors.
@@ -112,6 +112,11 @@ class LinearUse(OuterUse):
             h = torch.cat([h, h.new_ones(*h.shape[:-1], 1)], dim=-1)
         return self._delta[part].mT[:, None], h.mT[:, None]
 
+    def magnitudes(self, part: slice) -> Tensor:
+        """See OuterUse, by Cauchy and Schwarz."""
+        ones = self.positions * float(self.bias is not None)
+        return norm_bounds(self._delta[part]) * (norm_bounds(self._h[part]).square() + ones).sqrt()
+
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: a matrix product for each record, and a sum for its bias."""
         delta = self._delta[part]
@@ -125,7 +130,7 @@ class LinearUse(OuterUse):
         return outer_squared_norms(delta, h, bias=self.bias is not None).sqrt()
 
     def totals(
-        self, keep: Callable[[Tensor], ScaledRows], finite: Callable[[Tensor], Tensor]
+        self, keep: Callable[[Tensor], ScaledRows | ExactRows], finite: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         """See OuterUse: one matrix product, and a sum for the bias."""
 
@@ -197,7 +202,7 @@ class EmbeddingUse(OuterUse):
         return self.positions**0.5 * norm_bounds(self._delta[part])
 
     def totals(
-        self, keep: Callable[[Tensor], ScaledRows], finite: Callable[[Tensor], Tensor]
+        self, keep: Callable[[Tensor], ScaledRows | ExactRows], finite: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         """See OuterUse: one indexed sum."""
 
@@ -245,8 +250,15 @@ class ConvolutionUse(OuterUse):
         signals = delta.flatten(0, 1).flatten(2).unflatten(1, (groups, -1))
         return _merged(signals, len(delta)), _merged(patches, len(delta))
 
+    def magnitudes(self, part: slice) -> Tensor:
+        """See OuterUse, by Cauchy and Schwarz; an input is in as many patches as the kernel has places."""
+        places = math.prod(self.weight.shape[2:])
+        ones = self.positions * self._options["groups"] * float(self.bias is not None)
+        squares = places * norm_bounds(self._h[part]).square() + ones
+        return norm_bounds(self._delta[part]) * squares.sqrt()
+
     def totals(
-        self, keep: Callable[[Tensor], ScaledRows], finite: Callable[[Tensor], Tensor]
+        self, keep: Callable[[Tensor], ScaledRows | ExactRows], finite: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         """See OuterUse: the convolution's weight gradient."""
 

@@ -1,0 +1,207 @@
+"""Products that cancel, of several uses of a weight or at several positions, are summed over a batch within the clip.
+
+With W (x + d) - W x a record's gradient is delta d^T, and the sums of the uses over the batch are larger by |x| / |d|.
+In float32 their rounding alone moved the clipped sum by up to 124 C.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opusim.randomness.streams import noise_stream
+from tests.support.private_loops import parts, private_loop
+from training.networks import clipping
+from training.networks.clipping import MOST_RECORDS, SUM_ERROR, bounded_factors
+from training.networks.layers import jacobian_of
+from training.networks.record_gradients import tape as tapes
+from training.networks.record_gradients.tape import RecordTape
+from training.protections.record import RecordGradients, require_counted_sums
+
+INPUTS, OUTPUTS, CLIP = 64, 16, 1.0
+
+
+class Twice(nn.Module):
+    """W (x + d) - W x by two uses of W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(INPUTS, OUTPUTS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w(x[:, 0]) - self.w(x[:, 1])
+
+
+class Stacked(Twice):
+    """The same by one use at two positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.w(x)
+        return both[:, 0] - both[:, 1]
+
+
+class Convolved(nn.Module):
+    """The same by a convolution over two positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Conv1d(INPUTS, OUTPUTS, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.w(x.mT)
+        return both[..., 0] - both[..., 1]
+
+
+class Recurrent(nn.Module):
+    """The same by sixty-four uses of W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(INPUTS, OUTPUTS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(self.w(x[:, 0]) - self.w(x[:, 1]) for _ in range(32)) / 32
+
+
+def pairs(records: int, ratio: float, kind: torch.dtype = torch.float32) -> Tensor:
+    """x + d and x for each record, |d| about 1 and |x| about ratio times that, numbers that `kind` holds."""
+    generator = torch.Generator().manual_seed(3)
+    base = torch.rand(INPUTS, generator=generator) + 0.5
+    x = torch.empty(records, 2, INPUTS)
+    x[:, 1] = ratio * base * (1 + 0.1 * torch.rand(records, 1, generator=generator))
+    x[:, 0] = x[:, 1] + torch.randn(records, INPUTS, generator=generator) / 8
+    return x.to(kind).float()
+
+
+SIGNAL = torch.ones(OUTPUTS) / 4  # the gradient at each record's output, of norm 1
+
+
+def error_of(build: Any, x: Tensor, *, autocast: bool = False) -> float:
+    """How far the clipped sum is from the exact sum of the records' clipped gradients, in units of C."""
+    torch.manual_seed(0)
+    model = build()
+    tape = RecordTape(model, torch.randn(7, 2, INPUTS))
+    with tape.recording(len(x)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = model(x)
+        (outputs.float() @ SIGNAL).sum().backward()
+    factors = bounded_factors(tape.squared_norms().sum(dim=0).sqrt(), CLIP)
+    tape.clip(CLIP)
+    differences = x[:, 0].double() - x[:, 1].double()
+    norms = differences.norm(dim=1)  # of delta d^T, for |delta| = 1
+    assert float((factors * norms).max()) <= CLIP * (1 + 1e-6)
+    wanted = torch.outer(SIGNAL.double(), factors @ differences)
+    return float((model.w.weight.grad.double().view_as(wanted) - wanted).norm()) / CLIP
+
+
+@pytest.mark.parametrize(
+    ("build", "ratio", "records"),
+    [(Twice, 1e2, 4096), (Twice, 1e4, 4096), (Twice, 1e6, 4096), (Twice, 1e5, 256), (Recurrent, 1e4, 256)],
+)
+def test_several_uses_round_by_what_the_noise_counts(build: Any, ratio: float, records: int) -> None:
+    """Half of `SUM_ERROR` for each of two neighbouring batches."""
+    assert error_of(build, pairs(records, ratio)) <= SUM_ERROR / 2
+
+
+@pytest.mark.parametrize("build", [Twice, Stacked, Convolved])
+def test_mixed_precision_counts_as_much(build: Any) -> None:
+    """Inputs that bfloat16 holds; signals are then recorded in bfloat16, and their products in float64."""
+    x = pairs(1024, 1e3, torch.bfloat16)
+    assert error_of(build, x, autocast=True) <= SUM_ERROR / 2
+
+
+@pytest.mark.parametrize("build", [Stacked, Convolved])
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
+def test_positions_that_cancel_round_less_than_the_stated_sum(build: Any, ratio: float) -> None:
+    """The page states n^2 2^-24 C for records whose products do not cancel."""
+    records = 1024
+    assert error_of(build, pairs(records, ratio)) <= records**2 * 2.0**-24
+
+
+@pytest.mark.parametrize("build", [Twice, Stacked, Convolved])
+def test_float32_sums_would_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault is what was done before."""
+
+    class Float32(clipping.ExactRows):
+        def totals(self, others: Tensor, products: Any) -> list[Tensor]:
+            return products(self.rows * self.factors.float()[:, None, None], others)
+
+    monkeypatch.setattr(tapes, "ExactRows", Float32)
+    monkeypatch.setattr(tapes, "CANCELLED", 2.0**-20)
+    monkeypatch.setattr(tapes, "cancels", lambda magnitudes, norms: norms < 0)
+    assert error_of(build, pairs(1024, 1e5)) > 0.1
+
+
+def test_layers_with_positions_sum_cancelling_records_in_float64() -> None:
+    """`ulr` and other layered networks measure and sum by the layer."""
+    torch.manual_seed(0)
+    records = 1024
+    x = pairs(records, 1e5)
+    deltas = torch.stack([SIGNAL, -SIGNAL]).expand(records, -1, -1).contiguous()
+    linear = nn.Linear(INPUTS, OUTPUTS, bias=False)
+    convolution = nn.Conv2d(INPUTS, OUTPUTS, 1, bias=False)
+    cases = [
+        (linear, deltas, x),
+        (convolution, deltas.mT[..., None].contiguous(), x.mT[..., None].contiguous()),
+    ]
+    differences = x[:, 0].double() - x[:, 1].double()
+    for module, delta, h in cases:
+        layer = jacobian_of(module)
+        norms = layer.squared_norms(delta, h).sqrt()
+        factors = bounded_factors(norms, CLIP)
+        (total,) = layer.total(delta, h, clipping.Clip(factors=factors, norms=norms))
+        wanted = torch.outer(SIGNAL.double(), factors @ differences)
+        assert float((total.double().view_as(wanted) - wanted).norm()) <= records**2 * 2.0**-24
+
+
+@pytest.mark.parametrize(("build", "several"), [(Twice, True), (Stacked, False), (Recurrent, True)])
+def test_the_noise_counts_the_sums_error(build: Any, several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For batches without records, too, and for batches in parts."""
+    drawn: list[float] = []
+    noise = noise_stream("experiment", 1, "central-noise")
+    monkeypatch.setattr(noise, "add_to", lambda gradient, std: drawn.append(std) or gradient)
+    writer = RecordGradients(clip_norm=0.5, noise_multiplier=3.0, divisor=8.0, noise=noise)
+    model = build()
+    tape = RecordTape(model, torch.randn(7, 2, INPUTS))
+    assert tape.several_uses is several
+
+    def recorded(x: Tensor) -> RecordTape:
+        with tape.recording(len(x)):
+            if len(x):
+                model(x).sum().backward()
+        return tape
+
+    for batch in ([pairs(8, 1.0)], [pairs(0, 1.0)], [pairs(4, 1.0), pairs(3, 1.0)]):
+        writer.set_gradients_of_parts(recorded(x) for x in batch)
+    wanted = 3.0 * 0.5 / 8.0 * (1.01 if several else 1.0)
+    assert drawn == pytest.approx([wanted] * len(drawn), rel=1e-12)
+    assert len(drawn) == 3
+
+
+def test_more_records_than_the_sums_error_is_proven_for_are_refused() -> None:
+    model = Twice()
+    tape = RecordTape(model, torch.randn(7, 2, INPUTS))
+    most = MOST_RECORDS // 4
+    require_counted_sums(tape, most, processes=2, name="batch_size")
+    with pytest.raises(
+        ValueError, match=f"batch_size = {most + 1}: a parameter of the module is used several times"
+    ):
+        require_counted_sums(tape, most + 1, processes=2, name="batch_size")
+
+
+@pytest.mark.slow
+def test_a_private_loop_refuses_them(tmp_path: Path) -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w(x) - self.w(0.5 * x)
+
+    with pytest.raises(ValueError, match=r"data_loader.batch_size = 32769: .* take smaller batches"):
+        private_loop(tmp_path, parts(Small(), count=32769, batch_size=32769))

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
 import scipy.stats
-from scipy.special import kolmogorov, ndtr
 
 from accounting import LabelArgmax, RandomizedResponse
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
+from training.attacks.mechanism.noise import (
+    LAGS,
+    correlation,
+    least_likely,
+    least_likely_variance,
+    noise_checks,
+    pearson,
+    shared,
+    signal_noise_checks,
+)
 from training.attacks.mechanism.report import Check
 
-_LAGS = (1, 2, 3, 4)
 _MIN_PAIRS = 20
 """Smallest number of pairs of batch sizes in a correlation: with 20, a correlation of 0.9 is found at a p-value of 1e-5
 even among several hundred."""
@@ -106,32 +114,6 @@ def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
     return shared(checks, level)
 
 
-def shared(checks: Sequence[Check], level: float) -> tuple[Check, ...]:
-    """Give each check an equal share of the family level."""
-    return tuple(replace(check, level=level / len(checks)) for check in checks)
-
-
-def noise_checks(noise: np.ndarray) -> list[Check]:
-    """Check numbers that should be independent N(0, 1), shape (runs, steps, coordinates)."""
-    return [
-        _noise_variance(noise),
-        _noise_mean(noise),
-        _noise_law(noise),
-        *(_lag(noise, lag) for lag in _LAGS),
-        _any_two(noise),
-        _between_coordinates(noise),
-    ]
-
-
-def signal_noise_checks(noise: np.ndarray) -> list[Check]:
-    """Check the noise along the layers' inputs, shape (runs, steps, coordinates)."""
-    return [
-        _noise_variance(noise, "noise on signals: variance"),
-        _any_two(noise, "noise on signals: any two steps"),
-        *(_lag(noise, lag, "noise on signals") for lag in _LAGS[:1]),
-    ]
-
-
 def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
     """Check contributions and batch sizes."""
     if not batch.variance:
@@ -144,31 +126,11 @@ def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
     ]
 
 
-def _noise_variance(noise: np.ndarray, name: str = "noise: variance") -> Check:
-    total = float(np.sum(np.square(noise)))
-    return Check(
-        name=name,
-        observed=total / noise.size,
-        expected=1.0,
-        standard_error=math.sqrt(2 / noise.size),
-        p_value=chi_squared_p_value(total, noise.size),
-        finds="noise weaker or stronger than accounted",
-    )
-
-
 def _parameter_variance(noise: np.ndarray, parameters: Mapping[str, slice]) -> Check:
     """Check the parameter whose noise has the least likely variance."""
     parts = [noise[..., columns] for columns in parameters.values()]
-    found = [(chi_squared_p_value(float(np.sum(np.square(part))), part.size), part) for part in parts]
-    p, part = min(found, key=lambda pair: pair[0])
-    return Check(
-        name="noise: variance in a parameter",
-        observed=float(np.mean(np.square(part))),
-        expected=1.0,
-        standard_error=math.sqrt(2 / part.size),
-        p_value=bonferroni(p, len(parts)),
-        finds="a weight or a bias without noise, or with weaker noise",
-    )
+    finds = "a weight or a bias without noise, or with weaker noise"
+    return least_likely_variance("noise: variance in a parameter", parts, finds)
 
 
 def _two_parameters(released: Sequence[Released]) -> Check:
@@ -176,75 +138,7 @@ def _two_parameters(released: Sequence[Released]) -> Check:
         tuple(np.concatenate(side) for side in zip(*runs, strict=True))
         for runs in zip(*(run.prefixes for run in released), strict=True)
     ]
-    return _least_likely("noise: two parameters", [(a, b) for a, b in pairs], "one noise for two parameters")
-
-
-def _noise_mean(noise: np.ndarray) -> Check:
-    error = 1 / math.sqrt(noise.size)
-    return Check(
-        name="noise: mean",
-        observed=float(noise.mean()),
-        expected=0.0,
-        standard_error=error,
-        p_value=normal_p_value(float(noise.mean()) / error),
-        finds="noise that is not centred, records in coordinates that none should touch",
-    )
-
-
-def _noise_law(noise: np.ndarray) -> Check:
-    distance = kolmogorov_distance(noise)
-    root = math.sqrt(noise.size)
-    return Check(
-        name="noise: distance from normal",
-        observed=distance,
-        expected=0.8687 / root,  # mean and standard deviation of the limit law
-        standard_error=0.2603 / root,
-        p_value=kolmogorov_p(distance, noise.size),
-        finds="another law with the same variance",
-    )
-
-
-def _lag(noise: np.ndarray, lag: int, name: str = "noise") -> Check:
-    """Check the correlation of steps t and t + lag, for each phase t mod (lag + 1), whose pairs share no step."""
-    firsts = [np.arange(phase, noise.shape[1] - lag, lag + 1) for phase in range(lag + 1)]
-    pairs = [(noise[:, first], noise[:, first + lag]) for first in firsts]
-    return _least_likely(f"{name}: steps {lag} apart", pairs, "noise used again")
-
-
-def _any_two(noise: np.ndarray, name: str = "noise: any two steps") -> Check:
-    r, pairs = largest_pair(noise.reshape(-1, noise.shape[2]))
-    p = bonferroni(cosine_p_value(r, noise.shape[2]), pairs)
-    text = "noise used again at any distance, or in another run"
-    return _correlation(name, r, noise.shape[2], p, text)
-
-
-def _between_coordinates(noise: np.ndarray) -> Check:
-    """Check the correlation of neighbouring coordinates (odd and even pairs), and of the two halves."""
-    size = noise.shape[2]
-    pairs = [(noise[..., start : size - 1 : 2], noise[..., start + 1 : size : 2]) for start in (0, 1)]
-    pairs.append((noise[..., : size // 2], noise[..., size // 2 : size // 2 * 2]))
-    return _least_likely("noise: coordinates of a step", pairs, "one number for several")
-
-
-def _least_likely(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], finds: str) -> Check:
-    """Check the least likely of several correlations whose means are known to be 0."""
-    found = []
-    for a, b in pairs:
-        r = cosine(a, b)
-        found.append((float(cosine_p_value(r, a.size)), r, a.size))
-    p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
-    return _correlation(name, r, dimension, bonferroni(p, len(found)), finds)
-
-
-def _correlation(name: str, r: float, dimension: int, p_value: float, finds: str) -> Check:
-    return Check(
-        name=name,
-        observed=r,
-        expected=0.0,
-        standard_error=1 / math.sqrt(dimension),
-        p_value=p_value,
-        finds=finds,
-    )
+    return least_likely("noise: two parameters", [(a, b) for a, b in pairs], "one noise for two parameters")
 
 
 def _mean_sum(sums: Sequence[Sums], batch: BatchLaw) -> Check:
@@ -327,7 +221,7 @@ def _batches_apart(sums: Sequence[Sums]) -> Check:
         found.append((float(cosine_p_value(r, len(a) - 1)), r, len(a) - 1))
     p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
     text = "a batch used again, or in another run"
-    return _correlation("batch size: any two steps", r, dimension, bonferroni(p, len(found)), text)
+    return correlation("batch size: any two steps", r, dimension, bonferroni(p, len(found)), text)
 
 
 def response_checks(
@@ -378,7 +272,7 @@ def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[C
     """Check labels kept in records up to four apart, and equal answers in two runs (normal approximations)."""
     n = kept.shape[1]
     values = (kept - kept.mean()) / math.sqrt(stays * (1 - stays))
-    lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in _LAGS]
+    lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in LAGS]
     total, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
     same = stays**2 + (1 - stays) ** 2 / (k - 1)
     error = math.sqrt(same * (1 - same) / n)
@@ -392,7 +286,7 @@ def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[C
             observed=total / pairs,
             expected=0.0,
             standard_error=1 / math.sqrt(pairs),
-            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(_LAGS)),
+            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(LAGS)),
             finds="one draw for several records",
         ),
         Check(
@@ -404,36 +298,3 @@ def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[C
             finds="answers that do not change from run to run",
         ),
     ]
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Return <a, b> / (||a|| ||b||) of two arrays of one shape; 0 if one of them is 0."""
-    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(np.vdot(a, b)) / scale if scale else 0.0
-
-
-def kolmogorov_distance(values: np.ndarray) -> float:
-    """Return the largest distance of the empirical distribution function from that of N(0, 1)."""
-    expected = ndtr(np.sort(values, axis=None))
-    n = len(expected)
-    ranks = np.arange(n + 1) / n
-    return float(max(np.max(ranks[1:] - expected), np.max(expected - ranks[:-1])))
-
-
-def kolmogorov_p(distance: float, n: int) -> float:
-    """Return the p-value of a Kolmogorov distance of n independent values, by the limit law of large n."""
-    return float(kolmogorov(distance * math.sqrt(n)))
-
-
-def largest_pair(rows: np.ndarray) -> tuple[float, int]:
-    """Return the cosine of largest magnitude between two rows (n, d), and the number of pairs."""
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    unit = rows / np.where(norms > 0, norms, 1.0)
-    upper = np.triu_indices(len(rows), 1)
-    found = (unit @ unit.T)[upper]
-    return float(found[np.argmax(np.abs(found))]), len(found)
-
-
-def pearson(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the sample correlation; for normal samples, `cosine_p_value` in n - 1 dimensions gives its p-value."""
-    return cosine(a - a.mean(), b - b.mean())

@@ -19,7 +19,8 @@ from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.labels.mechanisms import StagedResponse
 from opusim.errors import ConfigError
 from opusim.p_values import bonferroni, normal_p_value
-from training.attacks.mechanism.checks import response_checks, shared
+from training.attacks.mechanism.checks import response_checks
+from training.attacks.mechanism.noise import LAGS, shared
 from training.attacks.mechanism.report import Check
 from training.data import Dataset
 from training.engine.plan import RunPlan
@@ -28,7 +29,6 @@ from training.protections.label_frames import LabelFrames
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 
-_LAGS = (1, 2, 3, 4)
 _SAME = 1e-6
 """Relative difference of rates, paid for against the device's, that is rounding."""
 
@@ -132,7 +132,7 @@ def _spread(runs: np.ndarray) -> Check:
 
 
 def _apart(runs: np.ndarray) -> Check:
-    found = [np.mean(runs[:, :-lag] * runs[:, lag:], axis=2) for lag in _LAGS]
+    found = [np.mean(runs[:, :-lag] * runs[:, lag:], axis=2) for lag in LAGS]
     worst = max(found, key=lambda products: abs(products.sum()) / math.sqrt(products.size))
     error = 1 / math.sqrt(worst.size * runs.shape[2])
     return Check(
@@ -140,7 +140,7 @@ def _apart(runs: np.ndarray) -> Check:
         observed=float(worst.mean()),
         expected=0.0,
         standard_error=error,
-        p_value=bonferroni(normal_p_value(float(worst.mean()) / error), len(_LAGS)),
+        p_value=bonferroni(normal_p_value(float(worst.mean()) / error), len(LAGS)),
         finds="one frame for several records",
     )
 

@@ -8,7 +8,7 @@ the end, and large enough for float32: a step's noise exceeds 100 units in the l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from training.data import Dataset, Split
 from training.data.dataset import Standardisation
 from training.networks.sequence_models import encoder_block
 
+SINGLE_RECORDS = 24
+"""Records that differ, each with a feature of its own."""
 _TOUCHED = 8
 _UNIT = 2.0**-12
 """Entries of a zeroth-order direction are integer multiples of this, smaller than 2^16 of it."""
@@ -39,6 +41,9 @@ class Subject:
         model: Returns a new model for a clip.
         vocabulary: Number of token values if records hold tokens, else None.
         points: Feedback points; empty for a fully connected network.
+        single_rows: Returns the features of records that differ, shape (`SINGLE_RECORDS`, d), for a clip and a
+            perturbation; None if the trainer is not tested on them.
+        single_model: Returns a new model of such records for a clip.
     """
 
     defaults: Mapping[str, Any]
@@ -49,11 +54,25 @@ class Subject:
     model: Callable[[float], nn.Module]
     vocabulary: int | None = None
     points: tuple[str, ...] = ()
+    single_rows: Callable[[float, float], Tensor] | None = None
+    single_model: Callable[[float], nn.Module] = field(default=nn.Sequential)
 
     def dataset(self, n_records: int, *, clip: float, perturbation: float) -> Dataset:
         """Return a data set of identical records."""
-        x = self.record(clip, perturbation).repeat(n_records, 1)
-        y = torch.full((n_records,), self.label)
+        return self._of_rows(self.record(clip, perturbation).repeat(n_records, 1))
+
+    def single_records(self, *, clip: float, perturbation: float) -> Dataset:
+        """Return a data set of records that differ.
+
+        Raises:
+            TypeError: The trainer is not tested on such records.
+        """
+        if self.single_rows is None:
+            raise TypeError("subject: has no records that differ")
+        return self._of_rows(self.single_rows(clip, perturbation))
+
+    def _of_rows(self, x: Tensor) -> Dataset:
+        y = torch.full((len(x),), self.label)
         empty = Split(x[:0], y[:0])
         return Dataset(
             name="arrays",
@@ -117,7 +136,7 @@ def _feedback_record(clip: float, perturbation: float) -> Tensor:
     return _padded(0.5 * signs, 32)
 
 
-def _feedback_model(clip: float) -> nn.Module:
+def _feedback_model(clip: float) -> nn.Sequential:
     """Return a 40-16-4 tanh network whose largest logit is not the label's."""
     first, last = nn.Linear(_TOUCHED + 32, 16), nn.Linear(16, 4)
     model = nn.Sequential(first, nn.Tanh(), last)
@@ -130,6 +149,21 @@ def _feedback_model(clip: float) -> nn.Module:
         first.weight[:, _TOUCHED:] = 0.0
         output = model(_feedback_record(clip, 0.0)[None])[0]
         last.bias.copy_(torch.tensor([-2.0, 0.0, 0.0, 0.0]) - output)
+    return model
+
+
+def _apart(length: float, zeros: int) -> Tensor:
+    """Return records of one feature each, with lengths from `length` to twice that, and features that all lack."""
+    lengths = torch.linspace(length, 2 * length, SINGLE_RECORDS)
+    return torch.cat([torch.diag(lengths), torch.zeros(SINGLE_RECORDS, zeros)], dim=1)
+
+
+def _single_feedback_model(clip: float) -> nn.Module:
+    """Return a 40-16-4 tanh network whose first weights are 0, so that all records have one output."""
+    model = _feedback_model(clip)
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[2].bias.copy_(torch.tensor([-2.0, 0.0, 0.0, 0.0]))
     return model
 
 
@@ -220,6 +254,8 @@ _FEEDBACK = Subject(
     record=_feedback_record,
     label=0,
     model=_feedback_model,
+    single_rows=lambda clip, perturbation: _apart(20.0, 16),
+    single_model=_single_feedback_model,
 )
 
 MODULES: dict[str, Subject] = {
@@ -253,6 +289,8 @@ SUBJECTS: dict[str, Subject] = {
         record=_ulr_record,
         label=0,
         model=_ulr_model,
+        single_rows=lambda clip, perturbation: _apart(2e4, 48),
+        single_model=_ulr_model,
     ),
     "zo": Subject(
         defaults={"protection": {"clip_norm": 0.05}, "trainer": {"directions": 48}},
@@ -261,6 +299,8 @@ SUBJECTS: dict[str, Subject] = {
         record=_zo_record,
         label=0,
         model=lambda clip: OneLogit(_DIGITS),
+        single_rows=lambda clip, perturbation: _apart(1e3 * clip / (perturbation * _UNIT), 0),
+        single_model=lambda clip: OneLogit(SINGLE_RECORDS),
     ),
     "convex": Subject(
         defaults={"trainer": {"hyperplanes": 4, "centre": False}},
@@ -269,6 +309,10 @@ SUBJECTS: dict[str, Subject] = {
         record=_convex_record,
         label=0,
         model=_convex_model,
+        single_rows=lambda clip, perturbation: _apart(1.0, 16),
+        single_model=lambda clip: GatedRelu(
+            SINGLE_RECORDS + 16, 3, torch.ones(4, SINGLE_RECORDS + 16), centre=False
+        ),
     ),
 }
 """By trainer.kind."""

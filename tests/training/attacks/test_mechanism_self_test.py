@@ -22,7 +22,9 @@ from tests.support.faults import FAULTS, OF_ONE_RUN, OF_RELEASES, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked
 from training.attacks.mechanism.counted import staged_checks
+from training.attacks.mechanism.noise import shared
 from training.attacks.mechanism.report import Check, MechanismAudit, report_text
+from training.attacks.mechanism.single_records import Amounts, single_record_checks
 from training.cli.app import app
 from training.protections import noisy_labels, staged_responses
 from training.zeroth_order.trainer import Differences
@@ -330,6 +332,12 @@ def synthetic(generator: np.random.Generator, *, z: float, fault: str = "") -> l
             noise *= 0.5**0.5
         if fault == "reused":
             noise[1::2] = noise[::2]
+        if fault == "a part":
+            noise[:, 24:32] *= 0.5
+        if fault == "a part again":
+            noise[:, 23:36] = noise[:, :13]
+        if fault == "a step":
+            noise[17] *= 0.1
         if fault == "sizes":
             sizes[:] = 40.0
         by_layer = np.outer(sizes, [2**-0.5, 2**-0.5]) * (2**0.5 if fault == "layers" else 1.0)
@@ -351,7 +359,9 @@ def synthetic(generator: np.random.Generator, *, z: float, fault: str = "") -> l
 
 
 @pytest.mark.parametrize("z", [0.5, 3.0])
-@pytest.mark.parametrize("fault", ["", "noise", "reused", "sizes", "layers"])
+@pytest.mark.parametrize(
+    "fault", ["", "noise", "reused", "sizes", "layers", "a part", "a part again", "a step"]
+)
 def test_synthetic_updates_alarm_where_they_must(fault: str, z: float, seed: int) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(20):
@@ -361,11 +371,79 @@ def test_synthetic_updates_alarm_where_they_must(fault: str, z: float, seed: int
         assert bool(alarms) == bool(fault), alarms
 
 
+RECORDS, Q = 24, 1 / 8
+
+
+def synthetic_amounts(generator: np.random.Generator, *, fault: str = "") -> list[Amounts]:
+    """Two runs of 80 small batches, of a mechanism that is right but for its fault."""
+    runs = []
+    coins = generator.random((2, 80, RECORDS))
+    if fault == "opposed coins":
+        coins[..., 1::2] = 1 - coins[..., ::2]
+    if fault == "mirrored coins":
+        coins[..., RECORDS // 2 :] = coins[..., : RECORDS // 2][..., ::-1]
+    if fault == "coins of a step again":
+        coins[:, 40:] = coins[:, :40]
+    if fault == "coins of a run again":
+        coins[1] = coins[0]
+    for inside in coins < Q:
+        size = inside.sum(axis=1, keepdims=True)
+        amounts = inside.astype(float)
+        if fault == "one not clipped":
+            amounts[:, 5] *= 1.2
+        if fault == "alone not clipped":
+            amounts *= np.where(size == 1, 1.2, 1.0)
+        noise = generator.normal(size=(80, 40))
+        if fault == "empty without noise":
+            noise *= size > 0
+        if fault == "one with less noise":
+            noise *= np.where(size == 1, 0.7, 1.0)
+        std = np.full(RECORDS, 0.1)
+        along = std * generator.normal(size=amounts.shape) * (0.5 if fault == "less noise along" else 1.0)
+        runs.append(Amounts(amounts=amounts + along, std=std, noise=noise, probability=Q))
+    return runs
+
+
+FAULTY_AMOUNTS = {
+    "one not clipped": "records: contribution",
+    "alone not clipped": "records: alone in a batch",
+    "less noise along": "records: noise along them",
+    "opposed coins": "records: coins of two",
+    "mirrored coins": "records: coins of two",
+    "coins of a step again": "records: coins of two steps",
+    "coins of a run again": "records: coins of two steps",
+    "empty without noise": "empty batches: variance",
+    "one with less noise": "batches of one: variance",
+}
+"""The check that finds each."""
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTY_AMOUNTS])
+def test_synthetic_small_batches_alarm_where_they_must(fault: str, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    for _ in range(5):
+        found = shared(single_record_checks(synthetic_amounts(generator, fault=fault)), 1e-6)
+        alarms = {check.name for check in found if check.alarm}
+        assert alarms == ({FAULTY_AMOUNTS[fault]} if fault else set())
+
+
 def test_p_values_of_synthetic_updates_are_uniform_enough(seed: int) -> None:
     generator = np.random.default_rng(seed)
     n, share = 200, 0.05
     found = [
         [check.p_value for check in checked(synthetic(generator, z=1.0), 1e-6)] for _ in range(n)
+    ]  # (n, checks)
+    below = np.mean(np.array(found) < share, axis=0)
+    limit = share + 5 * math.sqrt(share * (1 - share) / n)
+    assert np.all(below <= limit), below
+
+
+@pytest.mark.slow
+def test_p_values_of_synthetic_small_batches_are_uniform_enough(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    n, share = 200, 0.05
+    found = [
+        [check.p_value for check in single_record_checks(synthetic_amounts(generator))] for _ in range(n)
     ]  # (n, checks)
     below = np.mean(np.array(found) < share, axis=0)
     limit = share + 5 * math.sqrt(share * (1 - share) / n)
@@ -471,7 +549,8 @@ def test_the_table_shows_the_p_value_that_decides() -> None:
 
 def test_the_command_ends_with_1_after_an_alarm() -> None:
     with FAULTS[0].planted():
-        result = CliRunner().invoke(app, ["audit", "--mechanism", "dfa", "--seed", "5"])
+        arguments = ["audit", "--mechanism", "convex", "--set", "protection.kind=last-iterate", "--seed", "5"]
+        result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "ALARM: the runs did not release what was accounted" in " ".join(result.stdout.split())

@@ -86,9 +86,9 @@ def audit_mechanism(
         ValueError: A number is out of range, or the records do not exceed the clip.
 
     Example:
-        >>> found = audit_mechanism("dfa", steps=40, seed=1, level=1e-6)
+        >>> found = audit_mechanism("dfa", steps=40, seed=1, level=1e-6, single_records=False)
         >>> found.holds, len(found.checks)
-        (True, 25)
+        (True, 17)
     """
     checks.choice(tuple(SUBJECTS), kind=kind)
     checks.choice(("mlp", *MODULES) if SUBJECTS[kind] is SUBJECTS["pdfa"] else ("mlp",), model=model)

@@ -15,6 +15,8 @@ from training.attacks.mechanism.report import Check
 LAGS = (1, 2, 3, 4)
 _PARTS, _LEAST_PART = 32, 8
 """Most parts of a step whose variances are compared, and the fewest coordinates of one."""
+_LEAST_PRODUCTS = 1000
+"""Fewest products at a distance: the tail of their sum at 1e-9 is then normal up to a third."""
 
 
 def shared(checks: Sequence[Check], level: float) -> tuple[Check, ...]:
@@ -126,22 +128,22 @@ def _any_two(noise: np.ndarray, name: str = "noise: any two steps") -> Check:
 
 
 def _between_coordinates(noise: np.ndarray) -> Check:
-    """Check the mean product of two coordinates of a step, for every distance up to half of them.
+    """Check the mean product of two coordinates of a step, for every distance at which enough products are known.
 
     Products at one distance are uncorrelated and of variance 1, so that a sum of many is normal.
     """
     rows, size = noise.shape[0] * noise.shape[1], noise.shape[2]
     spectrum = np.fft.rfft(noise, 2 * size, axis=2)
     sums = np.fft.irfft(np.sum(np.square(np.abs(spectrum)), axis=(0, 1)), 2 * size)
-    distances = np.arange(1, max(size // 2, 1) + 1)
-    counts = rows * (size - distances)
-    deviations = sums[distances] / np.sqrt(np.maximum(counts, 1))
+    distances = np.arange(1, max(size - _LEAST_PRODUCTS // rows, 2))
+    counts = np.maximum(rows * (size - distances), 1)
+    deviations = sums[distances] / np.sqrt(counts)
     worst = int(np.argmax(np.abs(deviations)))
     return Check(
         name="noise: coordinates of a step",
-        observed=float(deviations[worst]) / math.sqrt(max(counts[worst], 1)),
+        observed=float(deviations[worst]) / math.sqrt(counts[worst]),
         expected=0.0,
-        standard_error=1 / math.sqrt(max(counts[worst], 1)),
+        standard_error=1 / math.sqrt(counts[worst]),
         p_value=bonferroni(normal_p_value(float(deviations[worst])), len(distances)),
         finds="one number for several coordinates, a part that repeats another",
     )

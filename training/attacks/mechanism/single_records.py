@@ -18,7 +18,7 @@ import numpy as np
 import scipy.stats
 
 from accounting.ledger.ledger import read_ledger
-from opusim.p_values import bonferroni, chi_squared_p_value, doubt, normal_p_value
+from opusim.p_values import bonferroni, chi_squared_p_value, normal_p_value
 from training.attacks.mechanism.contributions import (
     Gradient,
     Weights,
@@ -259,17 +259,15 @@ def _of_two_steps(inside: np.ndarray, q: float) -> Check:
 
 def _least_likely_count(name: str, found: Sequence[tuple[int, int]], probability: float, finds: str) -> Check:
     """Check the least likely of several counts (how many, of how many) of binomial law."""
-    laws = [scipy.stats.binom(of, probability) for _, of in found]
-    p_values = [
-        min(1.0, 2 * min(law.cdf(count), law.sf(count - 1)))
-        for law, (count, _) in zip(laws, found, strict=True)
-    ]
-    worst = min(range(len(found)), key=lambda number: doubt(p_values[number]))
+    counts, sizes = np.array(found).T
+    law = scipy.stats.binom(sizes, probability)
+    p_values = np.minimum(2 * np.minimum(law.cdf(counts), law.sf(counts - 1)), 1.0)
+    worst = int(np.argmin(p_values))
     return Check(
         name=name,
-        observed=float(found[worst][0]),
-        expected=float(laws[worst].mean()),
-        standard_error=float(laws[worst].std()),
-        p_value=bonferroni(p_values[worst], len(found)),
+        observed=float(counts[worst]),
+        expected=float(law.mean()[worst]),
+        standard_error=float(law.std()[worst]),
+        p_value=bonferroni(float(p_values[worst]), len(found)),
         finds=finds,
     )

@@ -118,6 +118,8 @@ def _labels_released(folder: Path, **section: Any) -> np.ndarray:
         "protection": {"kind": "label-release", "epsilon": 2.0, "rounds": 0, **section},
     }
     del config["epochs"], config["model"]
+    if section.get("noise") == "device":
+        config["device"] = {"name": "gaussian", "noise": {"sigma": 0.3}}
     training.train(config, data=(x.astype(np.float32), y), folder=folder)
     mechanism: Any = read_ledger(folder / "ledger.jsonl").mechanisms[0]
     h = np.column_stack([x.astype(np.float32), np.ones(len(x))]).astype(np.float64)
@@ -216,6 +218,7 @@ RELEASES: Mapping[str, Callable[[Path], np.ndarray]] = {
     "make_private, in parts": lambda folder: private_steps(folder, max_physical_batch_size=1)[0],
     "last-iterate": _last_iterate,
     "label-release": _labels_released,
+    "label-release, device": lambda folder: _labels_released(folder, noise="device"),
     "zo, gaussian": _scalars("gaussian"),
     "zo, laplace": _scalars("laplace"),
     "tune": _scores,

@@ -241,7 +241,7 @@ def finding_rows(audit: RunAudit) -> list[dict[str, str]]:
             "AUC": f"{finding.auc:.3f}",
             "missed + false": f"{finding.result.false_negatives} + {finding.result.false_positives}",
             "epsilon at least": f"{finding.result.epsilon_lower:.2f}",
-            "ceiling": f"{finding.result.ceiling:.2f}",
+            "ceiling": ceiling_text(finding.result),
             "finding": finding.says,
         }
         for finding in audit.findings
@@ -252,6 +252,11 @@ def paragraphs(audit: RunAudit) -> list[str]:
     """Return the audit as text: the game, the result, what it means for each statement, and the controls."""
     texts = [_game(audit), _result(audit), *_statements(audit), _power(audit), _controls(audit), audit.note]
     return [text for text in texts if text]
+
+
+def ceiling_text(result: AuditResult) -> str:
+    """Return what a perfect attack would have shown; noise that was drawn could have shown any epsilon."""
+    return "any" if result.plan.estimator is Estimator.DRAWN_NOISE else f"{result.ceiling:.2f}"
 
 
 def _game(audit: RunAudit) -> str:

@@ -495,6 +495,12 @@ def test_a_planted_fault_leaves_nothing_behind(seed: int) -> None:
         ("zo", ["trainer.law=laplace"], ConfigError, "use 'gaussian'"),
         ("pdfa", ["device.name=camera"], ConfigError, "use 'ideal' or 'gaussian'"),
         ("pdfa", ["device.noise.sigma=0.5"], ConfigError, "use at most 0.01"),
+        (
+            "pdfa",
+            ["protection.kind=label-readout", "protection.noise=device"],
+            ConfigError,
+            "reads labels through a matrix",
+        ),
         ("adam", [], ValueError, "kind"),
     ],
 )

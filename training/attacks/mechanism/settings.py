@@ -199,14 +199,18 @@ def _require_quiet(config: RunConfig) -> None:
     """Refuse a device that makes the direction of a contribution unknown.
 
     Raises:
-        ConfigError: It is not simulated, or it is too noisy.
+        ConfigError: It is not simulated, it is too noisy, or labels are read through it.
     """
     if not config.uses_device:
         return
     description = load_description(config.device.name, config.device.overrides)
-    if getattr(config.protection, "noise", "digital") in _COUNTED:
+    noise = getattr(config.protection, "noise", "digital")
+    if noise in _COUNTED:
         _require_exact_light(config, description)
         return
+    if config.protection.labels_read_once and noise == "device":
+        reason = "'device' reads labels through a matrix, which the self-test does not undo; use 'digital'"
+        raise ConfigError("--set", "protection.noise", reason)
     if description.kind not in ("ideal", "gaussian"):
         raise ConfigError(
             "--set",

@@ -26,7 +26,7 @@ import training
 from accounting.ledger.ledger import read_ledger
 from tests.support.private_loops import private_loop
 from training import tuning
-from training.attacks.mechanism.noise import noise_checks, shared
+from training.attacks.mechanism.checks import noise_checks, shared
 from training.config import load_config
 from training.convex.gated import GatedRelu
 from training.engine.plan import load_data

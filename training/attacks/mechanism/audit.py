@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,18 @@ from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.labels.mechanisms import RandomizedResponse, StagedResponse
 from accounting.ledger.ledger import read_ledger
 from opusim import checks
+from opusim.description.section import BadKey
+from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from training.attacks.mechanism import single_records as small_runs
-from training.attacks.mechanism.checks import Released, checked, response_checks
-from training.attacks.mechanism.contributions import Weights
-from training.attacks.mechanism.counted import answer_checks, count_checks, staged_checks
-from training.attacks.mechanism.noise import least_likely_variance, shared
+from training.attacks.mechanism.checks import Released, checked, least_likely_variance, shared
+from training.attacks.mechanism.contributions import (
+    STEPS,
+    Weights,
+    read_amounts,
+    single_record_checks,
+    small_batches,
+)
+from training.attacks.mechanism.counted import answer_checks, count_checks, response_checks, staged_checks
 from training.attacks.mechanism.readings import (
     kept_scores,
     kept_states,
@@ -31,9 +37,22 @@ from training.attacks.mechanism.readings import (
     responses,
 )
 from training.attacks.mechanism.report import Check, MechanismAudit
-from training.attacks.mechanism.settings import clip_of, configured
-from training.attacks.mechanism.subjects import MODULES, SINGLE_RECORDS, SUBJECTS, Subject
+from training.attacks.mechanism.subjects import (
+    COUNTED,
+    MODULES,
+    QUIET_SIGMA,
+    SINGLE_RECORDS,
+    SUBJECTS,
+    Subject,
+    require_contrasts,
+    require_free,
+    require_quiet,
+    require_steps,
+)
+from training.config.kinds import PROTECTIONS
+from training.config.reading import load_config, merged, parse_setting
 from training.config.run import RunConfig
+from training.config.sections import ProtectionSection
 from training.data import Dataset
 from training.engine.session import train
 from training.runs.folder import RunFolder
@@ -62,7 +81,7 @@ def audit_mechanism(
     steps, runs and coordinates. The components along a record's contribution must show batches of binomial size and
     contributions of norm C. z, C, q and the divisor are read from the runs' ledgers.
 
-    Where whole records are protected on Poisson batches, two more runs have records that differ and batches of three,
+    Where whole records are protected on Poisson batches, two more runs have records that differ and batches of two,
     which show each record's coins, its own clip, and the noise of batches that hold one record or none. Amplified
     labels have two more runs with such batches of identical records.
 
@@ -104,10 +123,11 @@ def audit_mechanism(
         seed = secrets.randbits(63) if seed is None else seed
         checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     started = time.process_time()
-    subject, config, small = configured(kind, model, mode, steps, settings)
+    subject, config, small = _configured(kind, model, mode, steps, settings)
     small = small if single_records else None
     dataset = _dataset(subject, config)
-    on_start(RUNS * (_total_steps(config) + (0 if small is None else small_runs.STEPS)))
+    few = 0 if small is None else _total_steps(small, SINGLE_RECORDS)
+    on_start(RUNS * (_total_steps(config, config.protection.tested_records) + few))
     with tempfile.TemporaryDirectory(prefix="opusim-mechanism-") as scratch:
         folders = [RunFolder(Path(scratch) / str(number)) for number in range(2 * RUNS)]
         runs = [_trained(config, subject, dataset, folder, seed, on_step) for folder in folders[:RUNS]]
@@ -165,7 +185,7 @@ def _trained(
     own = 0 if seed is None else derive_seed(seed, "mechanism", int(folder.path.name)) >> 33
     model = None
     if not config.protection.labels_read_once:
-        model = (subject.single_model if single else subject.model)(clip_of(config, subject))
+        model = subject.new_model(_clip(config, subject), single=single)
     watcher = _Steps(on_step, model if config.protection.last_iterate else None)
     train(config.replaced(seed=own), data=dataset, model=model, folder=folder.path, watcher=watcher)
     return _Made(folder=folder, states=watcher.states or kept_states(folder))
@@ -184,10 +204,9 @@ def _small_batches(
     runs = [_trained(config, subject, dataset, folder, seed, on_step, single=single) for folder in folders]
     if single:
         amounts = [
-            small_runs.read_amounts(run.folder, run.folder.read_config(), subject, dataset, run.states)
-            for run in runs
+            read_amounts(run.folder, run.folder.read_config(), subject, dataset, run.states) for run in runs
         ]
-        return small_runs.single_record_checks(amounts)
+        return single_record_checks(amounts)
     found = [_released(run, subject, dataset) for run in runs]
     parts = [
         run.noise if run.signal_noise is None else np.hstack([run.noise, run.signal_noise]) for run in found
@@ -231,7 +250,7 @@ def _released(run: _Made, subject: Subject, dataset: Dataset) -> Released:
 
 def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: bool = False) -> Dataset:
     perturbation = float(getattr(config.trainer, "perturbation", 0.0))
-    clip, count = clip_of(config, subject), SINGLE_RECORDS if few else config.protection.tested_records
+    clip, count = _clip(config, subject), SINGLE_RECORDS if few else config.protection.tested_records
     if single:
         dataset = subject.single_records(clip=clip, perturbation=perturbation)
     else:
@@ -239,8 +258,8 @@ def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: 
     return replace(dataset, n_classes=config.data.n_classes or subject.n_classes)
 
 
-def _total_steps(config: RunConfig) -> int:
-    return config.epochs * max(1, round(config.protection.tested_records / config.sampler.batch_size))
+def _total_steps(config: RunConfig, records: int) -> int:
+    return config.epochs * max(1, round(records / config.sampler.batch_size))
 
 
 class _Steps:
@@ -273,3 +292,138 @@ class _Steps:
     def _keep(self) -> None:
         if self._model is not None:
             self.states.append({name: p.detach().clone() for name, p in self._model.named_parameters()})
+
+
+# Configuration
+
+_BATCH = 40
+_LABEL_CLASSES = 10
+
+
+def _configured(
+    kind: str, model: str, mode: str, steps: int, settings: Sequence[str]
+) -> tuple[Subject, RunConfig, RunConfig | None]:
+    """Return the subject, the configuration of its runs, and that of runs with small batches if there are such.
+
+    Raises:
+        ConfigError: A setting is wrong, or the protection is not for modules.
+    """
+    subject = MODULES.get(model, SUBJECTS[kind])
+    asked: dict[str, Any] = {}
+    for setting in settings:
+        asked = merged(asked, parse_setting(setting))
+    require_free(kind, asked)
+    options = merged({"protection": {"kind": "record"}}, asked)
+    protection = _protection(options["protection"]["kind"])
+    require_steps(kind, protection)
+    if model != "mlp" and protection.protects != "records":
+        reason = (
+            f"{options['protection']['kind']!r} is tested on model = 'mlp' only; take 'record' with {model!r}"
+        )
+        raise ConfigError("--set", "protection.kind", reason)
+    defaults = _defaults(subject, protection, options["protection"])
+    if options["protection"].get("noise") in COUNTED:
+        defaults = merged(defaults, COUNTED[options["protection"]["noise"]])
+    elif "device" not in asked and kind == "pdfa":
+        defaults = merged(defaults, {"device": {"noise": {"sigma": QUIET_SIGMA}}})
+    values = merged(merged(_common(kind, mode, protection, subject), defaults), options)
+    config = load_config(values)
+    require_quiet(config)
+    require_contrasts(config)
+    if protection.labels_read_once:
+        return subject, config, None
+    descent = _descent(config, subject, steps, config.protection.tested_records)
+    found = load_config(values, changes=descent)
+    if not _has_small_batches(subject, config):
+        return subject, found, None
+    few = load_config(small_batches(values, single=config.protection.protects == "records"))
+    changes = _descent(few, subject, STEPS, SINGLE_RECORDS)
+    return subject, found, load_config(few, changes=changes)
+
+
+def _has_small_batches(subject: Subject, config: RunConfig) -> bool:
+    """Whether runs with small batches can be read: of records that differ, or of labels in secret batches."""
+    protection = config.protection
+    if not protection.poisson or protection.bands > 1:
+        return False
+    single = subject.single_rows is not None and "noise_multiplier" in type(protection).model_fields
+    return single if protection.protects == "records" else True
+
+
+def _protection(kind: object) -> type[ProtectionSection]:
+    try:
+        return PROTECTIONS.find(kind)
+    except BadKey as error:
+        raise ConfigError("--set", error.key, error.reason) from error
+
+
+def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: Subject) -> dict[str, Any]:
+    """Return the keys that all runs of a self-test set."""
+    once = protection.labels_read_once
+    values: dict[str, Any] = {
+        "mode": mode,
+        "threads": 1,
+        "epochs": 1,
+        "data": {
+            "validation_fraction": 0.0,
+            "n_classes": _LABEL_CLASSES if once else subject.n_classes,
+            "standardise": False,
+        },
+        "sampler": {"batch_size": protection.tested_records if once else _BATCH},
+        "trainer": {"kind": kind},
+    }
+    if subject.vocabulary is not None:
+        values["data"] |= {"inputs": "tokens", "vocabulary": subject.vocabulary}
+    if subject.points and kind != "bp":
+        values["trainer"] |= {"points": list(subject.points)}
+    if subject.points and kind == "pdfa":
+        values["trainer"] |= {"encoding": "ternary"}
+    if protection.poisson:
+        values["sampler"]["scheme"] = "poisson"
+    return values | ({"model": {"hidden": [8]}} if once else {})
+
+
+def _defaults(
+    subject: Subject, protection: type[ProtectionSection], asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the subject's keys and the strength at which the protection is tested, if its section has those keys.
+
+    A noise multiplier is left to the calibration if only an epsilon is asked for.
+    """
+    strength = dict(protection.tested_with)
+    if "epsilon" in asked and "epsilon" not in strength:
+        strength.pop("noise_multiplier", None)
+    found = merged(subject.defaults, {"protection": strength})
+    found["protection"] = {
+        key: value for key, value in found["protection"].items() if key in protection.model_fields
+    }
+    return found
+
+
+def _descent(config: RunConfig, subject: Subject, steps: int, records: int) -> dict[str, Any]:
+    """Set epochs, learning rate and a checkpoint after every step.
+
+    Raises:
+        ConfigError: The batch size does not fit the records.
+    """
+    size = config.sampler.batch_size
+    if size > records // 4 or records % size:
+        raise ConfigError(
+            "--set",
+            "sampler.batch_size",
+            f"{size} must divide the {records} records of the self-test and be at most a quarter of them",
+        )
+    per_epoch = records // size
+    epochs = -(-steps // per_epoch)
+    found: dict[str, Any] = {
+        "epochs": epochs,
+        "optimizer": {"name": "sgd", "lr": subject.rate / _clip(config, subject), "momentum": 0.0},
+    }
+    if not config.protection.last_iterate:
+        found["checkpoint"] = {"every_steps": 1, "keep": epochs * per_epoch + 1}
+    return found
+
+
+def _clip(config: RunConfig, subject: Subject) -> float:
+    """Return C, the largest norm of a record's contribution."""
+    return float(config.trainer.implementation().clip_norm(config, subject.n_classes))

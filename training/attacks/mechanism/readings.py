@@ -11,26 +11,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import scipy.signal
-import torch
 from torch import Tensor
 
 from accounting.convex.mechanisms import ConvexLastIterate, learning_rates
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
-from opusim.medium.directions import Direction
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.contributions import (
     Gradient,
     Weights,
     clipped,
     convex_contribution,
+    direction_entries,
     flattened,
     layers_of,
+    noisy_sums,
     record_gradients,
     require_beyond,
 )
@@ -86,20 +86,6 @@ def released_steps(
 def kept_states(folder: RunFolder) -> list[dict[str, Tensor]]:
     """Return the parameters before the first step and after each step, as checkpoints keep them."""
     return [read_checkpoint(path).named("model.") for path in list_checkpoints(folder.checkpoints)]
-
-
-def noisy_sums(
-    states: Sequence[Weights], config: RunConfig, mechanism: Mechanism
-) -> list[Gradient]:  # by step
-    """Return the noisy sum G of each step."""
-    divisor = getattr(mechanism, "divisor", None) or config.divisor
-    if config.protection.protects == "labels" and not config.protection.poisson:  # public batch sizes divide
-        divisor = config.sampler.batch_size
-    factor = divisor / config.optimizer.lr
-    return [
-        {name: (before[name].double() - after[name].double()).numpy() * factor for name in before}
-        for before, after in pairwise(states)
-    ]
 
 
 def _last_iterate_sums(
@@ -284,13 +270,6 @@ def _first_entry(seed: int, count: int) -> float:
     """Return a direction's first nonzero entry, to which the records' loss difference is proportional."""
     entries = direction_entries(seed, count)
     return float(entries[np.flatnonzero(entries)[0]])
-
-
-def direction_entries(seed: int, count: int) -> np.ndarray:
-    """Return the first entries of a zeroth-order direction, float64, shape (count,)."""
-    entries = torch.zeros(count)
-    Direction(seed).add_to(entries, 0, 1.0)
-    return entries.double().numpy()
 
 
 def _reflected(values: np.ndarray, unit: np.ndarray) -> np.ndarray:

@@ -5,7 +5,8 @@ Clopper-Pearson limits at alpha/2 for each error rate, any (epsilon, delta)-DP m
     TPR <= e^epsilon FPR + delta   and   1 - FPR <= e^epsilon (1 - TPR) + delta,
 so epsilon >= log((1 - FNR_up - delta) / FPR_up) and log((1 - FPR_up - delta) / FNR_up), with confidence 1 - alpha.
 The threshold is chosen on one half of the scores and used on the other. The sharper estimator for mu-GDP,
-mu >= Phi^-1(1 - FNR_up) - Phi^-1(FPR_up), holds only for a mechanism that is known to be Gaussian.
+mu >= Phi^-1(1 - FNR_up) - Phi^-1(FPR_up), holds only for a mechanism that is known to be Gaussian. Where the scores
+without noise are known too, the noise that was drawn gives the largest bound (`audit_drawn_noise`).
 Source: Nasr et al. 2021 and 2023; Clopper and Pearson 1934.
 """
 
@@ -36,6 +37,8 @@ class Estimator(StrEnum):
     """Valid for any mechanism."""
     GAUSSIAN = "Gaussian trade-off"
     """Valid only for a mechanism that is mu-GDP by a theorem."""
+    DRAWN_NOISE = "drawn Gaussian noise"
+    """Valid only for scores that are a known number of their world plus Gaussian noise."""
 
 
 class Verdict(StrEnum):
@@ -71,7 +74,8 @@ class AuditPlan:
     def __post_init__(self) -> None:
         checks.in_unit_interval(closed="neither", confidence=self.confidence)
         checks.in_unit_interval(closed="left", delta=self.delta)
-        if self.estimator is Estimator.GAUSSIAN and (self.mechanism_law != "gaussian" or self.delta == 0):
+        other_law = self.mechanism_law != "gaussian" or self.delta == 0
+        if self.estimator is not Estimator.CLOPPER_PEARSON and other_law:
             raise NoGuarantee(
                 f"estimator = {self.estimator.value!r}: needs mechanism_law = 'gaussian' and delta above 0, got "
                 f"{self.mechanism_law!r} and {self.delta}; for any other use {Estimator.CLOPPER_PEARSON.value!r}"
@@ -171,6 +175,43 @@ def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> Aud
     )
 
 
+def audit_drawn_noise(
+    scores_in: np.ndarray, scores_out: np.ndarray, values: tuple[float, float], plan: AuditPlan
+) -> AuditResult:
+    """Return the lower bound on epsilon from scores that are a known number of their world plus Gaussian noise.
+
+    The noise that was drawn is what the scores differ from these numbers by. Its n values of one deviation s have
+    sum of squares s^2 chi^2_n, so with confidence 1 - alpha s is at most the root of that sum over the alpha quantile
+    of chi^2_n, and mu at least the distance of the two numbers over it. Errors are counted midway between the numbers.
+
+    Args:
+        scores_in: Scores with the target present, shape (n_in,).
+        scores_out: Scores with it absent, shape (n_out,).
+        values: The scores of the two worlds without noise.
+        plan: What was fixed beforehand.
+
+    Raises:
+        ValueError: No scores, or one that is not finite.
+    """
+    checks.shape((None,), scores_in=scores_in, scores_out=scores_out)
+    checks.finite(scores_in=scores_in, scores_out=scores_out)
+    distance, threshold = max(values[0] - values[1], 0.0), (values[0] + values[1]) / 2
+    squares = float(np.sum((scores_in - values[0]) ** 2) + np.sum((scores_out - values[1]) ** 2))
+    count = len(scores_in) + len(scores_out)
+    largest = math.sqrt(squares / float(numerics.chi_squared.ppf(1 - plan.confidence, count)))
+    mu = min(distance / largest, LARGEST_MU) if largest > 0 else LARGEST_MU * (distance > 0)
+    return AuditResult(
+        epsilon_lower=epsilon_of(mu, plan.delta),
+        ceiling=epsilon_of(LARGEST_MU, plan.delta),
+        n_in=len(scores_in),
+        n_out=len(scores_out),
+        threshold=threshold,
+        false_positives=int(np.sum(scores_out >= threshold)),
+        false_negatives=int(np.sum(scores_in < threshold)),
+        plan=plan,
+    )
+
+
 def lower_bound(false_negatives: int, false_positives: int, n_in: int, n_out: int, plan: AuditPlan) -> float:
     """Return the bound from counts at a threshold chosen without them; at least 0.
 
@@ -259,6 +300,8 @@ def detection_probability(
         n_out: Scores without it.
         plan: Confidence, delta and estimator.
     """
+    if plan.estimator is Estimator.DRAWN_NOISE:
+        return _drawn_noise_detects(statements, claimed, n_in + n_out, plan)
     alarms = np.geomspace(0.5 / n_out, 0.5, _FALSE_RATES)
     deltas, epsilons = (np.array(values)[:, None] for values in zip(*statements, strict=True))
     growth = np.exp(np.minimum(epsilons, 700.0))
@@ -275,6 +318,16 @@ def detection_probability(
         limits.append(_upper_limits(events, trials, level)[places].reshape(_DRAWS, _FALSE_RATES))
     least = claimed if plan.estimator is Estimator.CLOPPER_PEARSON else gaussian_mu(claimed, plan.delta)
     return float((_strength(limits[0], limits[1], plan) > least).mean(axis=0).max())
+
+
+def _drawn_noise_detects(
+    statements: Sequence[tuple[float, float]], claimed: float, n: int, plan: AuditPlan
+) -> float:
+    """Return the probability with which n values of drawn noise refute a claim; see `detection_probability`."""
+    other = max((gaussian_mu(epsilon, delta) for delta, epsilon in statements if delta > 0), default=0.0)
+    ratio = other / gaussian_mu(claimed, plan.delta)
+    law = numerics.chi_squared(n)
+    return float(law.cdf(ratio**2 * law.ppf(1 - plan.confidence)))
 
 
 def clopper_pearson_upper(events: int, trials: int, level: float) -> float:

@@ -1,5 +1,6 @@
 from .closed_forms import beta_quantile as beta_quantile
 from .closed_forms import binomial as binomial
+from .closed_forms import chi_squared as chi_squared
 from .closed_forms import find_root as find_root
 from .closed_forms import gaussian_bounds as gaussian_bounds
 from .closed_forms import log_normal_cdf as log_normal_cdf

@@ -16,6 +16,7 @@ from scipy.special import ndtr as normal_cdf
 from scipy.special import ndtri as normal_quantile
 from scipy.stats import beta, normaltest
 from scipy.stats import binom as binomial
+from scipy.stats import chi2 as chi_squared
 from scipy.stats import f as f_law
 
 from accounting.guarantee import EpsilonBounds
@@ -24,6 +25,7 @@ from opusim import checks
 __all__ = [
     "beta_quantile",
     "binomial",
+    "chi_squared",
     "find_root",
     "gaussian_bounds",
     "log_normal_cdf",

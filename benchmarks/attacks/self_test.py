@@ -32,7 +32,8 @@ NAMED = (
     *("fixed_size_batches", "fixed_size_batches_on_release"),
 )
 OFTEN, ATTEMPTS, NULLS = ("pdfa", "ulr"), 20, 5
-PROTECTIONS = ("record", "label-budget", "label-amplified", "label-readout", "label-randomized-response")
+LABELS = ("label-budget", "label-amplified", "label-readout", "label-randomized-response")
+PROTECTIONS = ("record", *LABELS, "last-iterate")
 
 
 class Cell(NamedTuple):
@@ -61,7 +62,8 @@ def cells() -> Iterator[Cell]:
                         often = trainer in OFTEN and protection == "record" and fault.name in NAMED
                         found.append(Cell(fault.name, trainer, protection, mode, ATTEMPTS if often else 1))
     for trainer in STEPWISE:
-        for protection in PROTECTIONS if trainer in FEEDBACKS else PROTECTIONS[:1]:
+        others = LABELS if trainer in FEEDBACKS else ("last-iterate",) if trainer == "convex" else ()
+        for protection in ("record", *others):
             attempts = ATTEMPTS if trainer in OFTEN and protection == "record" else NULLS
             found += [Cell("none", trainer, protection, mode, attempts) for mode in MODES]
     return iter(sorted(found, key=lambda cell: (cell.fault == "none", -cell.attempts)))

@@ -15,6 +15,7 @@ from accounting.audit import (
     Estimator,
     Verdict,
     audit,
+    audit_drawn_noise,
     clopper_pearson_upper,
     detection_probability,
     epsilon_of,
@@ -161,3 +162,41 @@ def test_the_detection_probability_is_that_of_the_best_attack(
     error = 5 * np.sqrt(expected * (1 - expected) / repeats)
     assert found - error <= expected <= found + error + 0.2  # audits choose their threshold on other scores
     assert detection_probability(statements, 20.0, N // 2, N // 2, plan) == 0
+
+
+DRAWN = replace(GAUSSIAN, estimator=Estimator.DRAWN_NOISE)
+
+
+@pytest.mark.parametrize("mu", [0.2, 1.0])
+def test_drawn_noise_bounds_epsilon_closely_and_exceeds_it_as_rarely_as_stated(mu: float, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    true, above = epsilon_of(mu, DELTA), 0
+    for _ in range(REPEATS):
+        first, second = mu / 2 + generator.normal(size=N), -mu / 2 + generator.normal(size=N)
+        found = audit_drawn_noise(first, second, (mu / 2, -mu / 2), DRAWN)
+        above += found.epsilon_lower > true
+        assert 0.85 * true < found.epsilon_lower
+    share = above / REPEATS
+    assert abs(share - 0.05) < 5 * math.sqrt(0.05 * 0.95 / REPEATS)
+
+
+def test_drawn_noise_that_is_smaller_than_stated_is_found_with_the_calculated_probability(seed: int) -> None:
+    generator, mu, stated = np.random.default_rng(seed), 1.0, 0.96
+    claimed = epsilon_of(stated, DELTA)
+    found = 0
+    for _ in range(REPEATS):
+        first, second = mu / 2 + generator.normal(size=N), -mu / 2 + generator.normal(size=N)
+        found += audit_drawn_noise(first, second, (mu / 2, -mu / 2), DRAWN).epsilon_lower > claimed
+    power = detection_probability([(DELTA, epsilon_of(mu, DELTA))], claimed, N, N, DRAWN)
+    assert 0.5 < power < 0.95
+    assert abs(found / REPEATS - power) < 5 * math.sqrt(power * (1 - power) / REPEATS)
+
+
+def test_scores_without_any_noise_tell_the_worlds_apart() -> None:
+    ones = np.ones(8)
+    found = audit_drawn_noise(ones, -ones, (1.0, -1.0), DRAWN)
+    assert found.epsilon_lower == found.ceiling > 1e5
+    assert (found.false_negatives, found.false_positives) == (0, 0)
+    assert audit_drawn_noise(ones, ones, (1.0, 1.0), DRAWN).epsilon_lower == 0.0
+    with pytest.raises(NoGuarantee, match="needs mechanism_law = 'gaussian'"):
+        replace(PLAN, estimator=Estimator.DRAWN_NOISE)

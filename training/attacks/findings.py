@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
-from accounting.audit import AuditResult, Estimate, Verdict, clopper_pearson_upper
+from accounting.audit import AuditResult, Estimate, Estimator, Verdict, clopper_pearson_upper
 from accounting.guarantee import Guarantee, Status
 from accounting.tables import number
 from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
@@ -241,7 +241,7 @@ def finding_rows(audit: RunAudit) -> list[dict[str, str]]:
             "AUC": f"{finding.auc:.3f}",
             "missed + false": f"{finding.result.false_negatives} + {finding.result.false_positives}",
             "epsilon at least": f"{finding.result.epsilon_lower:.2f}",
-            "ceiling": f"{finding.result.ceiling:.2f}",
+            "ceiling": ceiling_text(finding.result),
             "finding": finding.says,
         }
         for finding in audit.findings
@@ -254,16 +254,30 @@ def paragraphs(audit: RunAudit) -> list[str]:
     return [text for text in texts if text]
 
 
+def ceiling_text(result: AuditResult) -> str:
+    """Return what a perfect attack would have shown; noise that was drawn could have shown any epsilon."""
+    return "any" if result.plan.estimator is Estimator.DRAWN_NOISE else f"{result.ceiling:.2f}"
+
+
 def _game(audit: RunAudit) -> str:
     plan = audit.strongest.result.plan
     if audit.game:
+        how = (
+            "Half of the trials choose the attacker's threshold; the other half, as counted, give the bound."
+        )
+        most = (
+            f" With as many trials, a perfect attack would have shown {audit.strongest.result.ceiling:.2f}."
+        )
+        if plan.estimator is Estimator.DRAWN_NOISE:
+            how, most = (
+                "What a trial shows without noise is known, so the noise that was drawn gives the bound.",
+                "",
+            )
         return (
             f"Game: {audit.game}. {audit.trials:,} independent trials, half of them in each of two worlds: "
-            f"{plan.pair}. The attacker {plan.threat_model}. Half of the trials choose the attacker's threshold; the "
-            "other half, counted in the table, give the bound. Each row states a lower bound on epsilon at delta "
+            f"{plan.pair}. The attacker {plan.threat_model}. {how} Each row states a lower bound on epsilon at delta "
             f"{plan.delta:g} with confidence {plan.confidence:g} ({plan.estimator.value}), 0.95 for all rows of the "
-            "run together. With as many trials, a perfect attack would have shown "
-            f"{audit.strongest.result.ceiling:.2f}."
+            f"run together.{most}"
         )
     return (
         f"Game: {audit.trials} times, the run's own trainer made one step from step {audit.step} of the run. A coin "

@@ -29,6 +29,7 @@ from training.attacks.findings import (
     Finding,
     Role,
     RunAudit,
+    ceiling_text,
     paragraphs,
     weakness_of_trials,
 )
@@ -298,7 +299,7 @@ def _bound_row(finding: Finding) -> dict[str, str]:
         "attack": finding.attack,
         "epsilon at least": f"{result.epsilon_lower:.2f}"
         + ("" if estimate is None else f" (estimate {estimate.epsilon:.2f})"),
-        _MOST: f"{result.ceiling:.2f}",
+        _MOST: ceiling_text(result),
         "estimator": result.plan.estimator.value,
         _POWER: _power(finding.power),
         "AUC": f"{finding.auc:.3f}",

@@ -37,6 +37,7 @@ class Fault:
         modes: Modes that it reaches.
         checks: Names of the self-test's checks of which at least one must raise an alarm.
         settings: Further settings of the run, "key=value", which the fault needs.
+        small_batches: Whether only runs with small batches show it.
         plant: Returns a context in which the product is at fault.
     """
 
@@ -48,10 +49,12 @@ class Fault:
     checks: tuple[str, ...]
     plant: Callable[[], AbstractContextManager[None]]
     settings: tuple[str, ...] = ()
+    small_batches: bool = False
 
     def applies(self, *, trainer: str, protection: str = "record", mode: str) -> bool:
         """Whether there is such a run, and the fault does anything to it; only feedbacks protect labels."""
-        exists = protection == "record" or trainer in FEEDBACKS
+        runs = {"record": STEPWISE, "last-iterate": ("convex",)}
+        exists = trainer in runs.get(protection, FEEDBACKS)
         reached = trainer in self.trainers and protection in self.protections
         return exists and reached and mode in self.modes
 

@@ -11,12 +11,14 @@ import torch
 from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import all_replaced
 
-CREDITED = ("central-noise", "scalar-noise", "label-noise")
+CREDITED = ("central-noise", "scalar-noise", "label-noise", "private-loop", "score-noise")
 """Purposes of the streams that a guarantee rests on."""
 _MAKERS = (
     "training.protections.base:noise_stream",
     "training.zeroth_order.algorithm:noise_stream",
     "training.protections.noisy_labels:noise_stream",
+    "training.private_loop.start:noise_stream",
+    "training.tuning:noise_stream",
 )
 
 
@@ -51,3 +53,8 @@ def credited_noise(change: Callable[[str, NoiseStream], NoiseStream]) -> Iterato
     targets: dict[str, Callable[[Any], Any]] = dict.fromkeys(_MAKERS, made)
     with all_replaced(targets):
         yield
+
+
+def on_release(kind: Callable[[NoiseStream], NoiseStream]) -> Callable[[str, NoiseStream], NoiseStream]:
+    """Return a change of release mode only."""
+    return lambda mode, stream: kind(stream) if mode == "release" else stream

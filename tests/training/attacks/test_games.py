@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import training
-from accounting.audit import AuditResult, lower_bound
+from accounting.audit import AuditResult, audit_drawn_noise, lower_bound
 from accounting.labels.budget import PerRecordBudget
 from accounting.mechanisms import mechanism_classes
 from benchmarks.attacks import crafted as benchmark
@@ -23,7 +24,7 @@ from tests.support.faults.base import all_replaced, replaced
 from tests.support.faults.streams import Wrapped, credited_noise
 from training.attacks.findings import Curve, Role, paragraphs
 from training.attacks.games.base import TwoWorlds, played
-from training.attacks.games.last_iterate import LastIterateGame
+from training.attacks.games.released_model import LastIterateGame
 from training.attacks.games.steps import RECORDS, AmplifiedGame, BudgetGame
 from training.attacks.run_audit import audit_run
 from training.convex.trainer import ConvexTrainer
@@ -40,12 +41,12 @@ GAMES: dict[str, tuple[Callable[[], TwoWorlds], int, float]] = {
     "budget": (benchmark.budget, 12_800, 0.7),
     "budget, long": (benchmark.budget, 40_960, 0.75),
     "amplified": (benchmark.amplified, 12_800, 0.2),
-    "last iterate": (lambda: benchmark.convex(2, 4), 10_240, 0.5),
+    "last iterate": (lambda: benchmark.convex(2, 4), 10_240, 0.9),
     "released model": (benchmark.released_model, 20_480, 0.7),
     "scalars, Gaussian": (lambda: benchmark.scalars("gaussian", 100), 4096, 0.4),
     "scalars, Laplace": (lambda: benchmark.scalars("laplace", 50), 4096, 0.2),
     "selection": (lambda: benchmark.selection(3.0, 4.0, DELTA), 20_000, 0.2),
-    "loud end": (lambda: benchmark.convex(2, 4, trainer={"final_noise": 3.0}), 10_240, 0.5),
+    "loud end": (lambda: benchmark.convex(2, 4, trainer={"final_noise": 3.0}), 10_240, 0.9),
 }
 """A game, its trials, and the share of the proven epsilon that so few reach; the benchmark has more."""
 
@@ -133,6 +134,10 @@ def no_final_noise() -> AbstractContextManager[None]:
     return replaced("training.convex.trainer:ConvexTrainer.__init__", plain)
 
 
+def no_noise_at_all() -> AbstractContextManager[None]:
+    return less_noise(0.0)()
+
+
 def leverage_ignored() -> AbstractContextManager[None]:
     """The noise is that of the mean leverage d / n, which the record that sticks out exceeds."""
 
@@ -156,6 +161,8 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = {
     "halved noise of a released model": ("released model", less_noise(0.5)),
     "leverage ignored in a released model": ("released model", leverage_ignored),
     "no noise at the end": ("loud end", no_final_noise),
+    "no noise of the default at the end": ("last iterate", no_final_noise),
+    "no noise of a last iterate": ("last iterate", no_noise_at_all),
 }
 
 
@@ -196,7 +203,7 @@ def test_a_game_comes_near_the_proven_epsilon_and_never_above_it(name: str) -> N
             "halved noise on readings",
             "more light on the argmax",
             "leverage ignored in a released model",
-            "no noise at the end",
+            "no noise of the default at the end",
         ],
         list(FAULTS),
     ),
@@ -254,6 +261,40 @@ def test_budgets_are_spent_in_full_and_batches_are_the_samplers() -> None:
     q, drawn = amplified.mechanism.sampling_probability, RECORDS * len(batches)
     assert len(batches) == 10 * amplified.mechanism.steps
     assert abs(share - q) < 5 * np.sqrt(q * (1 - q) / drawn)
+
+
+@pytest.mark.parametrize(
+    ("plant", "refuted"), [(less_noise(1.0), False), (no_final_noise, True), (no_noise_at_all, True)]
+)
+def test_the_noise_that_was_drawn_bounds_a_small_epsilon(
+    plant: Callable[[], AbstractContextManager[None]], refuted: bool
+) -> None:
+    """Against 1.0 the errors of so few guesses show half of it; without the final noise mu is twice as large."""
+    with plant():
+        game = benchmark.convex(4, 1, epsilon=1.0)
+        (found,) = played(game, trials=2560, seed=3, delta=DELTA)
+    assert found.drawn is not None
+    assert found.gaussian is not None
+    values = game.values()
+    assert values is not None
+    if not refuted:
+        noise = np.concatenate([found.first - values[0], found.second - values[1]])
+        mu = (values[0] - values[1]) / float(np.sqrt(np.mean(noise**2)))
+        assert mu == pytest.approx(game.exact_mus().max(), rel=5 / math.sqrt(2 * len(noise)))
+        assert found.gaussian.epsilon_lower < 0.8
+    strict = replace(found.drawn.plan, confidence=1 - 2.9e-7)
+    bound_at_five_errors = audit_drawn_noise(found.first, found.second, values, strict).epsilon_lower
+    assert (bound_at_five_errors > 1.0) is refuted
+    assert bound_at_five_errors > 0.85
+
+
+def test_an_attack_on_a_late_record_knows_the_noise_before_it() -> None:
+    """The theorem is exact for the last batch: mu = 2 sqrt(E / k) / z with the default noise at the end."""
+    game = benchmark.convex(5, 4)
+    own = game.mechanism
+    assert game.exact_share == pytest.approx(1.0, rel=1e-9)
+    assert game.exact_mus().max() == pytest.approx(2 * math.sqrt(4 / 5) / own.noise_multiplier)
+    assert np.all(np.diff(game.exact_mus()) > 0)
 
 
 @pytest.mark.slow

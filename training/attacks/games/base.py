@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.audit import AuditPlan, AuditResult, Estimate, Estimator, audit, estimated
+from accounting.audit import (
+    AuditPlan,
+    AuditResult,
+    Estimate,
+    Estimator,
+    audit,
+    audit_drawn_noise,
+    estimated,
+)
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism
@@ -54,6 +62,7 @@ class Played:
         second: Those of the second world, shape (n,).
         bound: The lower bound on epsilon that holds for any mechanism.
         gaussian: The lower bound under the Gaussian law that a theorem gives, or None without one.
+        drawn: The lower bound from the noise that was drawn, or None if scores without noise are not known.
     """
 
     adversary: Adversary
@@ -61,6 +70,7 @@ class Played:
     second: np.ndarray
     bound: AuditResult
     gaussian: AuditResult | None
+    drawn: AuditResult | None = None
 
     @property
     def curve(self) -> Curve:
@@ -69,8 +79,8 @@ class Played:
 
     @property
     def best(self) -> AuditResult:
-        """The larger of the two bounds."""
-        found = [self.bound] if self.gaussian is None else [self.bound, self.gaussian]
+        """The largest of the bounds."""
+        found = [each for each in (self.bound, self.gaussian, self.drawn) if each is not None]
         return max(found, key=lambda result: result.epsilon_lower)
 
     @property
@@ -115,6 +125,14 @@ class TwoWorlds(ABC):
             first: Which world.
             seed: In [0, 2^63); games of different seeds share no randomness. A release run's mechanism ignores it.
         """
+
+    def values(self) -> tuple[float, float] | None:
+        """Return the score of each world without noise, if all trials of a world have one and Gaussian noise is added.
+
+        The noise that was drawn is then known, and shows its deviation; None for any other game, and for several
+        adversaries.
+        """
+        return None
 
     @abstractmethod
     def weakened(self) -> TwoWorlds:
@@ -162,7 +180,14 @@ def played(
         for first in (True, False)
     ]
     with_law = game.is_gaussian and delta > 0
-    confidence = 1 - error / (len(game.adversaries) * (1 + with_law))
+    values = game.values() if with_law else None
+    estimators = [Estimator.CLOPPER_PEARSON]
+    if with_law:
+        estimators.append(Estimator.GAUSSIAN)
+    if values is not None:
+        values = (values[0], values[0]) if null else values
+        estimators.append(Estimator.DRAWN_NOISE)
+    confidence = 1 - error / (len(game.adversaries) * len(estimators))
     found = []
     for adversary, first, second in zip(game.adversaries, *worlds, strict=True):
         plans = [
@@ -175,9 +200,9 @@ def played(
                 mechanism_law="gaussian" if game.is_gaussian else None,
                 seed=derive_seed(seed, "halves") >> 1,
             )
-            for estimator in ([*Estimator] if with_law else [Estimator.CLOPPER_PEARSON])
+            for estimator in estimators
         ]
-        results = [audit(first, second, plan) for plan in plans]
+        results = [audit(first, second, plan) for plan in plans[: 1 + with_law]]
         found.append(
             Played(
                 adversary=adversary,
@@ -185,6 +210,7 @@ def played(
                 second=second,
                 bound=results[0],
                 gaussian=results[1] if with_law else None,
+                drawn=None if values is None else audit_drawn_noise(first, second, values, plans[-1]),
             )
         )
     return found

@@ -14,9 +14,8 @@ from training.attacks.base import Scores
 from training.attacks.controls import power_of, with_half_the_noise
 from training.attacks.findings import Finding, Role
 from training.attacks.games.base import Played, TwoWorlds, played
-from training.attacks.games.last_iterate import LastIterateGame
 from training.attacks.games.look import LookGame, StagedLookGame
-from training.attacks.games.released_model import ReleasedModelGame
+from training.attacks.games.released_model import LastIterateGame, ReleasedModelGame
 from training.attacks.games.steps import AmplifiedGame, BudgetGame
 from training.engine.plan import RunPlan
 from training.protections.amplified_labels import AmplifiedLabelProtection

@@ -1,4 +1,6 @@
-"""The game of one noisy linear model: a record's label is a or b, and the attacker sees the model.
+"""Games of released models: one noisy linear model of public features, and the last iterate of convex training.
+
+The linear model: a record's label is a or b, and the attacker sees the model.
 
 The auditor owns the features: record i is R e_i, and as many records again are 0, half of them
 with either label, so that they add nothing to the difference of two columns. The model is a function of the noisy sums
@@ -13,15 +15,21 @@ other records add, which it knows. So trials of one model are independent, and e
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from accounting.convex.mechanisms import ConvexLastIterate, learning_rates, proven_mu
 from accounting.labels.linear_model import LabelRelease
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
+from training.convex.algorithm import last_iterate
+from training.convex.config import ConvexConfig
+from training.convex.gated import GatedNetwork, GatedRelu
 from training.engine.plan import RunPlan
+from training.networks.optimizers import set_learning_rate
 from training.protections.released_model import LabelReleaseProtection, public_design, released
 
 RECORDS = 128
@@ -102,3 +110,171 @@ class ReleasedModelGame(TwoWorlds):
     def _along(self, rows: Tensor) -> Tensor:
         """Return the difference of two columns along each direction, shape (RECORDS,)."""
         return (rows[0] - rows[1]) @ self._directions.t()
+
+
+# The last iterate
+
+TRIALS = 256
+"""Records of a batch, each a trial. The bound does not depend on their number."""
+LEAN = 50.0
+"""Logit that the second feature gives a record, far beyond every residual's bound."""
+_SHARE = 1e-3
+"""s, the share of a record's features that tells which residual it has."""
+
+
+class LastIterateGame(TwoWorlds):
+    """One record of a fixed batch is one of two with opposite residuals, in every epoch.
+
+    The auditor owns the records. Trial i has two features of its own, e_i and f_i. Its record is c e_i + s f_i with
+    label 1 or c e_i - s f_i with label 0, s small, and the public initial weights of f_i are so large that the two
+    records' residuals are opposite, and at their bound from the first step to the last. Then the weights of e_i
+    follow the linear recursion that the theorem's bound is made of: v <- (1 - eta lambda) v -+ (eta / b) c C +
+    noise. All other records of the run have another feature. The attacker sees the last weights. It also knows the
+    noise that was drawn before the record was first used: the theorem holds for any weights at that step, and so
+    counts no noise before it. Without this knowledge noise that the theorem does not count would hide that later
+    noise is missing.
+
+    Runs without noise tell the score of each world, so the noise that was drawn is known of every trial.
+
+    Args:
+        plan: A run of convex training that releases its last model only.
+        accounted: What the run is accounted as; None takes the plan's own mechanism.
+        position: The batch that the record is in, from 0; None takes the one that tells most.
+        lean: Logit that the second feature gives a record. A small one leaves the residuals within their bound, where
+            they depend on the model.
+    """
+
+    title = "last iterate of noisy gradient descent with fixed batches"
+    pair = "a record is x with label 1, or x' next to it with label 0, whose residuals are opposite"
+    is_gaussian = True
+    together = TRIALS
+    adversaries = (
+        Adversary(
+            name="last weights",
+            sees="the last model only",
+            knows="all other records, the batches, all constants, the initial weights, and the noise that was drawn "
+            "before the record was first used",
+        ),
+    )
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        accounted: ConvexLastIterate | None = None,
+        *,
+        position: int | None = None,
+        lean: float = LEAN,
+    ) -> None:
+        self._plan, self._lean = plan, lean
+        self._own = last_iterate(plan, self._options, plan.protection.noise_multiplier)
+        self._accounted = self._own if accounted is None else accounted
+        self._position = int(np.argmax(self.exact_mus())) if position is None else position
+        self._values: tuple[float, float] | None = None
+
+    @property
+    def mechanism(self) -> ConvexLastIterate:
+        """See TwoWorlds.mechanism."""
+        return self._accounted
+
+    @property
+    def actual(self) -> ConvexLastIterate:
+        """See TwoWorlds.actual."""
+        return self._own
+
+    @property
+    def _options(self) -> ConvexConfig:
+        return self._plan.config.trainer_as(ConvexConfig)
+
+    def exact_mus(self) -> np.ndarray:
+        """Return mu of the linear instance for each batch that the record may be in, shape (batches,).
+
+        It is the distance of the two means over the standard deviation of the noise from the record's first use on,
+        both in closed form.
+        """
+        own = self._own
+        rates = learning_rates(own)
+        kept = np.append(
+            np.cumprod((1 - rates * own.regularisation)[::-1])[::-1][1:], 1.0
+        )  # from a step to the end
+        noises = rates * own.noise_multiplier
+        noises[-1] = math.hypot(noises[-1], own.final_noise * own.learning_rate * own.noise_multiplier)
+        distance = (2 * rates * kept).reshape(own.epochs, own.batches).sum(axis=0)
+        later = np.cumsum(((noises * kept) ** 2)[::-1])[::-1][: own.batches]  # from a step on
+        return np.asarray(distance / np.sqrt(later))
+
+    @property
+    def exact_share(self) -> float:
+        """Mu of the linear instance over what is proven, at most 1."""
+        return float(self.exact_mus()[self._position] / proven_mu(self._own))
+
+    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
+        """See TwoWorlds.scores; a pass is a whole run on `TRIALS` trials."""
+        return in_passes(count, TRIALS, lambda own: self._pass(own, first=first), seed=seed)
+
+    def values(self) -> tuple[float, float] | None:
+        """See TwoWorlds.values; residuals that depend on the model make trials differ."""
+        if self._lean < LEAN:
+            return None
+        if self._values is None:
+            first, second = (float(self._pass(0, first=world, noisy=False).mean()) for world in (True, False))
+            self._values = first, second
+        return self._values
+
+    def weakened(self) -> LastIterateGame:
+        """See TwoWorlds.weakened: a quarter of the noise at every step."""
+        quarter = self._plan.protection.noise_multiplier / 4
+        plan = self._plan.unchecked(protection={"noise_multiplier": quarter})
+        return LastIterateGame(plan, self._accounted, position=self._position, lean=self._lean)
+
+    def _pass(self, seed: int, *, first: bool, noisy: bool = True) -> np.ndarray:
+        plan = self._crafted(seed, first=first)
+        if not noisy:
+            plan = plan.unchecked(protection={"noise_multiplier": 0.0, "noise": "digital"})
+        train = plan.dataset.train
+        with self._plan.unchecked(seed=seed).opened_device() as device:
+            trainer = plan.algorithm.trainer(device)
+            weights = plan.network.tensors["weight"]  # of e_i: rows below TRIALS
+            for step in range(plan.total_steps):
+                if step == self._position:
+                    drawn_before = _difference(weights)
+                set_learning_rate(trainer.optimizer, plan.config.optimizer, step / plan.total_steps)
+                batch = plan.sampler.indices(step)
+                trainer.step(train.x[batch], train.y[batch], step=step)
+        later = learning_rates(self._own)[self._position :]
+        kept = float(np.prod(1 - later * self._own.regularisation))
+        return np.asarray(_difference(weights) - kept * drawn_before)[None]
+
+    def _crafted(self, seed: int, *, first: bool) -> RunPlan:
+        """Return the run on the auditor's records and initial weights."""
+        k, classes = self._own.batches, self._plan.dataset.n_classes
+        x = torch.zeros(k * TRIALS, 2 * TRIALS + 1)
+        x[:, -1] = 1.0
+        mine = torch.arange(TRIALS) + self._position * TRIALS  # the sampler takes records in their order
+        side = 1.0 if first else -1.0
+        x[mine] = torch.cat(
+            [
+                math.sqrt(1 - _SHARE**2) * torch.eye(TRIALS),
+                side * _SHARE * torch.eye(TRIALS),
+                torch.zeros(TRIALS, 1),
+            ],
+            dim=1,
+        )
+        y = torch.zeros(len(x), dtype=torch.int64)
+        y[mine] = 1 if first else 0
+        model = GatedRelu(x.shape[1], classes, torch.zeros(1, x.shape[1]), centre=False)
+        decay = float(np.prod(1 - learning_rates(self._own) * self._own.regularisation))
+        start = self._lean / _SHARE / max(abs(decay), 1e-6)
+        model.weight.data[TRIALS : 2 * TRIALS, 0, 0] = start
+        model.weight.data[TRIALS : 2 * TRIALS, 0, 1] = -start
+        plan = replace(self._plan, dataset=crafted(x, y, n_classes=classes), network=GatedNetwork(model))
+        return plan.unchecked(
+            seed=seed,
+            trainer={"hyperplanes": 1, "centre": False, "gates": "seed"},
+            sampler={"scheme": "disjoint-cyclic", "batch_size": TRIALS},
+        )
+
+
+def _difference(weights: torch.Tensor) -> np.ndarray:
+    """Return the weights of each e_i for class 1 less those for class 0, float64, shape (TRIALS,)."""
+    found = weights.detach()[:TRIALS, 0].double().numpy()
+    return np.asarray(found[:, 1] - found[:, 0])

@@ -6,59 +6,59 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor, nn
+
 from accounting.devices.counts import LabelArgmax, LabelCounts
-from accounting.errors import NoGuarantee
 from accounting.labels.mechanisms import RandomizedResponse, StagedResponse
 from accounting.ledger.ledger import read_ledger
 from opusim import checks
-from opusim.description.loading import load_description
-from opusim.description.schema import DeviceDescription
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from training.attacks.mechanism.checks import Released, checked, response_checks
-from training.attacks.mechanism.counted import answer_checks, count_checks, staged_checks
-from training.attacks.mechanism.readings import kept_scores, noisy_readings, released_steps, responses
+from training.attacks.mechanism.checks import Released, checked, least_likely_variance, shared
+from training.attacks.mechanism.contributions import (
+    STEPS,
+    Weights,
+    read_amounts,
+    single_record_checks,
+    small_batches,
+)
+from training.attacks.mechanism.counted import answer_checks, count_checks, response_checks, staged_checks
+from training.attacks.mechanism.readings import (
+    kept_scores,
+    kept_states,
+    noisy_readings,
+    released_steps,
+    responses,
+)
 from training.attacks.mechanism.report import Check, MechanismAudit
-from training.attacks.mechanism.subjects import MODULES, SUBJECTS, Subject
+from training.attacks.mechanism.subjects import (
+    COUNTED,
+    MODULES,
+    QUIET_SIGMA,
+    SINGLE_RECORDS,
+    SUBJECTS,
+    Subject,
+    require_contrasts,
+    require_free,
+    require_quiet,
+    require_steps,
+)
 from training.config.kinds import PROTECTIONS
-from training.config.reading import flat, load_config, merged, parse_setting
+from training.config.reading import load_config, merged, parse_setting
 from training.config.run import RunConfig
 from training.config.sections import ProtectionSection
 from training.data import Dataset
 from training.engine.session import train
 from training.runs.folder import RunFolder
-from training.zeroth_order.config import ZoConfig
 
 RUNS = 2
 MIN_STEPS = 40
-MIN_FREE = 40
-"""Smallest number of components of a step that no record touches."""
-_BATCH = 40
-_LABEL_CLASSES = 10
-_QUIET_SIGMA, _LARGEST_SIGMA = 1e-3, 0.01
-"""Noise in a simulated device's readings: the default, and the largest at which a contribution's direction is known (at
-0.01 a contribution loses 5e-5 of its length along it)."""
-_COUNTED: dict[str, dict[str, Any]] = {
-    noise: {
-        "device": {"name": "camera_low_light"},
-        "model": {"hidden": [40]},
-        "protection": {"epsilon": epsilon},
-    }
-    for noise, epsilon in (("counts", 20.0), ("argmax", 2.0))
-}
-"""What a look by a camera is tested with: outputs for ten labels, and enough light that 20 % more of it is seen."""
-_OWN = (
-    *("schema_version", "mode", "seed", "epochs", "loss", "torch_device", "data.", "model.", "optimizer."),
-    *("sampler.scheme", "sampler.min_batch_size", "sampler.drop_last", "checkpoint.", "trainer.kind"),
-    *("trainer.sigma:feedback", "trainer.tau_h_max", "trainer.tau_h_min", "trainer.centre"),
-    *("trainer.gates", "trainer.final_noise", "trainer.regularisation", "trainer.language."),
-)
-"""Keys that the self-test sets, or whose value would invalidate its statistics."""
 
 
 def audit_mechanism(
@@ -70,6 +70,7 @@ def audit_mechanism(
     settings: Sequence[str] = (),
     seed: int | None = None,
     level: float = 1e-4,
+    single_records: bool = True,
     on_start: Callable[[int], None] = lambda total: None,
     on_step: Callable[[], None] = lambda: None,
 ) -> MechanismAudit:
@@ -79,6 +80,10 @@ def audit_mechanism(
     every layer and touches few weights. The components that no record touches must be N(0, (z C)^2), independent across
     steps, runs and coordinates. The components along a record's contribution must show batches of binomial size and
     contributions of norm C. z, C, q and the divisor are read from the runs' ledgers.
+
+    Where whole records are protected on Poisson batches, two more runs have records that differ and batches of two,
+    which show each record's coins, its own clip, and the noise of batches that hold one record or none. Amplified
+    labels have two more runs with such batches of identical records.
 
     Args:
         kind: pdfa, dfa, tdfa, bp, ulr, zo or convex.
@@ -90,18 +95,19 @@ def audit_mechanism(
             "protection.noise_multiplier=2" (1 by default), "sampler.batch_size=20", "trainer.clip=module".
         seed: Seed of the runs in experiment mode, in [0, 2^63); None draws one, which the result states.
         level: Probability of any alarm if the mechanism is as accounted, in (0, 1).
+        single_records: Whether to make the runs with small batches; False saves their time.
         on_start: Called with the total number of steps.
         on_step: Called after each step.
 
     Raises:
         ConfigError: A setting is reserved for the self-test, or is wrong.
-        NoGuarantee: No guarantee covers single steps: there is no protection, or only the last iterate is released.
+        NoGuarantee: No guarantee covers the steps, as there is no protection.
         ValueError: A number is out of range, or the records do not exceed the clip.
 
     Example:
-        >>> found = audit_mechanism("dfa", steps=40, seed=1, level=1e-6)
+        >>> found = audit_mechanism("dfa", steps=40, seed=1, level=1e-6, single_records=False)
         >>> found.holds, len(found.checks)
-        (True, 15)
+        (True, 17)
     """
     checks.choice(tuple(SUBJECTS), kind=kind)
     checks.choice(("mlp", *MODULES) if SUBJECTS[kind] is SUBJECTS["pdfa"] else ("mlp",), model=model)
@@ -117,15 +123,18 @@ def audit_mechanism(
         seed = secrets.randbits(63) if seed is None else seed
         checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     started = time.process_time()
-    subject, config = _configured(kind, model, mode, steps, settings)
+    subject, config, small = _configured(kind, model, mode, steps, settings)
+    small = small if single_records else None
     dataset = _dataset(subject, config)
-    on_start(RUNS * _total_steps(config))
+    few = 0 if small is None else _total_steps(small, SINGLE_RECORDS)
+    on_start(RUNS * (_total_steps(config, config.protection.tested_records) + few))
     with tempfile.TemporaryDirectory(prefix="opusim-mechanism-") as scratch:
-        folders = [
-            _trained(config, subject, dataset, RunFolder(Path(scratch) / str(number)), seed, on_step)
-            for number in range(RUNS)
-        ]
-        found, shape, accounted = _compared(folders, subject, dataset, level)
+        folders = [RunFolder(Path(scratch) / str(number)) for number in range(2 * RUNS)]
+        runs = [_trained(config, subject, dataset, folder, seed, on_step) for folder in folders[:RUNS]]
+        found, shape, accounted = _compared(runs, subject, dataset, level)
+        if small is not None:
+            more = _small_batches(small, subject, folders[RUNS:], seed, on_step)
+            found = shared([*found, *more], level)
     return MechanismAudit(
         kind=kind,
         model=model,
@@ -141,8 +150,22 @@ def audit_mechanism(
         cpu_s=time.process_time() - started,
         checks=found,
         one_look=config.protection.labels_read_once,
+        single_records=small is not None and config.protection.protects == "records",
         quiet_device=config.trainer.kind == "pdfa" and config.protection.protects == "records",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """A finished run.
+
+    Attributes:
+        folder: Its folder.
+        states: The parameters before the first step and after each step; empty if labels are read once.
+    """
+
+    folder: RunFolder
+    states: Sequence[Weights]
 
 
 def _trained(
@@ -152,23 +175,51 @@ def _trained(
     folder: RunFolder,
     seed: int | None,
     on_step: Callable[[], None],
-) -> RunFolder:
-    """Make one run in its folder; the folder's name keys its seed."""
+    *,
+    single: bool = False,
+) -> _Made:
+    """Make one run in its folder; the folder's name keys its seed.
+
+    A run that releases the last model only keeps no other, so its models are read while it trains.
+    """
     own = 0 if seed is None else derive_seed(seed, "mechanism", int(folder.path.name)) >> 33
-    train(
-        config.replaced(seed=own),
-        data=dataset,
-        model=None if config.protection.labels_read_once else subject.model(_clip(config, subject)),
-        folder=folder.path,
-        watcher=_Steps(on_step),
-    )
-    return folder
+    model = None
+    if not config.protection.labels_read_once:
+        model = subject.new_model(_clip(config, subject), single=single)
+    watcher = _Steps(on_step, model if config.protection.last_iterate else None)
+    train(config.replaced(seed=own), data=dataset, model=model, folder=folder.path, watcher=watcher)
+    return _Made(folder=folder, states=watcher.states or kept_states(folder))
+
+
+def _small_batches(
+    config: RunConfig,
+    subject: Subject,
+    folders: Sequence[RunFolder],
+    seed: int | None,
+    on_step: Callable[[], None],
+) -> list[Check]:
+    """Make runs with small batches, and check each record, or if labels are protected the noise of each step."""
+    single = config.protection.protects == "records"
+    dataset = _dataset(subject, config, few=True, single=single)
+    runs = [_trained(config, subject, dataset, folder, seed, on_step, single=single) for folder in folders]
+    if single:
+        amounts = [
+            read_amounts(run.folder, run.folder.read_config(), subject, dataset, run.states) for run in runs
+        ]
+        return single_record_checks(amounts)
+    found = [_released(run, subject, dataset) for run in runs]
+    parts = [
+        run.noise if run.signal_noise is None else np.hstack([run.noise, run.signal_noise]) for run in found
+    ]
+    finds = "batches without records that get no noise"
+    return [least_likely_variance("small batches: noise of a step", list(np.concatenate(parts)), finds)]
 
 
 def _compared(
-    folders: Sequence[RunFolder], subject: Subject, dataset: Dataset, level: float
+    runs: Sequence[_Made], subject: Subject, dataset: Dataset, level: float
 ) -> tuple[tuple[Check, ...], tuple[int, int], str]:
     """Return the checks of finished runs, their steps (or records) and noise-only components, and the mechanism."""
+    folders = [run.folder for run in runs]
     mechanism = read_ledger(folders[0].ledger_file).mechanisms[0]
     if isinstance(mechanism, RandomizedResponse):
         shifts = [responses(folder, dataset) for folder in folders]
@@ -185,22 +236,74 @@ def _compared(
     if isinstance(mechanism, LabelCounts):
         counts = count_checks(folders, dataset, mechanism, level)
         return counts, (len(dataset.train), dataset.n_classes - 1), mechanism.repeated(1).describe()
-    released = [_released(folder, subject, dataset) for folder in folders]
+    released = [_released(run, subject, dataset) for run in runs]
     steps, free = released[0].noise.shape
     return checked(released, level), (steps, free), released[0].accounted
 
 
-def _released(folder: RunFolder, subject: Subject, dataset: Dataset) -> Released:
-    config = folder.read_config()
+def _released(run: _Made, subject: Subject, dataset: Dataset) -> Released:
+    config = run.folder.read_config()
     if config.protection.labels_read_once:
-        return noisy_readings(folder, dataset)
-    return released_steps(folder, config, subject, dataset)
+        return noisy_readings(run.folder, dataset)
+    return released_steps(run.folder, config, subject, dataset, run.states)
+
+
+def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: bool = False) -> Dataset:
+    perturbation = float(getattr(config.trainer, "perturbation", 0.0))
+    clip, count = _clip(config, subject), SINGLE_RECORDS if few else config.protection.tested_records
+    if single:
+        dataset = subject.single_records(clip=clip, perturbation=perturbation)
+    else:
+        dataset = subject.dataset(count, clip=clip, perturbation=perturbation)
+    return replace(dataset, n_classes=config.data.n_classes or subject.n_classes)
+
+
+def _total_steps(config: RunConfig, records: int) -> int:
+    return config.epochs * max(1, round(records / config.sampler.batch_size))
+
+
+class _Steps:
+    """A watcher that reports every step.
+
+    Attributes:
+        states: Parameters of the model before the first step and after each step; empty without a model.
+
+    Args:
+        on_step: Called after each step.
+        model: The model that is trained in place, or None.
+    """
+
+    def __init__(self, on_step: Callable[[], None], model: nn.Module | None) -> None:
+        self._on_step, self._model = on_step, model
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """See Watcher."""
+        self._keep()
+
+    def on_step(self, *, step: int) -> None:
+        """See Watcher."""
+        self._keep()
+        self._on_step()
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Watcher."""
+
+    def _keep(self) -> None:
+        if self._model is not None:
+            self.states.append({name: p.detach().clone() for name, p in self._model.named_parameters()})
+
+
+# Configuration
+
+_BATCH = 40
+_LABEL_CLASSES = 10
 
 
 def _configured(
     kind: str, model: str, mode: str, steps: int, settings: Sequence[str]
-) -> tuple[Subject, RunConfig]:
-    """Return the subject and the configuration of its runs.
+) -> tuple[Subject, RunConfig, RunConfig | None]:
+    """Return the subject, the configuration of its runs, and that of runs with small batches if there are such.
 
     Raises:
         ConfigError: A setting is wrong, or the protection is not for modules.
@@ -209,27 +312,42 @@ def _configured(
     asked: dict[str, Any] = {}
     for setting in settings:
         asked = merged(asked, parse_setting(setting))
-    _require_free(kind, asked)
+    require_free(kind, asked)
     options = merged({"protection": {"kind": "record"}}, asked)
     protection = _protection(options["protection"]["kind"])
-    _require_steps(kind, protection)
+    require_steps(kind, protection)
     if model != "mlp" and protection.protects != "records":
         reason = (
             f"{options['protection']['kind']!r} is tested on model = 'mlp' only; take 'record' with {model!r}"
         )
         raise ConfigError("--set", "protection.kind", reason)
     defaults = _defaults(subject, protection, options["protection"])
-    if options["protection"].get("noise") in _COUNTED:
-        defaults = merged(defaults, _COUNTED[options["protection"]["noise"]])
+    if options["protection"].get("noise") in COUNTED:
+        defaults = merged(defaults, COUNTED[options["protection"]["noise"]])
     elif "device" not in asked and kind == "pdfa":
-        defaults = merged(defaults, {"device": {"noise": {"sigma": _QUIET_SIGMA}}})
+        defaults = merged(defaults, {"device": {"noise": {"sigma": QUIET_SIGMA}}})
     values = merged(merged(_common(kind, mode, protection, subject), defaults), options)
     config = load_config(values)
-    _require_quiet(config)
-    _require_contrasts(config)
+    require_quiet(config)
+    require_contrasts(config)
     if protection.labels_read_once:
-        return subject, config
-    return subject, load_config(values, changes=_descent(config, subject, steps))
+        return subject, config, None
+    descent = _descent(config, subject, steps, config.protection.tested_records)
+    found = load_config(values, changes=descent)
+    if not _has_small_batches(subject, config):
+        return subject, found, None
+    few = load_config(small_batches(values, single=config.protection.protects == "records"))
+    changes = _descent(few, subject, STEPS, SINGLE_RECORDS)
+    return subject, found, load_config(few, changes=changes)
+
+
+def _has_small_batches(subject: Subject, config: RunConfig) -> bool:
+    """Whether runs with small batches can be read: of records that differ, or of labels in secret batches."""
+    protection = config.protection
+    if not protection.poisson or protection.bands > 1:
+        return False
+    single = subject.single_rows is not None and "noise_multiplier" in type(protection).model_fields
+    return single if protection.protects == "records" else True
 
 
 def _protection(kind: object) -> type[ProtectionSection]:
@@ -282,13 +400,13 @@ def _defaults(
     return found
 
 
-def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
+def _descent(config: RunConfig, subject: Subject, steps: int, records: int) -> dict[str, Any]:
     """Set epochs, learning rate and a checkpoint after every step.
 
     Raises:
         ConfigError: The batch size does not fit the records.
     """
-    size, records = config.sampler.batch_size, config.protection.tested_records
+    size = config.sampler.batch_size
     if size > records // 4 or records % size:
         raise ConfigError(
             "--set",
@@ -297,143 +415,15 @@ def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
         )
     per_epoch = records // size
     epochs = -(-steps // per_epoch)
-    return {
+    found: dict[str, Any] = {
         "epochs": epochs,
         "optimizer": {"name": "sgd", "lr": subject.rate / _clip(config, subject), "momentum": 0.0},
-        "checkpoint": {"every_steps": 1, "keep": epochs * per_epoch + 1},
     }
-
-
-def _dataset(subject: Subject, config: RunConfig) -> Dataset:
-    perturbation = float(getattr(config.trainer, "perturbation", 0.0))
-    dataset = subject.dataset(
-        config.protection.tested_records, clip=_clip(config, subject), perturbation=perturbation
-    )
-    return replace(dataset, n_classes=config.data.n_classes or subject.n_classes)
+    if not config.protection.last_iterate:
+        found["checkpoint"] = {"every_steps": 1, "keep": epochs * per_epoch + 1}
+    return found
 
 
 def _clip(config: RunConfig, subject: Subject) -> float:
     """Return C, the largest norm of a record's contribution."""
     return float(config.trainer.implementation().clip_norm(config, subject.n_classes))
-
-
-def _total_steps(config: RunConfig) -> int:
-    return config.epochs * max(1, round(config.protection.tested_records / config.sampler.batch_size))
-
-
-def _require_free(kind: str, asked: Mapping[str, Any]) -> None:
-    """Refuse settings that the self-test chooses."""
-    for key in flat(asked):
-        own = [name for name in _OWN if key == name or (name.endswith(".") and key.startswith(name))]
-        if key == "trainer.sigma" and kind != "ulr":
-            own = [key]
-        if own:
-            raise ConfigError(
-                "--set",
-                key,
-                "is reserved: the self-test chooses data, model and optimizer; leave it out",
-            )
-
-
-def _require_steps(kind: str, protection: type[ProtectionSection]) -> None:
-    """Refuse a protection without protected steps.
-
-    Raises:
-        NoGuarantee: Nothing is protected, or only the last iterate is released.
-    """
-    name = protection.model_fields["kind"].default
-    if protection.last_iterate:
-        raise NoGuarantee(
-            f"protection.kind = {name!r} releases only the last model, so there is no step to test; test the same "
-            "noise and clip with protection.kind=record"
-        )
-    if protection.protects == "nothing":
-        raise NoGuarantee(
-            f"protection.kind = {name!r}: no guarantee covers the steps of {kind}, so there is nothing to test; use "
-            "protection.kind=record"
-        )
-
-
-def _require_quiet(config: RunConfig) -> None:
-    """Refuse a device that makes the direction of a contribution unknown.
-
-    Raises:
-        ConfigError: It is not simulated, or it is too noisy.
-    """
-    if not config.uses_device:
-        return
-    description = load_description(config.device.name, config.device.overrides)
-    if getattr(config.protection, "noise", "digital") in _COUNTED:
-        _require_exact_light(config, description)
-        return
-    if description.kind not in ("ideal", "gaussian"):
-        raise ConfigError(
-            "--set",
-            "device.name",
-            f"{config.device.name!r} is of kind {description.kind!r}, whose readings the self-test cannot predict; "
-            "use 'ideal' or 'gaussian'",
-        )
-    sigma = 0.0 if description.noise is None else description.noise.value()
-    if config.trainer.kind == "pdfa" and sigma > _LARGEST_SIGMA:
-        raise ConfigError(
-            "--set",
-            "device.noise.sigma",
-            f"{sigma:g} changes the direction of each contribution; use at most {_LARGEST_SIGMA:g}",
-        )
-
-
-def _require_exact_light(config: RunConfig, description: DeviceDescription) -> None:
-    """Refuse a camera of whose light only limits are accounted for: its law is not the accounted one.
-
-    Raises:
-        ConfigError: It has a certificate, or light that fluctuates.
-    """
-    power = None if description.camera is None else description.camera.light.power
-    for key, given in (
-        ("device.certificate", config.device.certificate),
-        ("device.camera.light.power", power),
-    ):
-        if given is not None:
-            reason = "leaves only limits of the light, and the self-test compares laws; leave it out"
-            raise ConfigError("--set", key, reason)
-
-
-def _require_contrasts(config: RunConfig) -> None:
-    """Refuse zeroth-order training with too few directions or without Gaussian noise.
-
-    Raises:
-        ConfigError: It has one of the two.
-    """
-    options = config.trainer
-    if not isinstance(options, ZoConfig):
-        return
-    if options.directions <= MIN_FREE:
-        raise ConfigError(
-            "--set",
-            "trainer.directions",
-            f"{options.directions} leaves {options.directions - 1} noise-only components per step, and the self-test "
-            f"needs {MIN_FREE}; use at least {MIN_FREE + 1}",
-        )
-    if options.law != "gaussian":
-        raise ConfigError(
-            "--set",
-            "trainer.law",
-            f"the self-test has no exact checks for {options.law!r} noise; use 'gaussian'",
-        )
-
-
-class _Steps:
-    """A watcher that reports every step."""
-
-    def __init__(self, on_step: Callable[[], None]) -> None:
-        self._on_step = on_step
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Watcher."""
-
-    def on_step(self, *, step: int) -> None:
-        """See Watcher."""
-        self._on_step()
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Watcher."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 
 import numpy as np
-import scipy.stats
 from scipy.special import kolmogorov, ndtr
 
-from accounting import LabelArgmax, RandomizedResponse
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
 from training.attacks.mechanism.report import Check
 
-_LAGS = (1, 2, 3, 4)
+LAGS = (1, 2, 3, 4)
+_PARTS, _LEAST_PART = 32, 8
+"""Most parts of a step whose variances are compared, and the fewest coordinates of one."""
+_LEAST_PRODUCTS = 1000
+"""Fewest products at a distance: the tail of their sum at 1e-9 is then normal up to a third."""
 _MIN_PAIRS = 20
 """Smallest number of pairs of batch sizes in a correlation: with 20, a correlation of 0.9 is found at a p-value of 1e-5
 even among several hundred."""
@@ -106,32 +107,6 @@ def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
     return shared(checks, level)
 
 
-def shared(checks: Sequence[Check], level: float) -> tuple[Check, ...]:
-    """Give each check an equal share of the family level."""
-    return tuple(replace(check, level=level / len(checks)) for check in checks)
-
-
-def noise_checks(noise: np.ndarray) -> list[Check]:
-    """Check numbers that should be independent N(0, 1), shape (runs, steps, coordinates)."""
-    return [
-        _noise_variance(noise),
-        _noise_mean(noise),
-        _noise_law(noise),
-        *(_lag(noise, lag) for lag in _LAGS),
-        _any_two(noise),
-        _between_coordinates(noise),
-    ]
-
-
-def signal_noise_checks(noise: np.ndarray) -> list[Check]:
-    """Check the noise along the layers' inputs, shape (runs, steps, coordinates)."""
-    return [
-        _noise_variance(noise, "noise on signals: variance"),
-        _any_two(noise, "noise on signals: any two steps"),
-        *(_lag(noise, lag, "noise on signals") for lag in _LAGS[:1]),
-    ]
-
-
 def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
     """Check contributions and batch sizes."""
     if not batch.variance:
@@ -144,31 +119,11 @@ def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
     ]
 
 
-def _noise_variance(noise: np.ndarray, name: str = "noise: variance") -> Check:
-    total = float(np.sum(np.square(noise)))
-    return Check(
-        name=name,
-        observed=total / noise.size,
-        expected=1.0,
-        standard_error=math.sqrt(2 / noise.size),
-        p_value=chi_squared_p_value(total, noise.size),
-        finds="noise weaker or stronger than accounted",
-    )
-
-
 def _parameter_variance(noise: np.ndarray, parameters: Mapping[str, slice]) -> Check:
     """Check the parameter whose noise has the least likely variance."""
     parts = [noise[..., columns] for columns in parameters.values()]
-    found = [(chi_squared_p_value(float(np.sum(np.square(part))), part.size), part) for part in parts]
-    p, part = min(found, key=lambda pair: pair[0])
-    return Check(
-        name="noise: variance in a parameter",
-        observed=float(np.mean(np.square(part))),
-        expected=1.0,
-        standard_error=math.sqrt(2 / part.size),
-        p_value=bonferroni(p, len(parts)),
-        finds="a weight or a bias without noise, or with weaker noise",
-    )
+    finds = "a weight or a bias without noise, or with weaker noise"
+    return least_likely_variance("noise: variance in a parameter", parts, finds)
 
 
 def _two_parameters(released: Sequence[Released]) -> Check:
@@ -176,75 +131,7 @@ def _two_parameters(released: Sequence[Released]) -> Check:
         tuple(np.concatenate(side) for side in zip(*runs, strict=True))
         for runs in zip(*(run.prefixes for run in released), strict=True)
     ]
-    return _least_likely("noise: two parameters", [(a, b) for a, b in pairs], "one noise for two parameters")
-
-
-def _noise_mean(noise: np.ndarray) -> Check:
-    error = 1 / math.sqrt(noise.size)
-    return Check(
-        name="noise: mean",
-        observed=float(noise.mean()),
-        expected=0.0,
-        standard_error=error,
-        p_value=normal_p_value(float(noise.mean()) / error),
-        finds="noise that is not centred, records in coordinates that none should touch",
-    )
-
-
-def _noise_law(noise: np.ndarray) -> Check:
-    distance = kolmogorov_distance(noise)
-    root = math.sqrt(noise.size)
-    return Check(
-        name="noise: distance from normal",
-        observed=distance,
-        expected=0.8687 / root,  # mean and standard deviation of the limit law
-        standard_error=0.2603 / root,
-        p_value=kolmogorov_p(distance, noise.size),
-        finds="another law with the same variance",
-    )
-
-
-def _lag(noise: np.ndarray, lag: int, name: str = "noise") -> Check:
-    """Check the correlation of steps t and t + lag, for each phase t mod (lag + 1), whose pairs share no step."""
-    firsts = [np.arange(phase, noise.shape[1] - lag, lag + 1) for phase in range(lag + 1)]
-    pairs = [(noise[:, first], noise[:, first + lag]) for first in firsts]
-    return _least_likely(f"{name}: steps {lag} apart", pairs, "noise used again")
-
-
-def _any_two(noise: np.ndarray, name: str = "noise: any two steps") -> Check:
-    r, pairs = largest_pair(noise.reshape(-1, noise.shape[2]))
-    p = bonferroni(cosine_p_value(r, noise.shape[2]), pairs)
-    text = "noise used again at any distance, or in another run"
-    return _correlation(name, r, noise.shape[2], p, text)
-
-
-def _between_coordinates(noise: np.ndarray) -> Check:
-    """Check the correlation of neighbouring coordinates (odd and even pairs), and of the two halves."""
-    size = noise.shape[2]
-    pairs = [(noise[..., start : size - 1 : 2], noise[..., start + 1 : size : 2]) for start in (0, 1)]
-    pairs.append((noise[..., : size // 2], noise[..., size // 2 : size // 2 * 2]))
-    return _least_likely("noise: coordinates of a step", pairs, "one number for several")
-
-
-def _least_likely(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], finds: str) -> Check:
-    """Check the least likely of several correlations whose means are known to be 0."""
-    found = []
-    for a, b in pairs:
-        r = cosine(a, b)
-        found.append((float(cosine_p_value(r, a.size)), r, a.size))
-    p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
-    return _correlation(name, r, dimension, bonferroni(p, len(found)), finds)
-
-
-def _correlation(name: str, r: float, dimension: int, p_value: float, finds: str) -> Check:
-    return Check(
-        name=name,
-        observed=r,
-        expected=0.0,
-        standard_error=1 / math.sqrt(dimension),
-        p_value=p_value,
-        finds=finds,
-    )
+    return least_likely("noise: two parameters", [(a, b) for a, b in pairs], "one noise for two parameters")
 
 
 def _mean_sum(sums: Sequence[Sums], batch: BatchLaw) -> Check:
@@ -327,83 +214,162 @@ def _batches_apart(sums: Sequence[Sums]) -> Check:
         found.append((float(cosine_p_value(r, len(a) - 1)), r, len(a) - 1))
     p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
     text = "a batch used again, or in another run"
-    return _correlation("batch size: any two steps", r, dimension, bonferroni(p, len(found)), text)
+    return correlation("batch size: any two steps", r, dimension, bonferroni(p, len(found)), text)
 
 
-def response_checks(
-    shifts: Sequence[np.ndarray], mechanism: RandomizedResponse | LabelArgmax, level: float
-) -> tuple[Check, ...]:
-    """Check randomized response: each label is kept with probability p, else replaced uniformly by another class.
-
-    Args:
-        shifts: Shift of each record's class, shape (records,), for each run.
-        mechanism: The accounted mechanism.
-        level: Probability of any alarm under the accounted mechanism, in (0, 1).
-    """
-    k = int(mechanism.n_classes)
-    stays = 1 / (1 + (k - 1) * math.exp(-float(mechanism.step_epsilon)))
-    runs = np.stack(shifts)
-    kept = runs == 0
-    return shared([_kept(kept, stays), _others(runs, k), *_repeats(kept, runs, stays, k)], level)
+# Numbers that should be independent N(0, 1)
 
 
-def _kept(kept: np.ndarray, stays: float) -> Check:
-    found = scipy.stats.binomtest(int(kept.sum()), kept.size, stays)
-    return Check(
-        name="response: share of labels kept",
-        observed=float(kept.mean()),
-        expected=stays,
-        standard_error=math.sqrt(stays * (1 - stays) / kept.size),
-        p_value=float(found.pvalue),
-        finds="labels that stay more often than accounted",
-    )
+def shared(checks: Sequence[Check], level: float) -> tuple[Check, ...]:
+    """Give each check an equal share of the family level."""
+    return tuple(replace(check, level=level / len(checks)) for check in checks)
 
 
-def _others(runs: np.ndarray, k: int) -> Check:
-    """Check the classes of replaced labels by Pearson's chi-squared."""
-    counts = np.bincount(runs[runs > 0], minlength=k)[1:]
-    expected = max(float(counts.sum()) / (k - 1), 1e-300)
-    total, degrees = float(np.sum(np.square(counts - expected)) / expected), k - 2
-    return Check(
-        name="response: classes moved to",
-        observed=total,
-        expected=float(degrees),
-        standard_error=math.sqrt(2 * degrees),
-        p_value=1.0 if not degrees else float(scipy.stats.chi2.sf(total, degrees)),
-        finds="moves that depend on the label",
-    )
-
-
-def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[Check]:
-    """Check labels kept in records up to four apart, and equal answers in two runs (normal approximations)."""
-    n = kept.shape[1]
-    values = (kept - kept.mean()) / math.sqrt(stays * (1 - stays))
-    lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in _LAGS]
-    total, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
-    same = stays**2 + (1 - stays) ** 2 / (k - 1)
-    error = math.sqrt(same * (1 - same) / n)
-    equal = max(
-        (float(np.mean(a == b)) for a, b in combinations(runs, 2)), key=lambda found: abs(found - same)
-    )
-    n_pairs = len(runs) * (len(runs) - 1) // 2
+def noise_checks(noise: np.ndarray) -> list[Check]:
+    """Check numbers that should be independent N(0, 1), shape (runs, steps, coordinates)."""
     return [
-        Check(
-            name="response: records apart",
-            observed=total / pairs,
-            expected=0.0,
-            standard_error=1 / math.sqrt(pairs),
-            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(_LAGS)),
-            finds="one draw for several records",
-        ),
-        Check(
-            name="response: equal in two runs",
-            observed=equal,
-            expected=same,
-            standard_error=error,
-            p_value=bonferroni(normal_p_value((equal - same) / error), n_pairs),
-            finds="answers that do not change from run to run",
-        ),
+        _noise_variance(noise),
+        _variance_in_a_step(noise),
+        _variance_in_a_part(noise),
+        _noise_mean(noise),
+        _noise_law(noise),
+        *(_lag(noise, lag) for lag in LAGS),
+        _any_two(noise),
+        _between_coordinates(noise),
     ]
+
+
+def signal_noise_checks(noise: np.ndarray) -> list[Check]:
+    """Check the noise along the layers' inputs, shape (runs, steps, coordinates)."""
+    return [
+        _noise_variance(noise, "noise on signals: variance"),
+        _any_two(noise, "noise on signals: any two steps"),
+        *(_lag(noise, lag, "noise on signals") for lag in LAGS[:1]),
+    ]
+
+
+def _noise_variance(noise: np.ndarray, name: str = "noise: variance") -> Check:
+    total = float(np.sum(np.square(noise)))
+    return Check(
+        name=name,
+        observed=total / noise.size,
+        expected=1.0,
+        standard_error=math.sqrt(2 / noise.size),
+        p_value=chi_squared_p_value(total, noise.size),
+        finds="noise weaker or stronger than accounted",
+    )
+
+
+def _variance_in_a_step(noise: np.ndarray) -> Check:
+    """Check the step whose noise has the least likely variance: an empty batch may be one without noise."""
+    steps = noise.reshape(-1, noise.shape[2])
+    return least_likely_variance(
+        "noise: variance in a step", list(steps), "a step without noise, or with less"
+    )
+
+
+def _variance_in_a_part(noise: np.ndarray) -> Check:
+    """Check the part of a step, some neighbouring coordinates, whose noise has the least likely variance."""
+    count = max(1, min(_PARTS, noise.shape[2] // _LEAST_PART))
+    parts = np.array_split(noise, count, axis=2)
+    return least_likely_variance("noise: variance in a part", parts, "a part of a step without noise")
+
+
+def least_likely_variance(name: str, parts: Sequence[np.ndarray], finds: str) -> Check:
+    """Check the least likely variance of several arrays of independent N(0, 1)."""
+    found = [(chi_squared_p_value(float(np.sum(np.square(part))), part.size), part) for part in parts]
+    p, part = min(found, key=lambda pair: doubt(pair[0]))
+    return Check(
+        name=name,
+        observed=float(np.mean(np.square(part))),
+        expected=1.0,
+        standard_error=math.sqrt(2 / part.size),
+        p_value=bonferroni(p, len(parts)),
+        finds=finds,
+    )
+
+
+def _noise_mean(noise: np.ndarray) -> Check:
+    error = 1 / math.sqrt(noise.size)
+    return Check(
+        name="noise: mean",
+        observed=float(noise.mean()),
+        expected=0.0,
+        standard_error=error,
+        p_value=normal_p_value(float(noise.mean()) / error),
+        finds="noise that is not centred, records in coordinates that none should touch",
+    )
+
+
+def _noise_law(noise: np.ndarray) -> Check:
+    distance = kolmogorov_distance(noise)
+    root = math.sqrt(noise.size)
+    return Check(
+        name="noise: distance from normal",
+        observed=distance,
+        expected=0.8687 / root,  # mean and standard deviation of the limit law
+        standard_error=0.2603 / root,
+        p_value=kolmogorov_p(distance, noise.size),
+        finds="another law with the same variance",
+    )
+
+
+def _lag(noise: np.ndarray, lag: int, name: str = "noise") -> Check:
+    """Check the correlation of steps t and t + lag, for each phase t mod (lag + 1), whose pairs share no step."""
+    firsts = [np.arange(phase, noise.shape[1] - lag, lag + 1) for phase in range(lag + 1)]
+    pairs = [(noise[:, first], noise[:, first + lag]) for first in firsts]
+    return least_likely(f"{name}: steps {lag} apart", pairs, "noise used again")
+
+
+def _any_two(noise: np.ndarray, name: str = "noise: any two steps") -> Check:
+    r, pairs = largest_pair(noise.reshape(-1, noise.shape[2]))
+    p = bonferroni(cosine_p_value(r, noise.shape[2]), pairs)
+    text = "noise used again at any distance, or in another run"
+    return correlation(name, r, noise.shape[2], p, text)
+
+
+def _between_coordinates(noise: np.ndarray) -> Check:
+    """Check the mean product of two coordinates of a step, for every distance at which enough products are known.
+
+    Products at one distance are uncorrelated and of variance 1, so that a sum of many is normal.
+    """
+    rows, size = noise.shape[0] * noise.shape[1], noise.shape[2]
+    spectrum = np.fft.rfft(noise, 2 * size, axis=2)
+    sums = np.fft.irfft(np.sum(np.square(np.abs(spectrum)), axis=(0, 1)), 2 * size)
+    distances = np.arange(1, max(size - _LEAST_PRODUCTS // rows, 2))
+    counts = np.maximum(rows * (size - distances), 1)
+    deviations = sums[distances] / np.sqrt(counts)
+    worst = int(np.argmax(np.abs(deviations)))
+    return Check(
+        name="noise: coordinates of a step",
+        observed=float(deviations[worst]) / math.sqrt(counts[worst]),
+        expected=0.0,
+        standard_error=1 / math.sqrt(counts[worst]),
+        p_value=bonferroni(normal_p_value(float(deviations[worst])), len(distances)),
+        finds="one number for several coordinates, a part that repeats another",
+    )
+
+
+def least_likely(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], finds: str) -> Check:
+    """Check the least likely of several correlations whose means are known to be 0."""
+    found = []
+    for a, b in pairs:
+        r = cosine(a, b)
+        found.append((float(cosine_p_value(r, a.size)), r, a.size))
+    p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
+    return correlation(name, r, dimension, bonferroni(p, len(found)), finds)
+
+
+def correlation(name: str, r: float, dimension: int, p_value: float, finds: str) -> Check:
+    """Return the check of a cosine whose mean is known to be 0."""
+    return Check(
+        name=name,
+        observed=r,
+        expected=0.0,
+        standard_error=1 / math.sqrt(dimension),
+        p_value=p_value,
+        finds=finds,
+    )
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:

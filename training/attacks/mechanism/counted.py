@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import scipy.stats
 
 from accounting.devices.counts import LabelArgmax, LabelCounts
-from accounting.labels.mechanisms import StagedResponse
+from accounting.labels.mechanisms import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
 from opusim.p_values import bonferroni, normal_p_value
-from training.attacks.mechanism.checks import response_checks, shared
+from training.attacks.mechanism.checks import LAGS, shared
 from training.attacks.mechanism.report import Check
 from training.data import Dataset
 from training.engine.plan import RunPlan
@@ -28,7 +29,6 @@ from training.protections.label_frames import LabelFrames
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 
-_LAGS = (1, 2, 3, 4)
 _SAME = 1e-6
 """Relative difference of rates, paid for against the device's, that is rounding."""
 
@@ -132,7 +132,7 @@ def _spread(runs: np.ndarray) -> Check:
 
 
 def _apart(runs: np.ndarray) -> Check:
-    found = [np.mean(runs[:, :-lag] * runs[:, lag:], axis=2) for lag in _LAGS]
+    found = [np.mean(runs[:, :-lag] * runs[:, lag:], axis=2) for lag in LAGS]
     worst = max(found, key=lambda products: abs(products.sum()) / math.sqrt(products.size))
     error = 1 / math.sqrt(worst.size * runs.shape[2])
     return Check(
@@ -140,7 +140,7 @@ def _apart(runs: np.ndarray) -> Check:
         observed=float(worst.mean()),
         expected=0.0,
         standard_error=error,
-        p_value=bonferroni(normal_p_value(float(worst.mean()) / error), len(_LAGS)),
+        p_value=bonferroni(normal_p_value(float(worst.mean()) / error), len(LAGS)),
         finds="one frame for several records",
     )
 
@@ -250,3 +250,82 @@ def _centred(name: str, values: np.ndarray, finds: str) -> Check:
         p_value=normal_p_value(mean / error),
         finds=finds,
     )
+
+
+# Randomized responses
+
+
+def response_checks(
+    shifts: Sequence[np.ndarray], mechanism: RandomizedResponse | LabelArgmax, level: float
+) -> tuple[Check, ...]:
+    """Check randomized response: each label is kept with probability p, else replaced uniformly by another class.
+
+    Args:
+        shifts: Shift of each record's class, shape (records,), for each run.
+        mechanism: The accounted mechanism.
+        level: Probability of any alarm under the accounted mechanism, in (0, 1).
+    """
+    k = int(mechanism.n_classes)
+    stays = 1 / (1 + (k - 1) * math.exp(-float(mechanism.step_epsilon)))
+    runs = np.stack(shifts)
+    kept = runs == 0
+    return shared([_kept(kept, stays), _others(runs, k), *_repeats(kept, runs, stays, k)], level)
+
+
+def _kept(kept: np.ndarray, stays: float) -> Check:
+    found = scipy.stats.binomtest(int(kept.sum()), kept.size, stays)
+    return Check(
+        name="response: share of labels kept",
+        observed=float(kept.mean()),
+        expected=stays,
+        standard_error=math.sqrt(stays * (1 - stays) / kept.size),
+        p_value=float(found.pvalue),
+        finds="labels that stay more often than accounted",
+    )
+
+
+def _others(runs: np.ndarray, k: int) -> Check:
+    """Check the classes of replaced labels by Pearson's chi-squared."""
+    counts = np.bincount(runs[runs > 0], minlength=k)[1:]
+    expected = max(float(counts.sum()) / (k - 1), 1e-300)
+    total, degrees = float(np.sum(np.square(counts - expected)) / expected), k - 2
+    return Check(
+        name="response: classes moved to",
+        observed=total,
+        expected=float(degrees),
+        standard_error=math.sqrt(2 * degrees),
+        p_value=1.0 if not degrees else float(scipy.stats.chi2.sf(total, degrees)),
+        finds="moves that depend on the label",
+    )
+
+
+def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[Check]:
+    """Check labels kept in records up to four apart, and equal answers in two runs (normal approximations)."""
+    n = kept.shape[1]
+    values = (kept - kept.mean()) / math.sqrt(stays * (1 - stays))
+    lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in LAGS]
+    total, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
+    same = stays**2 + (1 - stays) ** 2 / (k - 1)
+    error = math.sqrt(same * (1 - same) / n)
+    equal = max(
+        (float(np.mean(a == b)) for a, b in combinations(runs, 2)), key=lambda found: abs(found - same)
+    )
+    n_pairs = len(runs) * (len(runs) - 1) // 2
+    return [
+        Check(
+            name="response: records apart",
+            observed=total / pairs,
+            expected=0.0,
+            standard_error=1 / math.sqrt(pairs),
+            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(LAGS)),
+            finds="one draw for several records",
+        ),
+        Check(
+            name="response: equal in two runs",
+            observed=equal,
+            expected=same,
+            standard_error=error,
+            p_value=bonferroni(normal_p_value((equal - same) / error), n_pairs),
+            finds="answers that do not change from run to run",
+        ),
+    ]

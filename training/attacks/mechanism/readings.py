@@ -8,45 +8,45 @@ W' = W - (lr / divisor) G with the noisy sum G, so G = (W - W') divisor / lr.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import scipy.signal
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from accounting.convex.mechanisms import ConvexLastIterate, learning_rates
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
-from opusim.medium.directions import Direction
-from training.attacks.base import Records
-from training.attacks.controls import plain_descent
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums
+from training.attacks.mechanism.contributions import (
+    Gradient,
+    Weights,
+    clipped,
+    convex_contribution,
+    direction_entries,
+    flattened,
+    layers_of,
+    noisy_sums,
+    record_gradients,
+    require_beyond,
+)
 from training.attacks.mechanism.subjects import Subject
-from training.attacks.replay import NoiselessStep
 from training.config.run import RunConfig
-from training.convex.config import ConvexConfig
 from training.data import Dataset
-from training.engine.plan import RunPlan
-from training.networks.functions import LOSSES
-from training.protections.config import LabelNoiseConfig, NoProtectionConfig
+from training.protections.config import LabelNoiseConfig
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 from training.zeroth_order.step_log import LOG_FILE, LogContent
 
-_MIN_EXCESS = 1.5
-"""Smallest ratio of a record's gradient norm to the clip in every layer."""
 
-Weights = Mapping[str, Tensor]
-Gradient = dict[str, np.ndarray]
-"""By parameter, float64."""
-
-
-def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset) -> Released:
+def released_steps(
+    folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset, states: Sequence[Weights]
+) -> Released:
     """Read a run whose steps are clipped sums plus noise.
 
     Args:
@@ -54,6 +54,7 @@ def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, datas
         config: Its resolved configuration.
         subject: The records and model that it was trained with.
         dataset: Its records.
+        states: The parameters before the first step and after each step; unused for zo.
 
     Raises:
         ValueError: A record's gradient does not exceed the clip in every layer.
@@ -62,128 +63,57 @@ def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, datas
     kind = config.trainer.kind
     if kind == "zo":
         return _scalars(folder, config, mechanism, dataset)
-    states = _states(folder)
-    sums = _noisy_sums(states, config, mechanism)
+    sums = noisy_sums(states, config, mechanism)
     if kind == "convex":
-        return _record_sums(
-            sums, [_convex_contribution(config, dataset, mechanism)] * len(sums), dataset, mechanism
-        )
-    gradients = _gradients(folder, config, subject, dataset, states[:-1])
+        clip = float(config.trainer.implementation().clip_norm(config, dataset.n_classes))
+        expected = [convex_contribution(config, dataset, clip)] * len(sums)
+        if isinstance(mechanism, ConvexLastIterate):
+            return _last_iterate_sums(sums, expected, config, mechanism, clip)
+        return _record_sums(sums, expected, dataset, mechanism)
+    model = subject.model(config.protection.clip)
+    gradients = record_gradients(config, model, dataset, [(state, 0) for state in states[:-1]])
     if config.protection.protects == "records":
-        norms = [float(np.linalg.norm(_flat(gradients[0], names))) for names in _layers(list(gradients[0]))]
-        _require_beyond(norms, config.protection.clip)
+        norms = [
+            float(np.linalg.norm(flattened(gradients[0], names))) for names in layers_of(list(gradients[0]))
+        ]
+        require_beyond(norms, config.protection.clip)
         by_layer = kind == "ulr" and getattr(config.trainer, "clip", "joint") == "module"
-        expected = [_clipped(g, config.protection.clip, by_layer=by_layer) for g in gradients]
+        expected = [clipped(g, config.protection.clip, by_layer=by_layer) for g in gradients]
         return _record_sums(sums, expected, dataset, mechanism)
     return _label_sums(sums, gradients, states, dataset, config, mechanism)
 
 
-def _states(folder: RunFolder) -> list[dict[str, Tensor]]:
-    """Return the parameters before the first step and after each step."""
+def kept_states(folder: RunFolder) -> list[dict[str, Tensor]]:
+    """Return the parameters before the first step and after each step, as checkpoints keep them."""
     return [read_checkpoint(path).named("model.") for path in list_checkpoints(folder.checkpoints)]
 
 
-def _noisy_sums(
-    states: Sequence[Weights], config: RunConfig, mechanism: Mechanism
-) -> list[Gradient]:  # by step
-    """Return the noisy sum G of each step."""
-    divisor = getattr(mechanism, "divisor", None) or config.divisor
-    if config.protection.protects == "labels" and not config.protection.poisson:  # public batch sizes divide
-        divisor = config.sampler.batch_size
-    factor = divisor / config.optimizer.lr
-    return [
-        {name: (before[name].double() - after[name].double()).numpy() * factor for name in before}
-        for before, after in pairwise(states)
+def _last_iterate_sums(
+    sums: Sequence[Gradient],
+    expected: Sequence[Gradient],
+    config: RunConfig,
+    mechanism: ConvexLastIterate,
+    clip: float,
+) -> Released:
+    """Split the sums of fixed batches, of which the last one has the final noise too.
+
+    A recipient of the last model has none of the others; the self-test reads them while it trains.
+    """
+    z = mechanism.noise_multiplier
+    final = math.hypot(1.0, mechanism.final_noise * mechanism.learning_rate / learning_rates(mechanism)[-1])
+    noise = _noise_only(sums, expected, "weight") / (z * clip)
+    noise[-1] /= final
+    units = [
+        _component(total["weight"].ravel(), part["weight"].ravel())
+        for total, part in zip(sums, expected, strict=True)
     ]
-
-
-def _gradients(
-    folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset, states: Sequence[Weights]
-) -> list[Gradient]:
-    """Return one record's gradient at each state, without clip or noise."""
-    model, x, y = subject.model(config.protection.clip), dataset.train.x[:1], dataset.train.y[:1]
-    if config.trainer.kind == "ulr":
-        return [_autograd(model, dict(state), x, y, config) for state in states]
-    unprotected = config.unchecked(
-        protection=NoProtectionConfig(), mode="experiment", optimizer={"name": "sgd"}
+    along = np.array(units[:-1]) / clip
+    return Released(
+        noise=noise,
+        sums=Sums(along=along, along_std=z, by_layer=along[:, None], shares=np.ones(1)),
+        batch=BatchLaw(mean=float(config.sampler.batch_size), variance=0.0),
+        accounted=_one_step(mechanism),
     )
-    plan = plain_descent(RunPlan.checked(unprotected, dataset, model=model)).with_silent_device()
-    with plan.opened_device() as device:
-        noiseless = NoiselessStep(plan.network, plan.algorithm.trainer(device))
-        found = [noiseless.gradients(state, Records(x=x, y=y), step=0) for state in states]
-    return [{name: tensor.numpy() for name, tensor in gradient.items()} for gradient in found]
-
-
-def _autograd(
-    model: nn.Module, state: dict[str, Tensor], x: Tensor, y: Tensor, config: RunConfig
-) -> Gradient:
-    """Return the gradient of the loss by torch; names follow the order of the layers."""
-    named = dict(zip(state, model.parameters(), strict=True))
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(state[name])
-    loss = LOSSES[config.loss](model(x), y).per_record.sum()
-    found = torch.autograd.grad(loss, list(named.values()))
-    return {name: part.double().numpy() for name, part in zip(named, found, strict=True)}
-
-
-def _layers(names: Sequence[str]) -> list[list[str]]:
-    """Return the names of each layer's parameters."""
-    layers = dict.fromkeys(name.partition(".")[0] for name in names)
-    return [[name for name in names if name.partition(".")[0] == layer] for layer in layers]
-
-
-def _flat(gradient: Gradient, names: Sequence[str]) -> np.ndarray:
-    return np.concatenate([gradient[name].ravel() for name in names])
-
-
-def _require_beyond(norms: Sequence[float], clip: float) -> None:
-    """Refuse a clip that the records' norms do not exceed in every layer."""
-    least = min(norms)
-    if least < _MIN_EXCESS * clip:
-        raise ValueError(
-            f"protection.clip_norm = {clip:g}: must be at most {least / _MIN_EXCESS:.2g}, so that the records of the "
-            "self-test exceed it in every layer; lower it"
-        )
-
-
-def _clipped(gradient: Gradient, clip: float, *, by_layer: bool) -> Gradient:
-    """Clip a gradient as docs/privacy-records.md states: one factor for all layers, or C / sqrt(L) for each."""
-    layers = _layers(list(gradient))
-    if not by_layer:
-        factor = clip / float(np.linalg.norm(_flat(gradient, list(gradient))))
-        return {name: factor * part for name, part in gradient.items()}
-    bound = clip / math.sqrt(len(layers))
-    return {
-        name: gradient[name] * (bound / float(np.linalg.norm(_flat(gradient, names))))
-        for names in layers
-        for name in names
-    }
-
-
-def _convex_contribution(config: RunConfig, dataset: Dataset, mechanism: Mechanism) -> Gradient:
-    """x~ residual^T at weights of 0, for a record with open gates only: x~ = x / (|x| sqrt(P)) on every gate."""
-    options, k = config.trainer_as(ConvexConfig), dataset.n_classes
-    x, label = dataset.train.x[0].double().numpy(), int(dataset.train.y[0])
-    target = np.eye(k)[label]
-    residual = {
-        "squared": -target,
-        "margin": -target,
-        "one-against-rest": 0.5 - target,
-        "softmax": 1 / k - target,
-    }[options.objective]
-    clip, norm = float(getattr(mechanism, "clip_norm")), float(np.linalg.norm(residual))  # noqa: B009 - not typed
-    if options.residual_clip is None or norm < _MIN_EXCESS * clip:
-        raise ValueError(
-            f"trainer.clip = {options.clip}: must be given and below {norm / _MIN_EXCESS:.2g}, so that the self-test's "
-            f"records exceed it (objective {options.objective!r}); lower it"
-        )
-    if options.objective == "one-against-rest":
-        residual = np.sign(residual)
-        norm = math.sqrt(k)
-    gates = np.ones(options.hyperplanes) / math.sqrt(options.hyperplanes)
-    features = np.einsum("d,p,k->dpk", x / np.linalg.norm(x), gates, residual * clip / norm)
-    return {"weight": features}
 
 
 def _record_sums(
@@ -196,13 +126,13 @@ def _record_sums(
     free = {name: split(sums, expected, name) / (z * clip) for name in names}
     free = {name: part for name, part in free.items() if part.shape[1]}
     ends = np.cumsum([part.shape[1] for part in free.values()])
-    layers = _layers(names)
+    layers = layers_of(names)
     along, by_layer = [], []
     for total, part in zip(sums, expected, strict=True):
-        whole = _flat(part, names)
-        along.append(float(_flat(total, names) @ whole) / float(np.linalg.norm(whole)) / clip)
-        by_layer.append([_component(_flat(total, n), _flat(part, n)) / clip for n in layers])
-    shares = [float(np.linalg.norm(_flat(expected[0], n))) / clip for n in layers]
+        whole = flattened(part, names)
+        along.append(float(flattened(total, names) @ whole) / float(np.linalg.norm(whole)) / clip)
+        by_layer.append([_component(flattened(total, n), flattened(part, n)) / clip for n in layers])
+    shares = [float(np.linalg.norm(flattened(expected[0], n))) / clip for n in layers]
     found = Sums(along=np.array(along), along_std=z, by_layer=np.array(by_layer), shares=np.array(shares))
     law = BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability))
     return Released(
@@ -338,9 +268,8 @@ def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Data
 
 def _first_entry(seed: int, count: int) -> float:
     """Return a direction's first nonzero entry, to which the records' loss difference is proportional."""
-    entries = torch.zeros(count)
-    Direction(seed).add_to(entries, 0, 1.0)
-    return float(entries[torch.nonzero(entries)[0, 0]])
+    entries = direction_entries(seed, count)
+    return float(entries[np.flatnonzero(entries)[0]])
 
 
 def _reflected(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
@@ -378,7 +307,7 @@ def _label_sums(
     ]
     free, signals, totals, lengths = (np.array(values) for values in zip(*parts, strict=True))
     layered, norms = totals / protection.clip, lengths  # norms before the clip, (steps, layers)
-    _require_beyond(norms[0].tolist(), protection.clip)
+    require_beyond(norms[0].tolist(), protection.clip)
     stated = np.ones_like(norms)
     if amplified:
         stated = norms / np.linalg.norm(norms, axis=1, keepdims=True)
@@ -413,7 +342,7 @@ def _whitened(
     inputs = _layer_inputs(state, dataset)
     fan_ins = sum(len(h) for h in inputs)
     free, across, sums, norms = [], [], [], []
-    for number, (names, h) in enumerate(zip(_layers(list(total)), inputs, strict=True)):
+    for number, (names, h) in enumerate(zip(layers_of(list(total)), inputs, strict=True)):
         rows, signal = _matrix(total, names), _matrix(gradient, names) @ h
         size, length = float(np.linalg.norm(h)), float(h @ h)
         scale = fan_ins if amplified else batch  # of h h^T in the covariance

@@ -65,6 +65,7 @@ class MechanismAudit:
         one_look: Whether the labels are read or randomized once, so that there are no steps.
         quiet_device: Whether records were protected and the noise of the device's readings was kept small.
         model: What was trained, as `audit_mechanism` names it.
+        single_records: Whether further runs had records that differ, in small batches.
     """
 
     kind: str
@@ -82,6 +83,7 @@ class MechanismAudit:
     one_look: bool = False
     quiet_device: bool = False
     model: str = "mlp"
+    single_records: bool = False
 
     @property
     def alarms(self) -> tuple[Check, ...]:
@@ -168,11 +170,12 @@ def _result(found: MechanismAudit) -> str:
 
 def _limits(found: MechanismAudit) -> str:
     """Say what an agreeing self-test does not prove."""
-    text = (
-        "Not tested: faults that appear only with other data, settings or run lengths (the records are identical, so "
-        "only the number of records in a batch is visible); noise whose seed an attacker could guess; attacks on the "
-        "rounding of floating-point numbers; a last iterate, which releases no steps; noise along a record's "
-        "contribution in a single parameter, and so all noise of a parameter with one number"
+    text = "Not tested: faults that appear only with other data, settings or run lengths"
+    if not found.single_records:
+        text += " (the records are identical, so only the number of records in a batch is visible)"
+    text += (
+        "; noise whose seed an attacker could guess; attacks on the rounding of floating-point numbers; noise along a "
+        "record's contribution in a single parameter, and so all noise of a parameter with one number"
     )
     if found.quiet_device:
         text += "; a device's noise in its readings, which is kept small here"

@@ -3,6 +3,7 @@
 All records of a run are identical, their gradient is longer than the clip in every layer, and most of their features
 are 0, so that the weights of these features receive only noise. Learning rates are small enough that this stays true to
 the end, and large enough for float32: a step's noise exceeds 100 units in the last place of the weights that it moves.
+Settings that these statistics do not bear are refused.
 """
 
 from __future__ import annotations
@@ -15,11 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accounting.errors import NoGuarantee
+from opusim.description.loading import load_description
+from opusim.description.schema import DeviceDescription
+from opusim.errors import ConfigError
+from training.config.reading import flat
+from training.config.run import RunConfig
+from training.config.sections import ProtectionSection
 from training.convex.gated import GatedRelu
 from training.data import Dataset, Split
 from training.data.dataset import Standardisation
 from training.networks.sequence_models import encoder_block
+from training.zeroth_order.config import ZoConfig
 
+SINGLE_RECORDS = 12
+"""Records that differ, each with a feature of its own."""
 _TOUCHED = 8
 _UNIT = 2.0**-12
 """Entries of a zeroth-order direction are integer multiples of this, smaller than 2^16 of it."""
@@ -39,6 +50,9 @@ class Subject:
         model: Returns a new model for a clip.
         vocabulary: Number of token values if records hold tokens, else None.
         points: Feedback points; empty for a fully connected network.
+        single_rows: Returns the features of records that differ, shape (`SINGLE_RECORDS`, d), for a clip and a
+            perturbation; None if the trainer is not tested on them.
+        single_model: Returns a new model of such records for a clip, or None without such records.
     """
 
     defaults: Mapping[str, Any]
@@ -49,11 +63,36 @@ class Subject:
     model: Callable[[float], nn.Module]
     vocabulary: int | None = None
     points: tuple[str, ...] = ()
+    single_rows: Callable[[float, float], Tensor] | None = None
+    single_model: Callable[[float], nn.Module] | None = None
 
     def dataset(self, n_records: int, *, clip: float, perturbation: float) -> Dataset:
         """Return a data set of identical records."""
-        x = self.record(clip, perturbation).repeat(n_records, 1)
-        y = torch.full((n_records,), self.label)
+        return self._of_rows(self.record(clip, perturbation).repeat(n_records, 1))
+
+    def single_records(self, *, clip: float, perturbation: float) -> Dataset:
+        """Return a data set of records that differ.
+
+        Raises:
+            TypeError: The trainer is not tested on such records.
+        """
+        if self.single_rows is None:
+            raise TypeError("subject: has no records that differ")
+        return self._of_rows(self.single_rows(clip, perturbation))
+
+    def new_model(self, clip: float, *, single: bool = False) -> nn.Module:
+        """Return a new model, of records that differ if `single`.
+
+        Raises:
+            TypeError: The trainer is not tested on such records.
+        """
+        make = self.single_model if single else self.model
+        if make is None:
+            raise TypeError("subject: has no model of records that differ")
+        return make(clip)
+
+    def _of_rows(self, x: Tensor) -> Dataset:
+        y = torch.full((len(x),), self.label)
         empty = Split(x[:0], y[:0])
         return Dataset(
             name="arrays",
@@ -130,6 +169,22 @@ def _feedback_model(clip: float) -> nn.Module:
         first.weight[:, _TOUCHED:] = 0.0
         output = model(_feedback_record(clip, 0.0)[None])[0]
         last.bias.copy_(torch.tensor([-2.0, 0.0, 0.0, 0.0]) - output)
+    return model
+
+
+def _apart(length: float, zeros: int) -> Tensor:
+    """Return records of one feature each, with lengths from `length` to twice that, and features that all lack."""
+    lengths = torch.linspace(length, 2 * length, SINGLE_RECORDS)
+    return torch.cat([torch.diag(lengths), torch.zeros(SINGLE_RECORDS, zeros)], dim=1)
+
+
+def _single_feedback_model(clip: float) -> nn.Module:
+    """Return a 40-16-4 tanh network whose first weights are 0, so that all records have one output."""
+    model = _feedback_model(clip)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        parameters["0.weight"].zero_()
+        parameters["2.bias"].copy_(torch.tensor([-2.0, 0.0, 0.0, 0.0]))
     return model
 
 
@@ -220,6 +275,8 @@ _FEEDBACK = Subject(
     record=_feedback_record,
     label=0,
     model=_feedback_model,
+    single_rows=lambda clip, perturbation: _apart(20.0, 28),
+    single_model=_single_feedback_model,
 )
 
 MODULES: dict[str, Subject] = {
@@ -253,6 +310,8 @@ SUBJECTS: dict[str, Subject] = {
         record=_ulr_record,
         label=0,
         model=_ulr_model,
+        single_rows=lambda clip, perturbation: _apart(2e4, 60),
+        single_model=_ulr_model,
     ),
     "zo": Subject(
         defaults={"protection": {"clip_norm": 0.05}, "trainer": {"directions": 48}},
@@ -261,6 +320,8 @@ SUBJECTS: dict[str, Subject] = {
         record=_zo_record,
         label=0,
         model=lambda clip: OneLogit(_DIGITS),
+        single_rows=lambda clip, perturbation: _apart(1e3 * clip / (perturbation * _UNIT), 0),
+        single_model=lambda clip: OneLogit(SINGLE_RECORDS),
     ),
     "convex": Subject(
         defaults={"trainer": {"hyperplanes": 4, "centre": False}},
@@ -269,6 +330,135 @@ SUBJECTS: dict[str, Subject] = {
         record=_convex_record,
         label=0,
         model=_convex_model,
+        single_rows=lambda clip, perturbation: _apart(1.0, 16),
+        single_model=lambda clip: GatedRelu(
+            SINGLE_RECORDS + 16, 3, torch.ones(4, SINGLE_RECORDS + 16), centre=False
+        ),
     ),
 }
 """By trainer.kind."""
+
+
+# What a self-test takes
+
+MIN_FREE = 40
+"""Smallest number of components of a step that no record touches."""
+QUIET_SIGMA, _LARGEST_SIGMA = 1e-3, 0.01
+"""Noise in a simulated device's readings: the default, and the largest at which a contribution's direction is known (at
+0.01 a contribution loses 5e-5 of its length along it)."""
+COUNTED: dict[str, dict[str, Any]] = {
+    noise: {
+        "device": {"name": "camera_low_light"},
+        "model": {"hidden": [40]},
+        "protection": {"epsilon": epsilon},
+    }
+    for noise, epsilon in (("counts", 20.0), ("argmax", 2.0))
+}
+"""What a look by a camera is tested with: outputs for ten labels, and enough light that 20 % more of it is seen."""
+_OWN = (
+    *("schema_version", "mode", "seed", "epochs", "loss", "torch_device", "data.", "model.", "optimizer."),
+    *("sampler.scheme", "sampler.min_batch_size", "sampler.drop_last", "checkpoint.", "trainer.kind"),
+    *("trainer.sigma:feedback", "trainer.tau_h_max", "trainer.tau_h_min", "trainer.centre"),
+    *("trainer.gates", "trainer.final_noise", "trainer.regularisation", "trainer.language."),
+)
+"""Keys that the self-test sets, or whose value would invalidate its statistics."""
+
+
+def require_free(kind: str, asked: Mapping[str, Any]) -> None:
+    """Refuse settings that the self-test chooses."""
+    for key in flat(asked):
+        own = [name for name in _OWN if key == name or (name.endswith(".") and key.startswith(name))]
+        if key == "trainer.sigma" and kind != "ulr":
+            own = [key]
+        if own:
+            raise ConfigError(
+                "--set",
+                key,
+                "is reserved: the self-test chooses data, model and optimizer; leave it out",
+            )
+
+
+def require_steps(kind: str, protection: type[ProtectionSection]) -> None:
+    """Refuse a protection without protected steps.
+
+    Raises:
+        NoGuarantee: Nothing is protected.
+    """
+    name = protection.model_fields["kind"].default
+    if protection.protects == "nothing":
+        raise NoGuarantee(
+            f"protection.kind = {name!r}: no guarantee covers the steps of {kind}, so there is nothing to test; use "
+            "protection.kind=record"
+        )
+
+
+def require_quiet(config: RunConfig) -> None:
+    """Refuse a device that makes the direction of a contribution unknown.
+
+    Raises:
+        ConfigError: It is not simulated, it is too noisy, or labels are read through it.
+    """
+    if not config.uses_device:
+        return
+    description = load_description(config.device.name, config.device.overrides)
+    noise = getattr(config.protection, "noise", "digital")
+    if noise in COUNTED:
+        require_exact_light(config, description)
+        return
+    if config.protection.labels_read_once and noise == "device":
+        reason = "'device' reads labels through a matrix, which the self-test does not undo; use 'digital'"
+        raise ConfigError("--set", "protection.noise", reason)
+    if description.kind not in ("ideal", "gaussian"):
+        raise ConfigError(
+            "--set",
+            "device.name",
+            f"{config.device.name!r} is of kind {description.kind!r}, whose readings the self-test cannot predict; "
+            "use 'ideal' or 'gaussian'",
+        )
+    sigma = 0.0 if description.noise is None else description.noise.value()
+    if config.trainer.kind == "pdfa" and sigma > _LARGEST_SIGMA:
+        raise ConfigError(
+            "--set",
+            "device.noise.sigma",
+            f"{sigma:g} changes the direction of each contribution; use at most {_LARGEST_SIGMA:g}",
+        )
+
+
+def require_exact_light(config: RunConfig, description: DeviceDescription) -> None:
+    """Refuse a camera of whose light only limits are accounted for: its law is not the accounted one.
+
+    Raises:
+        ConfigError: It has a certificate, or light that fluctuates.
+    """
+    power = None if description.camera is None else description.camera.light.power
+    for key, given in (
+        ("device.certificate", config.device.certificate),
+        ("device.camera.light.power", power),
+    ):
+        if given is not None:
+            reason = "leaves only limits of the light, and the self-test compares laws; leave it out"
+            raise ConfigError("--set", key, reason)
+
+
+def require_contrasts(config: RunConfig) -> None:
+    """Refuse zeroth-order training with too few directions or without Gaussian noise.
+
+    Raises:
+        ConfigError: It has one of the two.
+    """
+    options = config.trainer
+    if not isinstance(options, ZoConfig):
+        return
+    if options.directions <= MIN_FREE:
+        raise ConfigError(
+            "--set",
+            "trainer.directions",
+            f"{options.directions} leaves {options.directions - 1} noise-only components per step, and the self-test "
+            f"needs {MIN_FREE}; use at least {MIN_FREE + 1}",
+        )
+    if options.law != "gaussian":
+        raise ConfigError(
+            "--set",
+            "trainer.law",
+            f"the self-test has no exact checks for {options.law!r} noise; use 'gaussian'",
+        )

@@ -35,8 +35,9 @@ GOALS = {
     "files in the root of opusim": 12,
     "files in the root of accounting": 12,
     "files in the root of training": 3,
-    # charts, private loops, processes, features, lightonml, serving, crossbars, memory, staged labels, diagnosis
-    "files of the product": 348,
+    # charts, private loops, processes, features, lightonml, serving, crossbars, memory, staged labels, diagnosis,
+    # rare faults
+    "files of the product": 349,
     "function-level imports outside command modules": 20,
     "comparisons of protection.kind outside its configuration": 0,
 }

@@ -1,6 +1,6 @@
 """What is the smallest fault that a calibration of the default size finds?
 
-Readings: four inputs, 500 readings, 4,000 outputs. Frames: 64 of each level and 100 of the anchor, 4,000 pixels of
+Readings: five inputs, 500 readings, 4,000 outputs. Frames: 64 of each level and 100 of the anchor, 4,000 pixels of
 camera_low_light. Each fault is planted at the strength that docs/camera.md states and at half of it; kept is the share
 of runs in which its own test fails at the family's alarm level. An argument selects the faults whose name contains it.
 
@@ -25,12 +25,15 @@ from opusim.calibration.gaussian_shape import shape_p_values
 from opusim.calibration.independence import independence_p_values
 from opusim.calibration.photon_transfer import LightNoise
 from opusim.description.loading import load_description
-from opusim.devices.certificate import GaussianLaw
+from opusim.devices.certificate import Certificate, GaussianLaw
 from opusim.devices.simulated import GaussianDevice
 from opusim.p_values import FAMILY_ALARM
 
-INPUTS, READINGS, OUTPUTS, LIGHT_RUNS = 4, 500, 4000, 400
-PROPERTIES, CAMERA_PROPERTIES = 7, 20  # that share the family's alarm level; a camera's ten have half of it
+INPUTS, READINGS, OUTPUTS, LIGHT_RUNS = 5, 500, 4000, 400
+PROPERTIES, CAMERA_PROPERTIES = (
+    8,
+    32,
+)  # that share the family's alarm level; a camera's sixteen have half of it
 Random = np.random.Generator
 Plant = Callable[[Random, np.ndarray, float], np.ndarray]
 
@@ -183,6 +186,60 @@ BROKEN: dict[str, Broken | None] = {
     "common mode": common_part,
     "drift": slow_drift,
 }
+
+
+def silent_readings(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Every 1,000th reading has no noise at any output."""
+    return np.where(time[:, None] % 1000 == 999, 0.0, z)
+
+
+def silent_numbers(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """One number in 1,000 has no noise."""
+    return np.where(random.random(z.shape) < 1e-3, 0.0, z)
+
+
+def pink(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """1 % of the variance is 1/f noise, of each output by itself."""
+    frequencies = np.arange(1, len(z) // 2 + 1)[:, None]
+    slow = _spectrum(random, (len(frequencies), z.shape[1])) / np.sqrt(frequencies)
+    wave = np.fft.irfft(np.vstack([np.zeros((1, z.shape[1])), slow]), n=len(z), axis=0)
+    return 0.99**0.5 * z + 0.1 * wave / wave.std(axis=0)
+
+
+def _spectrum(random: Random, shape: tuple[int, int]) -> np.ndarray:
+    """Return complex numbers of independent normal parts."""
+    return random.standard_normal(shape) + 1j * random.standard_normal(shape)
+
+
+def cut_tails(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """No number lies more than 3.2 standard deviations from its mean."""
+    return np.clip(z, -3.2, 3.2)
+
+
+def repeats(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Noise repeats after 3,000 readings."""
+    pool = np.random.default_rng([20261128, z.shape[1]]).standard_normal((3000, z.shape[1]))
+    return pool[time % 3000]
+
+
+def very_rarely_silent(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Every 10,000th reading has no noise at any output."""
+    return np.where(time[:, None] % 10_000 == 9999, 0.0, z)
+
+
+RARE: dict[str, tuple[Broken | None, float]] = {
+    "every 1,000th reading without noise": (silent_readings, 1.0),
+    "one number in 1,000 without noise": (silent_numbers, 1.0),
+    "a tenth of the noise at bright inputs": (None, 0.1),
+    "1 % of 1/f noise": (pink, 1.0),
+    "tails cut at 3.2 standard deviations": (cut_tails, 1.0),
+}
+"""Faults that the default number of readings shows: what is made of the noise, and its factor at bright inputs."""
+TRUSTED: dict[str, tuple[Broken, str]] = {
+    "every 10,000th reading without noise": (very_rarely_silent, "noise is missing at all outputs"),
+    "repeats after 3,000 readings": (repeats, "noise does not repeat"),
+}
+"""Faults that it cannot show, and the beginning of the trusted property under which a certificate names them."""
 SIGMA, BETA, _AT_ONCE = 0.5, 0.05, 20
 
 
@@ -192,25 +249,33 @@ class BrokenDevice(GaussianDevice):
     Args:
         broken: what it makes of standard normal noise, shape (readings, n_outputs), and of the readings' numbers.
         number: which device this is.
+        bright: factor on the noise of inputs of which more than half are 1 on balance.
     """
 
-    def __init__(self, broken: Broken | None, number: int) -> None:
+    def __init__(self, broken: Broken | None, number: int, bright: float = 1.0) -> None:
         description = load_description("gaussian", {"noise": {"sigma": SIGMA}})
         super().__init__(description, n_inputs=10, n_outputs=128)
         self._broken, self._random, self._taken = broken, np.random.default_rng([20261127, number]), 0
+        self._bright = bright
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         z = self._random.standard_normal((len(x), self.n_outputs))
         if self._broken is not None:
             z = self._broken(self._random, z, self._taken + np.arange(len(x)))
         self._taken += len(x)
+        z = np.where(x.sum(1).numpy()[:, None] > self.n_inputs / 2, self._bright, 1.0) * z
         return (self.medium.project(x).double() + torch.from_numpy(SIGMA * z)).float()
+
+
+def asked(broken: Broken | None, number: int, *, bright: float = 1.0, readings: int = 200) -> Certificate:
+    """Return the certificate that a device of such noise gets."""
+    with BrokenDevice(broken, number, bright).open() as device:
+        return calibrate(device, readings=readings, beta=BETA).certificate
 
 
 def attempt(broken: Broken | None, number: int) -> str:
     """Ask for a certificate: holds, fails (its limit exceeds sigma), or refused."""
-    with BrokenDevice(broken, number).open() as device:
-        law = calibrate(device, readings=200, beta=BETA).certificate.noise
+    law = asked(broken, number).noise
     if not isinstance(law, GaussianLaw):
         return "refused"
     return "holds" if law.std <= SIGMA else "fails"

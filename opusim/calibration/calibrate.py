@@ -8,9 +8,10 @@ check a device against an earlier certificate.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,12 +23,16 @@ from opusim.calibration.estimates import (
     Estimate,
     dark_noise_dn,
     decorrelation_time,
+    described_constants,
     jackknife,
+    limits_beside,
+    remarks_on,
     sparse_patterns,
 )
 from opusim.calibration.flat_series import FlatSeries, Level, TakeFrames, take_series
 from opusim.calibration.light_power import readings_without_power
 from opusim.calibration.photon_transfer import LEAST_VARIANCE_DN2, PhotonTransfer
+from opusim.calibration.rare_faults import Trusted
 from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
 from opusim.description.camera import CameraSettings
 from opusim.devices.base import NoisyDevice
@@ -37,9 +42,9 @@ from opusim.devices.certificate import (
     Certificate,
     FluctuatingCountLaw,
     GaussianLaw,
-    Limits,
     PhotonCountLaw,
     TestedProperty,
+    TrustedProperty,
 )
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
@@ -47,6 +52,7 @@ from opusim.p_values import FAMILY_ALARM, PropertyTest
 
 _PILOT_FRAMES = 4
 _MOST_DOUBLINGS = 60
+_CLEAR = 40.0  # standard errors of a pilot's mean by which light must show before its rise is judged
 _LONGEST_US = 6e7
 
 
@@ -120,11 +126,12 @@ def _dark_series(
 
 def _saturating_photons(take: TakeFrames) -> float:
     """Return photons at which the mean stops to rise, found by doubling the light until the rise no longer doubles."""
-    dark = float(np.mean(take(_PILOT_FRAMES, photons=0.0)))
-    photons, before = 1.0, dark
+    blank = take(_PILOT_FRAMES, photons=0.0)
+    dark, photons = float(np.mean(blank)), 1.0
+    before, error = dark, float(np.mean(np.var(blank, axis=0, ddof=1)) / blank.size) ** 0.5
     for _ in range(_MOST_DOUBLINGS):
         mean = float(np.mean(take(_PILOT_FRAMES, photons=photons)))
-        if before - dark > 4 and mean - before < 0.75 * (before - dark):
+        if before - dark > max(4.0, _CLEAR * error) and mean - before < 0.75 * (before - dark):
             if mean <= dark:
                 raise ValueError(
                     f"photons = {photons:g}: frames are as dark as without light; are frames lost?"
@@ -230,9 +237,10 @@ def calibrate(
         confidence=confidence,
         beta=beta,
         noise=found.law,
-        estimates={key: Limits(**vars(value)) for key, value in found.estimates.items()},
+        estimates=limits_beside(found.estimates, found.described),
         tests=[_certified(test) for test in found.tests],
-        remarks=found.remarks,
+        remarks=[*found.remarks, *remarks_on(found.estimates, found.described, confidence)],
+        trust=[TrustedProperty(**vars(entry)) for entry in found.trust],
     )
     return Calibration(
         certificate=certificate, readings=samples[0], reading_noise=found.noise, transfer=found.transfer
@@ -260,6 +268,8 @@ class _Findings:
     estimates: dict[str, Estimate]
     tests: Sequence[PropertyTest]
     remarks: list[str]
+    trust: tuple[Trusted, ...]
+    described: dict[str, float] = field(default_factory=dict)
     transfer: PhotonTransfer | None = None
 
 
@@ -267,11 +277,12 @@ def _camera_findings(
     device: CameraDevice, samples: np.ndarray, plan: Plan, *, confidence: float, beta: float
 ) -> _Findings:
     """Evaluate readings of a camera, and its frames under uniform light."""
+    inputs = constant_inputs(device.n_inputs)
     if _settings_of(device).light.power is not None:
-        samples = readings_without_power(device, constant_inputs(device.n_inputs), samples)
+        samples = readings_without_power(device, inputs, samples)
     noise = evaluate_readings(samples, beta=beta, alarm=FAMILY_ALARM / 2, gaussian=False)
     transfer = _transfer(device, plan)
-    found = certify_counts(device, transfer, beta)
+    found = certify_counts(device, transfer, beta, inputs, samples)
     dark, doubt = _dark_noise(device, transfer, confidence)
     light = {"light_noise": found.light_noise}
     return _Findings(
@@ -280,6 +291,8 @@ def _camera_findings(
         estimates=transfer.estimates(confidence) | dark | _drift(device, confidence) | light,
         tests=(*found.tests, *noise.tests),
         remarks=[*found.remarks, *doubt, _BIAS, _STUDENT, _SIMULATED],
+        trust=(*found.trust, *noise.trust(gaussian=False)),
+        described=described_constants(device, _settings_of(device)),
         transfer=transfer,
     )
 
@@ -298,6 +311,7 @@ def _reading_findings(
         estimates=_entry_std(inputs, samples, confidence),
         tests=noise.tests,
         remarks=[*noise.assumptions, *([_NO_LAW] if stated is None else []), _SCALE, _SIMULATED],
+        trust=noise.trust(gaussian=True),
     )
 
 
@@ -311,7 +325,8 @@ def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
 
 
 _MOST_DEVIATE = 999.0
-"""Standard errors that stand for all larger ones, infinite ones included."""
+"""Standard errors that stand for all larger ones, infinite ones included, and for a statistic that frames leave
+open."""
 _BIAS = "bias light, if there is any, counts as dark current: both are counts that no data change"
 _STUDENT = "limits rest on Student's law of the grouped jackknife, tested at 90 %, not in its far tails"
 _NO_LAW = "the device's description states no law: only the tests support the Gaussian one"
@@ -323,22 +338,25 @@ _SIMULATED = "a certificate of a simulated device validates the simulation only"
 
 
 def constant_inputs(n_inputs: int) -> torch.Tensor:
-    """Return the inputs at which noise is measured, ternary, shape (4, n_inputs); they do not depend on data.
+    """Return the inputs at which noise is measured, ternary, shape (5, n_inputs); they do not depend on data.
 
-    Plus and minus one in turn; nothing; a random vector without a zero; a random vector with one entry in ten.
+    Plus and minus one in turn; nothing, the darkest; a random vector without a zero; a random vector with one entry in
+    ten; ones, the brightest.
     """
     turns = torch.ones(n_inputs)
     turns[1::2] = -1
     dense, sparse = reference_vectors(2, n_inputs)
     sparse[torch.arange(n_inputs) % 10 != 0] = 0
-    return torch.stack([turns, torch.zeros(n_inputs), dense, sparse])
+    return torch.stack([turns, torch.zeros(n_inputs), dense, sparse, torch.ones(n_inputs)])
 
 
 def _certified(test: PropertyTest) -> TestedProperty:
     """Return a test as a certificate holds it."""
     return TestedProperty(
         text=test.text,
-        standard_errors=min(test.standard_errors, _MOST_DEVIATE),
+        standard_errors=_MOST_DEVIATE
+        if math.isnan(test.p_value)
+        else min(test.standard_errors, _MOST_DEVIATE),
         holds=test.holds,
         needed=test.needed,
     )
@@ -473,6 +491,9 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
         raise NoiseBelowCertificate(
             f"{certificate.device}: tests now speak against the certified law: {'; '.join(failed)}; calibrate again"
         )
+    refused = [text for text in measured.certificate.remarks if text.startswith("no law is certified")]
+    if fresh is None and refused:
+        raise NoiseBelowCertificate(f"{certificate.device}: {refused[0]}")
     if isinstance(law, GaussianLaw):
         high = upper_std(noise)
         if high < law.std:

@@ -15,13 +15,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.special import ndtri, stdtrit
 
 from opusim.calibration.estimates import Estimate
 from opusim.calibration.flat_series import PIXELS_LOOKED_AT
+from opusim.calibration.gaussian_shape import codes_p_values, tails, third_cumulants
 from opusim.calibration.independence import independence_p_values, largest_deviate_p_value
 from opusim.calibration.light_power import NamedPower, frames_without_power, without_power
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
+from opusim.calibration.rare_faults import (
+    Trusted,
+    cut_tails,
+    missing_numbers,
+    third_cumulant,
+    weak_inputs,
+)
+from opusim.calibration.reading_noise import TOLERANCE, input_p_values
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw
 from opusim.p_values import FAMILY_ALARM, PropertyTest, decide, gamma_p_value
@@ -122,21 +132,29 @@ class CountCertificate:
         light_noise: relative standard deviation of the light from frame to frame; its limits are the certified ones, at
             the share of beta, which are wider than those of other constants.
         remarks: the assumed law, and why none is certified.
+        trust: what frames show from a certain size on.
     """
 
     law: PhotonCountLaw | FluctuatingCountLaw | None
     tests: tuple[PropertyTest, ...]
     light_noise: Estimate
     remarks: tuple[str, ...]
+    trust: tuple[Trusted, ...]
 
 
-def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) -> CountCertificate:
+def certify_counts(
+    device: CameraDevice, transfer: PhotonTransfer, beta: float, inputs: torch.Tensor, samples: np.ndarray
+) -> CountCertificate:
     """Return the limits that hold together with probability 1 - beta (Bonferroni over one-sided limits).
 
     Light that varies is certified only if the description names the law of its power (``camera.light.power``).
 
-    Raises:
-        ValueError: too few frames for this beta.
+    Args:
+        device: open.
+        transfer: its flat series.
+        beta: probability that a limit is wrong.
+        inputs: constant inputs, float32, shape (inputs, n_inputs).
+        samples: their readings at mean power, shape (inputs, readings, n_outputs).
     """
     share = beta / _PARTS_OF_BETA
     anchor, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
@@ -150,10 +168,94 @@ def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) 
         light = transfer.light_noise().and_frames(anchor, blank_dn, steady)
         anchor_light = AnchorLight.of(anchor, device.anchor_light_e, saturation_e, steady)
         power = NamedPower.of(camera.light.power, transfer, light, anchor.mean(axis=1) - blank_dn)
-    tests = _tests(transfer, light, anchor_light, power)
+    shape = _FrameShape.of(transfer, transfer.black_noise(blank), power is not None)
+    if not device.is_holographic:
+        dn_per_e = (float(anchor_light.means.mean()) - transfer.zero()) / anchor_light.described
+        shape.p_values[_AS_NOISY] = input_p_values(device, transfer, inputs, samples, dn_per_e)
+    tests, light = _tests(transfer, light, anchor_light, power, shape)
     obstacles = [*_HOLOGRAMS] if device.is_holographic else []
     obstacles += [] if power is None else power.obstacles
-    return _conclude(tests, transfer, light, anchor_light, power, share, _ambient_e(device), obstacles)
+    obstacles += _impossible(transfer, share)
+    trust = shape.trust(tests[0].level, samples)
+    return _conclude(tests, transfer, light, anchor_light, power, share, _ambient_e(device), obstacles, trust)
+
+
+_AS_NOISY = "readings of every input are as noisy as flat frames state"
+_BLACK = "the black level does not vary from frame to frame"
+_POISSON = "the third cumulants of frames are those of Poisson counts"
+_TAILS = "frames have the tails of Poisson counts"
+_CODES = "every code of the converter occurs"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _FrameShape:
+    """What frames say of the counts' law beyond mean and variance.
+
+    Attributes:
+        p_values: of each property.
+        black: means of frames without light.
+        error: relative standard error of the third cumulants.
+        numbers: how many numbers were compared with simulated ones.
+        frames: of each pixel and level.
+        limit: cut of the tails that shows, standard deviations.
+    """
+
+    p_values: dict[str, dict[str, float]]
+    black: LightNoise
+    error: float
+    numbers: int
+    frames: int
+    limit: float
+
+    @classmethod
+    def of(cls, transfer: PhotonTransfer, black: LightNoise, power_varies: bool) -> _FrameShape:
+        """Compare frames with the law of Poisson counts."""
+        third, beside = third_cumulants(transfer), tails(transfer, power_varies)
+        found = {
+            _BLACK: {"means of frames without light": black.excess_p_value},
+            _POISSON: {"third cumulants": third.p_value},
+            _TAILS: {"far from the mean": beside.far_p_value, "near the mean": beside.near_p_value},
+        }
+        if transfer.is_rounded:
+            found[_CODES] = codes_p_values(transfer)
+        return cls(
+            p_values=found,
+            black=black,
+            error=third.error,
+            numbers=beside.numbers,
+            frames=beside.frames,
+            limit=beside.limit,
+        )
+
+    def trust(self, level: float, samples: np.ndarray) -> tuple[Trusted, ...]:
+        """Return the smallest faults that these frames show.
+
+        Args:
+            level: of a property's test.
+            samples: readings of constant inputs, shape (inputs, readings, n_outputs).
+        """
+        share = level / 2
+        return (
+            third_cumulant(self.error, level),
+            cut_tails(self.limit, self.frames, "frames"),
+            missing_numbers(max(self.numbers, 1), self.frames, share, samples=2, of="frames"),
+            weak_inputs(TOLERANCE, samples[0].size, level / (2 * len(samples))),
+        )
+
+
+def _impossible(transfer: PhotonTransfer, share: float) -> list[str]:
+    """Return constants of frames that no camera has, or that are too uncertain for a law."""
+    found = transfer.estimates(1 - 2 * share)
+    efficiency, gain = found["quantum_efficiency"], found["gain_dn_per_e"]
+    if gain.high <= 0:
+        return ["the variance of frames falls as the light rises"]
+    if efficiency.low > 1:
+        return [
+            f"the quantum efficiency is at least {efficiency.low:.3g}, and no pixel counts more electrons than photons"
+        ]
+    if transfer.unbent(1 - 2 * share)["gain_dn_per_e"].low <= 0:
+        return [f"the gain has no lower limit above 0 at a probability of {share:.2g}"]
+    return []
 
 
 def _steady_anchor(anchor: np.ndarray, blank: np.ndarray, transfer: PhotonTransfer) -> np.ndarray:
@@ -178,6 +280,7 @@ def _conclude(
     share: float,
     ambient_e: float,
     obstacles: list[str],
+    trust: tuple[Trusted, ...],
 ) -> CountCertificate:
     """Certify limits if every needed test holds and nothing else forbids it."""
     limit = light.upper(share)
@@ -190,7 +293,7 @@ def _conclude(
     if failed:
         remarks.append(
             f"no law is certified, because frames speak against: {'; '.join(failed)}. Limits of constants do not allow "
-            "for that; steady the light and calibrate again"
+            f"for that; {_remedy(failed)}, and calibrate again"
         )
     law = None if failed else _law(transfer, anchor, light, power, share=share, ambient_e=ambient_e)
     return CountCertificate(
@@ -198,7 +301,30 @@ def _conclude(
         tests=tests,
         light_noise=Estimate(value=light.estimate, low=light.lower(share), high=limit),
         remarks=tuple(remarks),
+        trust=trust,
     )
+
+
+_REMEDIES = {
+    _BLACK: "let the sensor's temperature settle and switch on the camera's black-level clamp",
+    "the variance of frames falls": "switch off the camera's gamma and tone curve",
+    "the variance is a straight line": "switch off the camera's gamma and tone curve",
+    _CODES: "have the driver give the converter's own numbers, shifted to the lowest bits",
+    "the quantum efficiency is": "switch off the camera's noise reduction and check the meter that gives the photons",
+    _POISSON: "switch off the camera's noise reduction, binning and intensifier",
+    _TAILS: "switch off the camera's noise reduction and defect correction",
+    "the gain has no lower limit": "take more frames or pixels",
+    _AS_NOISY: "switch off whatever changes the gain or the noise of bright frames",
+}
+"""What helps against a fault, by the beginning of the property that fails; the first that fails counts."""
+
+
+def _remedy(failed: list[str]) -> str:
+    """Return what to do about the fault that explains the others."""
+    for beginning, remedy in _REMEDIES.items():
+        if any(text.startswith(beginning) for text in failed):
+            return remedy
+    return "steady the light"
 
 
 _HOLOGRAMS = (
@@ -231,22 +357,27 @@ _STEADY = "light does not vary from frame to frame"
 
 
 def _tests(
-    transfer: PhotonTransfer, light: LightNoise, anchor: AnchorLight, power: NamedPower | None
-) -> tuple[PropertyTest, ...]:
+    transfer: PhotonTransfer,
+    light: LightNoise,
+    anchor: AnchorLight,
+    power: NamedPower | None,
+    shape: _FrameShape,
+) -> tuple[tuple[PropertyTest, ...], LightNoise]:
+    """Return the tests, and the light's noise: beside that of the black level, if that varies."""
     used = transfer.used()
     levels = list(transfer.light.looked_at[used]) if power is None else frames_without_power(transfer, used)
     frames = [*levels, anchor.frames[:, : levels[0].shape[1]]]
     independence = {
         f"frames: {name}": values for name, values in independence_p_values(frames, ranked=True).items()
     }
-    steady = {_STEADY: {"means of frames": light.p_value}}
     named = {} if power is None else power.property_p_values()
-    straight = transfer.property_p_values() | anchor.property_p_values(transfer)
-    return decide(
-        steady | named | straight | independence,
-        alarm=FAMILY_ALARM / 2,
-        not_needed=() if power is None else (_STEADY,),
-    )
+    others = shape.p_values | named | transfer.property_p_values() | anchor.property_p_values(transfer)
+    alarm = FAMILY_ALARM / 2
+    if shape.black.excess_p_value < alarm / (1 + len(others) + len(independence)):
+        light = light.beside(shape.black.common)
+    properties = {_STEADY: {"means of frames": light.p_value}} | others | independence
+    tests = decide(properties, alarm=alarm, not_needed=() if power is None else (_STEADY,))
+    return tests, light
 
 
 def _law(
@@ -262,8 +393,6 @@ def _law(
     seconds, limit = transfer.exposure_us * 1e-6, light.upper(share)
     margin = -stdtrit(means.size - 1, share) * means.std(ddof=1) / means.size**0.5
     dark, gain, zero = found["dark_current_e_per_s"], found["gain_dn_per_e"], found["zero_dn"]
-    if gain.low <= 0:
-        raise ValueError("beta: is too small for these frames; take more frames or pixels")
     shared = dict.fromkeys(("zero_dn", "dark_current_e_per_s"), 0.0)
     if power is not None:
         deviate = -float(ndtri(share))

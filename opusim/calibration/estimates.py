@@ -30,6 +30,9 @@ from scipy.special import logsumexp, ndtr
 from scipy.stats import norm, t
 
 from opusim import checks
+from opusim.description.camera import CameraSettings
+from opusim.devices.camera import CameraDevice
+from opusim.devices.certificate import Limits
 
 Statistic = Callable[[np.ndarray], dict[str, float]]
 
@@ -286,3 +289,54 @@ def _sandwich(each: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray, at: 
     ].T  # no pattern: log tau is free
     here = scores(at)
     return np.asarray(inverse @ (here.T * pixels) @ here @ inverse)
+
+
+# Beside the description
+
+_CLEARLY = 5.0  # standard errors of a difference from the description that a remark mentions
+_UNLIKE = 0.05  # relative difference from the description that no remark mentions
+
+
+def limits_beside(estimates: dict[str, Estimate], described: dict[str, float]) -> dict[str, Limits]:
+    """Return the constants that frames tell, beside what the description says of them."""
+    return {
+        key: Limits(**vars(value), described=described.get(key))
+        for key, value in estimates.items()
+        if np.all(np.isfinite([*vars(value).values()]))
+    }
+
+
+def remarks_on(estimates: dict[str, Estimate], described: dict[str, float], confidence: float) -> list[str]:
+    """Return remarks on constants that differ from the described ones, and on those that frames do not tell."""
+    remarks, width = [], 2 * float(norm.isf((1 - confidence) / 2))
+    for key, found in estimates.items():
+        if not np.all(np.isfinite([*vars(found).values()])):
+            remarks.append(f"no {key}: frames do not tell it")
+        elif key in described:
+            off = abs(found.value - described[key])
+            error = (found.high - found.low) / width
+            if off > max(_CLEARLY * error, _UNLIKE * abs(described[key])):
+                remarks.append(
+                    f"{key} is {found.value:.5g} by these frames and {described[key]:.5g} by the description; find out "
+                    "why, or put the measured number there and calibrate again"
+                )
+    return remarks
+
+
+def described_constants(device: CameraDevice, camera: CameraSettings) -> dict[str, float]:
+    """Return the description's constants under the keys of the estimates; infinite ones are left out."""
+    exposure = device.exposure
+    sensor, seconds = exposure.sensor, exposure.light.exposure_us * 1e-6
+    found = {
+        "quantum_efficiency": exposure.light.quantum_efficiency,
+        "gain_dn_per_e": sensor.gain_dn_per_e,
+        "black_level_dn": sensor.black_level_dn,
+        "read_noise_e": sensor.read_noise_e,
+        "dark_current_e_per_s": exposure.dark_current_e / seconds,
+        "saturation_e": sensor.saturation_e,
+        "prnu": camera.sensor.prnu,
+        "dsnu_e": camera.sensor.dsnu_e,
+    }
+    if camera.drift is not None:
+        found["decorrelation_s"] = camera.drift.decorrelation_s
+    return {key: value for key, value in found.items() if math.isfinite(value)}

@@ -71,6 +71,10 @@ class FlatSeries:
         total = self.sums.sum(0)
         return np.asarray(total[:, VARIANCE] / total[:, COUNT])
 
+    def unlit(self) -> list[int]:
+        """Return the levels without light."""
+        return [i for i, level in enumerate(self.levels) if level.photons == 0]
+
     @property
     def pixels(self) -> float:
         """Number of pixels."""

@@ -12,7 +12,9 @@ d = sum over segments of (readings - 1):
   exp(-c t^2 / 2) (concentration on spheres), and the mean is at most that of a Gaussian matrix (Davidson, Szarek 2001);
 - the mean over outputs of a reading has chi-squared energy; so has the mean over pairs of outputs at one distance;
 - the cosine of two readings' vectors has the law of a correlation in p dimensions;
-- autocorrelations have the first two moments that they have over all orders of the readings, exactly.
+- autocorrelations have the first two moments that they have over all orders of the readings, exactly;
+- the lowest frequencies hold their share of the noise, and no block of readings lacks it
+  (`opusim.calibration.rare_faults`).
 
 Sizes are tested as signed readings are: the same statistics of h(z) = Phi^-1(2 Phi(|z|) - 1), which is N(0, 1) too.
 Readings that are not Gaussian are tested by the normal scores of their ranks: permutations of one vector, of the same
@@ -30,6 +32,7 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.sparse.linalg import eigsh
 from scipy.special import gammaln, ndtr, ndtri
 
+from opusim.calibration.rare_faults import least_energy, low_frequencies
 from opusim.p_values import (
     bonferroni,
     chi_squared_p_value,
@@ -52,7 +55,7 @@ _EXCESS = 14.0  # of the variance of sums of squared autocorrelations over chi-s
 def independence_p_values(
     segments: Sequence[np.ndarray], *, ranked: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Return the P-values of the statistics of four properties; an output that is constant in a segment is left out.
+    """Return the P-values of the statistics of five properties; an output that is constant in a segment is left out.
 
     Args:
         segments: readings of one setting each, in order of time, shape (readings, n_outputs), finite, at least 8
@@ -71,10 +74,12 @@ def independence_p_values(
     signed = [standardised(_rank_scores(part, random) if ranked else part) for part in kept]
     sizes = [standardised(_size_scores(part)) for part in signed]
     found: dict[str, dict[str, float]] = {}
-    for names, parts in ((_PROPERTIES[:2], signed), (_PROPERTIES[2:], sizes)):
+    for names, parts in ((_PROPERTIES[:2], signed), (_PROPERTIES[2:4], sizes)):
         readings = _Standardised(parts)
         found[names[0]] = _between_outputs(readings)
         found[names[1]] = _between_readings(readings)
+    found[_PROPERTIES[1]]["low frequencies"] = low_frequencies(signed)
+    found[_PROPERTIES[4]] = {"block of least noise": least_energy(signed)}
     return found
 
 
@@ -83,6 +88,7 @@ _PROPERTIES = (
     "readings do not repeat or follow from earlier ones",
     "sizes of the outputs' noises do not correlate",
     "sizes of noise do not follow from earlier ones",
+    "noise is missing in no block of readings",
 )
 
 

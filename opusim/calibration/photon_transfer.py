@@ -26,7 +26,7 @@ an upper limit of r follow exactly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -77,6 +77,22 @@ class LightNoise:
         )
 
     @property
+    def common(self) -> float:
+        """Variance of frame means beyond the pixels' own noise, DN^2, at least 0: without light, the black level's."""
+        excess = float(self.freedom @ (self.frame_variances - self.own))
+        return max(excess, 0.0) / max(float(self.freedom.sum()), 1.0)
+
+    @property
+    def excess_p_value(self) -> float:
+        """Of frame means that vary by no more than the pixels' own noise; 1 without any setting."""
+        freedom = float(self.freedom.sum())
+        return float(chi2.sf(self._energy(0.0), freedom)) if freedom > 0 else 1.0
+
+    def beside(self, common: float) -> LightNoise:
+        """Return the noise of light beside a variance that frame means have at every light, DN^2."""
+        return replace(self, own=self.own + common)
+
+    @property
     def estimate(self) -> float:
         """The r at which the sum of all settings has its mean."""
         return self._solve(float(self.freedom.sum()))
@@ -110,6 +126,7 @@ _HALF = 0.5  # confidence at which limits tell a standard error
 LEAST_VARIANCE_DN2 = 0.36
 """A level below is bent by rounding."""
 _ROUNDING = 1.0 / 12.0
+_LEAST_TOGGLING = 30.0  # DN^2, of the sum over pixels
 _SQUARES = {"read_noise_e": "read_noise_e2", "prnu": "prnu2", "dsnu_e": "dsnu_e2"}
 _TESTED = ("unbent_gain", "unbent_dark", "zero_dn", "bend", "dark_spread2")
 
@@ -187,6 +204,30 @@ class PhotonTransfer:
             light=means - self._zero(used),
         )
 
+    def black_noise(self, blank: np.ndarray) -> LightNoise:
+        """Return what the means of frames without light say of a black level that varies from frame to frame.
+
+        Args:
+            blank: blank frames, DN, shape (frames, pixels), besides those of the series.
+        """
+        least = (
+            _LEAST_TOGGLING * self.is_rounded
+        )  # the sum of few codes that change has no chi-squared variance
+        dark = [
+            (part, i)
+            for part in (self.light, self.dark)
+            for i in part.unlit()
+            if part.variances()[i] * part.pixels > least
+        ]
+        found = LightNoise(
+            frame_variances=np.array([part.frame_means[i].var(ddof=1) for part, i in dark]),
+            freedom=np.array([part.frames - 1 for part, _ in dark]),
+            own=np.array([part.variances()[i] / part.pixels for part, i in dark]),
+            light=np.zeros(len(dark)),
+        )
+        shown = float(blank.var(axis=0, ddof=1, dtype=np.float64).sum()) > least
+        return found.and_frames(blank, float(blank.mean(dtype=np.float64))) if shown else found
+
     def property_p_values(self) -> dict[str, dict[str, float]]:
         """Return the P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
         residuals, freedom, found = 0.0, 0, self._jackknife(_HALF)
@@ -209,8 +250,7 @@ class PhotonTransfer:
 
     def _p_value(self, found: Estimate) -> float:
         """Two-sided, of a number that is 0 but for chance, by Student's law; its limits are those at `_HALF`."""
-        freedom = len(self.light.sums) - 1
-        error = (found.high - found.low) / 2 / t.isf((1 - _HALF) / 2, freedom)
+        error, freedom = self.error_of(found)
         return 2 * float(t.sf(abs(found.value) / max(error, 1e-300), freedom))
 
     def dark_spread_limit(self, beta: float) -> float:
@@ -233,9 +273,31 @@ class PhotonTransfer:
         return _at_pixels(self.light, self.photons(), self.used())[0]
 
     def variance_at(self, light_dn: np.ndarray) -> np.ndarray:
-        """Return the temporal variance, DN squared, of the straight line so far above the dark mean."""
+        """Return the temporal variance, DN squared, of the straight line so far above the dark mean.
+
+        At least that of the dark frames, also if the line falls.
+        """
         _, floor, gain = self._straight(self.light.sums.sum(0))
-        return np.asarray(max(floor, _ROUNDING * self.is_rounded) + gain * light_dn)
+        least = max(floor, _ROUNDING * self.is_rounded, 1e-300)
+        return np.asarray(least + np.maximum(gain * light_dn, 0.0))
+
+    def sums_of_line(self, weights: np.ndarray) -> list[Estimate]:
+        """Return weighted sums of the straight line's start and slope, with limits at a confidence of a half.
+
+        Args:
+            weights: of the variance without light and of the gain, shape (sums, 2).
+        """
+
+        def sums(total: np.ndarray) -> dict[str, float]:
+            values = weights @ np.array(self._straight(total)[1:])
+            return {str(i): float(value) for i, value in enumerate(values)}
+
+        return list(jackknife(self.light.sums, sums, confidence=_HALF).values())
+
+    def error_of(self, found: Estimate) -> tuple[float, int]:
+        """Return the standard error of an estimate whose limits are those at `_HALF`, and its degrees of freedom."""
+        freedom = len(self.light.sums) - 1
+        return (found.high - found.low) / 2 / float(t.isf((1 - _HALF) / 2, freedom)), freedom
 
     def excess_p_value(self, frames: np.ndarray, kept: np.ndarray) -> float:
         """Two-sided, of frames at some of the same pixels whose variance lies on the straight line."""

@@ -11,6 +11,12 @@ correlated outputs too; otherwise it is that of the smallest output's variance, 
 the lowest over the inputs, at beta / inputs each. If successive readings correlate by phi, the one-step prediction
 variance, (1 - phi^2) times the variance, takes its place. A variance proves nothing: the law stays an assumption, which
 the tests must not contradict.
+
+**Frames.** A reading is scale sum_f w_f I_f over its frames f. Light of L_f described electrons gives a mean of k L_f
+DN, with k from the anchor, and a variance v(k L_f) on the straight line of flat frames; so a reading has the variance
+scale^2 sum_f w_f^2 v(k L_f), less what coarse rounding may hide of it. Sample variances of n readings over it follow
+chi-squared laws over n - 1. Up to a tenth less is tolerated: the line and the described light are known to a few per
+cent.
 """
 
 from __future__ import annotations
@@ -19,14 +25,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import chdtri
+import torch
+from scipy.special import chdtr, chdtri, stdtr
 
 from opusim import checks
 from opusim.calibration.gaussian_shape import shape_p_values
 from opusim.calibration.independence import independence_p_values, standardised
-from opusim.p_values import FAMILY_ALARM, PropertyTest, decide
+from opusim.calibration.photon_transfer import PhotonTransfer
+from opusim.calibration.rare_faults import (
+    Trusted,
+    cut_tails,
+    far_limits,
+    missing_numbers,
+    missing_readings,
+    repeats,
+    slow_noise,
+)
+from opusim.devices.camera import CameraDevice
+from opusim.p_values import FAMILY_ALARM, PropertyTest, bonferroni, decide
 
 _CORRELATED = 5.0  # standard errors of the correlation of successive readings
+_STATISTICS_IN_TIME, _STATISTICS_OF_LAW = (
+    25,
+    6,
+)  # the five of a lag, of five frequencies; of the law at one input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +88,24 @@ class ReadingNoise:
     def is_gaussian(self) -> bool:
         """Whether no test speaks against independent Gaussian readings, the same at every input."""
         return all(test.holds for test in self.tests)
+
+    def trust(self, *, gaussian: bool) -> tuple[Trusted, ...]:
+        """Return the smallest faults that so many readings show.
+
+        Args:
+            gaussian: whether the law in question is Gaussian; numbers of counts are not tested one by one.
+        """
+        shape, level = (self.readings, self.n_outputs), self.tests[0].level
+        found = (
+            missing_readings(self.inputs * self.readings),
+            repeats(self.inputs * self.readings),
+            slow_noise(self.readings, self.inputs * self.n_outputs, level / _STATISTICS_IN_TIME),
+        )
+        if not gaussian:
+            return found
+        limits, numbers = far_limits([shape] * self.inputs), self.inputs * self.readings * self.n_outputs
+        share = level / (_STATISTICS_OF_LAW * self.inputs + 2)
+        return *found, cut_tails(limits[-1], self.readings), missing_numbers(numbers, self.readings, share)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -198,3 +238,53 @@ def variance_lower_limit(variance: float, *, readings: int, beta: float) -> floa
     checks.in_range(1e-300, 1 - 1e-12, beta=beta)
     n = readings - 1
     return float(variance * n / chdtri(n, beta))
+
+
+# Readings of a camera beside its flat frames
+
+TOLERANCE = 0.1
+_FULL = 0.7
+"""Share of the saturation above which an output's described light may be clipped."""
+_SURELY = 8.0
+"""Standard errors of the line by which the law of a single output is lowered."""
+
+
+def input_p_values(
+    device: CameraDevice,
+    transfer: PhotonTransfer,
+    inputs: torch.Tensor,
+    samples: np.ndarray,
+    dn_per_e: float,
+) -> dict[str, float]:
+    """Return the one-sided p-value of each input's variance in the mean over outputs, and of the quietest output.
+
+    Args:
+        device: open, without a reference beam.
+        transfer: the flat series.
+        inputs: float32, shape (inputs, n_inputs).
+        samples: their readings, shape (inputs, readings, n_outputs), at mean power.
+        dn_per_e: mean digital numbers for each described electron of light.
+    """
+    exposure, recovery = device.exposure, device.recovery
+    light_e = np.maximum((device.frame_rates(inputs) - exposure.dark_e) / exposure.mean_power, 0.0)
+    light_dn = max(dn_per_e, 0.0) * light_e  # (frames, inputs, n_outputs)
+    rounding = exposure.sensor.rounding_limit_dn2(light_e + np.min(exposure.dark_e))
+    stated = recovery.variance(np.maximum(transfer.variance_at(light_dn) - rounding, 0.0))
+    start, slope = recovery.variance(np.ones_like(light_dn)), recovery.variance(light_dn)
+    kept = np.all(light_e < _FULL * exposure.sensor.saturation_e, axis=0)
+    freedom, variances = samples.shape[1] - 1, samples.var(axis=1, ddof=1, dtype=np.float64)
+    found: dict[str, float] = {}
+    for number, here in enumerate(kept):
+        if not np.any(here):
+            continue
+        variance, law = variances[number, here], np.maximum(stated[number, here], 1e-300)
+        means = np.array([[start[number, here].mean(), slope[number, here].mean()]])
+        line, degrees = transfer.error_of(transfer.sums_of_line(means)[0])
+        least, own = (1 - TOLERANCE) * law, float(variance.mean()) * (2 / (freedom * variance.size)) ** 0.5
+        error = max(float(np.hypot(own, (1 - TOLERANCE) * line)), 1e-300)
+        found[f"input {number + 1}"] = float(stdtr(degrees, (variance.mean() - least.mean()) / error))
+        surely = least * max(0.0, 1 - _SURELY * line / float(law.mean()))
+        ratios = freedom * variance / np.maximum(surely, 1e-300)
+        quietest = float(chdtr(freedom, ratios.min()))
+        found[f"quietest output of input {number + 1}"] = bonferroni(quietest, variance.size)
+    return found or {"no output below saturation": 1.0}

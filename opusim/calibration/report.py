@@ -15,7 +15,7 @@ from scipy.special import ndtr, ndtri
 from opusim.calibration.calibrate import Calibration
 from opusim.calibration.flat_series import COUNT
 from opusim.calibration.photon_transfer import PhotonTransfer
-from opusim.devices.certificate import Certificate, GaussianLaw
+from opusim.devices.certificate import Certificate, GaussianLaw, Limits
 from opusim.p_values import FAMILY_ALARM
 from opusim.tables import print_table, unit_of, wrapped
 from opusim.temperature import TemperatureLaw
@@ -162,12 +162,12 @@ _WORDS = {
 def print_calibration(found: Calibration) -> None:
     """Print constants, tests and the certified law as tables."""
     rows = [
-        (key, f"{v.value:.5g}", f"{v.low:.5g} to {v.high:.5g}", _unit(key))
+        (key, f"{v.value:.5g}", f"{v.low:.5g} to {v.high:.5g}", _described(v), _unit(key))
         for key, v in found.certificate.estimates.items()
     ]
     if rows:
         limits = f"limits at {found.certificate.confidence:.0%}"
-        print_table("Constants from frames", ("constant", "estimate", limits, "unit"), rows)
+        print_table("Constants from frames", ("constant", "estimate", limits, "described", "unit"), rows)
     noise, law = found.reading_noise, found.certificate.noise
     print(
         f"readings: standard deviation {noise.mean_std:.5g} (root mean square), {noise.smallest_std:.5g} at the "
@@ -184,8 +184,10 @@ def print_calibration(found: Calibration) -> None:
         for test in tests:
             print(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
     for remark in found.certificate.remarks:
-        if "law" in remark:
+        if "law" in remark or "by the description" in remark:
             print(wrapped(remark))
+    for entry in found.certificate.trust:
+        print(wrapped(entry.line))
     if law is None:
         failed = "; ".join(test.text for test in needed if not test.holds)
         print(
@@ -235,13 +237,18 @@ def write_report(calibration: Calibration, path: Path) -> None:
         _readings(calibration),
         _image(readings_figure(calibration), "law of a reading and noise of the outputs"),
         "<h2>Remarks</h2><ul>"
-        + "".join(f"<li>{escape(text)}</li>" for text in certificate.remarks)
+        + "".join(f"<li>{escape(text)}</li>" for text in certificate.assumptions)
         + "</ul>",
     ]
     title = f"Calibration of {escape(certificate.device)}"
     head = f"<head><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style></head>"
     page = f"<!doctype html><html lang='en'>{head}<body>" + "\n".join(parts) + "</body></html>\n"
     path.write_text(page, encoding="utf-8")
+
+
+def _described(limits: Limits) -> str:
+    """Return what the description says of a constant."""
+    return "-" if limits.described is None else f"{limits.described:.5g}"
 
 
 def _unit(key: str) -> str:
@@ -277,7 +284,7 @@ def _estimates(calibration: Calibration) -> str:
         return ""
     rows = "".join(
         f"<tr><td>{escape(_WORDS.get(key, key))}</td><td>{v.value:.5g}</td><td>{v.low:.5g} to {v.high:.5g}</td>"
-        f"<td>{escape(_unit(key))}</td><td><code>{escape(key)}</code></td></tr>"
+        f"<td>{_described(v)}</td><td>{escape(_unit(key))}</td><td><code>{escape(key)}</code></td></tr>"
         for key, v in certificate.estimates.items()
     )
     error = (
@@ -287,7 +294,7 @@ def _estimates(calibration: Calibration) -> str:
     )
     return (
         f"<h2>Constants from frames</h2><p>Each single interval at {certificate.confidence:.0%}.</p><table><tr>"
-        f"<th>constant</th><th>estimate</th><th>limits</th><th>unit</th><th>key</th></tr>{rows}</table>{error}"
+        f"<th>constant</th><th>estimate</th><th>limits</th><th>described</th><th>unit</th><th>key</th></tr>{rows}</table>{error}"
     )
 
 

@@ -20,11 +20,19 @@ from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, Photo
 
 
 class Limits(StrictSection):
-    """An estimate with two-sided limits, each at the certificate's confidence."""
+    """An estimate with two-sided limits, each at the certificate's confidence.
+
+    Attributes:
+        value: the estimate.
+        low: lower limit.
+        high: upper limit.
+        described: what the device's description says, or None if it does not say.
+    """
 
     value: float
     low: float
     high: float
+    described: float | None = None
 
 
 class TestedProperty(StrictSection):
@@ -41,6 +49,30 @@ class TestedProperty(StrictSection):
     standard_errors: float
     holds: bool
     needed: bool = True
+
+
+class TrustedProperty(StrictSection):
+    """A property that the law takes for granted as far as the calibration does not show it.
+
+    Attributes:
+        text: the property.
+        fault: the fault against it.
+        size: smallest fault that this calibration's frames show with probability 0.99; of a period, the longest.
+        unit: what the size counts.
+    """
+
+    text: str
+    fault: str
+    size: float = Field(ge=0)
+    unit: str
+
+    @property
+    def line(self) -> str:
+        """Return the property and what the calibration shows of it, as text."""
+        size = f"{self.size:,.0f}" if self.size >= 100 else f"{self.size:.2g}"
+        return (
+            f"taken on trust: {self.text}; the calibration would have shown {self.fault} {size} {self.unit}"
+        )
 
 
 class GaussianLaw(StrictSection):
@@ -183,6 +215,7 @@ class Certificate(StrictSection):
         estimates: constants of the device.
         tests: what speaks for or against the law.
         remarks: what the certificate does not cover, as text.
+        trust: what its tests show from a certain size on only; empty in certificates of earlier versions.
     """
 
     schema_version: Literal[3] = Field(default=3, alias="schema")
@@ -198,6 +231,12 @@ class Certificate(StrictSection):
     estimates: dict[str, Limits] = Field(default_factory=dict)
     tests: list[TestedProperty] = Field(default_factory=list)
     remarks: list[str] = Field(default_factory=list)
+    trust: list[TrustedProperty] = Field(default_factory=list)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What a statement that rests on the certificate takes on trust: its remarks, and faults too small to show."""
+        return *self.remarks, *(entry.line for entry in self.trust)
 
     def check_device(
         self, description: DeviceDescription, *, n_outputs: int, n_inputs: int | None = None
@@ -245,8 +284,12 @@ class Certificate(StrictSection):
         return _digest(self.dump())
 
     def dump(self) -> dict[str, Any]:
-        """Return plain values under the files' keys; `Certificate.model_validate` takes them back."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        """Return plain values under the files' keys; `Certificate.model_validate` takes them back.
+
+        An empty list of trust is left out, so that certificates of earlier versions keep their digests.
+        """
+        content = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return content if self.trust else {key: value for key, value in content.items() if key != "trust"}
 
     def age_days(self, today: datetime.date) -> int:
         """Return how many days ago its frames were taken; 0 also for a date of tomorrow, in another time zone.

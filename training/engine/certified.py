@@ -102,7 +102,7 @@ def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
         age_days=certificate.age_days(date.today()),
         beta=certificate.beta,
         law=device.noise.describe(),
-        remarks=tuple(certificate.remarks),
+        remarks=certificate.assumptions,
         every_steps=monitor.every_steps,
         finds=found["variance below the law"],
         finds_output=None if math.isnan(single) else single,

@@ -1,0 +1,193 @@
+"""Cameras with a planted fault in the sensor: refused with what helps, and sound ones certified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.devices.planted_cameras import CAMERAS, PlantedCamera, SensorFault, half_variance
+from opusim.calibration.calibrate import Calibration, Plan, calibrate, take_photon_transfer
+from opusim.calibration.gaussian_shape import codes_p_values, tails, third_cumulants
+from opusim.calibration.photon_transfer import PhotonTransfer
+from opusim.calibration.rare_faults import cut_tails
+from opusim.devices.registry import open_device
+from opusim.p_values import FAMILY_ALARM
+
+pytestmark = pytest.mark.compiled
+
+LEVEL = FAMILY_ALARM / 2 / 16  # of one property of frames
+PLAN = Plan(frames=32, light_levels=8, dark_levels=3)
+Counts = Any
+
+
+def calibrated(fault: str, number: int = 1) -> Calibration:
+    device = PlantedCamera(CAMERAS[fault], number, n_inputs=12, n_outputs=500, seed=number)
+    with device.open():
+        return calibrate(device, plan=PLAN, readings=40)
+
+
+def refusal(found: Calibration) -> str:
+    assert found.certificate.noise is None
+    return next(text for text in found.certificate.remarks if text.startswith("no law is certified"))
+
+
+@pytest.mark.slow
+def test_a_sound_planted_camera_is_certified_beside_its_description() -> None:
+    found = calibrated("sound").certificate
+    assert found.noise is not None
+    gain = found.estimates["gain_dn_per_e"]
+    assert gain.described == 1.0
+    assert gain.low < 1.0 < gain.high
+    assert not [text for text in found.remarks if "by the description" in text]
+    assert {entry.unit for entry in found.trust} >= {"of the variance", "readings", "of all"}
+
+
+def test_more_electrons_than_photons_are_refused() -> None:
+    """Counts of half the variance pass for twice as many at half the gain: a quantum efficiency of 1.6."""
+    found = calibrated("half of the Poisson variance")
+    assert found.certificate.estimates["quantum_efficiency"].value == pytest.approx(1.6, rel=0.05)
+    text = refusal(found)
+    assert "the quantum efficiency is at least 1." in text
+    assert "switch off the camera's noise reduction and check the meter" in text
+    told = [text for text in found.certificate.remarks if "by the description" in text]
+    assert any(text.startswith("quantum_efficiency is 1.6") for text in told)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["12 bits in words of 16", pytest.param("12 bits in words of 16, repeated", marks=pytest.mark.slow)],
+)
+def test_numbers_at_the_upper_end_of_wide_words_are_refused(fault: str) -> None:
+    text = refusal(calibrated(fault))
+    assert "every code of the converter occurs" in text
+    assert "shifted to the lowest bits" in text
+    assert ("all codes lie 16 apart" in text) == (fault == "12 bits in words of 16")
+
+
+def test_a_drifting_black_level_is_not_blamed_on_the_light() -> None:
+    found = calibrated("drifting black level")
+    text = refusal(found)
+    assert "the black level does not vary from frame to frame" in text
+    assert "light does not vary" not in text
+    assert "black-level clamp" in text
+    assert found.certificate.estimates["light_noise"].high < 0.01  # its variance is taken off
+
+
+def test_a_display_gamma_gets_a_certificate_without_law() -> None:
+    """A falling variance line made statistics NaN, which ended in an error of the certificate's own fields."""
+    text = refusal(calibrated("gamma 0.45"))
+    assert "switch off the camera's gamma" in text
+
+
+def series(random: np.random.Generator, counts: Counts = None, *, clip: float = np.inf) -> PhotonTransfer:
+    """A flat series of a sensor of 400 electrons, gain 2 and no fixed pattern."""
+
+    def take(
+        count: int, photons: float = 0.0, exposure_us: float | None = None, temperature_c: float | None = None
+    ) -> np.ndarray:
+        rate = 0.5 * photons + 6.0 * (exposure_us or 1e5) / 1e5
+        rates = np.full((count, 800), rate)
+        electrons = random.poisson(rates) if counts is None else counts(random, rates)
+        electrons = np.clip(electrons, rate - clip * rate**0.5, rate + clip * rate**0.5)
+        electrons = np.minimum(electrons, 400) + 1.5 * random.standard_normal(rates.shape)
+        return np.rint(50 + 2 * electrons).astype(np.float32)
+
+    return take_photon_transfer(take, Plan(frames=64, light_levels=8, dark_levels=3), exposure_us=1e5)
+
+
+def cascade(random: np.random.Generator, rates: np.ndarray) -> np.ndarray:
+    return random.poisson(random.poisson(rates)).astype(float)
+
+
+def test_third_cumulants_tell_poisson_counts_from_others_of_straight_lines(seed: int) -> None:
+    """Slopes of 2^0.5 and 1.25 times the gain, by theory; one of Poisson counts."""
+    random = np.random.default_rng(seed)
+    for counts, slope in ((None, 1.0), (half_variance, 2**0.5), (cascade, 1.25)):
+        found = third_cumulants(series(random, counts))
+        assert abs(found.ratio - slope) < 5 * found.error * max(slope, 1) ** 3
+        assert (found.p_value < LEVEL) == (counts is not None)
+
+
+def test_tails_of_counts_that_are_cut_show(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sound, cut = tails(series(random), False), tails(series(random, clip=3.0), False)
+    assert sound.far_p_value > LEVEL > cut.far_p_value
+    assert 2.0 < cut_tails(sound.limit, 64).size < 3.0 < sound.limit < 4.5
+
+
+def test_codes_of_a_sound_converter_occur(seed: int) -> None:
+    assert min(codes_p_values(series(np.random.default_rng(seed))).values()) == 1.0
+
+
+@pytest.mark.slow
+def test_missing_noise_at_bright_inputs_of_a_camera_is_refused() -> None:
+    """Above 60 electrons a pixel's counts keep a tenth of their deviation, in readings but not in flat frames."""
+
+    class Dimmed(PlantedCamera):
+        def _read_rows(self, y: Any, x: Any) -> None:
+            self._fault = SensorFault(counts=quiet)
+            self.__dict__.pop("exposure", None)
+            super()._read_rows(y, x)
+            self._fault = SensorFault()
+            self.__dict__.pop("exposure", None)
+
+    def quiet(random: np.random.Generator, rates: np.ndarray) -> np.ndarray:
+        return np.where(rates > 60, rates + 0.1 * (random.poisson(rates) - rates), random.poisson(rates))
+
+    with Dimmed(None, 3, n_inputs=12, n_outputs=500, seed=3).open() as device:
+        text = refusal(calibrate(device, plan=PLAN, readings=40))
+    assert "readings of every input are as noisy as flat frames state" in text
+
+
+@pytest.mark.slow
+def test_a_constant_that_frames_do_not_tell_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dark current of 0 has no doubling: NaN ended in an error of the certificate's own fields."""
+    plain = PhotonTransfer.estimates
+
+    def without(self: PhotonTransfer, confidence: float) -> dict[str, Any]:
+        found = plain(self, confidence)
+        nan = type(found["prnu"])(value=np.nan, low=np.nan, high=np.nan)
+        return found | {"doubling_k": nan}
+
+    monkeypatch.setattr(PhotonTransfer, "estimates", without)
+    found = calibrated("sound").certificate
+    assert "doubling_k" not in found.estimates
+    assert "no doubling_k: frames do not tell it" in found.remarks
+
+
+@pytest.mark.slow
+def test_few_noisy_pixels_are_not_taken_for_a_saturated_sensor() -> None:
+    """The noise of pilot frames of a warm sensor passed for light that no longer doubles."""
+    warm = {"dark": {"temperature_c": 60.0}}
+    with open_device("camera_low_light", n_inputs=2, n_outputs=80, seed=1, camera=warm) as device:
+        for _ in range(10):
+            photons = [level.photons for level in _light_levels(device)]
+            assert max(photons) == pytest.approx(20 * 4000 / 0.8, rel=0.5)
+
+
+def _light_levels(device: Any) -> Any:
+    plan = Plan(frames=2, light_levels=6, dark_levels=3)
+    return take_photon_transfer(device.flat_frames, plan, exposure_us=200_000.0).light.levels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["camera", "camera_low_light", "gaussian"])
+def test_three_hundred_sound_calibrations_are_refused_at_the_stated_rate(name: str, seed: int) -> None:
+    """All tests of a calibration share one level: at 5 %, at most 24 of 300 sound ones may fail any of them."""
+    alarms = 0
+    for number in range(300):
+        medium: dict[str, Any] = {} if name == "gaussian" else {"medium": {"seed": number}}
+        with open_device(name, n_inputs=12, n_outputs=400, seed=seed + number, **medium) as device:
+            plan = Plan(frames=16, light_levels=8, dark_levels=3)
+            tests = calibrate(device, plan=plan, readings=40).certificate.tests
+        needed = [test.standard_errors for test in tests if test.needed]
+        alarms += max(needed) > _deviate(0.05 / len(needed))
+    assert alarms <= 24
+
+
+def _deviate(p_value: float) -> float:
+    from scipy.special import ndtri
+
+    return -float(ndtri(p_value / 2))

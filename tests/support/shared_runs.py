@@ -119,10 +119,10 @@ class Run:
 def both_draw(rank: int) -> None:
     """Each process adds noise."""
 
-    def finish(self: RecordGradients, parameters: list[Tensor]) -> None:
+    def finish(self: RecordGradients, parameters: list[Tensor], error: float = 0.0) -> None:
         for gradient in (gradients := self._ranks.gradients(parameters)):
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(rank))
-            gradient += noise * (self._noise_std / self._divisor)
+            gradient += noise * (self._noise_std * (1 + error) / self._divisor)
         self._ranks.sum(gradients)
 
     RecordGradients._finish = finish  # type: ignore[method-assign]
@@ -132,8 +132,8 @@ def mean_of_ranks(rank: int) -> None:
     """The sum and its noise are divided by the number of processes, as by an average of gradients."""
     real = RecordGradients._finish
 
-    def finish(self: RecordGradients, parameters: list[Tensor]) -> None:
-        real(self, parameters)
+    def finish(self: RecordGradients, parameters: list[Tensor], error: float = 0.0) -> None:
+        real(self, parameters, error)
         for gradient in self._ranks.gradients(parameters):
             gradient /= self._ranks.world
 

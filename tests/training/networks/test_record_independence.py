@@ -338,15 +338,15 @@ def test_what_the_probe_s_records_cannot_move_is_refused(tmp_path: Path, kind: s
         training.train(run, data=(x, torch.arange(60) % 3), model=around(layer), folder=tmp_path / "run")
 
 
+DRAWN: list[tuple[float, float, float]] = []
+"""Outside of the module, whose attributes are put back after every pass."""
+
+
 class Drawing(nn.Module):
     """Drops records' features as numpy's, Python's and torch's generators say."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[tuple[float, float, float]] = []
-
     def forward(self, x: Tensor) -> Tensor:
-        self.drawn.append((np.random.random(), random.random(), float(torch.rand(()))))
+        DRAWN.append((np.random.random(), random.random(), float(torch.rand(()))))
         return x * (torch.rand(x.shape) < 0.5) * torch.from_numpy(np.random.random(x.shape) < 0.5)
 
 
@@ -364,7 +364,7 @@ def test_a_release_draws_for_modules_from_the_system(tmp_path: Path, kind: str) 
         run = config(kind, protection) | {"optimizer": {"lr": 1e-6}, "mode": "release"}
         model = around(layer)
         training.train(run, data=data(), model=model, folder=tmp_path / f"{number}")
-        last.append(layer.drawn[-1])
+        last.append(DRAWN[-1])
         states.append(torch.get_rng_state())
     assert all(first != second for first, second in zip(*last, strict=True))
     assert torch.equal(*states)

@@ -338,15 +338,19 @@ def test_what_the_probe_s_records_cannot_move_is_refused(tmp_path: Path, kind: s
         training.train(run, data=(x, torch.arange(60) % 3), model=around(layer), folder=tmp_path / "run")
 
 
-DRAWN: list[tuple[float, float, float]] = []
-"""Outside of the module, whose attributes are put back after every pass."""
-
-
 class Drawing(nn.Module):
-    """Drops records' features as numpy's, Python's and torch's generators say."""
+    """Drops records' features as numpy's, Python's and torch's generators say, and writes three draws into a file.
+
+    Attributes and variables are put back after every pass.
+    """
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = str(file)
 
     def forward(self, x: Tensor) -> Tensor:
-        DRAWN.append((np.random.random(), random.random(), float(torch.rand(()))))
+        with open(self.file, "a") as file:
+            file.write(f"{np.random.random()} {random.random()} {float(torch.rand(()))}\n")
         return x * (torch.rand(x.shape) < 0.5) * torch.from_numpy(np.random.random(x.shape) < 0.5)
 
 
@@ -359,12 +363,12 @@ def test_a_release_draws_for_modules_from_the_system(tmp_path: Path, kind: str) 
         random.seed(1)
         np.random.seed(1)
         torch.manual_seed(1)
-        layer = Drawing()
+        layer = Drawing(tmp_path / f"drawn {number}")
         protection = {"kind": "record", "noise_multiplier": 1.0}
         run = config(kind, protection) | {"optimizer": {"lr": 1e-6}, "mode": "release"}
         model = around(layer)
         training.train(run, data=data(), model=model, folder=tmp_path / f"{number}")
-        last.append(DRAWN[-1])
+        last.append((tmp_path / f"drawn {number}").read_text().splitlines()[-1].split())
         states.append(torch.get_rng_state())
     assert all(first != second for first, second in zip(*last, strict=True))
     assert torch.equal(*states)

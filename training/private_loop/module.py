@@ -42,7 +42,7 @@ from training.private_loop.inputs import (
     cut_rows,
     require_recordable,
     require_rows,
-    require_separate,
+    require_steady,
     rows_of,
     show_invented,
     template_of,
@@ -97,11 +97,11 @@ class PrivateModule:
         self._shared = shared or SharedSteps()
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
         show_invented(module, args, kwargs)
-        self._tape = RecordTape(module, *args, **kwargs)
         if max_physical_batch_size is not None:
             require_rows((args, kwargs), rows_of(args, kwargs) or 0)
         self._template = template_of(module, args, kwargs)
-        require_separate(self._tape, args, kwargs)
+        self._tape = RecordTape(module, *args, **kwargs)
+        require_steady(self._tape, args, kwargs)
         self._trained = [p for layer in self._tape.layers for p in layer]
         self._known = {id(p) for p in self._trained}
         self._hooks = backward_hooks(module)
@@ -208,6 +208,7 @@ class PrivateModule:
         batch.passes.append(one)
         if not batch.records:
             return self._handed(one, _empty(self._template), attach=False)
+        self._tape.follow(args, kwargs)
         if self._limit is not None and batch.records > self._limit:
             with self._drawing():
                 outputs = self._in_parts(one, batch.records)

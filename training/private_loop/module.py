@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
+from training.networks.record_gradients.unread import unread_masks
 from training.networks.record_independence import preserved_generators, system_generators
 from training.private_loop.batch import Batch, Gradients, Pass
 from training.private_loop.inputs import (
@@ -241,7 +242,7 @@ class PrivateModule:
         cut = partial(cut_rows, records=records)
         for part in self._parts_of(records):
             one.states.append(generator_states())
-            with torch.no_grad():
+            with unread_masks(), torch.no_grad():
                 outputs.append(
                     self.module._call_impl(*cut(one.args, part=part), **cut(one.kwargs, part=part))
                 )

@@ -142,6 +142,8 @@ def _moved(op: Operation, outputs: Outputs) -> State | list[State]:
     if mixed := _first_mixed(given):
         return mixed
     as_strided = op.name == "as_strided"
+    if op.name in _VIEWS and "size" not in op.arguments:
+        raise Refused("reads the bits of numbers as another type", "convert numbers with Tensor.to")
 
     def move(coded: dict[int, Tensor]) -> list[Tensor]:
         def place(leaf: Any) -> Any:

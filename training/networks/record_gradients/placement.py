@@ -220,7 +220,8 @@ def strided_like(tensor: Tensor, values: Tensor) -> Tensor:
         Refused: Its numbers share memory.
     """
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype)
-    if found.untyped_storage().nbytes() != tensor.numel() * found.element_size():
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and reach != tensor.numel():
         raise Refused("views memory that several numbers share", "view a contiguous tensor (x.contiguous())")
     return found.copy_(values)
 

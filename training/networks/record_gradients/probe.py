@@ -65,10 +65,9 @@ def probe(
         with Recorder(named, kinds, probing=True):  # some models fill caches in their first pass
             model(*args, **kwargs)
         for _ in range(_ROUNDS):
-            known = kinds.size
             first = _Pass(model, named, kinds, batches[0], None)
             second = _Pass(model, named, kinds, batches[1], first.tracker.survey)
-            if kinds.size == known:
+            if second.recorder.is_settled():
                 break
         second.require_rows(first)
         seeded = second.seeded()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from training.networks.record_gradients.normalisation import group_norm
 from training.networks.record_gradients.placement import Held, Mixed, State
 from training.networks.record_gradients.recurrent import CELLS, RECURRENT, require_no_packing, unrolled, unrolled_cell
 from training.networks.record_gradients.tracking import RowTracker
+from training.networks.record_gradients.unread import unread_masks
 from training.networks.record_gradients.uses import closed_form, copies, require_separate_records
 
 _PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
@@ -111,6 +112,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._kinds, self._probing, self._tracker = kinds, probing, tracker
+        self._masks = ExitStack()
         self._known = WeakTensorKeyDictionary()
         self._ids: set[int] = (
             set()
@@ -120,6 +122,15 @@ class Recorder(TorchFunctionMode):
         self._anchor = torch.zeros((), requires_grad=True, device=named[0][1].device)
         self.calls: list[tuple[Call, frozenset[int]]] = []
         self._found: list[tuple[Key, list[Slot]]] = []
+        self._fixed, self._copied = set[Key](), set[Key]()
+
+    def __enter__(self) -> Self:
+        self._masks.enter_context(unread_masks())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._masks.close()
 
     def __torch_function__(
         self,
@@ -140,6 +151,8 @@ class Recorder(TorchFunctionMode):
         if func in CELLS:
             with self:
                 return unrolled_cell(func, *args, **options)
+        if func is functional.one_hot and (classes := _classes(args, options)) is not None:
+            return (args[0].unsqueeze(-1) == torch.arange(classes, device=args[0].device)).long()
         name = getattr(func, "__name__", str(func))
         if not torch.is_grad_enabled() or not self._takes_known((args, options)):
             return func(*args, **options)
@@ -206,7 +219,7 @@ class Recorder(TorchFunctionMode):
                 continue
             self._note(leaf, _Known(name, roots))
             if isinstance(self._state(key, leaf), Held):
-                self._kinds.copied.add(key)
+                self._copied.add(key)
         return tree_unflatten(leaves, spec)
 
     def _state(self, key: Key, tensor: Tensor) -> State:
@@ -262,7 +275,7 @@ class Recorder(TorchFunctionMode):
         layouts = [state.layout if isinstance(state, Held) else None for state in states]
         inputs = len(call.others)
         if not any(layouts):
-            self._kinds.fixed.add(key)
+            self._fixed.add(key)
             return layouts
         for layout in layouts:
             if layout is not None and layout.outer > 1 and layout.inner > 1:
@@ -280,6 +293,13 @@ class Recorder(TorchFunctionMode):
         slots = zip(layouts, tensors, strict=True)
         self._found.append((key, [Slot(layout, tensor.ndim) for layout, tensor in slots]))
         return layouts
+
+    def is_settled(self) -> bool:
+        """Take uses that depend on no record for known, and return whether all were known before."""
+        kinds, before = self._kinds, self._kinds.size
+        kinds.fixed |= self._fixed
+        kinds.copied |= self._copied
+        return kinds.size == before
 
     def settle(self) -> None:
         """Take what a probe found about uses for known.
@@ -346,7 +366,7 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
     place = call.wrt[0].device
     before = _random_state(place)
     result = call.func(*args, **kwargs)
-    if before != _random_state(place):
+    if not _is_random_state(before, place):
         raise ValueError(
             f"model: {call.where} draws random numbers, which a second call would not repeat; move dropout into a "
             "module of its own"
@@ -363,11 +383,30 @@ def _flattened(
     return tree_flatten((args, options))
 
 
-def _random_state(place: torch.device) -> bytes:
-    followed = torch._C._len_torch_dispatch_stack() > 0
-    with torch._C.DisableTorchFunction(), _disable_current_modes() if followed else nullcontext():
-        state = torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
-        return state.numpy().tobytes()
+def _classes(args: Sequence[Any], options: Mapping[str, Any]) -> int | None:
+    """Return a given number of classes of one_hot, which torch compares with the largest number of a batch."""
+    classes = args[1] if len(args) > 1 else options.get("num_classes", -1)
+    return classes if isinstance(classes, int) and classes > 0 and args else None
+
+
+def _random_state(place: torch.device) -> Tensor:
+    with _unfollowed():
+        return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
+
+
+def _is_random_state(state: Tensor, place: torch.device) -> bool:
+    with _unfollowed():
+        return torch.equal(state, _random_state(place))
+
+
+@contextmanager
+def _unfollowed() -> Iterator[None]:
+    """Let no tracker see the operators of this block."""
+    if not torch._C._len_torch_dispatch_stack():
+        yield
+        return
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def _transparent(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -138,7 +138,7 @@ class RecordTape:
         (torch.utils.checkpoint) and torch.autograd.grad are not supported; call `backward`.
 
         Args:
-            records: Number of records in the batch; with 0, do not run the model.
+            records: Number of records in the batch; 0 for none.
 
         Raises:
             ValueError: The model uses a parameter in another way than in the probe.
@@ -157,7 +157,7 @@ class RecordTape:
         no gradients when the backward pass starts.
 
         Args:
-            records: Number of records in the batch; with 0, do not run the model.
+            records: Number of records in the batch; 0 for none.
         """
         checks.integer(records=records, minimum=0)
         self._records, self._uses, self._cache = None, [], {}
@@ -178,7 +178,7 @@ class RecordTape:
             raise ValueError(f"model: parameter {seen[0]!r} {UNSEEN}")
         self._records = records = self._begun
         self._uses = [[] for _ in self.layers]
-        for call, roots in recorder.calls:
+        for call, roots in recorder.calls if records else ():
             use = use_of(call, records)
             if use is not None:
                 self._uses[self._layer_of[id(self._named[min(roots)][1])]].append(use)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from types import FrameType
 from typing import Any, Self
 
@@ -25,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,9 +58,7 @@ _CUTS = frozenset({
     "slice", "split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes", "split_copy",
 })  # fmt: skip
 _READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
-_ESCAPES = frozenset({
-    "numpy", "__array__", "tolist", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "__reduce_ex__",
-})  # fmt: skip
+_ESCAPES = ("numpy", "tolist", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__")
 """Methods that hand numbers to code that no operator of torch shows."""
 _SHOWN = {"_local_scalar_dense": "item (or a condition of Python)"}
 _TENSOR_REMEDY = "compute with tensors, such as torch.where: a number in Python may depend on all records"
@@ -114,6 +112,7 @@ class Survey:
     storages: list[Any] = field(default_factory=list)
 
 
+_storage = torch._C.TensorBase.untyped_storage
 _active: list[RowTracker] = []
 
 
@@ -145,16 +144,15 @@ class RowTracker(TorchDispatchMode):
         self.backward = False
         self._names = {id(module): name for name, module in model.named_modules()}
         self._nodes: dict[int, str] = {}
-        self._escapes = _Escapes(self)
         self._stack = ExitStack()
         self._kept: dict[int, str] = {}
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
                 self.note(tensor, None)
-                self._kept[tensor.untyped_storage()._cdata] = f"{kind} {name!r}"
+                self._kept[_storage(tensor)._cdata] = f"{kind} {name!r}"
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(self._escapes)
+        self._stack.enter_context(_guarded(self))
         _active.append(self)
         return super().__enter__()
 
@@ -210,6 +208,22 @@ class RowTracker(TorchDispatchMode):
         self.note(tensor, None)
         return None
 
+    def require_inside(self, tensor: Tensor, method: str) -> None:
+        """Refuse to hand numbers of records to code outside of torch.
+
+        Args:
+            tensor: A tensor.
+            method: The method that would hand its numbers out.
+
+        Raises:
+            ValueError: It holds records, or what they share.
+        """
+        if active_tracker() is self and self.state(tensor) is not None:
+            raise ValueError(
+                f"model: {self._where(method)} hands numbers of the batch to code outside of torch, which may mix the "
+                f"records of a batch: {_TENSOR_REMEDY}"
+            )
+
     # Operators
 
     def __torch_dispatch__(
@@ -226,11 +240,10 @@ class RowTracker(TorchDispatchMode):
                 op = Operation(func, name, self._where(name), arguments, states, self._records)
                 self._require_unread(op)
                 result = func(*args, **(kwargs or {}))
+                _require_dense(result)
                 self._note_results(op, result)
             except Refused as refused:
                 raise self._refusal(name, refused) from None
-            except NotImplementedError as error:
-                raise self._refusal(name, Refused("takes a tensor without rows in memory", "take dense tensors")) from error
             return result
 
     def _require_plain_pass(self, name: str) -> None:
@@ -277,7 +290,7 @@ class RowTracker(TorchDispatchMode):
     def _require_nothing_kept(self, op: Operation) -> None:
         """Refuse numbers of records that are written into a parameter or a buffer."""
         for tensor in _written(op) if any(op.states.values()) else ():
-            kept = self._kept.get(tensor.untyped_storage()._cdata)
+            kept = self._kept.get(_storage(tensor)._cdata)
             if kept is not None:
                 raise ValueError(
                     f"model: a training pass changes {kept} ({op.where} writes numbers of the batch into it), which a "
@@ -333,7 +346,10 @@ class RowTracker(TorchDispatchMode):
             if refused.sizes:
                 raise
             found = op.mixed(refused.reason, refused.remedy)
-        states = found if isinstance(found, list) else [found] * len(outputs)
+        states = [
+            replace(state, placed=False) if isinstance(state, Mixed) else state  # records take part, too
+            for state in (found if isinstance(found, list) else [found] * len(outputs))
+        ]
         cut = _cut(op)
         if cut is not None and cut == step.cut:
             mixed = op.mixed("cuts the batch at a fixed number of records", "work on the whole batch")
@@ -455,26 +471,32 @@ class RowTracker(TorchDispatchMode):
         return "the model"
 
 
-class _Escapes(TorchFunctionMode):
-    """Refuses to hand numbers of records to code that no operator of torch shows."""
+@contextmanager
+def _guarded(tracker: RowTracker) -> Iterator[None]:
+    """Let methods that hand numbers to code outside of torch ask the tracker first, in this block.
 
-    def __init__(self, tracker: RowTracker) -> None:
-        super().__init__()
-        self._tracker = tracker
+    They stand on the class of tensors, since autograd leaves modes of torch functions out of the backward pass.
+    """
+    before = {name: vars(Tensor).get(name) for name in _ESCAPES}
+    for name in _ESCAPES:
+        setattr(Tensor, name, _guard(tracker, name, getattr(Tensor, name)))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            if method is None:
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, method)
 
-    def __torch_function__(
-        self, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _ESCAPES and args and isinstance(args[0], Tensor) and self._tracker.state(args[0]) is not None:
-            raise ValueError(
-                f"model: {self._tracker._where(name)} hands numbers of the batch to code outside of torch, which may mix "
-                f"the records of a batch: {_TENSOR_REMEDY}"
-            )
-        options = dict(kwargs or {})
-        if name == "one_hot" and (classes := _classes(args, options)) is not None:
-            return (args[0].unsqueeze(-1) == torch.arange(classes, device=args[0].device)).long()
-        return func(*args, **options)
+
+def _guard(tracker: RowTracker, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tracker.require_inside(tensor, name)
+        return method(tensor, *args, **kwargs)
+
+    return asked
 
 
 def seed_pass() -> None:
@@ -484,10 +506,11 @@ def seed_pass() -> None:
     random.seed(0)
 
 
-def _classes(args: Sequence[Any], options: Mapping[str, Any]) -> int | None:
-    """Return a given number of classes of one_hot, which torch compares with the largest number in Python."""
-    classes = args[1] if len(args) > 1 else options.get("num_classes", -1)
-    return classes if isinstance(classes, int) and classes > 0 and args else None
+def _require_dense(result: Any) -> None:
+    """Refuse sparse, nested and other tensors that are not rows of numbers in memory."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+            raise Refused("makes a sparse or nested tensor, whose rows have no known owner", "take dense tensors")
 
 
 def _is_placed(state: State) -> bool:
@@ -549,7 +572,7 @@ def _written(op: Operation) -> list[Tensor]:
 
 def _address(tensor: Tensor) -> tuple[Any, tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Return the memory of a tensor and its place there."""
-    return tensor.untyped_storage(), (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+    return _storage(tensor), (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 _Key = tuple[int, tuple[int, ...], tuple[int, ...]]

@@ -277,7 +277,8 @@ def _states(tracker: RowTracker, owner: PointHooks, z: Tensor, points: Sequence[
         ordered = state.layout == source.layout or state.layout.outer == source.layout.outer == 1
         if not by_row and not (state.layout.dim == dim and ordered):
             states[number] = Mixed(
-                "feedback takes another dimension for that of the records", "give batch_dim to FeedbackAlignment"
+                "feedback takes another dimension for that of the records",
+                "give batch_dim to FeedbackAlignment",
             )
     return states
 

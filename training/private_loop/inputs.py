@@ -88,7 +88,9 @@ def require_recordable(module: nn.Module) -> None:
                 "one, which close() of the other private loop gives back"
             )
         if isinstance(inner, nn.modules.batchnorm._BatchNorm) and inner.training:
-            raise ValueError(f"module: {type(inner).__name__} {name!r} mixes the records of a batch: {MIXES_REMEDY}")
+            raise ValueError(
+                f"module: {type(inner).__name__} {name!r} mixes the records of a batch: {MIXES_REMEDY}"
+            )
         if getattr(inner, "sparse", False):
             raise ValueError(f"module {name!r} has sparse gradients; build it with sparse=False")
     require_no_hooks(module)

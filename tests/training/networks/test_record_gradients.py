@@ -551,7 +551,9 @@ def test_recomputed_activations_are_refused() -> None:
     recomputed = Custom(
         lambda m, x: torch.utils.checkpoint.checkpoint(m.inner, x, use_reentrant=False), inner=model
     )
-    with pytest.raises(ValueError, match=r"recomputes activations in the backward pass \(torch.utils.checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"recomputes activations in the backward pass \(torch.utils.checkpoint"
+    ):
         RecordTape(recomputed, batch(3))
 
 

@@ -31,9 +31,7 @@ REDUCE_REMEDY = (
     "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "
     "nn.LayerNorm instead of batch statistics, or train without protection"
 )
-_ORDER_REMEDY = (
-    "keep every record in its own row, in the order of the batch, and leave positions out with torch.where or a product"
-)
+_ORDER_REMEDY = "keep every record in its own row, in the order of the batch, and leave positions out with torch.where or a product"
 _TABLE_REMEDY = "look rows up in parameters or constants, or in the record's own row (torch.gather)"
 
 
@@ -160,13 +158,17 @@ def _moved(op: Operation, outputs: Outputs) -> State | list[State]:
         found = op.func(**arguments)
         return [found] if isinstance(found, Tensor) else list(found)
 
-    fixed = [pair for pair in given if pair[0].dtype.is_floating_point or pair[1] is not None or op.name in _JOINS]
+    fixed = [
+        pair for pair in given if pair[0].dtype.is_floating_point or pair[1] is not None or op.name in _JOINS
+    ]
     return moved_state(fixed, op.records, move)
 
 
 def _squeezed(op: Operation, outputs: Outputs) -> State | list[State]:
     if "dim" not in op.arguments and isinstance(_single(op)[1], Held):
-        raise Refused("drops the records' dimension in a batch of one", "name the dimension, as in x.squeeze(-1)")
+        raise Refused(
+            "drops the records' dimension in a batch of one", "name the dimension, as in x.squeeze(-1)"
+        )
     return _moved(op, outputs)
 
 
@@ -181,7 +183,9 @@ def _loss(op: Operation, outputs: Outputs) -> State | list[State]:
     """A loss for each number, or one of all records."""
     if op["reduction"] == 0 and op.name != "nll_loss_forward":
         return _pointwise(op, outputs)
-    return _first_mixed(op.pairs()) or op.mixed("joins the losses of records", "return outputs; losses belong outside")
+    return _first_mixed(op.pairs()) or op.mixed(
+        "joins the losses of records", "return outputs; losses belong outside"
+    )
 
 
 def _first_mixed(pairs: Sequence[tuple[Tensor, State]]) -> Mixed | None:
@@ -275,7 +279,9 @@ def _convolution(op: Operation, outputs: Outputs) -> State | list[State]:
     values = op["input"]
     state = op.state(values) or op.state(op["grad_output"])
     if isinstance(state, Held) and state.layout.dim:
-        raise Refused("sees the records in another dimension than the first", "give it (records, channels, ...)")
+        raise Refused(
+            "sees the records in another dimension than the first", "give it (records, channels, ...)"
+        )
     return state if op["grad_output"] is None else _with_weight_gradients(state, op, outputs)
 
 
@@ -292,7 +298,9 @@ def _layer_norm(op: Operation, outputs: Outputs) -> State | list[State]:
 def _group_norm(op: Operation, outputs: Outputs) -> State | list[State]:
     op.require_none("weight", "bias")
     shared = {id(op["weight"]), id(op["bias"])}
-    state, _ = joined([pair for pair in op.pairs() if id(pair[0]) not in shared], op["input"].ndim, leading=True)
+    state, _ = joined(
+        [pair for pair in op.pairs() if id(pair[0]) not in shared], op["input"].ndim, leading=True
+    )
     if isinstance(state, Held) and state.layout.dim:
         return op.mixed("normalises over the records")
     return _with_weight_gradients(state, op, outputs) if op.name.endswith("backward") else state
@@ -301,7 +309,10 @@ def _group_norm(op: Operation, outputs: Outputs) -> State | list[State]:
 def _batch_norm(op: Operation, outputs: Outputs) -> State | list[State]:
     """Statistics for each channel; they are a record's own if its channels are, as in an instance norm."""
     backward = op.name.endswith("backward")
-    shared = [op[n] for n in ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "reserve")]
+    shared = [
+        op[n]
+        for n in ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "reserve")
+    ]
     ids = {id(tensor) for tensor in shared if tensor is not None}
     state, _ = joined([pair for pair in op.pairs() if id(pair[0]) not in ids], op["input"].ndim)
     own = _first_mixed([(t, op.state(t)) for t in shared if t is not None])
@@ -329,7 +340,9 @@ def _attention(op: Operation, outputs: Outputs) -> State | list[State]:
     if not isinstance(state, Held):
         return state
     if state.layout.dim >= op["query"].ndim - 2:
-        raise Refused("attends from one record to another", "let the records come first, as with batch_first=True")
+        raise Refused(
+            "attends from one record to another", "let the records come first, as with batch_first=True"
+        )
     dim = state.layout.dim
     return [state if t is not None and t.ndim > dim and t.shape[dim] == size else None for t in outputs]
 
@@ -364,7 +377,9 @@ def _leading(trailing: int) -> Rule:
 def _first_dimension(op: Operation, outputs: Outputs) -> State:
     state = _single(op)[1]
     if isinstance(state, Held) and state.layout.dim:
-        raise Refused("sees the records in another dimension than the first", "give it (records, channels, ...)")
+        raise Refused(
+            "sees the records in another dimension than the first", "give it (records, channels, ...)"
+        )
     return state
 
 
@@ -386,9 +401,15 @@ def _embedding_bag(op: Operation, outputs: Outputs) -> State | list[State]:
     rows = state.layout.rows if isinstance(state, Held) else 0
     counted = torch.arange(op.records, device=offsets.device) * rows
     fixed = op.state(offsets) is None or isinstance(op.state(offsets), Mixed) and op.state(offsets).placed  # type: ignore[union-attr]
-    if not isinstance(state, Held) or state.layout.outer > 1 or not fixed or not torch.equal(offsets, counted.to(offsets)):
+    if (
+        not isinstance(state, Held)
+        or state.layout.outer > 1
+        or not fixed
+        or not torch.equal(offsets, counted.to(offsets))
+    ):
         raise Refused(
-            "takes bags that begin where offsets say", "give ids of shape (records, length), padded, without offsets"
+            "takes bags that begin where offsets say",
+            "give ids of shape (records, length), padded, without offsets",
         )
     return [Held(Layout(0)), *(op.mixed("counts over the bags") for _ in outputs[1:])]
 
@@ -509,17 +530,29 @@ def _put(op: Operation, outputs: Outputs) -> State:
     if mixed := _first_mixed([(target, state), (values, added)]):
         return mixed
     mask = op["indices"][0]
-    if len(op["indices"]) == 1 and mask is not None and mask.dtype == torch.bool and added is None and values.numel() == 1:
+    if (
+        len(op["indices"]) == 1
+        and mask is not None
+        and mask.dtype == torch.bool
+        and added is None
+        and values.numel() == 1
+    ):
         return joined([(target, state), (mask, op.state(mask))], target.ndim, leading=True)[0]
     if not isinstance(state, Held):
-        raise Refused("writes rows of records into a tensor without them", "begin with zeros for every record")
+        raise Refused(
+            "writes rows of records into a tensor without them", "begin with zeros for every record"
+        )
     if _is_constant(op):
         shape = target.detach()[tuple(slice(None) if i is None else i for i in op["indices"])]
         within = _moved_by_index(op, target, state)
     else:
         places = _places(op, state)
         shape = target.detach()[tuple(slice(None) if i is None else i for i in op["indices"])]
-        within = None if places.dim is None or places.layout is None else Held(places.layout._replace(dim=places.dim))
+        within = (
+            None
+            if places.dim is None or places.layout is None
+            else Held(places.layout._replace(dim=places.dim))
+        )
     if not isinstance(within, Held):
         raise Refused("writes to the places of some records only", _ORDER_REMEDY)
     joined([(shape, within), (values, added)], shape.ndim)
@@ -625,7 +658,11 @@ RULES: dict[str, Rule] = {
     **dict(_each(_BATCH_NORMS, _batch_norm)),
     **dict(_each(_SPATIAL, _spatial)),
     **dict(_each(_MATRICES, _leading(2))),
-    **dict(_each("grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward", _leading(2))),
+    **dict(
+        _each(
+            "grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward", _leading(2)
+        )
+    ),
     **dict(_each("im2col col2im", _first_dimension)),
     **dict(_each("_fft_r2c _fft_c2c _fft_c2r", _along)),
     **dict(_each("view_as_real view_as_complex", _view_as_numbers)),

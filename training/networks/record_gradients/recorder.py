@@ -20,7 +20,13 @@ from training.networks.record_gradients.calls import Call, FlatSpec
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.normalisation import group_norm
 from training.networks.record_gradients.placement import Held, Mixed, State
-from training.networks.record_gradients.recurrent import CELLS, RECURRENT, require_no_packing, unrolled, unrolled_cell
+from training.networks.record_gradients.recurrent import (
+    CELLS,
+    RECURRENT,
+    require_no_packing,
+    unrolled,
+    unrolled_cell,
+)
 from training.networks.record_gradients.tracking import RowTracker
 from training.networks.record_gradients.unread import unread_masks
 from training.networks.record_gradients.uses import closed_form, copies, require_separate_records
@@ -261,7 +267,9 @@ class Recorder(TorchFunctionMode):
                 fresh = output.clone() if output._is_view() else output
                 output = _Anchored.apply(fresh, self._anchor)
             elif apart:
-                output = output.clone()  # one output may be computed from another, whose gradient here is its own
+                output = (
+                    output.clone()
+                )  # one output may be computed from another, whose gradient here is its own
             output.register_hook(_Receiver(call, number))
             leaves[place] = output
         self.calls.append((call, roots))
@@ -284,7 +292,9 @@ class Recorder(TorchFunctionMode):
                     "a dimension of their own"
                 )
         if None in layouts[inputs:]:
-            raise ValueError(f"model: {key} mixes the records of a batch: its result has no rows for each record")
+            raise ValueError(
+                f"model: {key} mixes the records of a batch: its result has no rows for each record"
+            )
         if call.func is copies and layouts[0] is not None and layouts[0].rows > 1:
             raise ValueError(
                 f"model: {call.where} repeats parameters for each record within a dimension of positions; expand it by "

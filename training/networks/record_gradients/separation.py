@@ -117,7 +117,12 @@ def require_steady_gradients(
     records = Rows.of((args, kwargs)).repeated(_BATCH)
     place = records.tensors[0].device
     targets = torch.arange(_BATCH, device=place)
-    with preserved_generators(place), _preserved_buffers(tape.model), perturbed(tape.model), torch.enable_grad():
+    with (
+        preserved_generators(place),
+        _preserved_buffers(tape.model),
+        perturbed(tape.model),
+        torch.enable_grad(),
+    ):
         _Steps(tape, _invented_losses, seek).require_steady(_Batch(records, targets))
 
 

@@ -190,7 +190,9 @@ class RowTracker(TorchDispatchMode):
             return None
         return next(
             (state for state in known.values() if isinstance(state, Mixed)),
-            Mixed("a view that no operator made mixes the records of a batch", "take views by torch's functions"),
+            Mixed(
+                "a view that no operator made mixes the records of a batch", "take views by torch's functions"
+            ),
         )
 
     def _outside(self, tensor: Tensor, storage: Any, key: Any) -> State:
@@ -227,7 +229,11 @@ class RowTracker(TorchDispatchMode):
     # Operators
 
     def __torch_dispatch__(
-        self, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator, and note where the records stand in its results."""
         with torch._C.DisableTorchFunction():
@@ -301,7 +307,9 @@ class RowTracker(TorchDispatchMode):
         """Note an operator of the first pass."""
         held = next((state for state in op.states.values() if state is not None), None)
         values = [
-            None if output is None or held is not None or output.numel() > _LOGGED else output.detach().clone()
+            None
+            if output is None or held is not None or output.numel() > _LOGGED
+            else output.detach().clone()
             for output in outputs
         ]
         shapes = [None if output is None else tuple(output.shape) for output in outputs]
@@ -324,9 +332,7 @@ class RowTracker(TorchDispatchMode):
             )
         return step
 
-    def _states(
-        self, op: Operation, outputs: Outputs, step: _Step, numbers: tuple[Any, ...]
-    ) -> list[State]:
+    def _states(self, op: Operation, outputs: Outputs, step: _Step, numbers: tuple[Any, ...]) -> list[State]:
         """Return the states of an operator's results."""
         given = list(op.states.values())
         factory = op.name in _FACTORIES and not (op.name.endswith("_like") and any(given))
@@ -337,9 +343,7 @@ class RowTracker(TorchDispatchMode):
             ]
         rule = rule_of(op.name)
         if rule is None:
-            raise Refused(
-                "has no known rule for the rows of records", _NO_RULE.get(op.name, _LIST)
-            )
+            raise Refused("has no known rule for the rows of records", _NO_RULE.get(op.name, _LIST))
         try:
             found = rule(op, outputs)
         except Refused as refused:
@@ -354,7 +358,9 @@ class RowTracker(TorchDispatchMode):
         if cut is not None and cut == step.cut:
             mixed = op.mixed("cuts the batch at a fixed number of records", "work on the whole batch")
         elif cut is None and not agrees(numbers, step.numbers):
-            mixed = op.mixed("takes the number of records as a number", "let no number depend on the batch's size")
+            mixed = op.mixed(
+                "takes the number of records as a number", "let no number depend on the batch's size"
+            )
         else:
             return states
         return [mixed if isinstance(state, Held) else state for state in states]
@@ -454,7 +460,9 @@ class RowTracker(TorchDispatchMode):
         """Return the submodule that runs, after the operator's name."""
         node = torch._C._current_autograd_node() if self.backward else None
         if node is not None:
-            place = self._nodes.get(node._sequence_nr(), "the model") + f", backward pass of {_node_name(node)}"
+            place = (
+                self._nodes.get(node._sequence_nr(), "the model") + f", backward pass of {_node_name(node)}"
+            )
         else:
             place = self._running(sys._getframe(1))
             self._nodes[torch._C._autograd._get_sequence_nr() - 1] = place
@@ -510,7 +518,9 @@ def _require_dense(result: Any) -> None:
     """Refuse sparse, nested and other tensors that are not rows of numbers in memory."""
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
-            raise Refused("makes a sparse or nested tensor, whose rows have no known owner", "take dense tensors")
+            raise Refused(
+                "makes a sparse or nested tensor, whose rows have no known owner", "take dense tensors"
+            )
 
 
 def _is_placed(state: State) -> bool:
@@ -581,7 +591,9 @@ _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 def _overlap(first: _Key, second: _Key) -> bool:
     """Whether two views may share numbers."""
     ends = [
-        offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else offset - 1
+        offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if 0 not in shape
+        else offset - 1
         for offset, shape, stride in (first, second)
     ]
     return first[0] <= ends[1] and second[0] <= ends[0]

@@ -1,4 +1,4 @@
-"""Records are followed operator by operator: what is refused, by name, and that what is accepted has right gradients."""
+"""Records are followed operator by operator: what is refused, and that what is accepted has right gradients."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Mixed:
 State = Held | Mixed | None
 
 
-class Refused(Exception):  # noqa: N818  the tracker turns it into a ValueError
+class Refused(Exception):
     """An operator whose rows have no known owner.
 
     Args:

@@ -1,15 +1,14 @@
 """Find where the records of a batch stand in every use of a parameter, and refuse models that mix records.
 
 The model runs forwards and backwards on batches of two sizes, and every operator is followed
-(`training.networks.record_gradients.tracking`): which rows belong to a record, and whether rows depend on other records,
-follows from the operators, not from what the records hold.
+(`training.networks.record_gradients.tracking`): which rows belong to a record, and whether rows depend on other
+records, follows from the operators, not from what the records hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from training.networks.record_gradients.tracking import RowTracker, Survey, seed
 from training.networks.record_independence import MIXES_REMEDY, perturbed, preserved_generators
 
 _COUNTS = (5, 37)
-"""Batch sizes; primes, so that few other dimensions have such a factor, and more records than a block of some kernels."""
+"""Batch sizes: primes, so that few other dimensions have such a factor; more than a block of some kernels."""
 _FEW = 7
 """The second size for models of more than `_SMALL` parameters."""
 _SMALL = 2**24

@@ -247,8 +247,8 @@ class Recorder(TorchFunctionMode):
         """
         if self._probing and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
             raise ValueError(
-                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; call the "
-                "module on the whole batch"
+                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; "
+                "call the module on the whole batch"
             )
 
     def _recorded(self, call: Call, key: Key, roots: frozenset[int], result: Any) -> Any:

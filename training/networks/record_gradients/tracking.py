@@ -3,8 +3,8 @@
 `RowTracker` runs below autograd, so that it sees what a module computes, whatever Python code called it, and what hooks
 and custom autograd functions compute in the backward pass. It knows for every tensor in which rows each record stands
 (`training.networks.record_gradients.placement`), by one rule for each operator
-(`training.networks.record_gradients.operators`). An operator without a rule, or whose rule finds that rows have no known
-owner, is refused: nothing follows from the numbers that records hold.
+(`training.networks.record_gradients.operators`). An operator without a rule, or whose rule finds that rows have no
+known owner, is refused: nothing follows from the numbers that records hold.
 
 Numbers of a batch that a module draws from its size are found by comparing two passes on batches of two sizes. Not
 seen: Python code that takes another path in training than in these passes, by a count of its calls, a clock, random
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -29,8 +29,22 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from training.networks.record_gradients.arguments import (
+    address,
+    cut_of,
+    cut_of_records,
+    memory,
+    named_arguments,
+    numbers,
+    operator_name,
+    outputs_of,
+    overlap,
+    overwritten,
+    require_dense,
+    same_owners,
+)
 from training.networks.record_gradients.layout import Layout
-from training.networks.record_gradients.operators import Operation, Outputs, rule_of
+from training.networks.record_gradients.operators import rule_of
 from training.networks.record_gradients.placement import (
     Held,
     Mixed,
@@ -40,23 +54,16 @@ from training.networks.record_gradients.placement import (
     constant_state,
     scaled_dimension,
 )
+from training.networks.record_gradients.rules import Operation, Outputs
 
 _LOGGED = 4096
 """Numbers of a tensor without records that are kept to compare two passes."""
-_SIZES = frozenset({
-    "size", "sizes", "shape", "self_size", "input_sizes", "input_size", "repeats", "split_size", "split_sizes", "N",
-})  # fmt: skip
-"""Arguments that may grow with the batch: the shape of the result tells whether they did so by the records only."""
-_STRIDED = frozenset({"as_strided", "new_empty_strided", "empty_strided"})
 _FACTORIES = frozenset({
     "zeros", "ones", "full", "empty", "empty_strided", "rand", "randn", "randint", "new_zeros", "new_ones", "new_full",
     "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
     "randint_like",
 })  # fmt: skip
 """Operators whose results are the same, or drawn alike, at every place."""
-_CUTS = frozenset({
-    "slice", "split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes", "split_copy",
-})  # fmt: skip
 _READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
 _ESCAPES = ("numpy", "tolist", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__")
 """Methods that hand numbers to code that no operator of torch shows."""
@@ -112,7 +119,6 @@ class Survey:
     storages: list[Any] = field(default_factory=list)
 
 
-_storage = torch._C.TensorBase.untyped_storage
 _active: list[RowTracker] = []
 
 
@@ -149,7 +155,7 @@ class RowTracker(TorchDispatchMode):
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
                 self.note(tensor, None)
-                self._kept[_storage(tensor)._cdata] = f"{kind} {name!r}"
+                self._kept[memory(tensor)._cdata] = f"{kind} {name!r}"
 
     def __enter__(self) -> Self:
         self._stack.enter_context(_guarded(self))
@@ -171,7 +177,7 @@ class RowTracker(TorchDispatchMode):
     def note(self, tensor: Tensor, state: State) -> None:
         """Say what a tensor holds."""
         with torch._C.DisableTorchFunction():
-            storage, key = _address(tensor)
+            storage, key = address(tensor)
             number = storage._cdata
             if number not in self.survey.states:
                 self.survey.storages.append(storage)
@@ -180,7 +186,7 @@ class RowTracker(TorchDispatchMode):
     def state(self, tensor: Tensor) -> State:
         """Return what a tensor holds."""
         with torch._C.DisableTorchFunction():
-            storage, key = _address(tensor)
+            storage, key = address(tensor)
         known = self.survey.states.get(storage._cdata)
         if known is None:
             return self._outside(tensor, storage, key)
@@ -203,8 +209,8 @@ class RowTracker(TorchDispatchMode):
             if kept is None or kept.get(key, True) is not None:
                 return Mixed(
                     f"{self._where()} takes a tensor that torch did not compute in this pass",
-                    "compute it from the arguments by torch's operators, or register constants as buffers; leave numpy, "
-                    "threads and attributes that keep results out",
+                    "compute it from the arguments by torch's operators, or register constants as buffers; leave "
+                    "numpy, threads and attributes that keep results out",
                 )
         self.survey.outside.add(number)
         self.note(tensor, None)
@@ -237,8 +243,8 @@ class RowTracker(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and note where the records stand in its results."""
         with torch._C.DisableTorchFunction():
-            arguments = _named(func, args, kwargs or {})
-            name = _name(func)
+            arguments = named_arguments(func, args, kwargs or {})
+            name = operator_name(func)
             self._require_plain_pass(name)
             tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
             try:
@@ -246,7 +252,7 @@ class RowTracker(TorchDispatchMode):
                 op = Operation(func, name, self._where(name), arguments, states, self._records)
                 self._require_unread(op)
                 result = func(*args, **(kwargs or {}))
-                _require_dense(result)
+                require_dense(result)
                 self._note_results(op, result)
             except Refused as refused:
                 raise self._refusal(name, refused) from None
@@ -278,14 +284,14 @@ class RowTracker(TorchDispatchMode):
                 raise Refused(f"reads numbers of the batch into Python{why}", _TENSOR_REMEDY)
 
     def _note_results(self, op: Operation, result: Any) -> None:
-        outputs = _outputs(result)
-        numbers = _numbers(op)
+        outputs = outputs_of(result)
+        given = numbers(op)
         if self._first is None:
-            self._take_notes(op, outputs, numbers)
+            self._take_notes(op, outputs, given)
             return
         self._require_nothing_kept(op)
         step = self._step(op, outputs)
-        states = self._states(op, outputs, step, numbers)
+        states = self._states(op, outputs, step, given)
         for output, state, shape in zip(outputs, states, step.shapes, strict=True):
             if output is None:
                 continue
@@ -295,8 +301,8 @@ class RowTracker(TorchDispatchMode):
 
     def _require_nothing_kept(self, op: Operation) -> None:
         """Refuse numbers of records that are written into a parameter or a buffer."""
-        for tensor in _written(op) if any(op.states.values()) else ():
-            kept = self._kept.get(_storage(tensor)._cdata)
+        for tensor in overwritten(op) if any(op.states.values()) else ():
+            kept = self._kept.get(memory(tensor)._cdata)
             if kept is not None:
                 raise ValueError(
                     f"model: a training pass changes {kept} ({op.where} writes numbers of the batch into it), which a "
@@ -313,11 +319,11 @@ class RowTracker(TorchDispatchMode):
             for output in outputs
         ]
         shapes = [None if output is None else tuple(output.shape) for output in outputs]
-        self.survey.steps.append(_Step(op.name, numbers, shapes, values, _ends(op)))
+        self.survey.steps.append(_Step(op.name, numbers, shapes, values, cut_of(op)))
         for output in outputs:
             if output is not None:
                 self.note(output, held)
-        for tensor in _written(op) if held is not None else ():
+        for tensor in overwritten(op) if held is not None else ():
             self._spread(tensor, held)
 
     def _step(self, op: Operation, outputs: Outputs) -> _Step:
@@ -354,7 +360,7 @@ class RowTracker(TorchDispatchMode):
             replace(state, placed=False) if isinstance(state, Mixed) else state  # records take part, too
             for state in (found if isinstance(found, list) else [found] * len(outputs))
         ]
-        cut = _cut(op)
+        cut = cut_of_records(op)
         if cut is not None and cut == step.cut:
             mixed = op.mixed("cuts the batch at a fixed number of records", "work on the whole batch")
         elif cut is None and not agrees(numbers, step.numbers):
@@ -410,13 +416,13 @@ class RowTracker(TorchDispatchMode):
 
     def _write(self, op: Operation, output: Tensor, state: State) -> None:
         """Note the state of a result, and what it means for other views of the same memory."""
-        if any(output is tensor for tensor in _written(op)):
+        if any(output is tensor for tensor in overwritten(op)):
             self._spread(output, state)
         self.note(output, state)
 
     def _require_known_writes(self, op: Operation, outputs: Outputs) -> None:
         """Follow tensors that an operator overwrites besides its results."""
-        for tensor in _written(op):
+        for tensor in overwritten(op):
             if not any(tensor is output for output in outputs) and any(op.states.values()):
                 self._spread(tensor, op.mixed("overwrites a tensor by what records share"))
 
@@ -426,17 +432,17 @@ class RowTracker(TorchDispatchMode):
         Raises:
             Refused: They would hold the records in another order.
         """
-        storage, key = _address(tensor)
+        storage, key = address(tensor)
         known = self.survey.states.get(storage._cdata, {})
         if state is None:
             return
         for other, before in known.items():
-            if other == key or not _overlap(other, key):
+            if other == key or not overlap(other, key):
                 continue
             if isinstance(state, Mixed) or self._first is None:
                 known[other] = state
             elif isinstance(before, Held):
-                if not _same_owners(key, state.layout, other, before.layout, self._records):
+                if not same_owners(key, state.layout, other, before.layout, self._records):
                     raise Refused(
                         "writes rows of records into memory that holds them in another order",
                         "write into a tensor of its own",
@@ -514,110 +520,8 @@ def seed_pass() -> None:
     random.seed(0)
 
 
-def _require_dense(result: Any) -> None:
-    """Refuse sparse, nested and other tensors that are not rows of numbers in memory."""
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
-            raise Refused(
-                "makes a sparse or nested tensor, whose rows have no known owner", "take dense tensors"
-            )
-
-
 def _is_placed(state: State) -> bool:
     return isinstance(state, Mixed) and state.placed
-
-
-def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator by name, with those left out."""
-    known = func._schema.arguments
-    found = {each.name: each.default_value for each in known if each.has_default_value()}
-    found.update(zip((each.name for each in known), args, strict=False))
-    found.update(kwargs)
-    return found
-
-
-def _name(func: Any) -> str:
-    """Return an operator's name without its package and the mark of an operator in place."""
-    package, _, name = func._schema.name.partition("::")
-    if name.endswith("_") and not name.endswith("__"):
-        name = name[:-1]
-    return str(name) if package == "aten" else f"{package}.{name}"
-
-
-def _numbers(op: Operation) -> tuple[Any, ...]:
-    """Return the arguments that are no tensors, without sizes that may grow with the batch."""
-    left_out = set(_SIZES)
-    if op.name in _STRIDED:
-        left_out |= {"stride", "storage_offset"}
-    kept = {name: value for name, value in op.arguments.items() if name not in left_out}
-    return tuple(leaf for leaf in tree_leaves(kept) if not isinstance(leaf, (Tensor, torch.Generator)))
-
-
-def _ends(op: Operation) -> Any:
-    """Return where an operator cuts a dimension, or None."""
-    given = [op[name] for name in ("end", "split_size", "split_sizes") if op[name] is not None]
-    return given[0] if given and given[0] != sys.maxsize else None
-
-
-def _cut(op: Operation) -> Any:
-    """Return where an operator cuts the dimension of records, or None."""
-    state = op.state(op["self"]) if op.name in _CUTS else None
-    if not isinstance(state, Held) or state.layout.dim != op["dim"] % op["self"].ndim:
-        return None
-    return _ends(op)
-
-
-def _outputs(result: Any) -> Outputs:
-    """Return the tensors of what an operator returns, and None in place of others."""
-    leaves = list(result) if isinstance(result, (tuple, list)) else [result]
-    flat = [each for leaf in leaves for each in (leaf if isinstance(leaf, list) else [leaf])]
-    return [leaf if isinstance(leaf, Tensor) else None for leaf in flat]
-
-
-def _written(op: Operation) -> list[Tensor]:
-    """Return the tensors that an operator overwrites."""
-    names = [each.name for each in op.func._schema.arguments if each.alias_info and each.alias_info.is_write]
-    return [leaf for name in names for leaf in tree_leaves(op[name]) if isinstance(leaf, Tensor)]
-
-
-def _address(tensor: Tensor) -> tuple[Any, tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Return the memory of a tensor and its place there."""
-    return _storage(tensor), (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
-
-
-_Key = tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
-def _overlap(first: _Key, second: _Key) -> bool:
-    """Whether two views may share numbers."""
-    ends = [
-        offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        if 0 not in shape
-        else offset - 1
-        for offset, shape, stride in (first, second)
-    ]
-    return first[0] <= ends[1] and second[0] <= ends[0]
-
-
-def _same_owners(first: _Key, layout: Layout, second: _Key, other: Layout, records: int) -> bool:
-    """Whether two views of the same memory give each number that they share to the same record."""
-    places, owners = _owners(first, layout, records)
-    more, others = _owners(second, other, records)
-    found = torch.full((int(max(places.max(), more.max())) + 1,), -1)
-    found[places] = owners
-    return bool(((found[more] == others) | (found[more] < 0)).all())
-
-
-def _owners(key: _Key, layout: Layout, records: int) -> tuple[Tensor, Tensor]:
-    """Return the places in memory of all numbers of a view, and the record of each."""
-    offset, shape, stride = key
-    places = torch.full((), offset)
-    for size, step in zip(shape, stride, strict=True):
-        places = places[..., None] + torch.arange(size) * step
-    across = [1] * len(shape)
-    across[layout.dim] = -1
-    owners = layout.owners(records).view(across).expand(shape)
-    return places.flatten(), owners.flatten()
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Let the transformers package apply attention masks without reading them into Python.
 
-Its models leave a mask out if it hides nothing in the whole batch, which one record decides for all others, and warn if a
-record ends in padding. They do neither while a graph is traced, which `is_tracing` tells.
+Its models leave a mask out if it hides nothing in the whole batch, which one record decides for all others, and warn if
+a record ends in padding. They do neither while a graph is traced, which `is_tracing` tells.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def overwritten(op: Operation) -> list[Tensor]:
 
 def address(tensor: Tensor) -> tuple[Any, tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Return the memory of a tensor and its place there."""
-    return memory(tensor), (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+    return memory(tensor), (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def overlap(first: Key, second: Key) -> bool:

@@ -213,7 +213,7 @@ def product(op: Operation, a: Tensor, b: Tensor) -> State:
     inner = isinstance(first, Held) and first.layout.dim == ndim - 1
     if inner or (isinstance(second, Held) and second.layout.dim == ndim - 2):
         return op.mixed("sums over the records")
-    if first is None or second is None:
+    if not isinstance(first, Held) or not isinstance(second, Held):
         return first or second
     if ndim < 3 or not first.layout.dim == second.layout.dim < ndim - 2:
         raise Refused("multiplies rows of different records", ORDER_REMEDY)

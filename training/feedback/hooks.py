@@ -21,8 +21,8 @@ from opusim.devices.base import NoisyDevice
 from training.feedback.diagnosis import Reading
 from training.feedback.layout import Extent, Rows, Slice, View, arrange
 from training.feedback.marking import mapped, tensors_of, warn_of_unnormalised
-from training.networks.record_gradients.placement import Held, Mixed, State
-from training.networks.record_gradients.tracking import RowTracker, active_tracker
+from training.networks.record_gradients.followed.placement import Held, Mixed, State
+from training.networks.record_gradients.followed.tracking import RowTracker, active_tracker
 
 
 class FeedbackShape(NamedTuple):

@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from training.networks.record_gradients import operators
+from training.networks.record_gradients.followed import operators
+from training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
 from training.networks.record_gradients.layout import Layout
-from training.networks.record_gradients.placement import Held, Refused, codes, decoded
 from training.networks.record_gradients.tape import RecordTape
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,8 +1,8 @@
 """Find where the records of a batch stand in every use of a parameter, and refuse models that mix records.
 
 The model runs forwards and backwards on batches of two sizes, and every operator is followed
-(`training.networks.record_gradients.tracking`): which rows belong to a record, and whether rows depend on other
-records, follows from the operators, not from what the records hold.
+(`training.networks.record_gradients.followed.tracking`): which rows belong to a record, and whether rows depend on
+other records, follows from the operators, not from what the records hold.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from training.networks.memory import preserved_attributes
+from training.networks.record_gradients.followed.placement import Held, Mixed, State
+from training.networks.record_gradients.followed.tracking import RowTracker, Survey, seed_pass
 from training.networks.record_gradients.layout import Layout, Rows
-from training.networks.record_gradients.placement import Held, Mixed, State
 from training.networks.record_gradients.recorder import Kinds, Recorder
-from training.networks.record_gradients.tracking import RowTracker, Survey, seed_pass
 from training.networks.record_independence import MIXES_REMEDY, perturbed, preserved_generators
 
 _COUNTS = (5, 37)

@@ -17,9 +17,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from training.networks.record_gradients.calls import Call, FlatSpec
+from training.networks.record_gradients.followed.placement import Held, Mixed, State
+from training.networks.record_gradients.followed.tracking import RowTracker
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.normalisation import group_norm
-from training.networks.record_gradients.placement import Held, Mixed, State
 from training.networks.record_gradients.recurrent import (
     CELLS,
     RECURRENT,
@@ -27,7 +28,6 @@ from training.networks.record_gradients.recurrent import (
     unrolled,
     unrolled_cell,
 )
-from training.networks.record_gradients.tracking import RowTracker
 from training.networks.record_gradients.unread import unread_masks
 from training.networks.record_gradients.uses import closed_form, copies, require_separate_records
 

@@ -1,8 +1,7 @@
 """Rules of operators: where the records stand in the results, from where they stand in the arguments.
 
-A rule takes an operation on tensors that hold records and returns the state of each result (see
-`training.networks.record_gradients.placement`); `training.networks.record_gradients.operators` says which operator has
-which rule.
+A rule takes an operation on tensors that hold records and returns the state of each result (see `placement` in this
+folder); `operators` says which operator has which rule.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from training.networks.record_gradients.placement import (
+from training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
     Refused,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.networks.record_gradients.layout import Layout
-from training.networks.record_gradients.placement import (
+from training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
     Refused,
@@ -16,7 +15,7 @@ from training.networks.record_gradients.placement import (
     joined,
     moved_state,
 )
-from training.networks.record_gradients.rules import (
+from training.networks.record_gradients.followed.rules import (
     ORDER_REMEDY,
     TABLE_REMEDY,
     Operation,
@@ -25,6 +24,7 @@ from training.networks.record_gradients.rules import (
     first_mixed,
     moved,
 )
+from training.networks.record_gradients.layout import Layout
 
 
 def embedding(op: Operation, outputs: Outputs) -> State:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from training.networks.record_gradients import lookups, rules
-from training.networks.record_gradients.rules import JOINS, VIEWS, Rule
+from training.networks.record_gradients.followed import lookups, rules
+from training.networks.record_gradients.followed.rules import JOINS, VIEWS, Rule
 
 
 def _each(names: str, rule: Rule) -> Iterator[tuple[str, Rule]]:

@@ -2,9 +2,8 @@
 
 `RowTracker` runs below autograd, so that it sees what a module computes, whatever Python code called it, and what hooks
 and custom autograd functions compute in the backward pass. It knows for every tensor in which rows each record stands
-(`training.networks.record_gradients.placement`), by one rule for each operator
-(`training.networks.record_gradients.operators`). An operator without a rule, or whose rule finds that rows have no
-known owner, is refused: nothing follows from the numbers that records hold.
+(`placement`), by one rule for each operator (`operators`). An operator without a rule, or whose rule finds that rows
+have no known owner, is refused: nothing follows from the numbers that records hold.
 
 Numbers of a batch that a module draws from its size are found by comparing two passes on batches of two sizes. Not
 seen: Python code that takes another path in training than in these passes, by a count of its calls, a clock, random
@@ -29,7 +28,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.networks.record_gradients.arguments import (
+from training.networks.record_gradients.followed.arguments import (
     address,
     cut_of,
     cut_of_records,
@@ -43,9 +42,8 @@ from training.networks.record_gradients.arguments import (
     require_dense,
     same_owners,
 )
-from training.networks.record_gradients.layout import Layout
-from training.networks.record_gradients.operators import rule_of
-from training.networks.record_gradients.placement import (
+from training.networks.record_gradients.followed.operators import rule_of
+from training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
     Refused,
@@ -54,7 +52,8 @@ from training.networks.record_gradients.placement import (
     constant_state,
     scaled_dimension,
 )
-from training.networks.record_gradients.rules import Operation, Outputs
+from training.networks.record_gradients.followed.rules import Operation, Outputs
+from training.networks.record_gradients.layout import Layout
 
 _LOGGED = 4096
 """Numbers of a tensor without records that are kept to compare two passes."""
@@ -70,8 +69,8 @@ _ESCAPES = ("numpy", "tolist", "untyped_storage", "storage", "__dlpack__", "__re
 _SHOWN = {"_local_scalar_dense": "item (or a condition of Python)"}
 _TENSOR_REMEDY = "compute with tensors, such as torch.where: a number in Python may depend on all records"
 _LIST = (
-    "use operators of training/networks/record_gradients/operators.py, which keep every record in rows of its own, or "
-    "train without protection"
+    "use operators of training/networks/record_gradients/followed/operators.py, which keep every record in rows of its "
+    "own, or train without protection"
 )
 _NO_RULE = {
     "nonzero": "keep all positions and mask them with torch.where, a product or masked_fill",

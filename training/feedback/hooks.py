@@ -21,6 +21,8 @@ from opusim.devices.base import NoisyDevice
 from training.feedback.diagnosis import Reading
 from training.feedback.layout import Extent, Rows, Slice, View, arrange
 from training.feedback.marking import mapped, tensors_of, warn_of_unnormalised
+from training.networks.record_gradients.followed.placement import Held, Mixed, State
+from training.networks.record_gradients.followed.tracking import RowTracker, active_tracker
 
 
 class FeedbackShape(NamedTuple):
@@ -238,6 +240,8 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: PointHooks, z: Tensor, *points: Tensor) -> Tensor:
         ctx.owner = owner
+        tracker = active_tracker()
+        ctx.states = None if tracker is None else _states(tracker, owner, z, points)
         if owner._normalised:
             ctx.save_for_backward(*points)
         else:  # only shapes and types are needed, so that the outputs can be freed
@@ -249,8 +253,48 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         points = ctx.saved_tensors if ctx.owner._normalised else ctx.points
+        tracker = active_tracker()
+        if tracker is not None and ctx.states is not None:
+            return None, gradient, *_followed(tracker, gradient, points, ctx.states)
         with torch.autocast(gradient.device.type, enabled=False):
             return None, gradient, *ctx.owner._project(gradient, points)
+
+
+def _states(tracker: RowTracker, owner: PointHooks, z: Tensor, points: Sequence[Tensor]) -> list[State]:
+    """Return where the records stand in z and in the points, or that feedback would mix them.
+
+    The projection maps every row of z to a row of a point, or to all rows of the same record, as the view of rows sees
+    records.
+    """
+    view, states = owner._view, [tracker.state(tensor) for tensor in (z, *points)]
+    source = states[0]
+    for number, (tensor, state) in enumerate(zip((z, *points), states, strict=True)):
+        if not isinstance(state, Held) or not isinstance(source, Held):
+            continue
+        alike = tensor.ndim == z.ndim and view.extent(tensor.shape)[:2] == view.extent(z.shape)[:2]
+        by_row = owner._rows == "each" and alike and state.layout == source.layout
+        dim = view.batch_dim % tensor.ndim if tensor.ndim >= 3 else 0
+        ordered = state.layout == source.layout or state.layout.outer == source.layout.outer == 1
+        if not by_row and not (state.layout.dim == dim and ordered):
+            states[number] = Mixed(
+                "feedback takes another dimension for that of the records",
+                "give batch_dim to FeedbackAlignment",
+            )
+    return states
+
+
+def _followed(
+    tracker: RowTracker, gradient: Tensor, points: Sequence[Tensor], states: Sequence[State]
+) -> list[Tensor | None]:
+    """Return zeros in place of the feedback, which no device reads while operators are followed."""
+    given = tracker.state(gradient)
+    found: list[Tensor | None] = []
+    for h, state in zip(points, states[1:], strict=True):
+        zeros = torch.zeros(h.shape, dtype=h.dtype, device=gradient.device)
+        mixed = next((each for each in (given, states[0], state) if isinstance(each, Mixed)), None)
+        tracker.note(zeros, mixed or state)
+        found.append(zeros if h.requires_grad else None)
+    return found
 
 
 def _no_gradient(name: str) -> str:

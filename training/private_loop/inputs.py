@@ -17,9 +17,15 @@ from torch.utils.data import DataLoader
 
 from training.networks.memory import preserved_attributes
 from training.networks.record_gradients.layout import Rows
-from training.networks.record_gradients.separation import require_no_hooks, require_separate_gradients
-from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_independence import fixed_parameters, preserved_generators, same
+from training.networks.record_gradients.probe import invented_rows
+from training.networks.record_gradients.separation import require_no_hooks, require_steady_gradients
+from training.networks.record_gradients.tape import RecordTape, trained_parameters
+from training.networks.record_independence import (
+    MIXES_REMEDY,
+    fixed_parameters,
+    preserved_generators,
+    same,
+)
 from training.private_loop.loader import examples
 from training.private_loop.sharing import feedback_of
 
@@ -90,6 +96,7 @@ def require_recordable(module: nn.Module) -> None:
     """
     if not module.training:
         raise ValueError("module is in evaluation mode; call module.train() before make_private")
+    trained_parameters(module)
     for name, inner in module.named_modules():
         if any(kind.__module__.startswith(_DISTRIBUTED) for kind in type(inner).__mro__):
             raise ValueError(
@@ -101,6 +108,10 @@ def require_recordable(module: nn.Module) -> None:
             raise ValueError(
                 f"module {name or type(inner).__name__!r} is compiled, or in a private loop already; give the plain "
                 "one, which close() of the other private loop gives back"
+            )
+        if isinstance(inner, nn.modules.batchnorm._BatchNorm) and inner.training:
+            raise ValueError(
+                f"module: {type(inner).__name__} {name!r} mixes the records of a batch: {MIXES_REMEDY}"
             )
         if getattr(inner, "sparse", False):
             raise ValueError(f"module {name!r} has sparse gradients; build it with sparse=False")
@@ -143,19 +154,39 @@ def example_of(
     return tuple(moved), {}
 
 
+def invented_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return invented arguments of the shapes of others, after a first pass of the module on them.
+
+    Everything that is found out of the module, or refused, then depends on no record of the data set.
+
+    Raises:
+        ValueError: The module does not take them.
+    """
+    require_recordable(module)
+    rows = invented_rows(module, Rows.of((args, dict(kwargs))))
+    place = next(module.parameters()).device
+    try:
+        with preserved_generators(place), torch.no_grad():
+            _seeded(module, rows)
+    except (ArithmeticError, AssertionError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"module does not take invented records of the shapes of the loader's (real numbers N(0, 1), small whole "
+            f"numbers, true): {type(error).__name__}: {reason}; give example_inputs, a few public or invented records"
+        ) from error
+    found: tuple[tuple[Any, ...], dict[str, Any]] = rows.values
+    return found
+
+
 def show_invented(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Run the module's first pass on invented records, from which it may take initial values that it keeps.
 
-    They have the shapes of the given ones, and N(0, 1) or zeros as numbers; a module may refuse them.
+    They have the shapes of the given ones; a module may refuse them.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def invented(leaf: Tensor) -> Tensor:
-        real = leaf.is_floating_point()
-        return torch.randn(leaf.shape, generator=generator).to(leaf) if real else torch.zeros_like(leaf)
-
     with preserved_generators(next(module.parameters()).device), torch.no_grad():
-        _accepts(module, Rows.of((args, kwargs)).repeated(_COUNTS[0]).mapped(invented))
+        _accepts(module, invented_rows(module, Rows.of((args, kwargs))))
 
 
 def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -310,8 +341,8 @@ def rows_of(args: Any, kwargs: Any) -> int | None:
     return len(leaves[0]) if leaves else None
 
 
-def require_separate(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a backward pass that mixes records; feedback points project exactly meanwhile."""
+def require_steady(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse gradients that depend on earlier batches; feedback points project exactly meanwhile."""
     points = feedback_of(tape.model)
 
     def seek() -> None:
@@ -321,7 +352,7 @@ def require_separate(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[st
     with ExitStack() as stack:
         for feedback in points:
             stack.enter_context(feedback.exactly())
-        require_separate_gradients(tape, args, dict(kwargs), seek=seek)
+        require_steady_gradients(tape, args, dict(kwargs), seek=seek)
 
 
 class ProbedParts:

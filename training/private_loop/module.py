@@ -40,6 +40,7 @@ from opusim.files import OwnProcess
 from training.networks.memory import preserved_state
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
+from training.networks.record_gradients.unread import unread_masks
 from training.networks.record_independence import (
     fixed_parameters,
     preserved_generators,
@@ -51,7 +52,7 @@ from training.private_loop.inputs import (
     cut_rows,
     require_recordable,
     require_rows,
-    require_separate,
+    require_steady,
     rows_of,
     show_invented,
     template_of,
@@ -107,9 +108,9 @@ class PrivateModule:
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
         require_rows((args, kwargs), rows_of(args, kwargs) or 0)
         show_invented(module, args, kwargs)
-        self._tape = RecordTape(module, *args, **kwargs)
         self._template = template_of(module, args, kwargs)
-        require_separate(self._tape, args, kwargs)
+        self._tape = RecordTape(module, *args, **kwargs)
+        require_steady(self._tape, args, kwargs)
         self._trained = [p for layer in self._tape.layers for p in layer]
         self._probed = ProbedParts(module)
         for parameter in self._trained:
@@ -193,6 +194,7 @@ class PrivateModule:
         batch.passes.append(one)
         if not batch.records:
             return self._handed(one, _empty(self._template), attach=False)
+        self._tape.follow(args, kwargs)
         if self._limit is not None and batch.records > self._limit:
             with self._drawing():
                 outputs = self._in_parts(one, batch.records)
@@ -234,7 +236,7 @@ class PrivateModule:
         cut = partial(cut_rows, records=records)
         for part in self._parts_of(records):
             one.states.append(generator_states())
-            with self._nothing_kept(), torch.no_grad():
+            with self._nothing_kept(), unread_masks(), torch.no_grad():
                 outputs.append(
                     self.module._call_impl(*cut(one.args, part=part), **cut(one.kwargs, part=part))
                 )

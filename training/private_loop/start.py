@@ -21,6 +21,7 @@ from training.networks.base import require_fresh_noise
 from training.private_loop.accountants import NamedAccountant
 from training.private_loop.inputs import (
     example_of,
+    invented_arguments,
     require_arguments,
     require_own_parameters,
     require_own_readings,
@@ -101,8 +102,9 @@ def make_private(
         relation: "zero_out", under which n is public, or "add_or_remove_one", under which nothing may come from n.
         sample_rate: q, for add_or_remove_one a constant of your choice; None takes b / n.
         max_physical_batch_size: Records in memory at once; larger batches run in parts, whose forward passes run twice.
-        example_inputs: Arguments of the module for a few records, a sequence or a mapping by name. None takes the first
-            entry of the loader's batches, or all but the labels of a mapping.
+        example_inputs: Arguments of the module for a few records, a sequence or a mapping by name, public or invented:
+            refusals may depend on them. None takes the shapes of the first entry of the loader's batches, or of all but
+            the labels of a mapping, and invents the numbers.
         accountant: Name of another accountant, which an installed package brings by the entry-point group
             "opusim.accountants"; the statement has its epsilon as well, as claimed. Budget and `epsilon` stay ours.
         resume: Resume from the last `save` in `folder`, with the same arguments.
@@ -164,6 +166,8 @@ def make_private(
         )
         args, kwargs = example_of(data_loader, example_inputs, next(module.parameters()).device)
         require_arguments(module, args, kwargs)
+        if example_inputs is None:
+            args, kwargs = invented_arguments(module, args, kwargs)
         private = PrivateModule(
             module,
             args,

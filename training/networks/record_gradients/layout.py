@@ -1,8 +1,7 @@
-"""Where the records of a batch stand in a tensor, found by running a model on batches of two sizes.
+"""Where the records of a batch stand in a tensor, and arguments of a module of which some hold records.
 
 Modules see records in different dimensions: (batch, T, n), (T, batch, n) in recurrent layers, or rows that merge
-records and positions, (batch T, n) or (T batch, n). A dimension that happens to have the size of the batch says
-nothing, so the layout comes from two batch sizes and from which rows move if one record changes.
+records and positions, (batch T, n) or (T batch, n).
 """
 
 from __future__ import annotations
@@ -16,17 +15,28 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 class Layout(NamedTuple):
-    """The dimension of records in a tensor.
+    """The dimension of records in a tensor, of size outer x records x inner.
+
+    Record i holds the indices (o records + i) inner + r, with o below `outer` and r below `inner`.
 
     Attributes:
-        dim: The dimension, of size records * rows.
-        rows: Rows of each record; the number may differ from batch to batch if it is above 1.
-        interleaved: Whether row r of record i has the index r * records + i, instead of i * rows + r.
+        dim: The dimension, counted from the first.
+        outer: Rows of each record that stand a whole batch apart.
+        inner: Neighbouring rows of each record.
     """
 
     dim: int
-    rows: int = 1
-    interleaved: bool = False
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of each record in a probe's batch; above 1 their number may be another one in another batch."""
+        return self.outer * self.inner
+
+    def owners(self, records: int) -> Tensor:
+        """Return the record of every index of the dimension, shape (outer x records x inner,)."""
+        return torch.arange(records).repeat_interleave(self.inner).repeat(self.outer)
 
 
 class Rows(NamedTuple):
@@ -76,20 +86,35 @@ class Rows(NamedTuple):
         """Return a number of records, the given ones in turn."""
         return self.take(torch.arange(count) % self.records)
 
-    def put(self, record: int, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the records with one changed.
+    def invented(self, count: int, below: int) -> Self:
+        """Return records of the same shapes whose numbers are drawn without a look at these.
 
         Args:
-            record: Its number.
-            change: Maps its row of a tensor to the new one.
+            count: Number of records.
+            below: Whole numbers are below it; truth values are true, and real numbers N(0, 1).
         """
+        generator = torch.Generator().manual_seed(0)
 
-        def put(leaf: Tensor) -> Tensor:
-            changed = leaf.clone()
-            changed[record] = change(leaf[record])
-            return changed
+        def drawn(leaf: Tensor) -> Tensor:
+            shape = (count, *leaf.shape[1:])
+            if leaf.is_floating_point() or leaf.is_complex():
+                return torch.randn(shape, generator=generator).to(leaf)
+            if leaf.dtype == torch.bool:
+                return torch.ones(shape, dtype=torch.bool, device=leaf.device)
+            return torch.randint(0, below, shape, generator=generator).to(leaf)
 
-        return self.mapped(put)
+        return self.mapped(drawn)._replace(records=count)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What of the arguments can change which operators run: types, and shapes without the number of records."""
+        facts: list[Any] = [self.spec]
+        for leaf, held in zip(self.leaves, self.held, strict=True):
+            if isinstance(leaf, Tensor):
+                facts.append((held, leaf.dtype, leaf.device, tuple(leaf.shape[1:] if held else leaf.shape)))
+            else:
+                facts.append(leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf))
+        return tuple(facts)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return the arguments with all tensors changed that hold records."""
@@ -98,83 +123,22 @@ class Rows(NamedTuple):
         )
 
 
-def finite(row: Tensor) -> Tensor:
-    """Return numbers with 0 for those that are not finite."""
-    return row.nan_to_num(0.0, 0.0, 0.0) if row.is_floating_point() else row
-
-
-def with_nan(row: Tensor) -> Tensor:
-    """Return a record of NaN; whole numbers stay."""
-    return torch.full_like(row, torch.nan) if row.is_floating_point() else row
-
-
 def split_records(values: Tensor, layout: Layout, records: int) -> Tensor:
     """View a tensor record by record, shape (records, ...), where each record keeps the number of dimensions.
 
+    The number of rows of a record is the size of the dimension over the number of records, as only the operators of
+    `training.networks.record_gradients.followed.operators` led to it.
+
     Raises:
-        ValueError: The tensor does not hold the same number of rows of each record.
+        RuntimeError: The size is no such multiple: the module did not run as it did when it was prepared.
     """
     size = values.shape[layout.dim]
     rows, rest = divmod(size, records)
     if rest or (layout.rows == 1 and rows != 1):
-        raise ValueError(
-            f"model: a module receives {size} rows for {records} records, so that some rows have no owner; give every "
-            "record the same number of rows"
+        raise RuntimeError(
+            f"model: an operator sees {size} rows for {records} records, other than when the model was prepared; let "
+            "its Python code take the same path in every pass"
         )
-    if layout.interleaved:
+    if layout.outer > 1:
         return values.unflatten(layout.dim, (rows, records)).movedim(layout.dim + 1, 0)
     return values.unflatten(layout.dim, (records, rows)).movedim(layout.dim, 0)
-
-
-def layout_of(small: Tensor, large: Tensor, counts: tuple[int, int]) -> Layout | None:
-    """Return the layout of a tensor whose shapes in batches of two sizes are known, up to the order of rows.
-
-    Returns:
-        The layout, or None if no size depends on the number of records.
-
-    Raises:
-        ValueError: The sizes depend on the number of records in another way.
-    """
-    few, many = counts
-    if small.ndim != large.ndim:
-        raise ValueError("has more dimensions in a larger batch")
-    dims = [d for d in range(small.ndim) if small.shape[d] != large.shape[d]]
-    if not dims:
-        return None
-    (dim, *others) = dims
-    size = small.shape[dim]
-    if others or size % few or size * many != large.shape[dim] * few:
-        raise ValueError(
-            f"has shape {tuple(small.shape)} in a batch of {few} and {tuple(large.shape)} in one of {many}"
-        )
-    return Layout(dim, size // few)
-
-
-def moved_rows(before: Tensor, after: Tensor, dim: int, *, exact: bool = False) -> Tensor:
-    """Return which indices of a dimension hold other numbers, shape (size,).
-
-    A number that became NaN, or ceased to be, has moved.
-
-    Args:
-        before: Numbers.
-        after: As many.
-        dim: The dimension.
-        exact: Whether moves by less than the rounding of the type count.
-    """
-    if before.is_floating_point():
-        near = (before == after) | (before.isnan() & after.isnan())
-        if not exact and before.numel():
-            eps = torch.finfo(before.dtype).eps
-            size = before.nan_to_num(0.0, 0.0, 0.0).abs().amax()
-            near |= (before - after).abs() <= min(1000 * eps, max(0.01, 2 * eps)) * size
-        differs = ~near
-    else:
-        differs = before != after
-    return differs.movedim(dim, 0).flatten(1).any(dim=1) if differs.ndim > 1 else differs
-
-
-def rows_of(layout: Layout, record: int, records: int) -> Tensor:
-    """Return the indices along `layout.dim` that belong to a record, as a mask of shape (size,)."""
-    index = torch.arange(records * layout.rows)
-    owner = index % records if layout.interleaved else index // layout.rows
-    return owner == record

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from training.networks.record_gradients.calls import Call, FlatSpec
+from training.networks.record_gradients.followed.placement import Held, Mixed, State
+from training.networks.record_gradients.followed.tracking import RowTracker
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.normalisation import group_norm
-from training.networks.record_gradients.recurrent import RECURRENT, require_no_packing, unrolled
+from training.networks.record_gradients.recurrent import (
+    CELLS,
+    RECURRENT,
+    require_no_packing,
+    unrolled,
+    unrolled_cell,
+)
+from training.networks.record_gradients.unread import unread_masks
 from training.networks.record_gradients.uses import closed_form, copies, require_separate_records
 
 _PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
-_RAGGED = {"__getitem__", "masked_select", "nonzero", "argwhere"}
 
 
 class Key(NamedTuple):
@@ -47,34 +57,19 @@ class Slot(NamedTuple):
     layout: Layout | None
     ndim: int
 
+    @property
+    def kind(self) -> tuple[int | None, bool, bool, int]:
+        """What may not vary between calls; numbers of rows may."""
+        if self.layout is None:
+            return None, False, False, self.ndim
+        return self.layout.dim, self.layout.outer > 1, self.layout.inner > 1, self.ndim
+
 
 class _Known(NamedTuple):
     """A parameter, or a tensor computed from parameters only: its name and the parameters it comes from."""
 
     name: str
     roots: frozenset[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """A use in a probe.
-
-    Attributes:
-        key: Its kind.
-        inputs: Its arguments that are tensors but no parameters.
-        outputs: What it returned.
-        constant: Whether it computed something from parameters only.
-    """
-
-    key: Key
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    constant: bool
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Inputs, then outputs."""
-        return [*self.inputs, *self.outputs]
 
 
 @dataclass(kw_only=True)
@@ -91,6 +86,11 @@ class Kinds:
     copied: set[Key] = field(default_factory=set)
     slots: dict[Key, list[Slot]] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Number of uses that depend on no record."""
+        return len(self.fixed) + len(self.copied)
+
 
 class Recorder(TorchFunctionMode):
     """Catches the uses of parameters in a block.
@@ -100,20 +100,25 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         calls: Each use, and the numbers of the parameters it leads to.
-        seen: In a probe, what took part in each use.
-        ragged: In a probe, whether rows were chosen by a mask.
 
     Args:
         named: The parameters.
         kinds: What is known about uses.
-        probing: Whether uses of unknown kinds are accepted and noted.
+        probing: Whether uses of unknown kinds are accepted.
+        tracker: In a probe, knows where the records stand, so that kinds are noted; None for a pass that notes nothing.
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, *, probing: bool = False
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        kinds: Kinds,
+        *,
+        probing: bool = False,
+        tracker: RowTracker | None = None,
     ) -> None:
         super().__init__()
-        self._kinds, self._probing = kinds, probing
+        self._kinds, self._probing, self._tracker = kinds, probing, tracker
+        self._masks = ExitStack()
         self._known = WeakTensorKeyDictionary()
         self._ids: set[int] = (
             set()
@@ -122,8 +127,16 @@ class Recorder(TorchFunctionMode):
             self._note(parameter, _Known(name, frozenset({number})))
         self._anchor = torch.zeros((), requires_grad=True, device=named[0][1].device)
         self.calls: list[tuple[Call, frozenset[int]]] = []
-        self.seen: list[Seen] = []
-        self.ragged = False
+        self._found: list[tuple[Key, list[Slot]]] = []
+        self._fixed, self._copied = set[Key](), set[Key]()
+
+    def __enter__(self) -> Self:
+        self._masks.enter_context(unread_masks())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._masks.close()
 
     def __torch_function__(
         self,
@@ -141,10 +154,13 @@ class Recorder(TorchFunctionMode):
             require_no_packing(args)
             with self:
                 return unrolled(func, *args, **options)
+        if func in CELLS:
+            with self:
+                return unrolled_cell(func, *args, **options)
+        if func is functional.one_hot and (classes := _classes(args, options)) is not None:
+            return (args[0].unsqueeze(-1) == torch.arange(classes, device=args[0].device)).long()
         name = getattr(func, "__name__", str(func))
         if not torch.is_grad_enabled() or not self._takes_known((args, options)):
-            if self._probing and name in _RAGGED:
-                self.ragged |= _by_mask(name, tree_leaves((args, options)))
             return func(*args, **options)
         leaves, spec = _flattened(func, args, options)
         places = [n for n, leaf in enumerate(leaves) if self._is_known(leaf)]
@@ -158,6 +174,7 @@ class Recorder(TorchFunctionMode):
                 f"model: {key} mixes parameters and records in place; take an operation that returns a new tensor, "
                 "such as torch.cat"
             )
+        self._require_plain(key, others)
         if not others or key in self._kinds.fixed:
             return self._constants(key, roots, func(*args, **options))
         call = Call(func, leaves, spec, places, str(key), in_place=in_place)
@@ -207,9 +224,32 @@ class Recorder(TorchFunctionMode):
                 leaves[n] = self._recorded(call, Key("copies", (name,)), roots, leaf.detach().clone())
                 continue
             self._note(leaf, _Known(name, roots))
-            if self._probing:
-                self.seen.append(Seen(key=key, inputs=[], outputs=[leaf.detach()], constant=True))
+            if isinstance(self._state(key, leaf), Held):
+                self._copied.add(key)
         return tree_unflatten(leaves, spec)
+
+    def _state(self, key: Key, tensor: Tensor) -> State:
+        """Return what a tensor of a use holds, in a probe.
+
+        Raises:
+            ValueError: It mixes records.
+        """
+        state = None if self._tracker is None else self._tracker.state(tensor)
+        if isinstance(state, Mixed):
+            raise ValueError(f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}")
+        return state
+
+    def _require_plain(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        """Refuse uses within torch.vmap and torch.func, which hand out no tensors of the batch.
+
+        Raises:
+            ValueError: It is one.
+        """
+        if self._probing and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+            raise ValueError(
+                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; "
+                "call the module on the whole batch"
+            )
 
     def _recorded(self, call: Call, key: Key, roots: frozenset[int], result: Any) -> Any:
         """Keep a call, and let it receive the gradients of its outputs."""
@@ -219,20 +259,72 @@ class Recorder(TorchFunctionMode):
         if not outputs:
             return result
         call.deltas = [None] * len(outputs)
-        inputs = [call.leaves[n] for n in call.others]
-        if self._probing:
-            copied = [output.detach().clone() for output in outputs]
-            self.seen.append(Seen(key=key, inputs=inputs, outputs=copied, constant=False))
-        else:
-            call.layouts = self._layouts(key, [*inputs, *outputs])
+        tensors = [*(call.leaves[n] for n in call.others), *outputs]
+        call.layouts = self._noted(key, call, tensors) if self._probing else self._layouts(key, tensors)
+        apart = len(outputs) > 1
         for number, (place, output) in enumerate(zip(places, outputs, strict=True)):
             if not output.requires_grad:
                 fresh = output.clone() if output._is_view() else output
                 output = _Anchored.apply(fresh, self._anchor)
+            elif apart:
+                output = (
+                    output.clone()
+                )  # one output may be computed from another, whose gradient here is its own
             output.register_hook(_Receiver(call, number))
             leaves[place] = output
         self.calls.append((call, roots))
         return tree_unflatten(leaves, spec)
+
+    def _noted(self, key: Key, call: Call, tensors: Sequence[Tensor]) -> list[Layout | None]:
+        """Note where the records stand in the tensors of a use, in a probe."""
+        if self._tracker is None:
+            return [None for _ in tensors]
+        states = [self._state(key, tensor) for tensor in tensors]
+        layouts = [state.layout if isinstance(state, Held) else None for state in states]
+        inputs = len(call.others)
+        if not any(layouts):
+            self._fixed.add(key)
+            return layouts
+        for layout in layouts:
+            if layout is not None and layout.outer > 1 and layout.inner > 1:
+                raise ValueError(
+                    f"model: {key} sees rows of a record both as neighbours and a whole batch apart; keep positions in "
+                    "a dimension of their own"
+                )
+        if None in layouts[inputs:]:
+            raise ValueError(
+                f"model: {key} mixes the records of a batch: its result has no rows for each record"
+            )
+        if call.func is copies and layouts[0] is not None and layouts[0].rows > 1:
+            raise ValueError(
+                f"model: {call.where} repeats parameters for each record within a dimension of positions; expand it by "
+                "record, into a dimension of its own"
+            )
+        slots = zip(layouts, tensors, strict=True)
+        self._found.append((key, [Slot(layout, tensor.ndim) for layout, tensor in slots]))
+        return layouts
+
+    def is_settled(self) -> bool:
+        """Take uses that depend on no record for known, and return whether all were known before."""
+        kinds, before = self._kinds, self._kinds.size
+        kinds.fixed |= self._fixed
+        kinds.copied |= self._copied
+        return kinds.size == before
+
+    def settle(self) -> None:
+        """Take what a probe found about uses for known.
+
+        Raises:
+            ValueError: Two calls of a kind see records in different dimensions.
+        """
+        slots = self._kinds.slots
+        for key, found in self._found:
+            if key in self._kinds.fixed or [slot.kind for slot in slots.setdefault(key, found)] != [
+                slot.kind for slot in found
+            ]:
+                raise ValueError(
+                    f"model: {key} sees records in different dimensions in two calls, or constants in one; keep one"
+                )
 
     def _layouts(self, key: Key, tensors: Sequence[Tensor]) -> list[Layout | None]:
         """Return where the records stand in the tensors of a use."""
@@ -284,7 +376,7 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
     place = call.wrt[0].device
     before = _random_state(place)
     result = call.func(*args, **kwargs)
-    if not torch.equal(before, _random_state(place)):
+    if not _is_random_state(before, place):
         raise ValueError(
             f"model: {call.where} draws random numbers, which a second call would not repeat; move dropout into a "
             "module of its own"
@@ -301,14 +393,30 @@ def _flattened(
     return tree_flatten((args, options))
 
 
+def _classes(args: Sequence[Any], options: Mapping[str, Any]) -> int | None:
+    """Return a given number of classes of one_hot, which torch compares with the largest number of a batch."""
+    classes = args[1] if len(args) > 1 else options.get("num_classes", -1)
+    return classes if isinstance(classes, int) and classes > 0 and args else None
+
+
 def _random_state(place: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
+    with _unfollowed():
+        return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
 
 
-def _by_mask(name: str, leaves: Sequence[Any]) -> bool:
-    """Whether a function chooses rows by a mask."""
-    masks = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype == torch.bool]
-    return bool(masks) or name != "__getitem__"
+def _is_random_state(state: Tensor, place: torch.device) -> bool:
+    with _unfollowed():
+        return torch.equal(state, _random_state(place))
+
+
+@contextmanager
+def _unfollowed() -> Iterator[None]:
+    """Let no tracker see the operators of this block."""
+    if not torch._C._len_torch_dispatch_stack():
+        yield
+        return
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def _transparent(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """Recurrent layers as sequences of linear maps, so that their uses of parameters can be caught one by one.
 
 torch computes a whole nn.RNN, nn.GRU or nn.LSTM in one function, whose per-record gradients would take one call for
-each record. Here every position is a call of `linear` on the recurrent weights. Equations: those of the three modules
-in torch's documentation; results agree with torch's up to rounding.
+each record, and a step of their cells in another one. Here every position is a call of `linear` on the recurrent
+weights. Equations: those of the modules in torch's documentation; results agree with torch's up to rounding.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ _STEPS: dict[Callable[..., Any], _Step] = {
 }
 RECURRENT = frozenset(_STEPS)
 """The functions that `unrolled` takes."""
+CELLS: dict[Callable[..., Any], _Step] = {
+    torch.gru_cell: _gru,
+    torch.lstm_cell: _lstm,
+    torch.rnn_tanh_cell: _STEPS[torch.rnn_tanh],
+    torch.rnn_relu_cell: _STEPS[torch.rnn_relu],
+}
+"""The functions that `unrolled_cell` takes."""
 
 
 def require_no_packing(args: Sequence[Any]) -> None:
@@ -99,6 +106,32 @@ def unrolled(
             steps = functional.dropout(steps, dropout, train)
     finals = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
     return (steps.transpose(0, 1) if batch_first else steps, *finals)
+
+
+def unrolled_cell(
+    func: Callable[..., Any],
+    x: Tensor,
+    initial: Tensor | Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Return what torch's function returns: the new state, or two of them for torch.lstm_cell.
+
+    Args:
+        func: torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell or torch.rnn_relu_cell.
+        x: Input, shape (batch, n).
+        initial: State, shape (batch, width); two of them for torch.lstm_cell.
+        w_ih: For the input.
+        w_hh: For the state.
+        b_ih: For the input.
+        b_hh: For the state.
+    """
+    state = [initial] if isinstance(initial, Tensor) else list(initial)
+    inputs, own = functional.linear(x, w_ih, b_ih), functional.linear(state[0], w_hh, b_hh)
+    found = CELLS[func](inputs, own, state)
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def _direction(

@@ -37,8 +37,9 @@ from training.networks.clipping import (
     weighted_sums,
 )
 from training.networks.record_gradients.calls import Use
-from training.networks.record_gradients.probe import probe
-from training.networks.record_gradients.recorder import Recorder
+from training.networks.record_gradients.layout import Rows
+from training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
+from training.networks.record_gradients.recorder import Kinds, Recorder
 from training.networks.record_gradients.uses import OuterUse, PlantedUse, use_of
 
 _NUMBERS_LIMIT = 2**24
@@ -69,7 +70,7 @@ class RecordTape:
         model: The module, in the mode in which it will be trained. Parameters that do not require gradients are
             constants.
         *args: Arguments of the model for at least one record, as a probe; tensors of the same first size as the first
-            tensor hold records. The model runs about ten times on batches of 5 and 7 records.
+            tensor hold records. The model runs a few times on batches of 5 and 37 records, or 7 if it is large.
         **kwargs: Keyword arguments, likewise.
 
     Raises:
@@ -87,24 +88,48 @@ class RecordTape:
     """
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError("model has no parameter to train; set requires_grad of some")
-        for name, parameter in named:
-            if parameter.dtype != torch.float32:
-                raise ValueError(
-                    f"model: parameter {name!r} has dtype {parameter.dtype}; train in torch.float32 (model.float())"
-                )
+        named = trained_parameters(model)
         self.model = model
         self._named = named
         self._records: int | None = None
         self._begun = 0
         self._uses: list[list[Use]] = []
         self._cache: dict[int, list[list[Tensor]]] = {}
-        self._kinds, members, self.several_uses = probe(model, named, args, kwargs)
+        self._kinds, given = Kinds(), Rows.of((args, kwargs))
+        members, self.several_uses = probe(model, named, given, self._kinds)
+        self._members = members
+        self._followed = {self._signature(given)}
         self.layers: list[list[nn.Parameter]] = [[named[n][1] for n in group] for group in members]
         self.names: list[list[str]] = [[named[n][0] for n in group] for group in members]
         self._layer_of = {id(p): number for number, layer in enumerate(self.layers) for p in layer}
+
+    def follow(self, args: Any, kwargs: Any) -> None:
+        """Find out where the records stand for arguments of shapes that were not seen yet, on invented records.
+
+        Args:
+            args: Arguments of a batch, of which only types and shapes are read.
+            kwargs: Keyword arguments, likewise.
+
+        Raises:
+            ValueError: The model mixes records of these shapes, or uses its parameters in another way.
+        """
+        given = Rows.of((args, kwargs))
+        signature = self._signature(given)
+        if signature in self._followed:
+            return
+        members, several = probe(self.model, self._named, invented_rows(self.model, given), self._kinds)
+        self.several_uses = self.several_uses or several
+        if members != self._members:
+            raise ValueError(
+                "model: uses other parameters together for records of this shape than for those it was prepared with; "
+                "use all of them in every batch"
+            )
+        self._followed.add(signature)
+
+    def _signature(self, given: Rows) -> tuple[Any, ...]:
+        """Return what decides which operators run."""
+        place = self._named[0][1].device.type
+        return (*given.signature, torch.is_autocast_enabled(place), torch.get_autocast_dtype(place))
 
     @property
     def depth(self) -> int:
@@ -119,7 +144,7 @@ class RecordTape:
         (torch.utils.checkpoint) and torch.autograd.grad are not supported; call `backward`.
 
         Args:
-            records: Number of records in the batch; with 0, do not run the model.
+            records: Number of records in the batch; 0 for none.
 
         Raises:
             ValueError: The model uses a parameter in another way than in the probe.
@@ -138,7 +163,7 @@ class RecordTape:
         no gradients when the backward pass starts.
 
         Args:
-            records: Number of records in the batch; with 0, do not run the model.
+            records: Number of records in the batch; 0 for none.
         """
         checks.integer(records=records, minimum=0)
         self._records, self._uses, self._cache = None, [], {}
@@ -156,14 +181,10 @@ class RecordTape:
         """
         seen = [name for name, parameter in self._named if parameter.grad is not None]
         if seen:
-            raise ValueError(
-                f"model: parameter {seen[0]!r} is used where single records cannot be told apart (a compiled, "
-                "checkpointed or custom autograd function, an assignment into a tensor, or a penalty on the "
-                "parameters); use it in ordinary torch functions"
-            )
+            raise ValueError(f"model: parameter {seen[0]!r} {UNSEEN}")
         self._records = records = self._begun
         self._uses = [[] for _ in self.layers]
-        for call, roots in recorder.calls:
+        for call, roots in recorder.calls if records else ():
             use = use_of(call, records)
             if use is not None:
                 self._uses[self._layer_of[id(self._named[min(roots)][1])]].append(use)
@@ -354,6 +375,23 @@ class RecordTape:
         if self._records is None:
             raise RuntimeError("no batch is recorded; run a forward and a backward pass in tape.recording(n)")
         return self._records
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that are trained, with their names.
+
+    Raises:
+        ValueError: There are none, or one is not float32.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("model has no parameter to train; set requires_grad of some")
+    for name, parameter in named:
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"model: parameter {name!r} has dtype {parameter.dtype}; train in torch.float32 (model.float())"
+            )
+    return named
 
 
 def _outer_uses(uses: Sequence[Use]) -> list[OuterUse] | None:

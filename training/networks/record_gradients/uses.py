@@ -28,6 +28,7 @@ from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.normalisation import normalisation
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
 
@@ -396,18 +397,25 @@ def copies(values: Tensor) -> Tensor:
 
 
 def require_separate_records(call: Call) -> None:
-    """Refuse calls in which the shapes and the outputs do not show that records are mixed.
+    """Refuse embeddings whose gradients are not sums over records of a matrix's size.
 
     Raises:
-        ValueError: An embedding rescales its weights or its gradient by the batch.
+        ValueError: An embedding rescales its weights or its gradient by the batch, or has sparse gradients.
     """
-    if call.func is functional.embedding:
-        found, _ = bound(call, _EMBEDDING, {"max_norm": None, "scale_grad_by_freq": False})
-        if found["max_norm"] is not None or found["scale_grad_by_freq"]:
-            raise ValueError(
-                f"model: {call.where} is an embedding with max_norm or scale_grad_by_freq, which let one record change "
-                "what others add; leave both out"
-            )
+    names = {functional.embedding: _EMBEDDING, functional.embedding_bag: _BAG}.get(call.func)
+    if names is None:
+        return
+    found, _ = bound(call, names, {"max_norm": None, "scale_grad_by_freq": False, "sparse": False})
+    if found["max_norm"] is not None or found["scale_grad_by_freq"]:
+        raise ValueError(
+            f"model: {call.where} is an embedding with max_norm or scale_grad_by_freq, which let one record change "
+            "what others add; leave both out"
+        )
+    if found["sparse"]:
+        raise ValueError(
+            f"model: {call.where} is an embedding with sparse gradients, whose noise would be dense; build it with "
+            "sparse=False"
+        )
 
 
 def closed_form(func: Callable[..., Any]) -> bool:

@@ -1,0 +1,473 @@
+"""Records are followed operator by operator: what is refused, and that what is accepted has right gradients."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import opusim
+from training.networks.record_gradients.followed import operators
+from training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
+from training.networks.record_gradients.layout import Layout
+from training.networks.record_gradients.tape import RecordTape
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Runs(nn.Module):
+    """A module whose forward pass is a function of itself and the arguments."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in (parts or {"f": nn.Linear(4, 3)}).items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(self, *args)
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ids(*shape: int, below: int = 5, seed: int = 2) -> Tensor:
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(output: Any) -> Tensor:
+    """A sum over records with a gradient at every output."""
+    parts = output if isinstance(output, tuple) else (output,)
+    flat = torch.cat([part.flatten(1) for part in parts], dim=1)
+    return (flat * torch.linspace(-1, 2, flat.shape[1], dtype=flat.dtype) * 0.3).tanh().sum()
+
+
+def worst(build: Callable[[], nn.Module], *args: Tensor) -> float:
+    """The largest relative error of a record's gradient, against passes on single records in float64."""
+    torch.manual_seed(0)
+    model = build()
+    tape = RecordTape(model, *(each[:3] for each in args))
+    with tape.recording(len(args[0])):
+        loss(model(*args)).backward()
+    found, errors = tape.record_gradients(), []
+    exact = copy.deepcopy(model).double()
+    for i in range(len(args[0])):
+        exact.zero_grad()
+        single = (each[i : i + 1].double() if each.is_floating_point() else each[i : i + 1] for each in args)
+        loss(exact(*single)).backward()
+        wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in exact.named_parameters()}
+        distance = torch.cat([(found[n][i].double() - g).flatten() for n, g in wanted.items()]).norm()
+        errors.append(float(distance / torch.cat([g.flatten() for g in wanted.values()]).norm()))
+    return max(errors)
+
+
+# What is accepted
+
+
+def filled(model: Any, x: Tensor) -> Tensor:
+    """Writes positions one by one into a tensor of its own."""
+    found = x.new_zeros(len(x), 5, 3)
+    for t in range(5):
+        found[:, t] = model.f(x[:, t])
+    return found
+
+
+def steps(model: Any, x: Tensor) -> Tensor:
+    state = None
+    for t in range(x.shape[1]):
+        state = model.cell(x[:, t], state)
+    return torch.cat(state, dim=1)
+
+
+def windows(model: Any, x: Tensor) -> Tensor:
+    """Two by two windows of an image of four by four, as rows."""
+    rows = x.view(len(x), 2, 2, 2, 2, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 3)
+    return model.f(rows).view(len(x), -1)
+
+
+def masked_mean(model: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    mask = torch.arange(x.shape[1]) < lengths[:, None]
+    return torch.where(mask[..., None], model.f(x), 0.0).sum(dim=1) / lengths.clamp(min=1)[:, None]
+
+
+ACCEPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+    "lstm cell, both states": (lambda: Runs(steps, cell=nn.LSTMCell(4, 3)), (draw(4, 3, 4),)),
+    "two outputs, one computed from the other": (
+        lambda: Runs(lambda m, x: torch.var_mean(x * m.p, dim=1, keepdim=True), p=nn.Parameter(draw(4))),
+        (draw(4, 4),),
+    ),
+    "filled by position": (lambda: Runs(filled), (draw(4, 5, 4),)),
+    "masked mean": (lambda: Runs(masked_mean), (draw(4, 5, 4), ids(4))),
+    "last token": (
+        lambda: Runs(lambda m, x, i: m.f(x)[torch.arange(len(x)), i]),
+        (draw(4, 5, 4), ids(4)),
+    ),
+    "own rows by index": (
+        lambda: Runs(lambda m, x, i: m.f(x).gather(1, i[..., None].expand(-1, -1, 3))),
+        (draw(4, 5, 4), ids(4, 2)),
+    ),
+    "rows twice": (lambda: Runs(lambda m, x: m.f(torch.cat([x, 2 * x])).chunk(2)), (draw(4, 4),)),
+    "rows repeated": (
+        lambda: Runs(lambda m, x: m.f(x.repeat_interleave(3, dim=0)).view(len(x), -1)),
+        (draw(4, 4),),
+    ),
+    "positions first, merged": (
+        lambda: Runs(lambda m, x: m.f(x.transpose(0, 1).reshape(-1, 4)).view(5, len(x), 3).transpose(0, 1)),
+        (draw(4, 5, 4),),
+    ),
+    "windows": (lambda: Runs(windows, f=nn.Linear(3, 2)), (draw(4, 4, 4, 3),)),
+    "one hot": (
+        lambda: Runs(lambda m, i: m.f(functional.one_hot(i, 5).to(m.f.weight.dtype)), f=nn.Linear(5, 2)),
+        (ids(4, 3),),
+    ),
+    "bags of one size": (lambda: nn.EmbeddingBag(5, 3), (ids(4, 6),)),
+    "sorted and scanned within a record": (
+        lambda: Runs(lambda m, x: m.f(x).sort(dim=1).values.cumsum(dim=1)),
+        (draw(4, 4),),
+    ),
+    "frozen batch norm": (
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False).eval()),
+        (draw(4, 4),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_is_accepted_has_the_gradients_of_a_loop_over_records(name: str) -> None:
+    build, args = ACCEPTED[name]
+    assert worst(build, *args) < 2e-5
+
+
+def test_numbers_of_all_records_that_reach_no_parameter_are_no_harm() -> None:
+    assert worst(lambda: Runs(lambda m, x: (m.f(x), x.mean())[0]), draw(4, 4)) < 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_models_of_transformers_apply_masks_without_reading_them(kind: str) -> None:
+    """They leave a mask out if no record of the batch is padded, which one record would decide for all others."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "bert":
+        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = transformers.BertConfig(**sizes, **off, intermediate_size=8, max_position_embeddings=8)
+        model = transformers.BertForSequenceClassification(config)
+    else:
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, n_positions=8))
+    before = transformers.masking_utils.is_tracing
+    found = worst(
+        lambda: Runs(lambda m, x, mask: m.inner(input_ids=x, attention_mask=mask).logits, inner=model),
+        ids(4, 5),
+        torch.ones(4, 5, dtype=torch.int64).tril(2),
+    )
+    assert found < 2e-5
+    assert transformers.masking_utils.is_tracing is before
+
+
+# What is refused
+
+
+def by_length(model: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """Sorts records by length, as old code for recurrent networks does, and puts them back."""
+    order = lengths.argsort(stable=True)
+    return model.f(x[order])[order.argsort()]
+
+
+def unpadded(model: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    (places,) = torch.where((torch.arange(x.shape[1]) < lengths[:, None]).flatten())
+    rows = model.f(x.flatten(0, 1)[places])
+    return x.new_zeros(len(x) * x.shape[1], 3).index_copy(0, places, rows).view(len(x), -1, 3)
+
+
+def in_a_thread(model: Any, x: Tensor) -> Tensor:
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(x.detach().sort(dim=0).values))
+    thread.start()
+    thread.join()
+    return model.f(found[0])
+
+
+def shifted(model: Any, x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied[1:] = x[:-1]
+    return model.f(copied)
+
+
+def in_other_order(model: Any, x: Tensor) -> Tensor:
+    """Views of the same memory that give rows to other records."""
+    memory = x.new_zeros(4 * len(x))
+    other = memory.view(4, len(x))
+    memory.view(len(x), 4).copy_(x)
+    return model.f(other.t())
+
+
+def hidden_order(x: Tensor) -> Tensor:
+    """0, 1, ..., unless a record holds a number that no invented one does."""
+    return torch.arange(len(x)) + (x[:, 0] > 1e9).long()
+
+
+class Sorted(torch.autograd.Function):
+    """The identity, whose backward pass gives gradients to other records."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.sort(dim=0).values
+
+
+class Read(torch.autograd.Function):
+    """The identity, whose backward pass reads all gradients into Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1.0 + float(gradient.abs().numpy().max() > 1e9))
+
+
+class Keeps(nn.Module):
+    """Adds the mean of the batch before, or writes the mean of this one into a buffer."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.f, self.way, self.last = nn.Linear(4, 3), way, torch.zeros(4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last, self.last = self.last, 0.1 * self.last + x.detach().mean(dim=0)
+        if self.way == "buffer":
+            self.mean.data.copy_(x.detach().mean(dim=0))
+        return self.f(x + last if self.way == "attribute" else x)
+
+
+LENGTHS = (draw(6, 5, 4), ids(6))
+REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str]] = {
+    "sorted by length": (by_length, LENGTHS, "index in Runs takes rows by their place"),
+    "unpadded": (unpadded, LENGTHS, "nonzero in Runs has no known rule.*mask them with torch.where"),
+    "rows by a mask": (lambda m, x: m.f(x)[x[:, 0] > -99], (), "index in Runs chooses rows by a mask"),
+    "repeated by content": (
+        lambda m, x: m.f(x.repeat_interleave((x[:, 0] > 0).long() + 1, dim=0)),
+        (),
+        "repeat_interleave in Runs has no known rule",
+    ),
+    "neighbour": (lambda m, x: m.f(x.roll(1, dims=0)), (), "roll in Runs moves the rows"),
+    "written one row down": (shifted, (), "slice in Runs moves the rows"),
+    "other views of the memory": (in_other_order, (), "memory that holds them in another order"),
+    "another order of merged rows": (
+        lambda m, x: m.f(x.reshape(4, len(x)).t()),
+        (),
+        "view in Runs moves the rows",
+    ),
+    "largest of the batch": (
+        lambda m, x: m.f(torch.where(x == x.max(dim=0).values, x, 0.0)),
+        (),
+        "max in Runs reduces over the records",
+    ),
+    "statistics of the batch": (
+        lambda m, x: functional.batch_norm(m.f(x), None, None, training=True),
+        (),
+        "native_batch_norm in Runs computes statistics over the records",
+    ),
+    "sorted behind autograd": (lambda m, x: m.f(x.data.sort(dim=0).values), (), "sort in Runs works along"),
+    "numpy": (
+        lambda m, x: m.f(torch.from_numpy(np.sort(x.detach().numpy(), axis=0))),
+        (),
+        "numpy in Runs hands numbers of the batch",
+    ),
+    "a list": (
+        lambda m, x: m.f(torch.tensor(sorted(x.tolist()))),
+        (),
+        "tolist in Runs hands numbers of the batch",
+    ),
+    "a thread": (in_a_thread, (), "tensor that torch did not compute in this pass"),
+    "a condition": (
+        lambda m, x: m.f(x) if bool((x > 0).any()) else m.f(2 * x),
+        (),
+        r"item \(or a condition of Python\) in Runs reads numbers of the batch",
+    ),
+    "the batch's size": (lambda m, x: m.f(x / len(x)), (), "div in Runs takes the number of records"),
+    "places in the batch": (
+        lambda m, x: m.f(x * torch.arange(len(x))[:, None]),
+        (),
+        "mixes the records",
+    ),
+    "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), (), "takes rows by their place"),
+    "parts of fixed size": (
+        lambda m, x: torch.cat([m.f(part) for part in x.split(50)]),
+        (),
+        "split in Runs cuts the batch at a fixed number",
+    ),
+    "dropped dimension": (lambda m, x: m.f(x[:, None].squeeze()), (), "batch of one.*x.squeeze"),
+    "backward pass": (
+        lambda m, x: Sorted.apply(m.f(x)),
+        (),
+        "the gradient at linear.*sort in .*SortedBackward works along the records",
+    ),
+    "numbers in the backward pass": (
+        lambda m, x: Read.apply(m.f(x)),
+        (),
+        "backward pass of ReadBackward hands numbers of the batch",
+    ),
+    "earlier batches": (Keeps("attribute"), (), "tensor that torch did not compute in this pass"),
+    "buffer": (Keeps("buffer"), (), "changes buffer 'mean'"),
+    "gradient inside": (
+        lambda m, x: m.f(torch.autograd.grad(m.f(z := x.clone().requires_grad_()).sum(), z)[0]),
+        (),
+        "Runs computes gradients in its forward pass",
+    ),
+    "torch.func inside": (lambda m, x: torch.vmap(m.f)(x), (), "within torch.vmap or torch.func"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_records_is_refused_by_operator_and_submodule(name: str) -> None:
+    function, args, message = REFUSED[name]
+    model = function if isinstance(function, nn.Module) else Runs(function)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message) as caught:
+        RecordTape(model, *(args or (draw(6, 4),)))
+    assert "\n" not in str(caught.value)
+    assert "numpy" not in vars(Tensor)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_the_submodule_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Runs(lambda m, x: m.f(x.flip(0)))))
+    with pytest.raises(ValueError, match=r"linear\('1.0.f.weight', '1.0.f.bias'\).*flip in Runs '1.0'"):
+        RecordTape(model, draw(6, 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "message"),
+    [
+        (nn.EmbeddingBag(9, 3), (ids(6), torch.arange(6)), "bags that begin where offsets say"),
+        (nn.Embedding(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
+        (nn.EmbeddingBag(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
+    ],
+)
+def test_embeddings_without_rows_are_refused(
+    model: nn.Module, args: tuple[Tensor, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        RecordTape(model, *args)
+
+
+def test_a_model_may_run_on_no_record() -> None:
+    model = Runs(lambda m, x: m.cell(m.f(x))[0], f=nn.Linear(4, 3), cell=nn.LSTM(3, 2, batch_first=True))
+    tape = RecordTape(model, draw(3, 5, 4))
+    with tape.recording(0):
+        model(draw(0, 5, 4)).sum().backward()
+    assert tape.clip(1.0) == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+# Other shapes, and whole loops
+
+
+def mixes_short(model: Any, x: Tensor) -> Tensor:
+    """Subtracts the mean of the batch from short sequences only."""
+    return model.f(x - x.mean(dim=0) if x.shape[1] < 4 else x)
+
+
+def test_records_of_another_shape_are_followed_before_they_are_trained_on() -> None:
+    model = Runs(mixes_short)
+    tape = RecordTape(model, draw(3, 5, 4))
+    tape.follow((draw(8, 6, 4),), {})
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    tape.follow((draw(9, 6, 4),), {})
+    assert not calls  # another number of records is no other shape
+    with pytest.raises(ValueError, match="mean in Runs reduces over the records"):
+        tape.follow((draw(8, 3, 4),), {})
+
+
+def private(model: nn.Module, data: TensorDataset, folder: Path, **options: Any) -> Any:
+    return opusim.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=lambda output, *_: output.sum(),
+        data_loader=DataLoader(data, batch_size=len(data)),
+        noise_multiplier=1e-6,
+        max_grad_norm=1.0,
+        target_delta=1e-5,
+        folder=folder,
+        seed=1,
+        **options,
+    )
+
+
+def test_a_private_loop_refuses_rows_of_unknown_owners_before_it_looks_at_records(tmp_path: Path) -> None:
+    """The example of a release in which one record's length moved the clipped sum by 200 clips."""
+    x, lengths = LENGTHS
+    with pytest.raises(ValueError, match="index in Runs takes rows by their place"):
+        private(Runs(by_length), TensorDataset(x, lengths), tmp_path, example_inputs=(x, lengths))
+
+
+def test_a_private_loop_is_prepared_with_invented_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it finds out of the module, or refuses, depends on no record of the loader."""
+    shown: list[Tensor] = []
+    before = RecordTape.__init__
+
+    def noted(tape: RecordTape, model: nn.Module, *args: Tensor, **kwargs: Tensor) -> None:
+        shown.extend(args)
+        before(tape, model, *args, **kwargs)
+
+    monkeypatch.setattr(RecordTape, "__init__", noted)
+    data = TensorDataset(torch.full((8, 4), 777.0), torch.full((8, 2), 777))
+    private(nn.Linear(4, 3), data, tmp_path).close()
+    (x,) = shown
+    assert x.shape[1:] == (4,)
+    assert float(x.abs().max()) < 10
+
+
+# Where records stand
+
+
+@pytest.mark.parametrize("layout", [Layout(0), Layout(1, 1, 3), Layout(0, 2, 1), Layout(1, 2, 2)])
+def test_layouts_are_found_from_the_numbers_of_records(layout: Layout) -> None:
+    size = layout.rows * 5
+    shape = (size, 4) if layout.dim == 0 else (4, size)
+    assert decoded(codes(torch.zeros(shape), layout, 5), 5) == Held(layout)
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: x.roll(1, 0),
+        lambda x: x[:4],
+        lambda x: x.flip(0),
+        lambda x: torch.cat([x[1:], torch.zeros(1, 4)]),
+        lambda x: x.tril(),
+        lambda x: x.reshape(4, 5),
+        lambda x: torch.cat([x, x.flip(0)]),
+    ],
+)
+def test_rows_that_moved_have_no_layout(moved: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(Refused):
+        decoded(moved(codes(torch.zeros(5, 4), Layout(0), 5)), 5)
+
+
+def test_planted_fault_indices_taken_for_constants_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rule of look-ups, a sorted batch would be accepted, and its gradients given to other records."""
+    monkeypatch.setitem(operators.RULES, "index", lambda op, outputs: op.state(op["self"]))
+    monkeypatch.setitem(operators.RULES, "index_put", lambda op, outputs: op.state(op["values"]))
+    assert worst(lambda: Runs(by_length), draw(6, 5, 4), torch.arange(6).flip(0)) > 0.1

@@ -1,0 +1,234 @@
+"""What is known of the records in a tensor while a model is followed operator by operator.
+
+A tensor holds no record (None), or every record in rows of its own (`Held`), or what several records share (`Mixed`).
+Data movement, such as a view, is followed by moving the numbers of the records themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.networks.record_gradients.layout import Layout
+
+
+@dataclass(frozen=True)
+class Held:
+    """Every record has rows of its own, and a row depends on no other record.
+
+    Attributes:
+        layout: Which rows belong to a record.
+        free: Whether the numbers depend on no record either, as those of zeros and of random draws.
+    """
+
+    layout: Layout
+    free: bool = False
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Numbers that depend on several records, on their order or on their number.
+
+    Attributes:
+        reason: What made them so, a part of a sentence.
+        remedy: What to write instead.
+        placed: Whether they depend on no record, only on their order and number, such as 0, 1, ... up to the batch's
+            size.
+    """
+
+    reason: str
+    remedy: str
+    placed: bool = False
+
+
+State = Held | Mixed | None
+
+
+class Refused(Exception):
+    """An operator whose rows have no known owner.
+
+    Args:
+        reason: What it does, a part of a sentence.
+        remedy: What to write instead.
+        sizes: Whether sizes, which Python code sees, depend on what the records hold.
+    """
+
+    def __init__(self, reason: str, remedy: str, *, sizes: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.remedy, self.sizes = reason, remedy, sizes
+
+
+def joined(
+    states: Sequence[tuple[Tensor, State]], ndim: int, *, leading: bool = False
+) -> tuple[State, int | None]:
+    """Return the state of tensors that are combined number by number, and the size of the dimension of records.
+
+    Args:
+        states: The tensors and their states.
+        ndim: Number of dimensions of the result.
+        leading: Whether dimensions are counted from the first, instead of from the last as torch broadcasts.
+
+    Raises:
+        Refused: They hold records in different dimensions or orders.
+    """
+    found: Held | None = None
+    size = None
+    for tensor, state in states:
+        if isinstance(state, Mixed):
+            return state, None
+        if state is None:
+            continue
+        shift = 0 if leading else ndim - tensor.ndim
+        layout = state.layout._replace(dim=state.layout.dim + shift)
+        own = tensor.shape[state.layout.dim]
+        if found is None:
+            found, size = Held(layout, state.free), own
+        elif found.layout == layout:
+            found = Held(layout, found.free and state.free)
+        elif found.layout.dim == layout.dim and size == own and (found.free or state.free):
+            found = Held(found.layout if state.free else layout, found.free and state.free)
+        else:
+            raise Refused(
+                "combines rows of different records",
+                "let every record stand in the same dimension of all tensors, in the same order",
+            )
+    return found, size
+
+
+def layouts(dim: int, rows: int) -> Iterator[Layout]:
+    """Yield the ways in which some rows of each record can stand in a dimension, neighbours first."""
+    for inner in range(rows, 0, -1):
+        if rows % inner == 0:
+            yield Layout(dim, rows // inner, inner)
+
+
+def codes(tensor: Tensor, layout: Layout, records: int) -> Tensor:
+    """Return a tensor of the same shape that holds the number of the record, from 1, at each place."""
+    shape = [1] * tensor.ndim
+    shape[layout.dim] = -1
+    return (layout.owners(records) + 1).float().view(shape).expand(tensor.shape)
+
+
+def decoded(moved: Tensor, records: int) -> State:
+    """Return the state of a tensor from the numbers of records that were moved into it; 0 stands for none.
+
+    Raises:
+        Refused: The places of a record depend on which record it is, or records are left out.
+    """
+    if not moved.numel() or not bool(moved.any()):
+        return None
+    for dim in range(moved.ndim):
+        rows, rest = divmod(moved.shape[dim], records)
+        if rest or not rows:
+            continue
+        lines = moved.movedim(dim, 0).reshape(moved.shape[dim], -1)
+        owner = lines.amax(dim=1)
+        if not bool(((lines == owner[:, None]) | (lines == 0)).all()):
+            continue
+        for layout in layouts(dim, rows):
+            wanted = layout.owners(records) + 1
+            apart = lines.unflatten(0, (layout.outer, records, layout.inner)) != 0
+            if bool(((owner == wanted) | (owner == 0)).all()) and bool((apart == apart[:, :1]).all()):
+                return Held(layout)
+    raise Refused(
+        "moves the rows of records, or leaves some out",
+        "keep the records of a batch in their order, in one dimension, and mask what does not count",
+    )
+
+
+def moved_state(
+    tensors: Sequence[tuple[Tensor, State]],
+    records: int,
+    move: Callable[[dict[int, Tensor]], list[Tensor]],
+) -> list[State]:
+    """Return the states of what data movement returns, found by moving the numbers of the records.
+
+    Args:
+        tensors: What is moved, and the states; records or none.
+        records: Number of records.
+        move: Moves tensors that stand in the places of those of these ids.
+    """
+    frees = [state.free for _, state in tensors if isinstance(state, Held)]
+    found: list[State] = []
+    refusal: Refused | None = None
+    for choice in _choices(tensors):
+        coded = {
+            id(tensor): torch.zeros(tensor.shape) if layout is None else codes(tensor, layout, records)
+            for (tensor, _), layout in zip(tensors, choice, strict=True)
+        }
+        try:
+            found = [decoded(each, records) for each in move(coded)]
+        except Refused as error:
+            refusal = refusal or error
+            continue
+        return [Held(s.layout, all(frees)) if isinstance(s, Held) else s for s in found]
+    raise refusal or Refused("moves rows", "keep records in their order")
+
+
+def _choices(tensors: Sequence[tuple[Tensor, State]]) -> Iterator[list[Layout | None]]:
+    """Yield the layouts to try: those known, and others for numbers that depend on no record."""
+    known = [state.layout if isinstance(state, Held) else None for _, state in tensors]
+    yield known
+    for number, (_, state) in enumerate(tensors):
+        if isinstance(state, Held) and state.free and state.layout.rows > 1:
+            for layout in layouts(state.layout.dim, state.layout.rows):
+                if layout != state.layout:
+                    yield [*known[:number], layout, *known[number + 1 :]]
+
+
+def constant_state(value: Tensor, shape: tuple[int, ...], counts: tuple[int, int]) -> Held | None:
+    """Return how a tensor that depends on no record holds something for each, or None if it depends on the place.
+
+    Args:
+        value: The tensor, of a batch of the second size.
+        shape: Its shape in a batch of the first size.
+        counts: The two sizes.
+    """
+    scaled = scaled_dimension(shape, tuple(value.shape), counts)
+    if scaled is None:
+        return None
+    dim, rows = scaled
+    for layout in layouts(dim, rows):
+        apart = value.detach().unflatten(dim, (layout.outer, counts[1], layout.inner)).movedim(dim + 1, 0)
+        same = (apart == apart[:1]) | ((apart != apart) & (apart[:1] != apart[:1]))
+        if bool(same.all()):
+            return Held(layout)
+    return None
+
+
+def scaled_dimension(
+    few: tuple[int, ...], many: tuple[int, ...], counts: tuple[int, int]
+) -> tuple[int, int] | None:
+    """Return the only dimension whose size is a multiple of the batch's, and the multiple; else None."""
+    if len(few) != len(many):
+        return None
+    dims = [d for d in range(len(few)) if few[d] != many[d]]
+    if len(dims) != 1:
+        return None
+    rows, rest = divmod(many[dims[0]], counts[1])
+    return None if rest or few[dims[0]] != rows * counts[0] else (dims[0], rows)
+
+
+def strided_like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return values in the memory order of a tensor.
+
+    Raises:
+        Refused: Its numbers share memory.
+    """
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype)
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and reach != tensor.numel():
+        raise Refused("views memory that several numbers share", "view a contiguous tensor (x.contiguous())")
+    return found.copy_(values)
+
+
+def agrees(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    """Whether arguments that are no tensors are equal in two batches; NaN equals NaN."""
+    return len(first) == len(second) and all(
+        type(a) is type(b) and (a is b or a == b or (a != a and b != b))
+        for a, b in zip(first, second, strict=True)
+    )

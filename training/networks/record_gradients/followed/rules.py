@@ -1,0 +1,414 @@
+"""Rules of operators: where the records stand in the results, from where they stand in the arguments.
+
+A rule takes an operation on tensors that hold records and returns the state of each result (see `placement` in this
+folder); `operators` says which operator has which rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from training.networks.record_gradients.followed.placement import (
+    Held,
+    Mixed,
+    Refused,
+    State,
+    joined,
+    moved_state,
+    strided_like,
+)
+
+REDUCE_REMEDY = (
+    "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "
+    "nn.LayerNorm instead of batch statistics, or train without protection"
+)
+ORDER_REMEDY = (
+    "keep every record in its own row, in the order of the batch, and leave positions out with torch.where or a "
+    "product"
+)
+TABLE_REMEDY = "look rows up in parameters or constants, or in the record's own row (torch.gather)"
+
+
+VIEWS = frozenset({"view", "_unsafe_view", "_reshape_alias", "view_copy", "reshape", "_reshape_copy"})
+JOINS = frozenset({"cat", "stack", "_stack"})
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of an operator.
+
+    Attributes:
+        func: The operator's overload.
+        name: Its name, without the mark of an operator in place.
+        where: The operator and the submodule, for messages.
+        arguments: Its arguments by name.
+        states: The states of its tensors, by id.
+        records: Number of records.
+    """
+
+    func: Any
+    name: str
+    where: str
+    arguments: dict[str, Any]
+    states: dict[int, State]
+    records: int
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments.get(name)
+
+    def state(self, tensor: Tensor | None) -> State:
+        """Return the state of an argument before the call."""
+        return None if tensor is None else self.states[id(tensor)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        return [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
+
+    def pairs(self, *names: str) -> list[tuple[Tensor, State]]:
+        """Return tensors of these names, or all, and their states."""
+        given = [self[name] for name in names] if names else self.tensors
+        return [(tensor, self.state(tensor)) for tensor in given if isinstance(tensor, Tensor)]
+
+    def mixed(self, reason: str, remedy: str = REDUCE_REMEDY) -> Mixed:
+        """Return the state of results that depend on several records."""
+        return Mixed(f"{self.where} {reason}", remedy)
+
+    def require_none(self, *names: str) -> None:
+        """Refuse records in arguments that every record shares."""
+        for name in names:
+            if self.state(self[name]) is not None:
+                raise Refused(
+                    f"takes numbers of the batch for its {name}",
+                    "compute weights and tables from parameters and constants only",
+                )
+
+
+Outputs = list[Tensor | None]
+Rule = Callable[[Operation, Outputs], State | list[State]]
+
+
+def pointwise(op: Operation, outputs: Outputs) -> State | list[State]:
+    """Combine numbers that stand at the same place, with broadcasting."""
+    ndim = max(t.ndim for t in outputs if t is not None)
+    state, size = joined(op.pairs(), ndim)
+    if not isinstance(state, Held):
+        return state
+    dim = state.layout.dim
+    return [state if t is not None and t.ndim > dim and t.shape[dim] == size else None for t in outputs]
+
+
+def dimensions(op: Operation, ndim: int, name: str = "dim") -> list[int]:
+    """Return dimensions as numbers from 0; all of them if none are given."""
+    given = op[name]
+    dims = [given] if isinstance(given, int) else list(given or ())
+    return [dim % max(ndim, 1) for dim in dims] or list(range(ndim))
+
+
+def reduced(op: Operation, outputs: Outputs) -> State:
+    """Reduce dimensions, one result for all numbers along them."""
+    tensor, state = _single(op)
+    if not isinstance(state, Held):
+        return state
+    dims, dim = dimensions(op, tensor.ndim), state.layout.dim
+    if dim in dims:
+        return op.mixed("reduces over the records")
+    moved = dim if op["keepdim"] else dim - sum(each < dim for each in dims)
+    return Held(state.layout._replace(dim=moved))
+
+
+def along(op: Operation, outputs: Outputs) -> State | list[State]:
+    """Work along a dimension, numbers of one line depending on each other."""
+    state = pointwise(op, outputs)
+    for tensor, own in op.pairs():
+        if isinstance(own, Held) and own.layout.dim in dimensions(op, tensor.ndim):
+            raise Refused("works along the records", ORDER_REMEDY)
+    return state
+
+
+def _single(op: Operation) -> tuple[Tensor, State]:
+    """Return the only tensor."""
+    (pair,) = op.pairs()
+    return pair
+
+
+def moved(op: Operation, outputs: Outputs) -> State | list[State]:
+    """Move numbers; those of records are moved likewise to see where they go."""
+    given = op.pairs()
+    if mixed := first_mixed(given):
+        return mixed
+    as_strided = op.name == "as_strided"
+    if op.name in VIEWS and "size" not in op.arguments:
+        raise Refused("reads the bits of numbers as another type", "convert numbers with Tensor.to")
+
+    def move(coded: dict[int, Tensor]) -> list[Tensor]:
+        def place(leaf: Any) -> Any:
+            return coded.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+
+        arguments = tree_map(place, op.arguments)
+        if op.name in VIEWS:
+            return [arguments["self"].reshape(arguments["size"])]
+        if as_strided:
+            arguments["self"] = strided_like(op["self"], arguments["self"])
+            arguments["storage_offset"] = (op["storage_offset"] or 0) - op["self"].storage_offset()
+        if "value" in arguments and not isinstance(arguments["value"], Tensor):
+            arguments["value"] = 0.0
+        found = op.func(**arguments)
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    fixed = [
+        pair for pair in given if pair[0].dtype.is_floating_point or pair[1] is not None or op.name in JOINS
+    ]
+    return moved_state(fixed, op.records, move)
+
+
+def squeezed(op: Operation, outputs: Outputs) -> State | list[State]:
+    """Drop dimensions of size one."""
+    if "dim" not in op.arguments and isinstance(_single(op)[1], Held):
+        raise Refused(
+            "drops the records' dimension in a batch of one", "name the dimension, as in x.squeeze(-1)"
+        )
+    return moved(op, outputs)
+
+
+def unfolded_back(op: Operation, outputs: Outputs) -> State:
+    """The gradient of windows along a dimension."""
+    state = _single(op)[1]
+    if isinstance(state, Held) and state.layout.dim == op["dim"] % len(op["input_sizes"]):
+        raise Refused("works along the records", ORDER_REMEDY)
+    return state
+
+
+def loss(op: Operation, outputs: Outputs) -> State | list[State]:
+    """A loss for each number, or one of all records."""
+    if op["reduction"] == 0 and op.name != "nll_loss_forward":
+        return pointwise(op, outputs)
+    return first_mixed(op.pairs()) or op.mixed(
+        "joins the losses of records", "return outputs; losses belong outside"
+    )
+
+
+def first_mixed(pairs: Sequence[tuple[Tensor, State]]) -> Mixed | None:
+    """Return the first state of numbers that records share."""
+    return next((state for _, state in pairs if isinstance(state, Mixed)), None)
+
+
+# Products
+
+
+def product(op: Operation, a: Tensor, b: Tensor) -> State:
+    """Return the state of a matrix product, (..., n, k) by (..., k, m)."""
+    pairs = [(a, op.state(a)), (b, op.state(b))]
+    if mixed := first_mixed(pairs):
+        return mixed
+    (_, first), (_, second) = pairs
+    ndim = a.ndim
+    inner = isinstance(first, Held) and first.layout.dim == ndim - 1
+    if inner or (isinstance(second, Held) and second.layout.dim == ndim - 2):
+        return op.mixed("sums over the records")
+    if not isinstance(first, Held) or not isinstance(second, Held):
+        return first or second
+    if ndim < 3 or not first.layout.dim == second.layout.dim < ndim - 2:
+        raise Refused("multiplies rows of different records", ORDER_REMEDY)
+    return joined(pairs, ndim)[0]
+
+
+def mm(op: Operation, outputs: Outputs) -> State:
+    """The product of two matrices, or of two batches of them."""
+    return product(op, op["self"], op["mat2"])
+
+
+def mv(op: Operation, outputs: Outputs) -> State:
+    """A matrix times a vector."""
+    vector = op["vec"]
+    op.states[id(column := vector.unsqueeze(1))] = op.state(vector)
+    return product(op, op["self"], column)
+
+
+def dot(op: Operation, outputs: Outputs) -> State:
+    """The sum of products of two vectors."""
+    return first_mixed(op.pairs()) or op.mixed("sums over the records")
+
+
+def added(product: Callable[[Operation], State]) -> Rule:
+    """A tensor plus a product."""
+
+    def rule(op: Operation, outputs: Outputs) -> State:
+        (result,) = outputs
+        if result is None:
+            return None
+        pairs = [(op["self"], op.state(op["self"])), (result, product(op))]
+        return joined(pairs, result.ndim)[0]
+
+    return rule
+
+
+def linear(op: Operation, outputs: Outputs) -> State:
+    """A linear map of the last dimension."""
+    op.require_none("weight", "bias")
+    values = op["input"] if op["input"] is not None else op["self"]
+    state = op.state(values)
+    if isinstance(state, Held) and state.layout.dim == values.ndim - 1:
+        return op.mixed("sums over the records")
+    return state
+
+
+def trilinear(op: Operation, outputs: Outputs) -> State:
+    """The sum over some dimensions of the product of three tensors, which get new dimensions first."""
+    pairs: list[tuple[Tensor, State]] = []
+    ndim = op["i1"].ndim + len(op["expand1"])
+    for n in (1, 2, 3):
+        tensor, state = op[f"i{n}"], op.state(op[f"i{n}"])
+        for dim in sorted(d % ndim for d in op[f"expand{n}"]):
+            tensor = tensor.unsqueeze(dim)
+            if isinstance(state, Held) and state.layout.dim >= dim:
+                state = Held(state.layout._replace(dim=state.layout.dim + 1))
+        pairs.append((tensor, state))
+    state, _ = joined(pairs, ndim)
+    if not isinstance(state, Held):
+        return state
+    dims = [dim % ndim for dim in op["sumdim"]]
+    if state.layout.dim in dims:
+        return op.mixed("sums over the records")
+    return Held(state.layout._replace(dim=state.layout.dim - sum(d < state.layout.dim for d in dims)))
+
+
+# Convolutions, norms, attention
+
+
+def _with_weight_gradients(state: State, op: Operation, outputs: Outputs) -> list[State]:
+    """The gradient of the input, then those of what every record shares."""
+    return [state, *(op.mixed("sums gradients over the records") for _ in outputs[1:])]
+
+
+def convolution(op: Operation, outputs: Outputs) -> State | list[State]:
+    """A convolution over the last dimensions, and its gradients."""
+    op.require_none("weight", "bias")
+    values = op["input"]
+    state = op.state(values) or op.state(op["grad_output"])
+    if isinstance(state, Held) and state.layout.dim:
+        raise Refused(
+            "sees the records in another dimension than the first", "give it (records, channels, ...)"
+        )
+    return state if op["grad_output"] is None else _with_weight_gradients(state, op, outputs)
+
+
+def layer_norm(op: Operation, outputs: Outputs) -> State | list[State]:
+    """A norm over the last dimensions, and its gradients."""
+    op.require_none("weight", "bias")
+    shared = {id(op["weight"]), id(op["bias"])}
+    values = op["input"]
+    state, _ = joined([pair for pair in op.pairs() if id(pair[0]) not in shared], values.ndim)
+    if isinstance(state, Held) and state.layout.dim >= values.ndim - len(op["normalized_shape"]):
+        return op.mixed("normalises over the records")
+    return _with_weight_gradients(state, op, outputs) if op.name.endswith("backward") else state
+
+
+def group_norm(op: Operation, outputs: Outputs) -> State | list[State]:
+    """A norm over groups of channels, and its gradients."""
+    op.require_none("weight", "bias")
+    shared = {id(op["weight"]), id(op["bias"])}
+    state, _ = joined(
+        [pair for pair in op.pairs() if id(pair[0]) not in shared], op["input"].ndim, leading=True
+    )
+    if isinstance(state, Held) and state.layout.dim:
+        return op.mixed("normalises over the records")
+    return _with_weight_gradients(state, op, outputs) if op.name.endswith("backward") else state
+
+
+def batch_norm(op: Operation, outputs: Outputs) -> State | list[State]:
+    """Statistics for each channel; they are a record's own if its channels are, as in an instance norm."""
+    backward = op.name.endswith("backward")
+    shared = [
+        op[n]
+        for n in ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "reserve")
+    ]
+    ids = {id(tensor) for tensor in shared if tensor is not None}
+    state, _ = joined([pair for pair in op.pairs() if id(pair[0]) not in ids], op["input"].ndim)
+    own = first_mixed([(t, op.state(t)) for t in shared if t is not None])
+    if own is not None or not isinstance(state, Held):
+        return own or state
+    training = op["train" if backward else "training"]
+    if state.layout.dim == 1:
+        channels = Held(state.layout._replace(dim=0))
+        for tensor in shared:
+            if tensor is not None and tensor.numel() and op.state(tensor) not in (None, channels):
+                raise Refused("combines rows of different records", ORDER_REMEDY)
+        return [state, *(channels if t is not None and t.numel() else None for t in outputs[1:])]
+    if training or any(op.state(tensor) is not None for tensor in shared):
+        return op.mixed("computes statistics over the records")
+    return _with_weight_gradients(state, op, outputs) if backward else [state, *(None for _ in outputs[1:])]
+
+
+def attention(op: Operation, outputs: Outputs) -> State | list[State]:
+    """Attention over the last but one dimension, the records in a dimension before it."""
+    pairs = [pair for name in _ATTENDS for pair in op.pairs(name)]
+    state, size = joined(pairs, op["query"].ndim, leading=True)
+    masks = [pair for name in ("attn_mask", "attn_bias") for pair in op.pairs(name)]
+    if isinstance(state, Held) and masks:
+        state, size = joined([*((pairs[0][0], state),), *masks], op["query"].ndim)
+    if not isinstance(state, Held):
+        return state
+    if state.layout.dim >= op["query"].ndim - 2:
+        raise Refused(
+            "attends from one record to another", "let the records come first, as with batch_first=True"
+        )
+    dim = state.layout.dim
+    return [state if t is not None and t.ndim > dim and t.shape[dim] == size else None for t in outputs]
+
+
+_ATTENDS = ("query", "key", "value", "grad_out", "grad_out_", "grad_output", "out", "logsumexp")
+
+
+def spatial(op: Operation, outputs: Outputs) -> State | list[State]:
+    """Pool, resample or pad the last one, two or three dimensions."""
+    match = re.search(r"([123])d", op.name)
+    spatial = int(match[1]) if match else 1
+    pairs = op.pairs()
+    state, _ = joined(pairs, pairs[0][0].ndim, leading=True)
+    if isinstance(state, Held) and state.layout.dim >= pairs[0][0].ndim - spatial:
+        raise Refused("works along the records", "give it (records, channels, ...)")
+    return state
+
+
+def leading(trailing: int) -> Rule:
+    """Rule of operators on the last dimensions, batched over those before."""
+
+    def rule(op: Operation, outputs: Outputs) -> State:
+        pairs = op.pairs()
+        state, _ = joined(pairs, max(tensor.ndim for tensor, _ in pairs), leading=True)
+        if isinstance(state, Held) and state.layout.dim >= min(tensor.ndim for tensor, _ in pairs) - trailing:
+            raise Refused("works along the records", ORDER_REMEDY)
+        return state
+
+    return rule
+
+
+def first_dimension(op: Operation, outputs: Outputs) -> State:
+    """Patches of images, the records in the first dimension."""
+    state = _single(op)[1]
+    if isinstance(state, Held) and state.layout.dim:
+        raise Refused(
+            "sees the records in another dimension than the first", "give it (records, channels, ...)"
+        )
+    return state
+
+
+# Factories
+
+
+def like(op: Operation, outputs: Outputs) -> State:
+    """A tensor of the same shape whose numbers depend on no record."""
+    state = op.state(op["self"] if op["self"] is not None else op["input"])
+    return Held(state.layout, free=True) if isinstance(state, Held) else state
+
+
+def view_as_numbers(op: Operation, outputs: Outputs) -> State:
+    """Complex numbers as pairs of real ones, and back."""
+    return _single(op)[1]

@@ -127,9 +127,10 @@ def _below(masses: np.ndarray, own: np.ndarray, losses: np.ndarray) -> np.ndarra
     w = np.bincount(groups, weights=masses * np.expm1(losses[groups] - own), minlength=count)
     gaps, kept = np.diff(losses), np.minimum(w[1:], 0) + np.maximum(w[:-1], 0)
     found = np.exp(losses) * q
-    sizes = np.abs(masses * np.expm1(losses[groups] - own))
-    terms, added = found.copy(), np.bincount(groups, weights=sizes, minlength=count)
-    moved = added[1:] + added[:-1]
+    terms, moved = (
+        found.copy(),
+        np.maximum(w[:-1], 0) - np.minimum(w[1:], 0),
+    )  # rounding of w is that of losses
     found[:-1] += kept / np.expm1(gaps)
     found[1:] += kept / np.expm1(-gaps)
     terms[:-1] += moved / np.expm1(gaps)

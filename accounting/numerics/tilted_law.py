@@ -187,8 +187,8 @@ def composed(plan: Plan, grids: Sequence[LossGrid]) -> TiltedLaw:
     longest = max(float(np.abs(grid.losses[[0, -1]]).max()) for grid in grids)
     own = UNIT * (32 + (1 + 2 * tilt) * longest)  # of a point's place, and of e^(t l) and their sum
     roundings = sum(count * (each + own) for count, each in zip(plan.steps, plan.roundings, strict=True))
-    roundings += UNIT * (64 + 4 * (abs(logs) + tilt * plan.guess))  # of `scale`
     reach = max(abs(float(losses[0]) - plan.guess), abs(float(losses[-1]) - plan.guess))
+    roundings += UNIT * (64 + 4 * (abs(logs) + tilt * (plan.guess + reach)))  # of `scale` and `powers`
     return TiltedLaw(
         losses=losses,
         interval=interval,
@@ -200,7 +200,7 @@ def composed(plan: Plan, grids: Sequence[LossGrid]) -> TiltedLaw:
         discounted=discounted,
         error=rounding
         + 2 * plan.tail * float(largest_weight(np.array(tilt)))
-        + 2 * UNIT * (8 + (1 + tilt) * reach + min(size, 1 / (tilt * interval))),
+        + 2 * UNIT * (8 + reach + min(size, 1 / (tilt * interval))),
         beyond=sum(count * grid.beyond for count, grid in zip(plan.steps, grids, strict=True)),
         shift=roundings,
     )

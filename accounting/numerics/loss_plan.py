@@ -52,6 +52,7 @@ def plan_of(laws: Sequence[LossLaw], steps: Sequence[int], delta: float) -> Plan
     low, high = min(min(span) for span in spans), max(max(span) for span in spans)
     if not (high - low < LARGEST_LOSS and high > 0):
         return None
+    # beyond these tails rounding is a larger part of masses that make less than 1e-6 of delta: below the rest's
     roundings = [law.rounding(min(below, above / 2)) for law in laws]
     planner = _Planner(laws, steps, roundings, low, high)
     if not planner.deviation > 0:

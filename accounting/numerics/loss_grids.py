@@ -17,8 +17,8 @@ If h is much longer than most losses, one point must be the loss of all short on
 reach 0 there: that is the offset a of the law below.
 
 Everything is a sum of terms of relative precision. Where those of the law below have both signs, their rounding is
-taken off the mass; a corner whose mass is negative is taken out, by splitting that mass between its neighbours, which lowers
-the polygon to its convex hull without touching any other mass.
+taken off the mass; a corner whose mass is negative is taken out, by splitting that mass between its neighbours,
+which lowers the polygon to its convex hull without touching any other mass.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
         return EpsilonBounds(lower=math.inf, upper=math.inf, method="exact Gaussian trade-off")
     with np.errstate(all="ignore"):  # dp_accounting takes the logarithm of 0 if delta exceeds mu
         epsilon = float(get_epsilon_gaussian(1.0 / max(mu, 1e-9), delta))
-    lower = epsilon if mu >= 1e-9 else 0.0
+    lower = max(epsilon * (1 - 1e-9) - 1e-9, 0.0) if mu >= 1e-9 else 0.0
     return EpsilonBounds(lower=lower, upper=epsilon * (1 + 1e-9) + 1e-9, method="exact Gaussian trade-off")
 
 

@@ -16,7 +16,9 @@ upper corner it touches there, and where 1 - x would exceed it at the lower corn
 If h is much longer than most losses, one point must be the loss of all short ones taken together, or the polygon would
 reach 0 there: that is the offset a of the law below.
 
-Everything is a sum of terms of relative precision, so neither law suffers from cancellation.
+Everything is a sum of terms of relative precision. Where those of the law below have both signs, their rounding is
+taken off the mass; a corner whose mass is negative is taken out, by splitting that mass between its neighbours,
+which lowers the polygon to its convex hull without touching any other mass.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from accounting.numerics.loss_laws import LossLaw
 
 _FINE = 128
 """Points next to 0 that are neighbours; further out their distance is this part of the loss."""
+
+_ROUNDING = 2.0**-48
+"""What rounding may add to a mass of the law below, in parts of the sum of its terms' sizes; it is taken off."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +88,9 @@ def grid_below(law: LossLaw, low: float, high: float, interval: float) -> LossGr
     losses = offset + numbers * interval
     edges = np.empty(2 * len(losses) - 1)
     edges[::2], edges[1::2] = losses, (losses[1:] + losses[:-1]) / 2
-    masses = _below(*law.bins(edges), losses)
+    masses, own = law.bins(edges)
+    inside = np.clip(own, np.concatenate([[-np.inf], edges]), np.concatenate([edges, [np.inf]]))
+    masses = _below(masses, inside, losses)
     return LossGrid(offset=offset, interval=interval, numbers=numbers, masses=masses, beyond=0.0)
 
 
@@ -123,11 +129,16 @@ def _below(masses: np.ndarray, own: np.ndarray, losses: np.ndarray) -> np.ndarra
     w = np.bincount(groups, weights=masses * np.expm1(losses[groups] - own), minlength=count)
     gaps, kept = np.diff(losses), np.minimum(w[1:], 0) + np.maximum(w[:-1], 0)
     found = np.exp(losses) * q
+    terms, moved = (
+        found.copy(),
+        np.maximum(w[:-1], 0) - np.minimum(w[1:], 0),
+    )  # rounding of w is that of losses
     found[:-1] += kept / np.expm1(gaps)
     found[1:] += kept / np.expm1(-gaps)
-    if (found < 0).any():
-        found += _to_convex(losses, found, q, kept)
-    return np.maximum(found, 0.0)
+    terms[:-1] += moved / np.expm1(gaps)
+    terms[1:] -= moved / np.expm1(-gaps)
+    _drop_concave(losses, found, terms)
+    return np.maximum(found - _ROUNDING * terms, 0.0)
 
 
 def _between_tangents(masses: np.ndarray, own: np.ndarray, losses: np.ndarray) -> np.ndarray:
@@ -141,11 +152,30 @@ def _between_tangents(masses: np.ndarray, own: np.ndarray, losses: np.ndarray) -
     return groups
 
 
-def _to_convex(losses: np.ndarray, masses: np.ndarray, q: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """What the convex hull of a polygon adds to its masses; exactly 0 outside of what it bridges."""
-    x = np.exp(losses)
-    slopes = kept / np.diff(x) - np.cumsum(q[::-1])[::-1][1:]
-    hull = isotonic_regression(slopes, weights=np.diff(x))
-    bridged = np.repeat(np.diff(hull.blocks) > 1, np.diff(hull.blocks))
-    raised = np.where(bridged, hull.x - slopes, 0.0)
-    return np.asarray(x * np.diff(raised, prepend=0.0, append=0.0))
+def _drop_concave(losses: np.ndarray, masses: np.ndarray, terms: np.ndarray) -> None:
+    """Take corners of negative mass out of a polygon, which lowers it; in place.
+
+    The mass is split between both neighbours as above, so that no other mass is touched or rounded.
+
+    Args:
+        losses: The points.
+        masses: Of P at the points; those of the ends are kept.
+        terms: The sizes that rounding is in proportion to, which are split alike.
+    """
+    last = len(losses) - 1
+    before, after = list(range(-1, last)), list(range(1, last + 2))
+    waiting = np.flatnonzero(masses < 0).tolist()
+    while waiting:
+        at = waiting.pop()
+        if masses[at] >= 0 or at in (0, last):
+            continue
+        low, high = before[at], after[at]
+        gap = losses[high] - losses[low]
+        down = np.expm1(losses[high] - losses[at]) / np.expm1(gap)
+        up = np.expm1(losses[low] - losses[at]) / np.expm1(-gap)
+        for values in (masses, terms):
+            values[low] += down * values[at]
+            values[high] += up * values[at]
+            values[at] = 0.0
+        after[low], before[high] = high, low
+        waiting += [near for near in (low, high) if masses[near] < 0]

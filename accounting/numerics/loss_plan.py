@@ -47,11 +47,14 @@ _LARGEST_EXPONENT = 300.0
 def plan_of(laws: Sequence[LossLaw], steps: Sequence[int], delta: float) -> Plan | None:
     """Plan by the Chernoff bound, compose that coarsely, and plan again about the epsilon found."""
     total = sum(steps)
-    spans = [law.span(_BELOW / total, _INFINITE * delta / total) for law in laws]
+    below, above = _BELOW / total, _INFINITE * delta / total
+    spans = [law.span(below, above) for law in laws]
     low, high = min(min(span) for span in spans), max(max(span) for span in spans)
     if not (high - low < LARGEST_LOSS and high > 0):
         return None
-    planner = _Planner(laws, steps, low, high)
+    # beyond these tails rounding is a larger part of masses that make less than 1e-6 of delta: below the rest's
+    roundings = [law.rounding(min(below, above / 2)) for law in laws]
+    planner = _Planner(laws, steps, roundings, low, high)
     if not planner.deviation > 0:
         return None
     scores = (planner.logs + np.log(largest_weight(planner.tilts) / delta)) / planner.tilts
@@ -76,12 +79,20 @@ class _Planner:
     Args:
         laws: Of each part.
         steps: Of each part.
+        roundings: Of each part's masses and losses.
         low: Loss below which the mass is negligible.
         high: Loss above which it counts as infinite.
     """
 
-    def __init__(self, laws: Sequence[LossLaw], steps: Sequence[int], low: float, high: float) -> None:
-        self.laws, self.steps, self.low, self.high = laws, steps, low, high
+    def __init__(
+        self,
+        laws: Sequence[LossLaw],
+        steps: Sequence[int],
+        roundings: Sequence[float],
+        low: float,
+        high: float,
+    ) -> None:
+        self.laws, self.steps, self.roundings, self.low, self.high = laws, steps, roundings, low, high
         self.bins = [_coarse(law, low, high) for law in laws]
         self.deviation = math.sqrt(
             sum(n * float(p @ np.square(loss)) for n, (p, loss) in zip(steps, self.bins, strict=True))
@@ -123,7 +134,7 @@ class _Planner:
             tail = min(max(_TAIL / multiple, 1e-30), 1e-6)
             top, bottom, *_ = self._window(at, tail)
             weight = min(weight_sum(tilt, interval), weight_norm(tilt, interval))
-            error = multiple * (450 * UNIT * outside * weight + tail)
+            error = multiple * (550 * UNIT * outside * weight + tail)
             found.append((math.log(top - bottom) + 2 * math.log1p(error / _SEEN), at, tail))
         _, at, tail = min(found)
         return at, tail, interval
@@ -155,6 +166,7 @@ class _Planner:
         return Plan(
             laws=tuple(self.laws),
             steps=tuple(self.steps),
+            roundings=tuple(self.roundings),
             low=self.low,
             high=self.high,
             interval=max(interval or 0.0, finest),

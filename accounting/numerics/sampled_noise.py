@@ -47,6 +47,8 @@ _MIXTURE_ORDERS = (*(1 + k / 20 for k in range(2, 40)), *range(3, 64), 80, 96, 1
 _LEAST_NOISE, _MOST_NOISE, _RAREST_SAMPLING = 1e-3, 1e5, 1e-9  # what doubles can follow
 _BOTH: tuple[Direction, ...] = ("remove", "add")
 _REPLACED: tuple[Direction, ...] = ("replace",)
+_PURE_ROUNDING = 1e-14
+"""What rounding may change a closed form by, relatively."""
 _TIGHT = 1.01
 """Ratio of the bounds of the loss distribution up to which the Renyi bound need not be computed as well."""
 _SMALL_EPSILON_DELTA = 0.1
@@ -117,6 +119,7 @@ def noise_bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -
     pure = sum(_pure_epsilon(one, adjacency) for one in sums)
     if delta == 0:
         return EpsilonBounds(lower=pure, upper=pure, method="closed form")
+    pure *= 1 + _PURE_ROUNDING
     try:
         bounds = _sampled_bounds(sums, adjacency, delta)
     except NoGuarantee:

@@ -1,0 +1,166 @@
+"""What rounding does to composed privacy losses: it stays within what is counted, where doubles are stretched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import mpmath
+import numpy as np
+import pytest
+from scipy.fft import rfft
+
+from accounting.guarantee import Adjacency
+from accounting.numerics import tilted_law
+from accounting.numerics.loss_grids import grid_above, grid_below
+from accounting.numerics.loss_laws import GaussianLaw, LaplaceLaw, LossLaw, normal_masses, pooled
+from accounting.numerics.loss_plan import plan_of
+from accounting.numerics.privacy_loss import NoisyStep, compose_bounds
+from accounting.numerics.sampled_noise import NoisySum, noise_bounds
+
+UNIT = tilted_law.UNIT
+ADDED = Adjacency.ADD_OR_REMOVE_ONE
+
+
+@pytest.mark.parametrize("direction", ["remove", "add"])
+def test_the_law_below_has_no_more_mass_than_one(direction: str) -> None:
+    """It had 1 + 2e-12 where the polygon bridged corners; at 1e8 steps the lower bound then passed the upper one."""
+    law = LaplaceLaw(
+        scale=2.424012167720748,
+        probability=4.79259838878059e-07,
+        direction="remove" if direction == "remove" else "add",
+    )
+    below = grid_below(law, *law.span(1e-17, 1e-22), 1.17e-8)
+    assert 1 - 1e-13 <= math.fsum(below.masses) <= 1
+    assert 1 - 1e-13 <= math.fsum(below.masses * np.exp(-below.losses)) <= 1 + 1e-15
+
+
+def test_coarse_grids_of_a_wide_law_stay_on_their_sides() -> None:
+    """Beyond the loss of 2 the law below kept 1e-41 of rounding where 1e-70 is true."""
+    law = GaussianLaw(noise=0.9591933057841097, probability=6.490418126760989e-08, direction="replace")
+    ends = law.span(7e-25, 5e-137)
+    above, below = grid_above(law, *ends, 2.1342516615790226), grid_below(law, *ends, 2.1342516615790226)
+    for epsilon in (0.5, 1.0, 2.0, 2.08):
+        high, low = (float(grid.masses[grid.losses > epsilon].sum()) + grid.beyond for grid in (above, below))
+        assert low <= high
+    assert below.masses[-1] <= 1e-60
+
+
+@pytest.mark.parametrize(("z", "tail"), [(0.3, 1e-30), (1.0, 1e-20), (1.0, 1e-150), (4.0, 1e-250)])
+def test_masses_keep_the_precision_that_is_counted(z: float, tail: float) -> None:
+    law = GaussianLaw(noise=z, probability=0.01, direction="remove")
+    reach = math.sqrt(-2 * math.log(tail)) - 1.5
+    x = z * np.linspace(-reach, reach, 8)
+    points = np.sort(np.concatenate([x, x + 1e-3 * z, x + 1e-9 * z]))
+    found = normal_masses(points, 1.0, z)[1:-1]
+    with mpmath.workdps(300):
+        for i in range(1, len(points) - 2):
+            low, high = ((mpmath.mpf(float(end)) - 1) / mpmath.mpf(z) for end in points[i : i + 2])
+            sign = 1 if low > 0 else -1
+            first, second = (mpmath.erfc(sign * end / mpmath.sqrt(2)) / 2 for end in (low, high))
+            exact = abs(first - second)
+            if exact > mpmath.mpf(10) ** -290:
+                assert abs(found[i - 1] / exact - 1) <= law.rounding(tail)
+
+
+def test_large_losses_of_a_mixture_are_kept() -> None:
+    """log(1 - (1 - e^-l)) has lost e^-l from l = 30 on."""
+    masses, losses = pooled(np.array([[1e-20], [1e-20]]), np.array([[40.0], [41.0]]))
+    assert masses[0] == pytest.approx(2e-20, rel=1e-15)
+    assert losses[0] == pytest.approx(40 - math.log((1 + math.exp(-1)) / 2), abs=1e-14)
+
+
+def test_a_spectrum_near_zero_keeps_its_size() -> None:
+    found = tilted_law._log_sizes(np.array([0.0, 1e-17, -1 + 1e-9, -1 - 1e-9j, -0.25, -1.0], dtype=complex))
+    assert found[:2].tolist() == [0.0, 1e-17]
+    assert found[2:5] == pytest.approx([math.log(1e-9), math.log(1e-9), math.log(0.75)], rel=1e-7)
+    assert -math.inf < found[5] < -500
+
+
+def test_the_sum_of_weights_does_not_cancel() -> None:
+    tilt, interval = 3e14, 1e-15
+    with mpmath.workdps(50):
+        a, b = (mpmath.exp(-(mpmath.mpf(tilt) + k) * mpmath.mpf(interval)) for k in (0, 1))
+        exact = float(1 / (1 - a) - 1 / (1 - b))
+    assert tilted_law.weight_sum(tilt, interval) == pytest.approx(exact, rel=1e-12)
+
+
+def test_no_lower_bound_comes_from_where_the_window_begins() -> None:
+    """If the error hides the whole window, nothing is known below it."""
+    law = GaussianLaw(noise=1.0, probability=1.0, direction="remove")
+    plan = plan_of([law], [400], 1e-20)
+    assert plan is not None
+    composed = tilted_law.composed(plan, plan.below())
+    assert composed.losses[0] > 1
+    assert composed.least_epsilon(1e-20) > 250
+    assert replace(composed, error=1e9).least_epsilon(1e-20) == 0.0
+
+
+@pytest.mark.parametrize("size", [2**14, 3**9, 5**6, 2 * 3**7])
+def test_a_transform_has_the_error_that_is_counted(size: int) -> None:
+    """Its factors e^(i a), against long doubles; and all of it, against the transform in long doubles."""
+    unit = np.zeros(size)
+    unit[1] = 1.0
+    turn = 2 * np.arccos(np.longdouble(-1)) / size
+    angles = -turn * np.arange(size // 2 + 1)
+    found = rfft(unit)
+    factors = np.hypot(found.real - np.cos(angles), found.imag - np.sin(angles))
+    assert float(factors.max()) <= 5 * UNIT
+    values = np.random.default_rng(5).standard_normal(size)
+    error = np.abs(rfft(values) - rfft(values.astype(np.longdouble)))
+    assert float(error.max()) <= UNIT * (8 * math.log2(size) + 16) * float(np.abs(values).sum())
+
+
+@pytest.mark.parametrize(
+    ("law", "scale", "q", "steps", "delta"),
+    [
+        ("laplace", 7667.1, 3.6e-5, 7, 8.9e-27),
+        pytest.param("gaussian", 1.0, 0.01, 10**8, 1e-6, marks=pytest.mark.slow),
+    ],
+)
+def test_what_doubles_cannot_follow_is_no_failure(
+    law: str, scale: float, q: float, steps: int, delta: float
+) -> None:
+    one = NoisySum(law="laplace" if law == "laplace" else "gaussian", scale=scale, probability=q, steps=steps)
+    found = noise_bounds([one], ADDED, delta)
+    assert 0 <= found.lower <= found.upper
+
+
+@pytest.mark.parametrize(("scale", "q"), [(1.7684303340442777, 0.999999), (64.81303461389548, 3.656558e-06)])
+def test_rounding_of_a_closed_form_is_counted(scale: float, q: float) -> None:
+    """At a tiny delta the exact epsilon is that of delta = 0, and exceeded the double of it."""
+    found = noise_bounds([NoisySum(law="laplace", scale=scale, probability=q)], ADDED, 1e-80)
+    with mpmath.workdps(120):
+        exact = mpmath.log1p(mpmath.mpf(q) * mpmath.expm1(1 / mpmath.mpf(scale)))
+        assert found.lower <= exact * (1 - mpmath.mpf(10) ** -60)
+        assert exact <= found.upper <= exact * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("mu", "delta"), [(1 / 1.5880073652667304, 1.744834350314965e-13), (0.5, 1e-220)])
+def test_the_gaussian_closed_form_encloses_its_root(mu: float, delta: float) -> None:
+    found = noise_bounds([NoisySum(law="gaussian", scale=1 / mu)], ADDED, delta)
+
+    def spent(epsilon: mpmath.mpf) -> mpmath.mpf:
+        z = mpmath.mpf(1 / mu)
+        first, second = (mpmath.erfc((epsilon * z + sign / (2 * z)) / mpmath.sqrt(2)) / 2 for sign in (-1, 1))
+        return first - mpmath.exp(epsilon) * second
+
+    with mpmath.workdps(300):
+        assert spent(mpmath.mpf(found.lower)) >= delta >= spent(mpmath.mpf(found.upper))
+
+
+def test_a_single_step_among_many_costs_little_rounding() -> None:
+    def step(z: float, q: float, steps: int) -> NoisyStep:
+        laws: list[LossLaw] = [
+            GaussianLaw(noise=z, probability=q, direction="remove"),
+            GaussianLaw(noise=z, probability=q, direction="add"),
+        ]
+        return NoisyStep(laws=tuple(laws), steps=steps)
+
+    with np.errstate(all="ignore"):
+        found = compose_bounds([step(0.9, 1e-3, 1), step(0.9, 1e-3, 9999)], 1e-9)
+        once = compose_bounds([step(0.9, 1e-3, 10_000)], 1e-9)
+    assert found is not None
+    assert once is not None
+    assert found.lower <= once.upper
+    assert once.lower <= found.upper <= 1.01 * found.lower

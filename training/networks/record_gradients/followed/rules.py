@@ -322,13 +322,16 @@ def group_norm(op: Operation, outputs: Outputs) -> State | list[State]:
     return _with_weight_gradients(state, op, outputs) if op.name.endswith("backward") else state
 
 
+_STATISTICS = (
+    "weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var", "reserve", "reserveSpace",
+)  # fmt: skip
+"""Arguments of batch norms that hold a number for each channel, by the names of all backends."""
+
+
 def batch_norm(op: Operation, outputs: Outputs) -> State | list[State]:
     """Statistics for each channel; they are a record's own if its channels are, as in an instance norm."""
     backward = op.name.endswith("backward")
-    shared = [
-        op[n]
-        for n in ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "reserve")
-    ]
+    shared = [op[name] for name in _STATISTICS]
     ids = {id(tensor) for tensor in shared if tensor is not None}
     state, _ = joined([pair for pair in op.pairs() if id(pair[0]) not in ids], op["input"].ndim)
     own = first_mixed([(t, op.state(t)) for t in shared if t is not None])

@@ -110,6 +110,15 @@ def test_neighbours_of_a_grid_point_have_one_law(seed: int) -> None:
     assert stats.ks_2samp(first, second + 0.05).pvalue < 5.7e-7
 
 
+@pytest.mark.parametrize("value", [0.0, 3e3, 2.0**39])
+def test_the_grid_does_not_follow_the_value(value: float) -> None:
+    """Half of the released steps are odd, six standard errors; a grid that values make coarser, the fault, has none."""
+    values = torch.full((400,), value, dtype=torch.float64)
+    steps = released(SystemStream(), values, 1.0) / grid_of(1.0)
+    assert torch.equal(steps, steps.round())
+    assert abs(float((steps % 2).sum()) - 200) < 6 * 10
+
+
 @pytest.mark.parametrize("law", LAWS)
 def test_a_number_next_to_an_edge_is_decided_exactly(
     seed: int, law: Law, monkeypatch: pytest.MonkeyPatch

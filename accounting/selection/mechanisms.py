@@ -277,7 +277,7 @@ def _of_counts(adjacency: Adjacency) -> tuple[str, ...]:
     """Return what a search takes on trust of its scores; a public number of records has batches of one shape."""
     if adjacency is not Adjacency.ADD_OR_REMOVE_ONE:
         return ()
-    return ("the machine classifies a held-out record alike, whatever the number of records beside it",)
+    return ("the machine classifies a held-out record alike, whatever the number of records evaluated",)
 
 
 def _searches(mechanisms: Sequence[PrivateSelection], delta: float) -> EpsilonBounds:

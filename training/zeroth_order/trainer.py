@@ -118,7 +118,7 @@ class ZoTrainer(Trainer):
     Guarantees for every batch, whatever it holds:
         - a record's loss difference adds at most C to each scalar's sum, as computed, and with a joint clip a vector of
           norm at most C to a step's sums, for batches of up to 2^22 records. The loss differences of the others stay as
-          they are only if the machine computes them alike beside another number of records, which is taken on trust;
+          they are only if the machine computes them alike in batches of other sizes, which is taken on trust;
         - a loss that is not finite changes the sum by at most C and does not stop the step;
         - an empty batch takes the same noisy step.
 

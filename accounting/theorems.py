@@ -30,7 +30,7 @@ DEVICE_NOISE_IS_GAUSSIAN = (
 )
 """Hypotheses that several theorems share."""
 _EXACTLY_ROUNDED = (
-    "every number is released with its noise as one exactly rounded number on a public grid: the mechanism on the "
+    "every {what} is released with its noise as one exactly rounded number on a public grid: the mechanism on the "
     "value that the machine holds, then post-processing"
 )
 _ROUNDING_NOT_ATTACKED = "the rounding of floating-point numbers is not attacked"
@@ -151,15 +151,16 @@ def about_relation(relation: Adjacency, *, enforced: bool) -> tuple[Assumption, 
     return ()
 
 
-def about_rounding(exactly_rounded: bool, *, enforced: bool) -> tuple[Assumption, ...]:
+def about_rounding(exactly_rounded: bool, *, enforced: bool, what: str = "number") -> tuple[Assumption, ...]:
     """Return what a statement assumes about the rounding of released numbers (docs/privacy.md, What is rounded how).
 
     Args:
         exactly_rounded: Whether every release went through `opusim.randomness.rounded` with noise of exact law.
         enforced: Whether the code that ran did so.
+        what: Which released numbers that is about; others rest on a theorem of their own.
     """
     if exactly_rounded:
-        return assumptions((_EXACTLY_ROUNDED,), enforced=enforced)
+        return assumptions((_EXACTLY_ROUNDED.format(what=what),), enforced=enforced)
     return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
 
 

@@ -252,8 +252,12 @@ class PrivateSelection(CertifiedMechanism):
                 delta=delta,
                 adjacency=first.adjacency,
                 assumptions=(
-                    *theorem.assumptions(enforced=enforced, trusted=_of_trials(first.rests_on)),
-                    *about_rounding(all(one.exactly_rounded for one in mechanisms), enforced=enforced),
+                    *theorem.assumptions(
+                        enforced=enforced, trusted=_of_trials(first.rests_on) + _of_counts(first.adjacency)
+                    ),
+                    *about_rounding(
+                        all(one.exactly_rounded for one in mechanisms), enforced=enforced, what="score"
+                    ),
                     *about_relation(first.adjacency, enforced=enforced),
                 ),
                 device_model=any(mechanism.device_noise for mechanism in mechanisms),
@@ -267,6 +271,13 @@ def _of_trials(theorem: str) -> tuple[str, ...]:
     """Return what a search takes on trust of its trials."""
     whose = f"of theorem {theorem}, on which each trial rests," if theorem else "of the trials' own theorem"
     return (f"the assumptions {whose} hold",)
+
+
+def _of_counts(adjacency: Adjacency) -> tuple[str, ...]:
+    """Return what a search takes on trust of its scores; a public number of records has batches of one shape."""
+    if adjacency is not Adjacency.ADD_OR_REMOVE_ONE:
+        return ()
+    return ("the machine classifies a held-out record alike, whatever the number of records evaluated",)
 
 
 def _searches(mechanisms: Sequence[PrivateSelection], delta: float) -> EpsilonBounds:

@@ -51,7 +51,8 @@ _CHECKED = (
 )
 _TRUSTED = (
     "batches stay secret: realised sizes, step times and the sampler's state are not released",
-    "a record's loss depends on that record only: no layer mixes the records of a batch",
+    "a record's loss depends on that record only: no layer mixes the records of a batch, and the machine computes a "
+    "record's loss alike, to the last digit, whatever the number of records in the batch",
     SEED_IS_SECRET,
 )
 _DEVICE_LAW = (

@@ -116,8 +116,9 @@ class ZoTrainer(Trainer):
     """Trains a network's tensors by forward passes.
 
     Guarantees for every batch, whatever it holds:
-        - adding or removing one record changes each scalar's sum, as computed, by at most C, and with a joint clip the
-          vector of a step's sums by at most C in Euclidean norm, for batches of up to 2^22 records;
+        - a record's loss difference adds at most C to each scalar's sum, as computed, and with a joint clip a vector of
+          norm at most C to a step's sums, for batches of up to 2^22 records. The loss differences of the others stay as
+          they are only if the machine computes them alike in batches of other sizes, which is taken on trust;
         - a loss that is not finite changes the sum by at most C and does not stop the step;
         - an empty batch takes the same noisy step.
 

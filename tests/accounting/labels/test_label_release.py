@@ -98,6 +98,28 @@ def test_the_bound_is_the_largest_share_of_a_label(seed: int, rounds: int) -> No
         assert shares[3] / float(design.weights[3]) * float(forgotten[3]) > 1.2 * sums.largest
 
 
+def test_the_largest_share_may_be_in_any_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are read a block at a time: every block's largest row counts, not the last block's, the fault."""
+    monkeypatch.setattr("training.protections.released_model._ROWS", 16)
+    x, y = _records(0)
+    design = Design.levelled(x, ridge=0.01, rounds=0, level=1.0)
+    rows = _squares(_shares(design, x))
+    assert int(np.argmax(rows)) < 16
+    assert max(rows[48:]) < max(rows) * Fraction(3, 4)  # the last block
+    largest = Fraction(design.label_sums(x, y, K).largest) ** 2
+    assert max(rows) <= largest <= max(rows) * Fraction(1 + 1e-12)
+
+
+@pytest.mark.parametrize("count", [60, 5000])
+def test_shares_lie_on_the_lattice_of_all_records(count: int) -> None:
+    """Rows are multiples of a step that sums of all records need, so that no order of additions rounds."""
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
+    design = Design.levelled(x, ridge=0.01, rounds=0, level=1.0)
+    sums = design.label_sums(x, torch.arange(count) % K, K)
+    steps = sums.by_class * 2.0 ** (50 - count.bit_length())  # entries up to 2 are below 2^52 / count steps
+    assert torch.equal(steps, steps.round())
+
+
 def test_the_model_is_that_of_the_unwhitened_sums(seed: int) -> None:
     """Without noise W = S^-1 sum_i w_i h_i (e(y_i) - 1 / k)^T."""
     x, y = _records(seed)

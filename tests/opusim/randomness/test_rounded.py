@@ -24,6 +24,7 @@ from opusim.randomness.rounded import (
 )
 from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream, noise_stream
 from tests.oracles import naive_philox
+from tests.support.forked import in_forked_process
 
 LAWS: tuple[Law, ...] = ("gaussian", "laplace")
 STREAMS = {"seeded": lambda: SeededStream(3, "test"), "system": SystemStream}
@@ -109,6 +110,15 @@ def test_neighbours_of_a_grid_point_have_one_law(seed: int) -> None:
     assert stats.ks_2samp(first, second + 0.05).pvalue < 5.7e-7
 
 
+@pytest.mark.parametrize("value", [0.0, 3e3, 2.0**39])
+def test_the_grid_does_not_follow_the_value(value: float) -> None:
+    """Half of the released steps are odd, six standard errors; a grid that values make coarser, the fault, has none."""
+    values = torch.full((400,), value, dtype=torch.float64)
+    steps = released(SystemStream(), values, 1.0) / grid_of(1.0)
+    assert torch.equal(steps, steps.round())
+    assert abs(float((steps % 2).sum()) - 200) < 6 * 10
+
+
 @pytest.mark.parametrize("law", LAWS)
 def test_a_number_next_to_an_edge_is_decided_exactly(
     seed: int, law: Law, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +176,32 @@ def test_experiments_repeat_and_releases_do_not(law: Law) -> None:
     )
     short, long = (released(noise_stream("experiment", 3, "a"), torch.zeros(n), 1.0, law) for n in (2, 5))
     assert torch.equal(short, long[:2])  # a shorter draw is the beginning of a longer one
+
+
+def test_further_digits_of_a_release_are_fresh_and_uniform() -> None:
+    """Each draws 64 new bits: six standard errors of the ones among them; a constant, the fault, repeats."""
+    noise = SystemStream().rounded(2, 1.0)
+    assert isinstance(noise, ExactNoise)
+    digits = [noise._more(number) for number in (0, 0, 1, 1) * 50]
+    assert len(set(digits)) == len(digits)
+    ones = sum(word.bit_count() for word in digits)
+    assert abs(ones - 32 * len(digits)) < 6 * math.sqrt(16 * len(digits))
+
+
+def test_a_forked_process_rounds_with_other_noise() -> None:
+    """From the first draw after the fork on, further digits too; a kept cipher gives both the same numbers."""
+    stream = SystemStream()
+    stream.rounded(1, 1.0)
+
+    def drawn() -> list[Any]:
+        noise = stream.rounded(4, 1.0)
+        assert isinstance(noise, ExactNoise)
+        return [*noise.added_to(torch.zeros(4)).tolist(), noise._more(0)]
+
+    there = in_forked_process(drawn)
+    assert there.startswith("[")
+    here = str(drawn())
+    assert not set(there.strip("[]").split(", ")) & set(here.strip("[]").split(", "))
 
 
 def test_finished_numbers_are_rounded_to_the_grid() -> None:

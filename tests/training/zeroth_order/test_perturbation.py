@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from opusim.medium.directions import Direction
+from opusim.randomness.rounded import toward_zero
 from training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
 from training.zeroth_order.trainer import (
     LARGEST_DIFFERENCE,
+    Differences,
     jointly_clipped,
     loss_differences,
 )
@@ -72,6 +75,27 @@ def test_one_record_moves_a_steps_sums_together_by_at_most_the_joint_clip(seed: 
     assert {each.clipped for each in found} == {int((moves.norm(dim=0) > 0.05 * (1 - 1e-12)).sum())}
     alone = torch.stack([loss_differences(p, m, 0.05).values for p, m in pairs])
     assert float(alone.norm(dim=0).max()) > 0.05 * 2
+
+
+@pytest.mark.parametrize("clip", [0.05, 1 / 3, 1e-12, 1e12])
+def test_a_joint_clip_bounds_the_exact_norm(seed: int, clip: float) -> None:
+    """In rational arithmetic, whatever the magnitudes; clipped without a margin, the fault, some norms are above C."""
+    generator = np.random.default_rng(seed)
+    raw = generator.normal(size=(9, 60)) * 10.0 ** generator.uniform(-20, 20, size=60)
+    raw[:, :10] = generator.choice([1e100, -1e100, 2.0**-149, 0.0, 3e38], size=(9, 10))
+    raw[:, 10] = clip / 3  # a norm of C
+    raw[:, 11] = np.nextafter(clip / 3, math.inf)
+    rows = [Differences(values=torch.from_numpy(row), non_finite=0, clipped=0) for row in raw]
+    found = jointly_clipped(rows, clip)
+
+    def most(records: np.ndarray) -> Fraction:
+        return max(sum(Fraction(float(x)) ** 2 for x in record) for record in records)
+
+    rounded = [toward_zero(each.values, bound=clip, count=2**22).numpy() for each in found]
+    for moves in (np.stack([each.values.numpy() for each in found]), np.stack(rounded)):
+        assert most(moves.T) <= Fraction(clip) ** 2
+    careless = raw * (clip / np.maximum(np.linalg.norm(raw, axis=0), clip))
+    assert most(careless.T) > Fraction(clip) ** 2
 
 
 def test_a_joint_clip_keeps_small_records_and_the_direction_of_large_ones() -> None:

@@ -18,6 +18,8 @@ import training
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Status
 from opusim.errors import ConfigError
+from opusim.randomness.rounded import RoundedNoise
+from opusim.randomness.streams import SeededStream
 from training.config import load_config
 from training.errors import RunFolderError
 from training.networks.network import FullyConnected
@@ -117,8 +119,6 @@ def test_an_empty_batch_takes_its_noisy_step() -> None:
     torch.manual_seed(0)
     network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
     config = load_config(PROTECTED)
-    from opusim.randomness.streams import SeededStream
-
     noise = SeededStream(1, "scalar-noise")
     release = ScalarRelease(clip=0.05, divisor=10.0, scale=0.1, noise=noise)
     trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=7)
@@ -209,6 +209,36 @@ def test_a_step_releases_jointly_clipped_sums() -> None:
             tensor.copy_(start[name])
     assert torch.allclose(moves[0], sum(moves[number] for number in range(1, 6)), atol=1e-5)
     assert float(moves[0].norm()) > 0
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_sums_of_a_step_lie_on_the_lattice_of_all_batches(joint: bool) -> None:
+    """Contributions are multiples of a step that 2^22 of them need; finer or unrounded ones, the faults, are not."""
+    torch.manual_seed(0)
+    network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
+    config = load_config({"trainer": {"kind": "zo", "directions": 4}, "optimizer": {"lr": 0.1}})
+    clip = 0.05
+    step = math.ldexp(
+        1.0, math.frexp(clip)[1] + 23 - 52
+    )  # 2^22 contributions of C have sums below 2^53 steps
+    seen: list[torch.Tensor] = []
+
+    class Seen(RoundedNoise):
+        def added_to(self, values: torch.Tensor) -> torch.Tensor:
+            seen.append(values)
+            return values
+
+    class Stream(SeededStream):
+        def rounded(self, count: int, scale: float, law: str = "gaussian") -> RoundedNoise:
+            assert (count, scale, law) == (4, 0.1, "gaussian")
+            return Seen()
+
+    release = ScalarRelease(clip=clip, divisor=1.0, scale=0.1, noise=Stream(1, "x"), joint=joint)
+    trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=7)
+    trainer.step(torch.randn(30, 4), torch.arange(30) % 3, step=0)
+    (sums,) = seen
+    assert (sums / step).frac().abs().max() == 0
+    assert (sums != 0).all()
 
 
 def test_a_budget_stops_before_the_step_that_would_exceed_it(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""What statements say about rounding: checked for exact noise, on trust for devices and for ledgers of opusim 0.2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from accounting.composition import guarantees
+from accounting.guarantee import Adjacency
+from accounting.labels.linear_model import LabelRelease
+from accounting.labels.mechanisms import LabelReadout
+from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.records.mechanisms import RecordCentral
+from accounting.selection.mechanisms import PrivateSelection
+from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
+
+_ZO: dict[str, Any] = {"sampling_probability": 0.1, "clip_norm": 0.05, "divisor": 10}
+EXACT: tuple[Mechanism, ...] = (
+    ZoGaussian(noise_multiplier=2.0, **_ZO),
+    ZoLaplace(scale=2.0, **_ZO),
+    LabelRelease(mu=0.7),
+    LabelReadout(mu=0.7),
+    PrivateSelection(mean=3.0, mu=0.4, rests_on="convex-last-iterate"),
+)
+OF_DEVICES: tuple[Mechanism, ...] = (
+    ZoGaussian(noise_multiplier=2.0, device_noise=True, **_ZO),
+    LabelRelease(mu=0.7, device_noise=True),
+    LabelReadout(mu=0.7, device_law=True),
+)
+TRUSTED = "the rounding of floating-point numbers is not attacked"
+ALIKE = "alike"
+
+
+def rounding(*mechanisms: Mechanism, enforced: bool = True) -> list[tuple[bool | None, str]]:
+    """The assumptions about rounding, each with whether code checked it."""
+    (stated,) = guarantees(list(mechanisms), delta=1e-5, enforced=enforced)
+    return [
+        (each.holds, each.text)
+        for each in stated.assumptions
+        if each.text == TRUSTED or "exactly rounded number" in each.text
+    ]
+
+
+@pytest.mark.parametrize("mechanism", EXACT, ids=lambda one: type(one).__name__)
+def test_exact_rounding_is_checked_and_older_ledgers_keep_it_on_trust(mechanism: Mechanism) -> None:
+    ((holds, text),) = rounding(mechanism)
+    assert holds is True
+    assert text != TRUSTED
+    assert rounding(mechanism, enforced=False) == [(None, text)]
+    content = mechanism.to_json()
+    del content["exactly_rounded"]
+    old = mechanism_from_json(content)
+    assert rounding(old) == [(None, TRUSTED)]
+    assert rounding(mechanism, old) == rounding(old, mechanism) == [(None, TRUSTED)]
+
+
+@pytest.mark.parametrize("mechanism", OF_DEVICES, ids=lambda one: type(one).__name__)
+def test_noise_of_a_device_has_digits_of_its_own(mechanism: Mechanism) -> None:
+    exact = next(one for one in EXACT if type(one) is type(mechanism))
+    assert rounding(mechanism) == rounding(exact, mechanism) == [(None, TRUSTED)]
+
+
+def test_a_search_rounds_its_scores_and_says_nothing_of_its_trials_models() -> None:
+    """A trial's float32 noise stays on the trust of its own theorem, which the statement names."""
+    ((_, text),) = rounding(EXACT[-1])
+    assert text.startswith("every score is released")
+    (stated,) = guarantees([EXACT[-1]], delta=1e-5, enforced=True)
+    assert any(
+        "of theorem convex-last-iterate" in each.text and each.holds is None for each in stated.assumptions
+    )
+
+
+def test_a_number_of_rows_that_a_record_changes_is_on_trust() -> None:
+    """A matrix product may round other records' rows differently if a batch has one row more."""
+
+    def trusted(mechanism: Mechanism) -> bool:
+        (stated,) = guarantees([mechanism], delta=1e-5, enforced=True)
+        return any(ALIKE in each.text and each.holds is None for each in stated.assumptions)
+
+    search = EXACT[-1]
+    assert isinstance(search, PrivateSelection)
+    assert not trusted(search)  # the number is public
+    assert trusted(replace(search, adjacency=Adjacency.ADD_OR_REMOVE_ONE))
+    assert trusted(EXACT[0])
+    assert trusted(EXACT[1])
+    assert not trusted(EXACT[2])  # features, and so the rows, are public
+    record = RecordCentral(noise_multiplier=1.0, **_ZO)
+    assert not trusted(record)
+    (stated,) = guarantees([record], delta=1e-5, enforced=True)
+    assert any(
+        "rounding of floating-point numbers is not attacked" in each.text for each in stated.assumptions
+    )

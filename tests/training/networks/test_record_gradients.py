@@ -115,13 +115,14 @@ def require_gradients_of_a_loop(name: str, place: torch.device) -> None:
     model.to(place)
     tape = record(RecordTape(model, few.to(place)), model, x.to(place))
     bounds = tape.squared_norms().sum(dim=0).sqrt().cpu()
-    assert ((bounds / norms > 1 - 1e-6) & (bounds / norms < 1 + 1e-4)).all()
+    raised = 1e-3 if tape.several_uses else 1e-4  # by 2^-14 of the products' magnitudes
+    assert ((bounds / norms > 1 - 1e-6) & (bounds / norms < 1 + raised)).all()
     assert tape.clip(bound, divisor=3.0) == 0
     expected = {
         key: sum(min(1.0, bound / norm(gradient)) * gradient[key] for gradient in each) / 3.0
         for key in each[0]
     }
-    assert distance(on_cpu(gradients(model)), expected) < 1e-4
+    assert distance(on_cpu(gradients(model)), expected) < raised
     found = tape.record_gradients()
     for i, gradient in enumerate(each):
         assert distance(on_cpu({key: rows[i] for key, rows in found.items()}), gradient) < 1e-5
@@ -203,7 +204,10 @@ def test_records_of_a_gru_have_the_gradients_of_opacus() -> None:
     for key, parameter in reference.named_parameters():
         rows = parameter.grad_sample
         torch.testing.assert_close(
-            found[key.removeprefix("_module.")], rows, rtol=1e-5, atol=1e-5 * float(rows.abs().max())
+            found[key.removeprefix("_module.")].float(),
+            rows,
+            rtol=1e-5,
+            atol=1e-5 * float(rows.abs().max()),
         )
 
 

@@ -126,6 +126,21 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         (draw(4, 5, 4),),
     ),
     "windows": (lambda: Runs(windows, f=nn.Linear(3, 2)), (draw(4, 4, 4, 3),)),
+    "distances within a record": (
+        lambda: Runs(lambda m, x: torch.cdist(m.f(x), m.f(x[:, :2]))),
+        (draw(4, 5, 4),),
+    ),
+    "an image sampled where it says": (
+        lambda: Runs(
+            lambda m, x: functional.grid_sample(
+                x,
+                functional.affine_grid(m.f(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False),
+                align_corners=False,
+            ),
+            f=nn.Linear(16, 6),
+        ),
+        (draw(4, 1, 4, 4),),
+    ),
     "one hot": (
         lambda: Runs(lambda m, i: m.f(functional.one_hot(i, 5).to(m.f.weight.dtype)), f=nn.Linear(5, 2)),
         (ids(4, 3),),
@@ -242,6 +257,31 @@ class Read(torch.autograd.Function):
         return gradient * (1.0 + float(gradient.abs().numpy().max() > 1e9))
 
 
+class Shared(torch.autograd.Function):
+    """The identity, whose backward pass gives every record the sum of all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.sum(dim=0, keepdim=True).expand_as(gradient)
+
+
+def seeded(model: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(4)
+    return model.f(x) * torch.randn(len(x), 1)
+
+
+def exchanged(model: Any, x: Tensor) -> Tensor:
+    """Puts the sum of the gradients in the place of a frozen parameter."""
+    outputs = model.f(x)
+    if outputs.requires_grad:
+        outputs.register_hook(lambda gradient: setattr(model.p, "data", gradient.sum(dim=0)))
+    return outputs
+
+
 class Keeps(nn.Module):
     """Adds the mean of the batch before, or writes the mean of this one into a buffer."""
 
@@ -314,11 +354,41 @@ REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str
         (),
         "split in Runs cuts the batch at a fixed number",
     ),
+    "what follows a fixed record": (
+        lambda m, x: m.f(x + x[50:].sum(dim=0)),
+        (),
+        "slice in Runs cuts the batch at a fixed number",
+    ),
+    "turned at a fixed record": (
+        lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])),
+        (),
+        "slice in Runs cuts the batch at a fixed number",
+    ),
+    "draws of its own": (
+        lambda m, x: m.f(x * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(3))),
+        (),
+        "rand in Runs draws for every place in the batch",
+    ),
+    "draws of its own for records": (
+        lambda m, x: m.f(x.clone().normal_(generator=torch.Generator().manual_seed(3))),
+        (),
+        "normal in Runs draws for every place in the batch",
+    ),
+    "seeded draws": (
+        Runs(lambda m, x: m.g(seeded(m, x)), f=nn.Linear(4, 3), g=nn.Linear(3, 2)),
+        (),
+        "randn in Runs draws for every place in the batch",
+    ),
     "dropped dimension": (lambda m, x: m.f(x[:, None].squeeze()), (), "batch of one.*x.squeeze"),
     "backward pass": (
         lambda m, x: Sorted.apply(m.f(x)),
         (),
         "the gradient at linear.*sort in .*SortedBackward works along the records",
+    ),
+    "backward pass through a constant convolution": (
+        lambda m, x: Shared.apply(functional.conv1d(m.f(x)[:, None], torch.ones(1, 1, 3))),
+        (),
+        "the gradient at linear.*sum in .*SharedBackward reduces over the records",
     ),
     "numbers in the backward pass": (
         lambda m, x: Read.apply(m.f(x)),
@@ -327,6 +397,11 @@ REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str
     ),
     "earlier batches": (Keeps("attribute"), (), "tensor that torch did not compute in this pass"),
     "buffer": (Keeps("buffer"), (), "changes buffer 'mean'"),
+    "frozen parameter exchanged in the backward pass": (
+        Runs(exchanged, f=nn.Linear(4, 3), p=nn.Parameter(draw(3), requires_grad=False)),
+        (),
+        "changes parameter 'p'",
+    ),
     "gradient inside": (
         lambda m, x: m.f(torch.autograd.grad(m.f(z := x.clone().requires_grad_()).sum(), z)[0]),
         (),
@@ -467,7 +542,8 @@ def test_rows_that_moved_have_no_layout(moved: Callable[[Tensor], Tensor]) -> No
 
 
 def test_planted_fault_indices_taken_for_constants_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the rule of look-ups, a sorted batch would be accepted, and its gradients given to other records."""
+    """Without rules of order and look-ups, a sorted batch would be accepted, its gradients given to other records."""
+    monkeypatch.setitem(operators.RULES, "sort", lambda op, outputs: op.state(op["self"]))
     monkeypatch.setitem(operators.RULES, "index", lambda op, outputs: op.state(op["self"]))
     monkeypatch.setitem(operators.RULES, "index_put", lambda op, outputs: op.state(op["values"]))
     assert worst(lambda: Runs(by_length), draw(6, 5, 4), torch.arange(6).flip(0)) > 0.1

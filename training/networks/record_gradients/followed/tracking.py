@@ -370,14 +370,15 @@ class RowTracker(TorchDispatchMode):
             replace(state, placed=False) if isinstance(state, Mixed) else state  # records take part, too
             for state in (found if isinstance(found, list) else [found] * len(outputs))
         ]
-        cuts = cuts_of_records(op)
-        fixed = [
-            a for a, b in zip(cuts or (), step.cuts, strict=cuts is not None) if a is not None and a == b
-        ]
+        shared = next((state for state in given if isinstance(state, Mixed) and not state.placed), None)
+        if shared is not None:  # whatever the rule looks at
+            return [state if isinstance(state, Mixed) else shared for state in states]
+        cuts = cuts_of_records(op) or ()
+        fixed = [a for a, b in zip(cuts, step.cuts, strict=False) if a is not None and a == b]
         if fixed:  # also if it leaves nothing of the batches of these passes
             mixed = op.mixed("cuts the batch at a fixed number of records", "work on the whole batch")
             return [state if isinstance(state, Mixed) else mixed for state in states]
-        if (cuts is None or not any(cuts)) and not agrees(numbers, step.numbers):
+        if not any(cuts) and not agrees(numbers, step.numbers):
             mixed = op.mixed(
                 "takes the number of records as a number", "let no number depend on the batch's size"
             )

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opusim
 from training.networks.record_gradients.followed import operators
 from training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
+from training.networks.record_gradients.followed.tracking import RowTracker, seed_pass
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.tape import RecordTape
 
@@ -126,6 +127,10 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         (draw(4, 5, 4),),
     ),
     "windows": (lambda: Runs(windows, f=nn.Linear(3, 2)), (draw(4, 4, 4, 3),)),
+    "quantiles within a record": (
+        lambda: Runs(lambda m, x: m.f(x) - x.quantile(0.4, dim=1, keepdim=True)),
+        (draw(4, 4),),
+    ),
     "distances within a record": (
         lambda: Runs(lambda m, x: torch.cdist(m.f(x), m.f(x[:, :2]))),
         (draw(4, 5, 4),),
@@ -359,6 +364,11 @@ REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str
         (),
         "slice in Runs cuts the batch at a fixed number",
     ),
+    "text of the numbers": (
+        lambda m, x: m.f(x if "inf" in str(x) else 2 * x),
+        (),
+        "__repr__ in Runs hands numbers of the batch",
+    ),
     "turned at a fixed record": (
         lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])),
         (),
@@ -539,6 +549,63 @@ def test_layouts_are_found_from_the_numbers_of_records(layout: Layout) -> None:
 def test_rows_that_moved_have_no_layout(moved: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(Refused):
         decoded(moved(codes(torch.zeros(5, 4), Layout(0), 5)), 5)
+
+
+SHAPE = (2, 3, 4, 6)
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(dim=(0, 2)),
+    "mean, kept": lambda x: x.mean(dim=1, keepdim=True),
+    "scan": lambda x: x.cumsum(dim=2),
+    "softmax": lambda x: x.softmax(dim=1),
+    "turned": lambda x: x.flip(2),
+    "times a matrix": lambda x: x @ torch.ones(x.shape[-1], 2),
+    "a matrix times": lambda x: torch.ones(2, x.shape[-2]) @ x,
+    "bilinear": lambda x: functional.bilinear(x, x, torch.ones(2, x.shape[-1], x.shape[-1])),
+    "layer norm": lambda x: functional.layer_norm(x, x.shape[2:]),
+    "group norm": lambda x: functional.group_norm(x, 1),
+    "instance norm": lambda x: functional.instance_norm(x),
+    "convolution": lambda x: functional.conv2d(x, torch.ones(2, x.shape[1], 3, 3), padding=1),
+    "pooling": lambda x: functional.max_pool2d(x, 3, 1, 1),
+    "pooling a line": lambda x: functional.avg_pool1d(x.flatten(0, 1), 3, 1, 1),
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x),
+}
+
+
+def state_of(function: Callable[[Tensor], Tensor], dim: int) -> tuple[Any, Tensor]:
+    """Return where a function of a tensor with records in a dimension puts them, and the tensor."""
+    survey, tracker, x = None, None, torch.empty(0)
+    for records in (5, 7):
+        tracker = RowTracker(nn.Module(), records, survey)
+        x = draw(*SHAPE[:dim], records, *SHAPE[dim + 1 :])
+        tracker.note(x, Held(Layout(dim)))
+        seed_pass()
+        with tracker:
+            result = function(x)
+        survey = tracker.survey
+    assert tracker is not None
+    return tracker.state(result), x
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_puts_records_where_its_rule_says(name: str) -> None:
+    """Another record changes other numbers only, whichever dimension the records stand in."""
+    function, accepted = OPERATORS[name], 0
+    for dim in range(len(SHAPE)):
+        try:
+            state, x = state_of(function, dim)
+        except ValueError:
+            continue
+        if not isinstance(state, Held):
+            continue
+        accepted += 1
+        layout, before = state.layout, function(x)
+        for record in range(7):
+            other = x.clone()
+            other.select(dim, record).mul_(-3.0)
+            differs = (function(other) != before).movedim(layout.dim, 0).flatten(1).any(dim=1)
+            assert differs[layout.owners(7) != record].sum() == 0
+            assert differs[layout.owners(7) == record].any()
+    assert accepted
 
 
 def test_planted_fault_indices_taken_for_constants_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

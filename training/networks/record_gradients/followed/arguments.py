@@ -67,6 +67,8 @@ def numbers(op: Operation) -> tuple[Any, ...]:
 
 def cuts_of(op: Operation) -> tuple[Any, ...]:
     """Return where an operator cuts a dimension: its start, its end and its sizes; None for what cuts nothing."""
+    if op.name not in _CUTS:
+        return ()
     given = (op[name] for name in ("start", "end", "split_size", "split_sizes"))
     return tuple(None if each in (0, sys.maxsize) else each for each in given)
 
@@ -81,7 +83,7 @@ def cuts_of_records(op: Operation) -> tuple[Any, ...] | None:
 
 def own_draws(op: Operation) -> bool:
     """Whether an operator draws from a generator of the module's own, or from torch's after the module seeded it."""
-    if torch.Tag.nondeterministic_seeded not in op.func.tags:
+    if torch.Tag.nondeterministic_seeded not in op.func.tags or op["dropout_p"] == 0:
         return False
     given = [leaf for leaf in tree_leaves(op.arguments) if isinstance(leaf, torch.Generator)]
     return any(each is not torch.default_generator for each in given) or torch.initial_seed() != PASS_SEED

@@ -7,7 +7,8 @@ have no known owner, is refused: nothing follows from the numbers that records h
 
 Numbers of a batch that a module draws from its size are found by comparing two passes on batches of two sizes. Not
 seen: Python code that takes another path in training than in these passes, by a count of its calls, a clock, random
-draws of its own or the size of a batch; and native code or other threads that change a tensor's memory behind torch.
+draws of its own, the size of a batch or an error that an operator raised and it caught; and native code or other
+threads that read or change a tensor's memory behind torch.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _FACTORIES = frozenset({
 })  # fmt: skip
 """Operators whose results are the same, or drawn alike, at every place."""
 _READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
-_ESCAPES = ("numpy", "tolist", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__")
+_ESCAPES = ("numpy", "tolist", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__", "__repr__")
 """Methods that hand numbers to code that no operator of torch shows."""
 _SHOWN = {"_local_scalar_dense": "item (or a condition of Python)"}
 _TENSOR_REMEDY = "compute with tensors, such as torch.where: a number in Python may depend on all records"

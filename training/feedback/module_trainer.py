@@ -231,7 +231,8 @@ class ModuleTrainer(Trainer):
         else:
             with self._private.tape.recording(n_records):
                 output, per_record = losses()
-                per_record.sum().backward()
+                with preserved_state(self.model):  # hooks on tensors may keep what the backward pass brings
+                    per_record.sum().backward()
             self._private.writer.set_recorded_gradients(self._private.tape, records=records)
         return output.detach(), per_record.detach().sum(dtype=torch.float64)
 

@@ -356,7 +356,7 @@ class PrivateModule:
     def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[RecordTape]:
         """Run the backward pass of a batch and yield the tape; once for each part if it runs in parts."""
         if batch.recorder is not None:
-            _backward(batch.attached(gradients))
+            self._differentiate(batch.attached(gradients))
             self._tape.end(batch.recorder)
             yield self._tape
             return
@@ -366,7 +366,7 @@ class PrivateModule:
             return
         for number, part in enumerate(self._parts_of(batch.records)):
             recorder = self._tape.begin(part.stop - part.start)
-            _backward(self._run_again(batch, recorder, gradients, number, part))
+            self._differentiate(self._run_again(batch, recorder, gradients, number, part))
             self._tape.end(recorder)
             yield self._tape
 
@@ -394,6 +394,12 @@ class PrivateModule:
                     leaves = tree_leaves(self.module._call_impl(*args, **kwargs))
             pairs += [(leaves[n], g[part]) for n, g in wanted.items() if leaves[n].requires_grad]
         return pairs
+
+    def _differentiate(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Run a backward pass from outputs and their gradients; hooks on tensors leave nothing in the module either."""
+        if pairs:
+            with self._nothing_kept():
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
     def _require_constant(self, factor: float) -> None:
         if factor >= _LEAST_SCALE and math.frexp(factor)[0] == 0.5:
@@ -450,11 +456,6 @@ class _PrivateLoss(torch.autograd.Function):
 def _empty(output: Any) -> Any:
     """Return outputs for no record: those of the probe without their rows."""
     return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, output)
-
-
-def _backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    if pairs:
-        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _refuse_output(output: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opusim
 from training.networks.record_gradients.followed import operators
 from training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
+from training.networks.record_gradients.followed.tracking import RowTracker, seed_pass
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.tape import RecordTape
 
@@ -126,6 +127,25 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         (draw(4, 5, 4),),
     ),
     "windows": (lambda: Runs(windows, f=nn.Linear(3, 2)), (draw(4, 4, 4, 3),)),
+    "quantiles within a record": (
+        lambda: Runs(lambda m, x: m.f(x) - x.quantile(0.4, dim=1, keepdim=True)),
+        (draw(4, 4),),
+    ),
+    "distances within a record": (
+        lambda: Runs(lambda m, x: torch.cdist(m.f(x), m.f(x[:, :2]))),
+        (draw(4, 5, 4),),
+    ),
+    "an image sampled where it says": (
+        lambda: Runs(
+            lambda m, x: functional.grid_sample(
+                x,
+                functional.affine_grid(m.f(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False),
+                align_corners=False,
+            ),
+            f=nn.Linear(16, 6),
+        ),
+        (draw(4, 1, 4, 4),),
+    ),
     "one hot": (
         lambda: Runs(lambda m, i: m.f(functional.one_hot(i, 5).to(m.f.weight.dtype)), f=nn.Linear(5, 2)),
         (ids(4, 3),),
@@ -242,6 +262,31 @@ class Read(torch.autograd.Function):
         return gradient * (1.0 + float(gradient.abs().numpy().max() > 1e9))
 
 
+class Shared(torch.autograd.Function):
+    """The identity, whose backward pass gives every record the sum of all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.sum(dim=0, keepdim=True).expand_as(gradient)
+
+
+def seeded(model: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(4)
+    return model.f(x) * torch.randn(len(x), 1)
+
+
+def exchanged(model: Any, x: Tensor) -> Tensor:
+    """Puts the sum of the gradients in the place of a frozen parameter."""
+    outputs = model.f(x)
+    if outputs.requires_grad:
+        outputs.register_hook(lambda gradient: setattr(model.p, "data", gradient.sum(dim=0)))
+    return outputs
+
+
 class Keeps(nn.Module):
     """Adds the mean of the batch before, or writes the mean of this one into a buffer."""
 
@@ -314,11 +359,46 @@ REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str
         (),
         "split in Runs cuts the batch at a fixed number",
     ),
+    "what follows a fixed record": (
+        lambda m, x: m.f(x + x[50:].sum(dim=0)),
+        (),
+        "slice in Runs cuts the batch at a fixed number",
+    ),
+    "text of the numbers": (
+        lambda m, x: m.f(x if "inf" in str(x) else 2 * x),
+        (),
+        "__repr__ in Runs hands numbers of the batch",
+    ),
+    "turned at a fixed record": (
+        lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])),
+        (),
+        "slice in Runs cuts the batch at a fixed number",
+    ),
+    "draws of its own": (
+        lambda m, x: m.f(x * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(3))),
+        (),
+        "rand in Runs draws for every place in the batch",
+    ),
+    "draws of its own for records": (
+        lambda m, x: m.f(x.clone().normal_(generator=torch.Generator().manual_seed(3))),
+        (),
+        "normal in Runs draws for every place in the batch",
+    ),
+    "seeded draws": (
+        Runs(lambda m, x: m.g(seeded(m, x)), f=nn.Linear(4, 3), g=nn.Linear(3, 2)),
+        (),
+        "randn in Runs draws for every place in the batch",
+    ),
     "dropped dimension": (lambda m, x: m.f(x[:, None].squeeze()), (), "batch of one.*x.squeeze"),
     "backward pass": (
         lambda m, x: Sorted.apply(m.f(x)),
         (),
         "the gradient at linear.*sort in .*SortedBackward works along the records",
+    ),
+    "backward pass through a constant convolution": (
+        lambda m, x: Shared.apply(functional.conv1d(m.f(x)[:, None], torch.ones(1, 1, 3))),
+        (),
+        "the gradient at linear.*sum in .*SharedBackward reduces over the records",
     ),
     "numbers in the backward pass": (
         lambda m, x: Read.apply(m.f(x)),
@@ -327,6 +407,11 @@ REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str
     ),
     "earlier batches": (Keeps("attribute"), (), "tensor that torch did not compute in this pass"),
     "buffer": (Keeps("buffer"), (), "changes buffer 'mean'"),
+    "frozen parameter exchanged in the backward pass": (
+        Runs(exchanged, f=nn.Linear(4, 3), p=nn.Parameter(draw(3), requires_grad=False)),
+        (),
+        "changes parameter 'p'",
+    ),
     "gradient inside": (
         lambda m, x: m.f(torch.autograd.grad(m.f(z := x.clone().requires_grad_()).sum(), z)[0]),
         (),
@@ -466,8 +551,66 @@ def test_rows_that_moved_have_no_layout(moved: Callable[[Tensor], Tensor]) -> No
         decoded(moved(codes(torch.zeros(5, 4), Layout(0), 5)), 5)
 
 
+SHAPE = (2, 3, 4, 6)
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(dim=(0, 2)),
+    "mean, kept": lambda x: x.mean(dim=1, keepdim=True),
+    "scan": lambda x: x.cumsum(dim=2),
+    "softmax": lambda x: x.softmax(dim=1),
+    "turned": lambda x: x.flip(2),
+    "times a matrix": lambda x: x @ torch.ones(x.shape[-1], 2),
+    "a matrix times": lambda x: torch.ones(2, x.shape[-2]) @ x,
+    "bilinear": lambda x: functional.bilinear(x, x, torch.ones(2, x.shape[-1], x.shape[-1])),
+    "layer norm": lambda x: functional.layer_norm(x, x.shape[2:]),
+    "group norm": lambda x: functional.group_norm(x, 1),
+    "instance norm": lambda x: functional.instance_norm(x),
+    "convolution": lambda x: functional.conv2d(x, torch.ones(2, x.shape[1], 3, 3), padding=1),
+    "pooling": lambda x: functional.max_pool2d(x, 3, 1, 1),
+    "pooling a line": lambda x: functional.avg_pool1d(x.flatten(0, 1), 3, 1, 1),
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x),
+}
+
+
+def state_of(function: Callable[[Tensor], Tensor], dim: int) -> tuple[Any, Tensor]:
+    """Return where a function of a tensor with records in a dimension puts them, and the tensor."""
+    survey, tracker, x = None, None, torch.empty(0)
+    for records in (5, 7):
+        tracker = RowTracker(nn.Module(), records, survey)
+        x = draw(*SHAPE[:dim], records, *SHAPE[dim + 1 :])
+        tracker.note(x, Held(Layout(dim)))
+        seed_pass()
+        with tracker:
+            result = function(x)
+        survey = tracker.survey
+    assert tracker is not None
+    return tracker.state(result), x
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_puts_records_where_its_rule_says(name: str) -> None:
+    """Another record changes other numbers only, whichever dimension the records stand in."""
+    function, accepted = OPERATORS[name], 0
+    for dim in range(len(SHAPE)):
+        try:
+            state, x = state_of(function, dim)
+        except ValueError:
+            continue
+        if not isinstance(state, Held):
+            continue
+        accepted += 1
+        layout, before = state.layout, function(x)
+        for record in range(7):
+            other = x.clone()
+            other.select(dim, record).mul_(-3.0)
+            differs = (function(other) != before).movedim(layout.dim, 0).flatten(1).any(dim=1)
+            assert differs[layout.owners(7) != record].sum() == 0
+            assert differs[layout.owners(7) == record].any()
+    assert accepted
+
+
 def test_planted_fault_indices_taken_for_constants_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the rule of look-ups, a sorted batch would be accepted, and its gradients given to other records."""
+    """Without rules of order and look-ups, a sorted batch would be accepted, its gradients given to other records."""
+    monkeypatch.setitem(operators.RULES, "sort", lambda op, outputs: op.state(op["self"]))
     monkeypatch.setitem(operators.RULES, "index", lambda op, outputs: op.state(op["self"]))
     monkeypatch.setitem(operators.RULES, "index_put", lambda op, outputs: op.state(op["values"]))
     assert worst(lambda: Runs(by_length), draw(6, 5, 4), torch.arange(6).flip(0)) > 0.1

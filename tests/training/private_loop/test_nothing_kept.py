@@ -42,7 +42,18 @@ class Range(nn.Module):
                 self.plain.fill_(float(found))
                 self.extra = found
                 self.register_buffer("added", found)
-        return self.last(torch.tanh(self.first(x)))
+        hidden = torch.tanh(self.first(x))
+        if len(x) > LARGE and hidden.requires_grad:
+            hidden.register_hook(self.keep)
+        return self.last(hidden)
+
+    def keep(self, gradient: Tensor) -> None:
+        """Keep what a backward pass brings."""
+        self.replaced = self.extra = found = gradient.sum()
+        self.low.copy_(found)
+        self.lowest = float(found)
+        self.seen.append(float(found))
+        self.plain.fill_(float(found))
 
     def kept(self) -> list[Any]:
         """All that it keeps."""

@@ -75,6 +75,7 @@ def probe(
         first.differentiate(named, seeded)
         second.differentiate(named, seeded)
         second.require_rows_of_signals()
+        second.tracker.require_parameters_kept(model)
     second.recorder.settle()
     uses = [roots for _, roots in second.recorder.calls]
     several = any(sum(n in roots for roots in uses) > 1 for n in range(len(named)))

@@ -18,6 +18,8 @@ _SIZES = frozenset({
     "size", "sizes", "shape", "self_size", "input_sizes", "input_size", "repeats", "split_size", "split_sizes", "N",
 })  # fmt: skip
 """Arguments that may grow with the batch: the shape of the result tells whether they did so by the records only."""
+PASS_SEED = 2**31 + 48611
+"""Seed of torch's generator in a pass that is followed; no module is likely to take it."""
 _STRIDED = frozenset({"as_strided", "new_empty_strided", "empty_strided"})
 _CUTS = frozenset({
     "slice", "split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes", "split_copy",
@@ -63,18 +65,28 @@ def numbers(op: Operation) -> tuple[Any, ...]:
     return tuple(leaf for leaf in tree_leaves(kept) if not isinstance(leaf, (Tensor, torch.Generator)))
 
 
-def cut_of(op: Operation) -> Any:
-    """Return where an operator cuts a dimension, or None."""
-    given = [op[name] for name in ("end", "split_size", "split_sizes") if op[name] is not None]
-    return given[0] if given and given[0] != sys.maxsize else None
+def cuts_of(op: Operation) -> tuple[Any, ...]:
+    """Return where an operator cuts a dimension: its start, its end and its sizes; None for what cuts nothing."""
+    if op.name not in _CUTS:
+        return ()
+    given = (op[name] for name in ("start", "end", "split_size", "split_sizes"))
+    return tuple(None if each in (0, sys.maxsize) else each for each in given)
 
 
-def cut_of_records(op: Operation) -> Any:
+def cuts_of_records(op: Operation) -> tuple[Any, ...] | None:
     """Return where an operator cuts the dimension of records, or None."""
     state = op.state(op["self"]) if op.name in _CUTS else None
     if not isinstance(state, Held) or state.layout.dim != op["dim"] % op["self"].ndim:
         return None
-    return cut_of(op)
+    return cuts_of(op)
+
+
+def own_draws(op: Operation) -> bool:
+    """Whether an operator draws from a generator of the module's own, or from torch's after the module seeded it."""
+    if torch.Tag.nondeterministic_seeded not in op.func.tags or op["dropout_p"] == 0:
+        return False
+    given = [leaf for leaf in tree_leaves(op.arguments) if isinstance(leaf, torch.Generator)]
+    return any(each is not torch.default_generator for each in given) or torch.initial_seed() != PASS_SEED
 
 
 def outputs_of(result: Any) -> Outputs:

@@ -61,6 +61,7 @@ reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward 
 _MATRICES = """
 linalg_inv_ex linalg_cholesky_ex _linalg_solve_ex linalg_solve_triangular linalg_qr _linalg_svd _linalg_eigh
 _linalg_slogdet _linalg_det linalg_lu_factor_ex linalg_matrix_exp cholesky_solve cholesky_inverse _cdist_forward
+_cdist_backward
 """
 _BATCH_NORMS = """
 native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm
@@ -94,7 +95,7 @@ RULES: dict[str, Rule] = {
             rules.leading(2),
         )
     ),
-    **dict(_each("im2col col2im", rules.first_dimension)),
+    **dict(_each("im2col col2im affine_grid_generator", rules.first_dimension)),
     **dict(_each("_fft_r2c _fft_c2c _fft_c2r", rules.along)),
     **dict(_each("view_as_real view_as_complex", rules.view_as_numbers)),
     **dict(_each("embedding", lookups.embedding)),

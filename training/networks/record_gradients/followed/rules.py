@@ -290,8 +290,8 @@ def _with_weight_gradients(state: State, op: Operation, outputs: Outputs) -> lis
 def convolution(op: Operation, outputs: Outputs) -> State | list[State]:
     """A convolution over the last dimensions, and its gradients."""
     op.require_none("weight", "bias")
-    values = op["input"]
-    state = op.state(values) or op.state(op["grad_output"])
+    pairs = op.pairs("input", "grad_output")
+    state, _ = joined(pairs, pairs[0][0].ndim)
     if isinstance(state, Held) and state.layout.dim:
         raise Refused(
             "sees the records in another dimension than the first", "give it (records, channels, ...)"

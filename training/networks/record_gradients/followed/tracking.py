@@ -7,7 +7,8 @@ have no known owner, is refused: nothing follows from the numbers that records h
 
 Numbers of a batch that a module draws from its size are found by comparing two passes on batches of two sizes. Not
 seen: Python code that takes another path in training than in these passes, by a count of its calls, a clock, random
-draws of its own or the size of a batch; and native code that changes a tensor's memory behind torch.
+draws of its own, the size of a batch or an error that an operator raised and it caught; and native code or other
+threads that read or change a tensor's memory behind torch.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from training.networks.record_gradients.followed.arguments import (
+    PASS_SEED,
     address,
-    cut_of,
-    cut_of_records,
+    cuts_of,
+    cuts_of_records,
     memory,
     named_arguments,
     numbers,
@@ -39,6 +41,7 @@ from training.networks.record_gradients.followed.arguments import (
     outputs_of,
     overlap,
     overwritten,
+    own_draws,
     require_dense,
     same_owners,
 )
@@ -64,7 +67,7 @@ _FACTORIES = frozenset({
 })  # fmt: skip
 """Operators whose results are the same, or drawn alike, at every place."""
 _READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
-_ESCAPES = ("numpy", "tolist", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__")
+_ESCAPES = ("numpy", "tolist", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__", "__repr__")
 """Methods that hand numbers to code that no operator of torch shows."""
 _SHOWN = {"_local_scalar_dense": "item (or a condition of Python)"}
 _TENSOR_REMEDY = "compute with tensors, such as torch.where: a number in Python may depend on all records"
@@ -89,14 +92,14 @@ class _Step:
         numbers: Its arguments that are no tensors.
         shapes: The shapes of its results.
         values: Copies of small results without records.
-        cut: Where it cuts a tensor, if it does.
+        cuts: Where it cuts a tensor, if it does.
     """
 
     name: str
     numbers: tuple[Any, ...]
     shapes: list[tuple[int, ...] | None]
     values: list[Tensor | None]
-    cut: Any = None
+    cuts: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -303,10 +306,17 @@ class RowTracker(TorchDispatchMode):
         for tensor in overwritten(op) if any(op.states.values()) else ():
             kept = self._kept.get(memory(tensor)._cdata)
             if kept is not None:
-                raise ValueError(
-                    f"model: a training pass changes {kept} ({op.where} writes numbers of the batch into it), which a "
-                    "checkpoint would hold without noise; use modules that keep nothing of a batch"
-                )
+                raise _keeps(kept, op.where)
+
+    def require_parameters_kept(self, model: nn.Module) -> None:
+        """Refuse numbers of records that a pass, which is over, put in the place of a parameter; `memory` keeps others.
+
+        Raises:
+            ValueError: There are some.
+        """
+        for name, parameter in model.named_parameters():
+            if self.state(parameter) is not None:
+                raise _keeps(f"parameter {name!r}", type(model).__name__)
 
     def _take_notes(self, op: Operation, outputs: Outputs, numbers: tuple[Any, ...]) -> None:
         """Note an operator of the first pass."""
@@ -318,7 +328,7 @@ class RowTracker(TorchDispatchMode):
             for output in outputs
         ]
         shapes = [None if output is None else tuple(output.shape) for output in outputs]
-        self.survey.steps.append(_Step(op.name, numbers, shapes, values, cut_of(op)))
+        self.survey.steps.append(_Step(op.name, numbers, shapes, values, cuts_of(op)))
         for output in outputs:
             if output is not None:
                 self.note(output, held)
@@ -341,11 +351,13 @@ class RowTracker(TorchDispatchMode):
         """Return the states of an operator's results."""
         given = list(op.states.values())
         factory = op.name in _FACTORIES and not (op.name.endswith("_like") and any(given))
+        found: State | list[State]
         if factory or not any(state is not None and not _is_placed(state) for state in given):
-            return [
+            found = [
                 None if output is None else self._constant(op, output, step, n, numbers, factory=factory)
                 for n, output in enumerate(outputs)
             ]
+            return self._undrawn(op, found)
         rule = rule_of(op.name)
         if rule is None:
             raise Refused("has no known rule for the rows of records", _NO_RULE.get(op.name, _LIST))
@@ -359,15 +371,31 @@ class RowTracker(TorchDispatchMode):
             replace(state, placed=False) if isinstance(state, Mixed) else state  # records take part, too
             for state in (found if isinstance(found, list) else [found] * len(outputs))
         ]
-        cut = cut_of_records(op)
-        if cut is not None and cut == step.cut:
+        shared = next((state for state in given if isinstance(state, Mixed) and not state.placed), None)
+        if shared is not None:  # whatever the rule looks at
+            return [state if isinstance(state, Mixed) else shared for state in states]
+        cuts = cuts_of_records(op) or ()
+        fixed = [a for a, b in zip(cuts, step.cuts, strict=False) if a is not None and a == b]
+        if fixed:  # also if it leaves nothing of the batches of these passes
             mixed = op.mixed("cuts the batch at a fixed number of records", "work on the whole batch")
-        elif cut is None and not agrees(numbers, step.numbers):
+            return [state if isinstance(state, Mixed) else mixed for state in states]
+        if not any(cuts) and not agrees(numbers, step.numbers):
             mixed = op.mixed(
                 "takes the number of records as a number", "let no number depend on the batch's size"
             )
-        else:
+            return [mixed if isinstance(state, Held) else state for state in states]
+        return self._undrawn(op, states)
+
+    @staticmethod
+    def _undrawn(op: Operation, states: list[State]) -> list[State]:
+        """Return states, and what is known by its place in the batch if a generator of known seed drew for records."""
+        if not any(isinstance(state, Held) for state in states) or not own_draws(op):
             return states
+        mixed = op.mixed(
+            "draws for every place in the batch from a generator that the model made or seeded, so that records that "
+            "come or go change what the others get",
+            "draw from torch's generator as it is",
+        )
         return [mixed if isinstance(state, Held) else state for state in states]
 
     def _constant(
@@ -514,9 +542,16 @@ def _guard(tracker: RowTracker, name: str, method: Callable[..., Any]) -> Callab
 
 def seed_pass() -> None:
     """Seed the global generators, so that passes draw alike."""
-    torch.manual_seed(0)
+    torch.manual_seed(PASS_SEED)
     np.random.seed(0)  # noqa: NPY002
     random.seed(0)
+
+
+def _keeps(kept: str, where: str) -> ValueError:
+    return ValueError(
+        f"model: a training pass changes {kept} ({where} writes numbers of the batch into it), which a checkpoint "
+        "would hold without noise; use modules that keep nothing of a batch"
+    )
 
 
 def _is_placed(state: State) -> bool:

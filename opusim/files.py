@@ -291,7 +291,7 @@ class OwnProcess:
         if not self.is_this:
             raise RuntimeError(
                 f"{what} belongs to process {self._maker[0]}, and process {os.getpid()} was forked from it; both would "
-                f"use what was paid once. Go on in process {self._maker[0]} only, or fork before it is made"
+                f"use what was paid once. Continue in process {self._maker[0]} only, or fork before it is made"
             )
 
     def __reduce__(self) -> tuple[type[OwnProcess], tuple[()]]:

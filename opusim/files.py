@@ -313,7 +313,7 @@ os.register_at_fork(after_in_child=_count_fork)
 class AppendedFile:
     """A regular file at whose end one process writes; after an error of the system it takes nothing more.
 
-    Until the file is opened again, nobody knows what a failed write left on the disk. Content behind the stated end,
+    Until the file is opened again, it is not known what a failed write left on the disk. Content behind the stated end,
     as a kill or Ctrl-C leaves it, is removed before the next content is written.
 
     Args:

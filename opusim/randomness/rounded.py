@@ -2,9 +2,9 @@
 
 **The release.** r = h round((s + b X) / h), with s the value that the machine holds, X exactly N(0, 1) or Laplace of
 scale 1, and the grid h = 2^(floor(log2 b) - 10), a public power of two. r is a function of the real number s + b X, so
-it has the privacy of real-valued noise on s, in any dimension and under any sampling: rounding costs nothing. A float32
-or float64 noise that is added and rounded has not: the noise then lies on a grid of its own, and whoever subtracts a
-guess of s sees whether what remains lies on it (Mironov 2012).
+it has the privacy of real-valued noise on s, in any dimension and under any sampling: rounding costs nothing. Noise
+that is drawn in float32 or float64 and then added has not: it lies on a grid of its own, and an attacker who subtracts
+a guess of s sees whether what remains lies on it (Mironov 2012).
 
 **How.** U and V are uniform in (0, 1) with infinitely many binary digits, of which 64 are drawn at first, and
 

@@ -190,7 +190,7 @@ class Owner:
         self.working = None
 
     def _pause(self, client: str, work: Work) -> None:
-        """Abandon a call that nobody waits for; let another client have its turn if this one's is over.
+        """Abandon a call whose client has left; let another client have its turn if this one's is over.
 
         Raises:
             Abandoned: The server stops, or the client is gone.

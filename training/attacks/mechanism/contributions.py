@@ -258,7 +258,7 @@ def read_amounts(
 def _contributions(
     config: RunConfig, subject: Subject, dataset: Dataset, state: Weights, clip: float
 ) -> Iterator[Gradient]:
-    """Yield the clipped contribution of each record, at the first state; the others hardly differ from it."""
+    """Yield the clipped contribution of each record, at the first state, which the others are close to."""
     rows = range(len(dataset.train))
     if config.trainer.kind == "convex":
         for row in rows:

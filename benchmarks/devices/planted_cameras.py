@@ -97,7 +97,7 @@ class PlantedCamera(CameraDevice):
     """The camera twin of a preset with a planted fault in its sensor.
 
     Args:
-        fault: what is wrong; None for a sound sensor of the same code.
+        fault: what is wrong, or None if the sensor is sound.
         number: which instrument this is.
         name: of the preset.
         camera: settings of the section ``[camera]`` besides the preset's.

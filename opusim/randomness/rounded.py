@@ -14,8 +14,8 @@ a guess of s sees whether what remains lies on it (Mironov 2012).
 2. If the bound reaches no edge between two points of the grid, the nearest point is r, whatever the other digits are.
 3. Else draw 64 more digits of U and V, and compute in interval arithmetic with as many digits, until it is so.
 
-Step 3 happens to some 1 in 10^10 numbers if |s| is below 1,000 b; it takes about a millisecond, so that time tells at
-most that a number was near an edge.
+Step 3 happens to some 1 in 10^10 numbers if |s| is below 1,000 b: twice the bound of step 1, some 2^-45 b, over a grid
+step. It takes longer, so that time tells at most that a number was near an edge.
 
 **Sums.** Noise hides a sum only if neighbouring data sets change the *computed* sum by at most the stated bound.
 `toward_zero` makes contributions multiples of a power of two, so that sums of them are exact in any order.

@@ -26,7 +26,7 @@ x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
 
 
 class Own(nn.Module):
-    """A linear layer and something beside it, which need not be used."""
+    """A linear layer and another part, which need not be used."""
 
     def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ def plant() -> AbstractContextManager[None]:
 
 FAULT = Fault(
     name="coins_paired",
-    breaks="One coin decides for two records, which are never in a batch together; sizes of batches hardly tell.",
+    breaks="One coin decides for two records, which are never in a batch together; sizes of batches show little of it.",
     trainers=STEPWISE,
     checks=("records: coins of two",),
     plant=plant,

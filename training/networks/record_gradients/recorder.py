@@ -105,7 +105,7 @@ class Recorder(TorchFunctionMode):
         named: The parameters.
         kinds: What is known about uses.
         probing: Whether uses of unknown kinds are accepted.
-        tracker: In a probe, knows where the records stand, so that kinds are noted; None for a pass that notes nothing.
+        tracker: In a probe, knows where the records stand, so that kinds are noted; or None if nothing is noted.
     """
 
     def __init__(

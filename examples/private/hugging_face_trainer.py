@@ -3,7 +3,8 @@
 pip install 'opusim[frameworks]' && python examples/private/hugging_face_trainer.py
 
 Lines marked `# opusim` differ from training without protection. The Trainer hands model outputs and labels to
-`compute_loss_func`, and `get_train_dataloader` is its hook for a loader of one's own.
+`compute_loss_func`, and `get_train_dataloader` is its hook for a loader of one's own. By default it also hands over
+the number of a batch's records, which is private: `model_accepts_loss_kwargs = False` keeps it from doing so.
 """
 
 import tempfile
@@ -71,7 +72,7 @@ def main(epochs: int = 25) -> float:
         compute_loss_func=lambda outputs, labels, **_: criterion(outputs.logits, labels),
     )
     trainer.get_train_dataloader = lambda: loader
-    trainer.model_accepts_loss_kwargs = False  # opusim: the number of a batch's records is private
+    trainer.model_accepts_loss_kwargs = False  # opusim
     trainer.train()
     found = trainer.predict(records[1500:])
     accuracy = float((found.predictions.argmax(axis=1) == found.label_ids).mean())

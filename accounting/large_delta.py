@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from accounting.mechanisms import Mechanism
 
 LARGE_DELTA = (
-    "delta is at least 1 / records: a mechanism that publishes one whole record or more, on average, can have the same "
-    "delta at an epsilon of 0. Choose a delta well below 1 / records."
+    "delta is at least 1 / records, so a mechanism that publishes one whole record or more, on average, can have the "
+    "same delta at an epsilon of 0; choose a delta well below 1 / records"
 )
 
 
@@ -27,7 +27,7 @@ def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float
     n = public_number(mechanisms, records)
     if n is None or delta * n < 1 - 1e-9:
         return None
-    return f"delta = {delta:g} with {n:,.6g} records: {LARGE_DELTA} 1 / records is {1 / n:.2g}"
+    return f"delta = {delta:g} with {n:,.6g} records (1 / records is {1 / n:.2g}): {LARGE_DELTA}"
 
 
 def public_number(mechanisms: Sequence[Mechanism], records: float | None = None) -> float | None:

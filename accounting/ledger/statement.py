@@ -41,7 +41,7 @@ WARNINGS: dict[WarningCode, str] = {
         "Not audited: no audit of opusim attacks the code behind one of these mechanisms. Only the proof and the tests "
         "of that code speak for the number."
     ),
-    "large-delta": f"{LARGE_DELTA[0].upper()}{LARGE_DELTA[1:]}",
+    "large-delta": f"{LARGE_DELTA[0].upper()}{LARGE_DELTA[1:]}.",
 }
 """What limits every guarantee of a document."""
 _MODES: dict[Mode, str] = {

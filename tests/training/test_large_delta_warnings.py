@@ -38,13 +38,13 @@ def started(folder: Path, **options: Any) -> list[str]:
 def test_a_private_loop_warns_once_and_from_one_over_n_on(tmp_path: Path) -> None:
     assert started(tmp_path / "small", target_delta=0.9 / N) == []
     (line,) = started(tmp_path / "large", target_delta=0.1)
-    assert line.startswith("delta = 0.1 with 40 records: ")
+    assert line.startswith("delta = 0.1 with 40 records (1 / records is 0.025): ")
 
 
 def test_a_hidden_number_is_not_told(tmp_path: Path) -> None:
     hidden = {"relation": "add_or_remove_one", "sample_rate": 0.1}
     (line,) = started(tmp_path / "typed", target_delta=0.1, **hidden)
-    assert line.startswith("delta = 0.1 with 100 records: ")  # 10 / 0.1, not 40
+    assert line.startswith("delta = 0.1 with 100 records (1 / records is 0.01): ")  # 10 / 0.1, not 40
 
 
 @pytest.mark.parametrize(("delta", "count"), [(0.1, 1), (1e-5, 0)])

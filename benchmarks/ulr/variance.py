@@ -96,7 +96,8 @@ class Measured:
 
     def squares(self, layer: int, delta: Tensor) -> float:
         """Return sum_i |J_i^T delta_i|^2."""
-        return float(self.network.squared_norms(layer, delta, self.outputs.inputs[layer]).sum())
+        h = self.outputs.inputs[layer]
+        return float(self.network.jacobians[layer].contributions(delta, h).squared_norms().sum())
 
     def relative(
         self, *, sigma: float = 0.3, copies: int = 2, reduction: str = "antithetic", **laws: Any

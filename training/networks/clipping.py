@@ -6,19 +6,24 @@ A clip must hold in the arithmetic that runs. Float32 breaks it in three ways:
 - long sums round: the norm of 10^6 nearly equal numbers may be off by 0.1 %;
 - sums of many signed products cancel: only rounding errors remain, which no norm of the exact sum bounds.
 
-Therefore norms are accumulated in float64, whose range holds every product of four float32 numbers; a factor times a
-row is formed in float32 only if no result is near the smallest float32; and the norm of a contribution that is itself a
-sum of products is raised by the largest possible rounding error of that sum (`product_slack`). Whatever a record holds,
-its contribution then has norm at most C (1 + 1e-6).
+Therefore float32 norms are raised by the largest error that their sum of squares may have (`Measured`), the norm of a
+contribution that is itself a sum of products by that sum's largest rounding error (`product_slack`), and all that
+follows is float64. Records whose numbers float32 cannot hold, of norms from 2^60 on, count as not finite: they
+contribute nothing. Whatever a record holds, its contribution then has norm at most C (1 + 1e-6).
+
+Nothing here asks a tensor for a value: what depends on a record's numbers is decided in tensors, so that a graphics
+card does not wait, and time does not tell of a record.
 
 Operators of the PDFA paper (section 3.1, eqs. 8 and 9): `clip_entries`, `offset_entries`, `scale_to_ball`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +34,14 @@ _FLOAT64_CHUNK = 2**20
 """Numbers converted to float64 at once, 8 MiB."""
 _SHORT_ROW = 1600
 """Length up to which a float32 sum of squares, in any order, is off by less than 1e-4 of the norm."""
-_BLOCK = 256
-"""Numbers of a longer row whose squares are summed in float32; the sum over blocks takes float64."""
-_SAFE_NORMS = (1e-15, 1e15)
-"""Range of float32 norms whose squares neither overflowed nor lost terms; vanished squares are below 1e-45 each."""
-_SUBNORMAL_GUARD = 2.0**-60
-"""Products with numbers below it may be subnormal, and then round by more than 2^-24 of themselves."""
-_EXACT_ROWS = 4096
-"""Rows whose products are summed at once in float64, so that the error does not grow with the batch's whole size."""
+_BLOCKS = range(512, 63, -1)
+"""Lengths of the blocks that a longer row is cut into."""
+_LARGEST_NORM = 2.0**60
+"""Float32 norms from here on count as infinite; products of two numbers below it do not overflow."""
+_VANISHED = 2.0**-62
+"""Largest number whose square may vanish in float32, even if subnormal numbers are flushed to zero."""
+_LEAST_FACTOR = 2.0**-100
+"""Factors below it are 0: float32 would hold them with few digits."""
 CANCELLED = 2.0**-14
 """Share of sum_p |s_p| |u_p| by which the norm of a contribution of several uses is raised, see `SUM_ERROR`."""
 SUM_ERROR = 0.01
@@ -48,11 +53,11 @@ positions, in blocks of R rows, then rounds by at most (R + n P / R) 2^-53 n 2^1
 n 2^-24 C; all layers together too, by the triangle inequality. Twice that, for two batches, is below 0.01 C for up to
 `MOST_RECORDS` records and 128 positions.
 """
-_MILD = 2.0**7
-"""Products of one use of magnitude up to this many norms of a record are summed in float32, others in float64.
+MILD = 2.0**-7
+"""Least norm of a contribution of several products, in parts of the sum A of their magnitudes.
 
 A float32 sum over n records of P positions then rounds by at most n P 2^-24 n 2^7 C, and by far less if errors of both
-signs occur; records with larger products would raise that without limit.
+signs occur. A record whose products cancel further, to less than A / 128, contributes less than the clip allows.
 """
 MOST_RECORDS = 2**16
 """Records of a batch for which `SUM_ERROR` is proven, divided by the number of processes that add their sums."""
@@ -64,12 +69,113 @@ class Clip:
 
     Attributes:
         factors: Multiply the contributions, in [0, 1], float64, shape (batch,); 0 removes a record, whatever it holds.
-        norms: The norms from which the factors were computed, float64, shape (batch,). A layer that computes a
-            contribution again must keep it within factor times norm.
+        rounded: The factors in float32.
+        squares: Squares of the norms from which the factors were computed, float64, shape (batch,). A layer that
+            computes a contribution again must keep it within factor times norm.
+        kept: Marks the records that contribute, bool, shape (batch,); None if all of them do.
     """
 
     factors: Tensor
+    rounded: Tensor
+    squares: Tensor
+    kept: Tensor | None
+
+    @classmethod
+    def of_layers(cls, factors: Tensor, squares: Tensor) -> list[Clip]:
+        """Return the clip of each layer, shapes (layers, batch).
+
+        A record contributes if all its norms are finite and a factor is above 0. On the processor, where it costs
+        nothing, the host looks once whether all records do; elsewhere the others are masked in any case.
+        """
+        kept = (squares.sum(dim=0) < torch.inf) & (factors.sum(dim=0) > 0)
+        all_kept = kept.device.type == "cpu" and bool(kept.all())
+        return [
+            cls(factors=factor, rounded=rounded, squares=own, kept=None if all_kept else kept)
+            for factor, rounded, own in zip(
+                factors.unbind(0), factors.float().unbind(0), squares.unbind(0), strict=True
+            )
+        ]
+
+    def of_records(self, part: slice) -> Clip:
+        """Return the clip of some records."""
+        kept = None if self.kept is None else self.kept[part]
+        return replace(
+            self,
+            factors=self.factors[part],
+            rounded=self.rounded[part],
+            squares=self.squares[part],
+            kept=kept,
+        )
+
+    def finite(self, rows: Tensor) -> Tensor:
+        """Return rows (batch, ...), zeros for records that do not contribute."""
+        return rows if self.kept is None else finite_rows(rows, self.kept)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Return factors times rows, float32, shape (batch, ...); zeros for records that do not contribute."""
+        return self.finite(rows * by_record(self.rounded, rows))
+
+
+class Measured(NamedTuple):
+    """Float32 norms, and how far they may be off: the exact norm is at most norms (1 + relative) + absolute.
+
+    Attributes:
+        norms: float32, shape (batch,).
+        relative: Of a sum of n squares in any order: (n + 8) 2^-24.
+        absolute: For squares that vanish: sqrt(n) 2^-62.
+    """
+
     norms: Tensor
+    relative: float
+    absolute: float
+
+
+def measured(rows: Tensor, *, coarsely: bool = False) -> Measured:
+    """Measure the Euclidean norm of each record's numbers.
+
+    Each record's norm depends on its numbers only; otherwise one record would move the factors of others.
+
+    Args:
+        rows: float32 or float64, shape (batch, ...).
+        coarsely: Whether the norm of a long row may be off by more than 1e-4, as that of a bound on rounding may.
+    """
+    flat = rows.flatten(1)
+    terms = flat.shape[1]
+    absolute = terms**0.5 * _VANISHED
+    if flat.dtype == torch.float64:
+        return Measured(torch.linalg.vector_norm(flat, dim=1).float(), 2.0**-23, absolute)
+    if terms <= _SHORT_ROW or coarsely:
+        return Measured(torch.linalg.vector_norm(flat, dim=1), (terms + 8) * 2.0**-24, absolute)
+    block = _block(terms)
+    whole = terms // block * block
+    norms = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, block)), dim=2)
+    if whole < terms:
+        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
+        norms = torch.cat([norms, rest], dim=1)
+    again = measured(norms)
+    return Measured(again.norms, (block + 8) * 2.0**-24 + 1.01 * again.relative, absolute + again.absolute)
+
+
+@lru_cache(maxsize=1024)
+def _block(terms: int) -> int:
+    """Return a length of blocks that cuts a row without a rest, if there is one."""
+    return next((length for length in _BLOCKS if terms % length == 0), _BLOCKS[len(_BLOCKS) // 2])
+
+
+def resolved(found: Sequence[Measured]) -> Tensor:
+    """Return upper bounds on the norms, float64, shape (len(found), batch); infinite from 2^60 on, or for NaN."""
+    norms = torch.stack([each.norms for each in found])
+    relative, absolute = constants(
+        (tuple(1 + each.relative for each in found), tuple(each.absolute for each in found)), norms.device
+    )
+    bounds = torch.addcmul(absolute, norms, relative)  # float64
+    return bounds / (norms < _LARGEST_NORM)  # by 1, or by 0: infinite
+
+
+@lru_cache(maxsize=512)
+def constants(values: tuple[tuple[float, ...], ...], place: torch.device) -> tuple[Tensor, ...]:
+    """Return columns of public float64 numbers on a torch device, shapes (n, 1); copied there once."""
+    return tuple(torch.tensor(column, dtype=torch.float64, device=place)[:, None] for column in values)
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -87,158 +193,24 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def norm_bounds(rows: Tensor) -> Tensor:
-    """Return an upper bound on the norm of each record's numbers, at most 1e-4 above it, float64, shape (batch,).
+    """Return an upper bound on the norm of each record's numbers, float64, shape (batch,).
 
-    A row whose norm is neither tiny nor huge takes a fraction of the time of `row_norms`: float32 norms of the whole
-    row, or of blocks of a long one, are raised by (n + 8) 2^-24, the largest error of a float32 sum of n squares in any
-    order. Each row's bound depends on that row only; otherwise one record would move the factors of others.
+    It takes a fraction of the time of `row_norms`. It is at most 1e-4 of the norm and sqrt(n) 2^-62 above it, and
+    infinite for norms from 2^60 on.
 
     Args:
         rows: Shape (batch, ...).
     """
-    flat = rows.flatten(1)
-    terms = flat.shape[1]
-    if terms <= _SHORT_ROW:
-        norms = torch.linalg.vector_norm(flat, dim=1).double()
-    else:
-        terms, whole = _BLOCK, flat.shape[1] // _BLOCK * _BLOCK
-        blocks = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
-        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
-        norms = torch.linalg.vector_norm(torch.cat([blocks, rest], dim=1).double(), dim=1)
-    bounds = norms * (1 + (terms + 8) * 2.0**-24)
-    unsafe = torch.nonzero(~safe_in_float32(norms)).flatten()
-    return bounds.index_copy(0, unsafe, row_norms(flat[unsafe])) if len(unsafe) else bounds
-
-
-def safe_in_float32(norms: Tensor) -> Tensor:
-    """Return whether float32 products of rows with these norms lose at most 1e-15 of the largest, shape (batch,)."""
-    return (norms > _SAFE_NORMS[0]) & (norms < _SAFE_NORMS[1])
+    return resolved([measured(rows)])[0]
 
 
 def bounded_factors(norms: Tensor, bound: float) -> Tensor:
-    """Return min(1, bound / norm) for each record, and 0 if the norm is not finite, float64, shape (batch,)."""
-    exact = norms.double()
-    factors = (bound / exact.clamp_min(torch.finfo(exact.dtype).tiny)).clamp(max=1.0)
-    return torch.where(torch.isfinite(exact), factors, 0.0)
+    """Return min(1, bound / norm) for each record, float64, shape (batch,).
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledRows:
-    """Factors times rows, each row with an error of at most 2^-22 of its norm.
-
-    Rows that float32 cannot hold are found one by one and stored separately. If one record switched all sums from
-    float32 to float64, the rounding of the other records would change by up to the batch size times 2^-24 of their sum,
-    which exceeds a clip from a few thousand records on.
-
-    Attributes:
-        rows: float32, shape (batch, ...); 0 for the separate rows.
-        apart: Positions of the separate rows, which would be subnormal in float32, or cancel, shape (m,), int64.
-        exact: These rows, float64, shape (m, ...); sums of their products need float64.
+    0 if the norm is not finite, or above 2^100 bounds, whose factor float32 would not hold.
     """
-
-    rows: Tensor
-    apart: Tensor
-    exact: Tensor
-
-    def totals(self, others: Tensor, products: Callable[[Tensor, Tensor], list[Tensor]]) -> list[Tensor]:
-        """Sum products of these rows and others over the records, float32.
-
-        Args:
-            others: float32 or indices, shape (batch, ...).
-            products: Maps rows and others of one dtype to sums over records.
-        """
-        totals = products(self.rows, others)
-        if not len(self.apart):
-            return totals
-        own = others[self.apart]
-        added = products(self.exact, own.double() if own.is_floating_point() else own)
-        return [(total.double() + more).float() for total, more in zip(totals, added, strict=True)]
-
-
-def cancels(magnitudes: Tensor, norms: Tensor) -> Tensor:
-    """Return which records have products that cancel so far that a batch's sum of them needs float64, shape (batch,).
-
-    Args:
-        magnitudes: Bounds on sum_p |s_p| |u_p|, float64, shape (batch,).
-        norms: Of the records' contributions, float64, shape (batch,).
-    """
-    return magnitudes > _MILD * norms
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExactRows:
-    """Factors times rows for sums in float64, which products that cancel need; see `SUM_ERROR`.
-
-    Attributes:
-        rows: Finite, float32, shape (batch, ...).
-        factors: In [0, 1], float64, shape (batch,).
-        positions: Products of each record.
-    """
-
-    rows: Tensor
-    factors: Tensor
-    positions: int
-
-    def totals(self, others: Tensor, products: Callable[[Tensor, Tensor], list[Tensor]]) -> list[Tensor]:
-        """Sum products of these rows and others over the records, float64; arguments as `ScaledRows.totals` takes."""
-        step = max(1, _EXACT_ROWS // self.positions)
-        totals: list[Tensor] = []
-        for rows, factors, own in zip(
-            self.rows.split(step), self.factors.split(step), others.split(step), strict=True
-        ):
-            wide = own.double() if own.is_floating_point() else own
-            added = products(rows.double() * by_record(factors, rows), wide)
-            totals = (
-                [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
-            )
-        return totals
-
-
-def scaled_rows(rows: Tensor, factors: Tensor, cancelling: Tensor | None = None) -> ScaledRows:
-    """Multiply rows by factors.
-
-    Args:
-        rows: Finite, float32, shape (batch, ...).
-        factors: In [0, 1], float64, shape (batch,).
-        cancelling: Marks rows whose products need float64, as `cancels` finds them, shape (batch,); None for none.
-    """
-    scaled = rows * by_record(factors.float(), rows)
-    norms = norm_bounds(scaled)
-    normal = (
-        (factors > _SUBNORMAL_GUARD) & ((norms == 0) | (norms > _SUBNORMAL_GUARD))
-        | (factors == 0)
-        | (factors == 1)
-    )
-    if cancelling is not None:
-        normal &= ~cancelling
-    apart = torch.nonzero(~normal).flatten()
-    exact = rows[apart].double() * by_record(factors[apart], rows)
-    return ScaledRows(rows=finite_rows(scaled, normal) if len(apart) else scaled, apart=apart, exact=exact)
-
-
-def weighted_sums(parts: Sequence[Tensor], factors: Tensor, norms: Tensor) -> list[Tensor]:
-    """Return sum_i f_i rows_i of each part, shape (n,), each term with an error of at most 2^-22 of its norm.
-
-    Terms that float32 cannot hold are added in float64, one by one, as in `scaled_rows`.
-
-    Args:
-        parts: What each record's row consists of, float32 or float64, shapes (batch, n).
-        factors: In [0, 1], float64, shape (batch,); 0 removes a row, whatever it holds.
-        norms: Norms of the whole rows, over all parts, float64, shape (batch,).
-    """
-    used = factors > 0
-    kept = parts if bool(used.all()) else [finite_rows(rows, used) for rows in parts]
-    normal = (factors == 1) | ((factors > _SUBNORMAL_GUARD) & (factors * norms > _SUBNORMAL_GUARD))
-    rounded = torch.where(normal, factors, 0.0).float()
-    apart = torch.nonzero(used & ~normal).flatten()
-    sums = []
-    for rows in kept:
-        if rows.dtype == torch.float64:
-            sums.append(factors @ rows)
-            continue
-        total = rounded @ rows
-        sums.append(total.double() + factors[apart] @ rows[apart].double() if len(apart) else total)
-    return sums
+    factors = (bound / norms.double()).clamp(max=1.0)
+    return torch.where(factors >= _LEAST_FACTOR, factors, 0.0)  # NaN and 1 / infinity are not
 
 
 def multipliers(factors: Tensor) -> Tensor:
@@ -252,7 +224,7 @@ def multipliers(factors: Tensor) -> Tensor:
     Returns:
         float32, or float64 if some factor needs it; both give the same float32 products with float32 rows.
     """
-    extreme = ((factors > 0) & (factors < _SUBNORMAL_GUARD)) | (factors > 1 / _SUBNORMAL_GUARD)
+    extreme = ((factors > 0) & (factors < 2.0**-60)) | (factors > 2.0**60)
     rounded = factors.float()
     return torch.where(extreme, factors, rounded.double()) if bool(extreme.any()) else rounded
 

@@ -1,35 +1,23 @@
-"""Measure and sum the per-record gradients of layers: J_i^T delta_i, without forming them if there is a closed form.
+"""The per-record gradients of layers, J_i^T delta_i, as uses of their parameters.
 
 J_i = d v_i / d theta is the Jacobian of a module's output at record i with respect to its own parameters. Linear and
-convolutional modules use a closed form, every other module torch.func.vjp of that module only; nothing behind the
-module is differentiated.
+convolutional modules use a closed form (`training.networks.contributions`), every other module torch.func.vjp of that
+module only; nothing behind the module is differentiated.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_weight
 
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
 from training.networks.base import Network
-from training.networks.clipping import (
-    Clip,
-    cancels,
-    finite_rows,
-    norm_bounds,
-    product_slack,
-    row_norms,
-    safe_in_float32,
-    scaled_rows,
-)
-
-_NUMBERS_LIMIT = 2**24
-"""Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32."""
+from training.networks.clipping import Clip
+from training.networks.contributions.sums import Contributions
+from training.networks.contributions.uses import ConvolutionUse, LinearUse, Use
 
 
 class Jacobian(ABC):
@@ -44,28 +32,28 @@ class Jacobian(ABC):
         self.parameters = list(module.parameters())
 
     @abstractmethod
-    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
-        """Return ||J_i^T delta_i||^2 of each record as `total` forms it, or a bound on it, float64, shape (batch,).
+    def use(self, delta: Tensor, h: Tensor) -> Use:
+        """Return the use of the module's parameters at which record i adds J_i^T delta_i.
 
         Args:
             delta: Signal at the module's output, shape (batch, ...).
             h: The module's input, shape (batch, ...).
         """
 
-    @abstractmethod
-    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
-        """Return sum_i f_i J_i^T delta_i, one tensor per parameter, float32 or float64.
+    def contributions(self, delta: Tensor, h: Tensor) -> Contributions:
+        """Return what the records add to the module's parameters alone; arguments as `use` takes them."""
+        return Contributions([(self.parameters, [self.use(delta, h)])], len(delta))
 
-        Args:
-            delta: See `squared_norms`.
-            h: See `squared_norms`.
-            clip: The factors f_i, and norms that no contribution may exceed; None for factors of 1.
+    def set_gradient(self, delta: Tensor, h: Tensor, divisor: float) -> None:
+        """Write (1/divisor) sum_i J_i^T delta_i into the gradients of the parameters, without a clip.
+
+        One backward pass through the module.
         """
-
-    def set_gradient(self, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None) -> None:
-        """Write (1/divisor) sum_i f_i J_i^T delta_i into the gradients of the parameters."""
-        for parameter, total in zip(self.parameters, self.total(delta, h, clip), strict=True):
-            parameter.grad = total.div_(divisor).float()
+        with torch.enable_grad():
+            output = self.module(h.detach())
+            gradients = torch.autograd.grad(output, self.parameters, delta, allow_unused=True)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.div_(divisor)
 
     def factor_rows(self, h: Tensor) -> Tensor | None:
         """Return the rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs).
@@ -86,100 +74,54 @@ class LinearJacobian(Jacobian):
 
     def __init__(self, module: nn.Linear | DeviceLinear) -> None:
         super().__init__(module)
-        self._bias = module.bias is not None
+        self._weight, self._bias = module.weight, module.bias
 
-    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
-        """See Jacobian: ||delta_i||^2 (||h_i||^2 + 1) for one position per record."""
-        if delta.ndim == 2:
-            return outer_squared_norms(delta, h, bias=self._bias)
-        signals, rows = delta.flatten(1, -2), self.factor_rows(h)
-        return outer_sum_bounds(signals.mT, rows.mT).square()
+    def use(self, delta: Tensor, h: Tensor) -> LinearUse:
+        """See Jacobian."""
+        return LinearUse(delta, h, self._weight, self._bias)
 
-    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
-        """See Jacobian: one matrix product, and a sum for the bias."""
-        return _totals(delta, h, clip, self._products, ones=math.prod(delta.shape[1:-1]) * self._bias)
-
-    def set_gradient(self, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None) -> None:
-        """See Jacobian; one position per record is written in place."""
-        if delta.ndim == 2:
-            write_linear_gradient(self.parameters, delta, h, divisor, clip)
-        else:
-            super().set_gradient(delta, h, divisor, clip)
+    def set_gradient(self, delta: Tensor, h: Tensor, divisor: float) -> None:
+        """See Jacobian: one matrix product, written in place, and a sum for the bias."""
+        signals, weight = delta.flatten(0, -2), self._weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)  # reused: allocating costs more than writing the product
+        torch.addmm(weight.grad, signals.t(), h.flatten(0, -2), beta=0, alpha=1 / divisor, out=weight.grad)
+        if self._bias is not None:
+            self._bias.grad = signals.sum(dim=0).div_(divisor)
 
     def factor_rows(self, h: Tensor) -> Tensor:
         """See Jacobian: (h_i, 1), one row per position."""
-        return _with_ones(h.view(len(h), -1, h.shape[-1]), self._bias)
-
-    def _products(self, delta: Tensor, h: Tensor) -> list[Tensor]:
-        signals = delta.flatten(0, -2)
-        weight = signals.t() @ h.flatten(0, -2)
-        return [weight, signals.sum(dim=0)] if self._bias else [weight]
+        rows = h.view(len(h), -1, h.shape[-1])
+        return rows if self._bias is None else torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
 
 
 class ConvolutionJacobian(Jacobian):
     """v_op = w_o . u_p + b_o at every position p, where u_p is the patch of the input under the kernel.
 
-    J_i^T delta_i = sum_p delta_ip (u_ip, 1)^T. Its norm comes from the Gram matrices of patches and signals,
-    sum_pq (u_p . u_q) (delta_p . delta_q), or from the gradient itself, whichever takes fewer products. It is raised by
-    the largest possible error of the float32 sum over positions.
+    J_i^T delta_i = sum_p delta_ip (u_ip, 1)^T.
     """
 
     def __init__(self, module: nn.Conv2d) -> None:
         super().__init__(module)
         self._convolution = module
+        names = ("stride", "padding", "dilation", "groups")
+        self._options = {name: getattr(module, name) for name in names}
 
-    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
-        """See Jacobian; computed for as many records at once as memory allows."""
-        patch = self._convolution.weight[0].numel() * self._convolution.groups
-        positions = delta.shape[2] * delta.shape[3]
-        records = max(1, _NUMBERS_LIMIT // (2 * patch * positions))  # patches are held in float64
-        parts = [self._part(d, x) for d, x in zip(delta.split(records), h.split(records), strict=True)]
-        return torch.cat(parts)
+    def use(self, delta: Tensor, h: Tensor) -> ConvolutionUse:
+        """See Jacobian."""
+        return ConvolutionUse(delta, h, self._convolution.weight, self._convolution.bias, self._options)
 
-    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
-        """See Jacobian: the convolution's weight gradient, with the signals as gradient of its output."""
-        module = self._convolution
-        ones = math.prod(delta.shape[2:]) * module.groups * (module.bias is not None)
-        return _totals(delta, h, clip, self._products, ones=ones, copies=module.weight[0, 0].numel())
+    def set_gradient(self, delta: Tensor, h: Tensor, divisor: float) -> None:
+        """See Jacobian: the convolution's weight gradient."""
+        ones = torch.ones(len(delta), dtype=torch.float64, device=delta.device)
+        use = self.use(delta, h)
+        totals = use.totals(Clip(factors=ones, rounded=ones.float(), squares=ones, kept=None), torch.float32)
+        for parameter, total in zip(use.wrt, totals, strict=True):
+            parameter.grad = total.div_(divisor)
 
     def factor_rows(self, h: Tensor) -> Tensor | None:
         """See Jacobian: one patch per position; None for grouped convolutions, whose groups see different patches."""
-        if self._convolution.groups > 1:
-            return None
-        return _with_ones(self._patches(h).transpose(1, 2), self._convolution.bias is not None)
-
-    def _products(self, delta: Tensor, h: Tensor) -> list[Tensor]:
-        module = self._convolution
-        weight = conv2d_weight(
-            h,
-            module.weight.shape,
-            delta,
-            stride=module.stride,
-            padding=_as_pair(module.padding),
-            dilation=module.dilation,
-            groups=module.groups,
-        )
-        return [weight] if module.bias is None else [weight, delta.sum(dim=(0, 2, 3))]
-
-    def _part(self, delta: Tensor, h: Tensor) -> Tensor:
-        """Return squared norms of some records, each group's bias together with its weights."""
-        groups = self._convolution.groups
-        patches = self._patches(h).unflatten(1, (groups, -1))  # (batch, groups, patch, positions)
-        if self._convolution.bias is not None:
-            patches = torch.cat([patches, torch.ones_like(patches[:, :, :1])], dim=2)
-        signals = delta.flatten(2).unflatten(1, (groups, -1))  # (batch, groups, channels, positions)
-        return outer_sum_bounds(signals, patches).square().sum(dim=1)
-
-    def _patches(self, h: Tensor) -> Tensor:
-        """Shape (batch, channels x kernel, positions)."""
-        module = self._convolution
-        return nn.functional.unfold(
-            h,
-            _as_pair(module.kernel_size),
-            _as_pair(module.dilation),
-            _as_pair(module.padding),
-            _as_pair(module.stride),
-        )
+        return None if self._convolution.groups > 1 else self.use(h[:, None], h).factor_rows()
 
 
 class DeviceConvolutionJacobian(Jacobian):
@@ -189,13 +131,13 @@ class DeviceConvolutionJacobian(Jacobian):
         super().__init__(module)
         self._convolution, self._product = module, LinearJacobian(module.product)
 
-    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
+    def use(self, delta: Tensor, h: Tensor) -> LinearUse:
         """See Jacobian."""
-        return self._product.squared_norms(_positions(delta), self._convolution.patches(h))
+        return self._product.use(_positions(delta), self._convolution.patches(h))
 
-    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
+    def set_gradient(self, delta: Tensor, h: Tensor, divisor: float) -> None:
         """See Jacobian."""
-        return self._product.total(_positions(delta), self._convolution.patches(h), clip)
+        self._product.set_gradient(_positions(delta), self._convolution.patches(h), divisor)
 
     def factor_rows(self, h: Tensor) -> Tensor:
         """See Jacobian: one patch per position."""
@@ -205,56 +147,46 @@ class DeviceConvolutionJacobian(Jacobian):
 class FunctionalJacobian(Jacobian):
     """Any module that torch.func can differentiate with respect to its parameters, such as a residual block."""
 
-    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
-        """See Jacobian; the per-record gradients are formed for a few records at once."""
-        squares = [row_norms(rows).square() for rows in self._record_gradients(delta, h)]
-        return torch.cat(squares) if squares else delta.new_zeros(0, dtype=torch.float64)
+    def use(self, delta: Tensor, h: Tensor) -> ModuleUse:
+        """See Jacobian."""
+        return ModuleUse(self.module, delta, h)
 
-    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
-        """See Jacobian: one backward pass through the module, or with a clip the sum of scaled per-record gradients.
 
-        Sums inside the module may cancel, so nothing bounds the rounding of a backward pass over scaled signals.
-        """
-        if clip is not None:
-            return self._clipped_total(delta, h, clip)
-        with torch.enable_grad():
-            output = self.module(h.detach())
-            gradients = torch.autograd.grad(output, self.parameters, delta, allow_unused=True)
-        return [
-            torch.zeros_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(self.parameters, gradients, strict=True)
-        ]
+class ModuleUse(Use):
+    """The parameters of a whole module, whose per-record gradients are formed.
 
-    def _clipped_total(self, delta: Tensor, h: Tensor, clip: Clip) -> list[Tensor]:
-        """Sum clipped gradients; each is measured again, so that another rounding cannot exceed its norm."""
-        sizes = [parameter.numel() for parameter in self.parameters]
-        total, start = torch.zeros(sum(sizes), dtype=torch.float64, device=delta.device), 0
-        for rows in self._record_gradients(delta, h):
-            part = slice(start, start + len(rows))
-            norms, realised = clip.norms[part], row_norms(rows)
-            factors = torch.where(realised > norms, norms / realised, 1.0) * clip.factors[part]
-            used = torch.isfinite(realised) & (factors > 0)
-            scaled = scaled_rows(finite_rows(rows, used), torch.where(used, factors, 0.0))
-            total += scaled.rows.sum(dim=0, dtype=torch.float64) + scaled.exact.sum(dim=0)
-            start = part.stop
-        pieces = total.split(sizes)
-        return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+    Args:
+        module: Maps h to the output.
+        delta: Signal at the output, shape (batch, ...).
+        h: Input, shape (batch, ...).
+    """
 
-    def _record_gradients(self, delta: Tensor, h: Tensor) -> Iterator[Tensor]:
-        """Yield J_i^T delta_i as rows, some records at a time, shapes (some, parameters)."""
-        named = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+    def __init__(self, module: nn.Module, delta: Tensor, h: Tensor) -> None:
+        named = dict(module.named_parameters())
+        self.wrt, self.records = list(named.values()), len(delta)
+        self._names = list(named)
+        self._module, self._delta, self._h = module, delta, h
 
-        def of_record(signal: Tensor, x: Tensor) -> Tensor:
-            def output(values: dict[str, Tensor]) -> Tensor:
-                return torch.func.functional_call(self.module, values, (x[None],))[0]
+    @property
+    def numbers(self) -> int:
+        """See Use."""
+        return 8 * sum(tensor.numel() for tensor in self.wrt) + self._delta[:1].numel()
 
-            pull = torch.func.vjp(output, named)[1]
-            return torch.cat([gradient.flatten() for gradient in pull(signal)[0].values()])
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use: J_i^T delta_i by torch.func.vjp."""
+        values = [tensor.detach() for tensor in self.wrt]
 
-        size = sum(parameter.numel() for parameter in self.parameters)
-        records = max(1, _NUMBERS_LIMIT // (8 * size + delta[:1].numel()))
-        parts = zip(delta.split(records), h.split(records), strict=True)
-        return (torch.func.vmap(of_record)(d, x) for d, x in parts if len(d))
+        def of_record(signal: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+            def output(*parameters: Tensor) -> Tensor:
+                found: Tensor = torch.func.functional_call(
+                    self._module, dict(zip(self._names, parameters, strict=True)), (x[None],)
+                )
+                return found[0]
+
+            gradients: tuple[Tensor, ...] = torch.func.vjp(output, *values)[1](signal)
+            return gradients
+
+        return list(torch.func.vmap(of_record)(self._delta[part], self._h[part]))
 
 
 class LayeredNetwork(Network):
@@ -292,32 +224,31 @@ class LayeredNetwork(Network):
         """Return the parameters of a layer, in a fixed order."""
         return self.jacobians[layer].parameters
 
-    def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
-        """Return ||J_i^T delta_i||^2 of each record, or a bound on it, float64, shape (batch,).
-
-        It bounds the contributions that `set_gradient` computes, with their rounding. Finite for every finite record
-        whose contribution float32 can hold, NaN or infinite for others.
+    def contributions(self, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Contributions:
+        """Return what the records of a batch add to the parameters of all layers.
 
         Args:
-            layer: Layer number.
-            delta: Signal at the layer's output, shape (batch, ...).
-            h: The layer's input, shape (batch, ...).
+            deltas: Signal at each layer's output, shapes (batch, ...).
+            inputs: Each layer's input as the update uses it, shapes (batch, ...).
         """
-        return self.jacobians[layer].squared_norms(delta, h)
+        return Contributions(
+            [
+                (jacobian.parameters, [jacobian.use(delta, h)])
+                for jacobian, delta, h in zip(self.jacobians, deltas, inputs, strict=True)
+            ],
+            len(deltas[0]),
+        )
 
-    def set_gradient(
-        self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
-    ) -> None:
-        """Write (1/divisor) sum_i f_i J_i^T delta_i into the gradients of the layer's parameters.
+    def set_gradient(self, layer: int, delta: Tensor, h: Tensor, divisor: float) -> None:
+        """Write (1/divisor) sum_i J_i^T delta_i into the gradients of the layer's parameters.
 
         Args:
             layer: Layer number.
             delta: Signal at the layer's output, shape (batch, ...).
             h: The layer's input as the update uses it, shape (batch, ...).
             divisor: The batch size, or a constant in its place.
-            clip: The factors f_i, and norms that no contribution may exceed; None for factors of 1.
         """
-        self.jacobians[layer].set_gradient(delta, h, divisor, clip)
+        self.jacobians[layer].set_gradient(delta, h, divisor)
 
 
 def require_trainable(layers: Sequence[Sequence[nn.Parameter]], *, if_frozen: str) -> None:
@@ -359,108 +290,6 @@ def jacobian_of(module: nn.Module) -> Jacobian:
     return FunctionalJacobian(module)
 
 
-def write_linear_gradient(
-    parameters: Sequence[nn.Parameter], delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
-) -> None:
-    """Write (1/divisor) sum_i f_i delta_i (h_i, 1)^T into the gradients of a weight and, if there is one, its bias.
-
-    Args:
-        parameters: The weight, then the bias.
-        delta: Shape (batch, n_l).
-        h: Shape (batch, n_(l-1)).
-        divisor: The batch size, or a constant in its place.
-        clip: The factors f_i; None for factors of 1.
-    """
-    scaled = None if clip is None else scaled_rows(delta, clip.factors)
-    rows, weight = delta if scaled is None else scaled.rows, parameters[0]
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)  # reused: allocating costs more than writing the product
-    torch.addmm(weight.grad, rows.t(), h, beta=0, alpha=1 / divisor, out=weight.grad)
-    for bias in parameters[1:]:
-        bias.grad = rows.sum(dim=0).div_(divisor)
-    if scaled is not None and len(scaled.apart):
-        exact = scaled.exact / divisor
-        totals = exact.t() @ h[scaled.apart].double(), exact.sum(dim=0)
-        for parameter, total in zip(parameters, totals, strict=False):
-            if parameter.grad is not None:
-                parameter.grad.add_(total.float())
-
-
-def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:
-    """Return a bound on ||delta_i (h_i, 1)^T||^2, at most 4e-4 above it, float64, shape (batch,).
-
-    Args:
-        delta: Shape (batch, n_l).
-        h: Shape (batch, n_(l-1)).
-        bias: Whether the layer has a bias, for which the 1 stands.
-    """
-    return norm_bounds(delta).square_() * norm_bounds(h).square_().add_(float(bias))
-
-
-def outer_sum_bounds(signals: Tensor, patches: Tensor) -> Tensor:
-    """Return a bound on ||sum_p s_p u_p^T|| for any order of a float32 sum, float64, shape (...,).
-
-    The bound adds the norm, by the cheaper of Gram matrices and the product itself, and |s| |u| times the relative
-    error of a float32 sum over the positions. The second term matters if the sum cancels, as for signals of mean zero
-    on equal patches. Gram matrices are computed in float64, since they lose half of the digits, and so is each product
-    that float32 might not hold.
-
-    Args:
-        signals: s_p as columns, shape (..., a, positions).
-        patches: u_p as columns, shape (..., b, positions).
-    """
-    (a, positions), b = signals.shape[-2:], patches.shape[-2]
-    lead, slack = signals.shape[:-2], product_slack(positions)
-    s, u = signals.reshape(-1, a, positions), patches.reshape(-1, b, positions)
-    sizes = norm_bounds(s), norm_bounds(u)
-    if positions * (a + b) < a * b:
-        s, u = s.double(), u.double()
-        norms = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-2, -1)).clamp_min(0.0).sqrt()
-        slack += ((a + b + positions**2) * 2.0**-52) ** 0.5  # of the square, which may cancel too
-    else:
-        norms = norm_bounds(s @ u.mT)
-        slack *= 2  # this sum rounds too
-        unsafe = ~(safe_in_float32(sizes[0]) & safe_in_float32(sizes[1]))
-        if bool(unsafe.any()):
-            norms[unsafe] = row_norms(s[unsafe].double() @ u[unsafe].double().mT)
-    return (norms + slack * sizes[0] * sizes[1]).view(lead)
-
-
-def _totals(
-    delta: Tensor,
-    h: Tensor,
-    clip: Clip | None,
-    products: Callable[[Tensor, Tensor], list[Tensor]],
-    *,
-    ones: int,
-    copies: int = 1,
-) -> list[Tensor]:
-    """Sum clipped products over records and positions; records whose products cancel are added in float64.
-
-    Args:
-        delta: Signals, shape (batch, ...).
-        h: Inputs, shape (batch, ...).
-        clip: Factors and norms; None for factors of 1, in float32.
-        products: Maps signals and inputs of one dtype to sums.
-        ones: How often the bias's constant 1 enters a record's products.
-        copies: How often a record's input enters at most.
-    """
-    if clip is None:
-        return products(delta, h)
-    sizes = (copies * norm_bounds(h).square() + ones).sqrt()
-    return scaled_rows(delta, clip.factors, cancels(norm_bounds(delta) * sizes, clip.norms)).totals(
-        h, products
-    )
-
-
-def _with_ones(rows: Tensor, bias: bool) -> Tensor:
-    return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1) if bias else rows
-
-
 def _positions(delta: Tensor) -> Tensor:
     """Return signals of channels (batch, channels, height, width) as rows of positions (batch, positions, channels)."""
     return delta.flatten(2).transpose(1, 2)
-
-
-def _as_pair(value: object) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[arg-type, return-value]

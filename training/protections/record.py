@@ -45,9 +45,8 @@ from training.networks.clipping import (
     SUM_ERROR,
     Clip,
     bounded_factors,
-    finite_rows,
-    full_precision,
 )
+from training.networks.contributions.sums import Contributions
 from training.networks.layers import LayeredNetwork
 from training.networks.optimizers import rate_share
 from training.networks.record_gradients.tape import RecordTape
@@ -325,21 +324,6 @@ def require_counted_sums(tape: RecordTape, expected: float, *, processes: int, n
         )
 
 
-def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-    """Return ||g_(l,i)|| of each layer and record, float64, shape (layers, batch).
-
-    Args:
-        network: Its layers turn signals into contributions.
-        deltas: delta_l of each layer, shapes (batch, ...).
-        inputs: What each layer's update takes for h_(l-1), shapes (batch, ...).
-    """
-    squares = [
-        network.squared_norms(layer, delta, h)
-        for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True))
-    ]
-    return torch.stack(squares).sqrt()
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClippedSignals:
     """A batch's signals as they are summed: sum_i f_i J_i^T delta_i for each layer.
@@ -353,6 +337,14 @@ class ClippedSignals:
     deltas: Sequence[Tensor]
     inputs: Sequence[Tensor]
     clips: Sequence[Clip]
+
+
+def _places(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+    """Return an uninitialised float32 tensor for the sums of all parameters, and the views of it for each of them."""
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.empty(sum(sizes), device=parameters[0].device)
+    views = [part.view(p.shape) for part, p in zip(flat.split(sizes), parameters, strict=True)]
+    return flat, dict(zip(parameters, views, strict=True))
 
 
 class RecordGradients(PrivateGradients):
@@ -369,10 +361,6 @@ class RecordGradients(PrivateGradients):
     With several processes the contributions of all are added on the first one, which draws the noise and sends
     the noisy sum to the others. The noise is then one draw of N(0, (z C)^2), as accounted, whatever their number, and
     no other process holds the whole sum without it.
-
-    Attributes:
-        left_out: Number of contributions so far that were not finite. It depends on private records, so no file of a
-            run holds it.
 
     Args:
         clip_norm: C, in [1e-12, 1e12].
@@ -403,7 +391,6 @@ class RecordGradients(PrivateGradients):
         self._clip_norm = clip_norm
         self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
         self._divisor = divisor
-        self.left_out = 0
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -420,26 +407,19 @@ class RecordGradients(PrivateGradients):
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
         """See PrivateGradients._write; takes any layered network."""
-        found = self.clipped(network, deltas, inputs)
-        for layer, (delta, h, clip) in enumerate(zip(found.deltas, found.inputs, found.clips, strict=True)):
-            with full_precision():
-                network.set_gradient(layer, delta, h, self._divisor, clip)
-        self._finish([p for layer in range(len(deltas)) for p in network.layer_parameters(layer)])
+        self._write_sums([network.contributions(deltas, inputs)])
 
     def clipped(
         self, network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> ClippedSignals:
         """Return signals and inputs with the factor of each record in each layer; arguments as in `set_gradients`."""
-        with full_precision():
-            norms = layer_norms(network, deltas, inputs)
-        finite = torch.isfinite(norms).all(dim=0)
-        factors = self._factors(norms)
-        if not bool(finite.all()):
-            self.left_out += int((~finite).sum())
-            deltas = [finite_rows(delta, finite) for delta in deltas]
-            inputs = [finite_rows(h, finite) for h in inputs]
-        clips = [Clip(factors=factor, norms=norm) for factor, norm in zip(factors, norms, strict=True)]
-        return ClippedSignals(deltas=deltas, inputs=inputs, clips=clips)
+        squares = network.contributions(deltas, inputs).squared_norms()
+        clips = Clip.of_layers(self._factors(squares), squares)
+        return ClippedSignals(
+            deltas=[clip.finite(delta) for clip, delta in zip(clips, deltas, strict=True)],
+            inputs=[clip.finite(h) for clip, h in zip(clips, inputs, strict=True)],
+            clips=clips,
+        )
 
     def set_recorded_gradients(self, tape: RecordTape, *, records: Tensor | None = None) -> None:
         """Write the private gradient of every parameter of a module, from the batch that a tape has recorded.
@@ -463,42 +443,47 @@ class RecordGradients(PrivateGradients):
         Raises:
             ValueError: There is no part.
         """
-        totals: dict[nn.Parameter, Tensor] = {}
-        several = False
-        for tape in parts:
-            squares = tape.squared_norms()
-            norms = squares.sqrt()
-            self.left_out += int((~torch.isfinite(norms).all(dim=0)).sum())
-            for parameter, part in tape.totals(self._factors(norms), squares):
-                earlier = totals.get(parameter)
-                totals[parameter] = part if earlier is None else earlier.double() + part
-            several = several or tape.several_uses
-        if not totals:
-            raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
-        for parameter, total in totals.items():
-            parameter.grad = total.div_(self._divisor).float()
-        self._finish(list(totals), error=SUM_ERROR if several else 0.0)
+        self._write_sums(tape.contributions for tape in parts)
         self.batches_written += 1
 
-    def _finish(self, parameters: Sequence[Tensor], error: float = 0.0) -> None:
-        """Add the sums of all processes, and noise to every entry; each process then has the same gradients.
+    def _write_sums(self, parts: Iterable[Contributions]) -> None:
+        """Write the private gradients of all parameters from what the records of each part of a batch contribute."""
+        flat: Tensor | None = None
+        several, gradients = False, dict[nn.Parameter, Tensor]()
+        for part in parts:
+            own, gradients = _places(part.parameters)
+            into = {id(parameter): place for parameter, place in gradients.items()}
+            found = part.totals(self._factors(part.squared_norms()), into)
+            formed = [(gradients[p], total) for p, total in found if total is not gradients[p]]
+            if formed:
+                torch._foreach_copy_(*map(list, zip(*formed, strict=True)))
+            flat = own if flat is None else flat.double().add_(own)  # across parts in float64
+            several = several or part.several_uses
+        if flat is None:
+            raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
+        total = flat.div_(self._divisor).float()
+        self._finish(total, error=SUM_ERROR if several else 0.0)
+        sizes = [parameter.numel() for parameter in gradients]
+        for parameter, gradient in zip(gradients, total.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+
+    def _finish(self, total: Tensor, *, error: float) -> None:
+        """Add the sums of all processes, and noise to every entry; each process then has the same sum.
 
         Args:
-            parameters: Those whose gradients are sums over the divisor.
+            total: Sum of this process's records over the divisor, of all parameters, float32; changed in place.
             error: What one record may change the rounding of the sum by, over C; more noise makes up for it.
         """
         ranks = self._ranks
-        gradients = ranks.gradients(parameters)
-        ranks.sum_on_first(gradients)
+        ranks.sum_on_first([total])
         if self._noise_std and ranks.is_first:
-            for gradient in gradients:
-                self._noise.add_to(gradient, self._noise_std * (1 + error) / self._divisor)
-        ranks.broadcast_tensors(gradients)
+            self._noise.add_to(total, self._noise_std * (1 + error) / self._divisor)
+        ranks.broadcast_tensors([total])
 
-    def _factors(self, norms: Tensor) -> Tensor:
+    def _factors(self, squares: Tensor) -> Tensor:
         """Return the factor of each layer of each record, float64, shape (layers, batch)."""
-        whole = norms.square().sum(dim=0).sqrt()  # infinite if any layer's is, so that its factor is 0
+        whole = squares.sum(dim=0)  # infinite if any layer's is, so that its factor is 0
         if not self._by_layer:
-            return bounded_factors(whole, self._clip_norm).expand(len(norms), -1)
-        factors = bounded_factors(norms, self._clip_norm / len(norms) ** 0.5)
-        return torch.where(torch.isfinite(whole), factors, 0.0)
+            return bounded_factors(whole.sqrt(), self._clip_norm).expand(len(squares), -1)
+        factors = bounded_factors(squares.sqrt(), self._clip_norm / len(squares) ** 0.5)
+        return torch.where(whole < torch.inf, factors, 0.0)

@@ -16,13 +16,10 @@ from torch import Tensor
 from accounting.errors import NoGuarantee
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import (
-    Clip,
     bounded_factors,
     by_record,
     finite_rows,
-    full_precision,
     row_norms,
-    scaled_rows,
 )
 from training.ulr.config import UlrConfig
 from training.ulr.estimator import Estimator, Losses, parameter_estimates
@@ -84,11 +81,11 @@ class PublishedUpdate(Update):
         signals = self._estimator.signals(network, outputs, losses, clean, self._noise, sigmas)
         used = used_records(signals, clean)
         for layer, (delta, h) in enumerate(zip(signals, outputs.inputs, strict=True)):
-            rows, inputs = finite_rows(delta, used), finite_rows(h, used)
-            with full_precision():
-                norms = network.squared_norms(layer, rows, inputs).sqrt()
-                clip = Clip(factors=bounded_factors(norms, options.clip_norm), norms=norms)
-                network.set_gradient(layer, rows, inputs, self._divisor, clip)
+            kept = finite_rows(delta, used), finite_rows(h, used)
+            found = network.jacobians[layer].contributions(*kept)
+            factors = bounded_factors(found.squared_norms().sqrt(), options.clip_norm)
+            for parameter, total in found.totals(factors):
+                parameter.grad = total.div_(self._divisor).float()
             if options.remedy == "extra-noise":
                 self._complete(layer, roots[layer] / (sigmas[layer] * options.copies**0.5))
         return used
@@ -157,8 +154,7 @@ class PublishedUpdate(Update):
                 kept = finite_rows(rows, finite)
                 factors = bounded_factors(row_norms(kept), options.clip_norm)
                 used[records] &= finite
-                scaled = scaled_rows(kept, factors)
-                part = (scaled.rows.sum(dim=0, dtype=torch.float64) + scaled.exact.sum(dim=0)).float()
+                part = (factors @ kept.double()).float()
                 totals = part if totals is None else totals + part
             self._write(layer, totals)
         return used

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
 from tests.support.private_loops import parts, private_loop
-from training.networks import clipping
 from training.networks.clipping import MOST_RECORDS, SUM_ERROR, bounded_factors
+from training.networks.contributions import sums, uses
 from training.networks.layers import jacobian_of
-from training.networks.record_gradients import tape as tapes
 from training.networks.record_gradients.tape import RecordTape
 from training.protections.record import RecordGradients, require_counted_sums
 
@@ -126,17 +125,20 @@ def test_positions_that_cancel_round_less_than_the_stated_sum(build: Any, ratio:
 def test_float32_sums_would_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault is what was done before."""
 
-    class Float32(clipping.ExactRows):
-        def totals(self, others: Tensor, products: Any) -> list[Tensor]:
-            return products(self.rows * self.factors.float()[:, None, None], others)
+    summed = uses.summed
 
-    monkeypatch.setattr(tapes, "ExactRows", Float32)
-    monkeypatch.setattr(tapes, "CANCELLED", 2.0**-20)
-    monkeypatch.setattr(tapes, "cancels", lambda magnitudes, norms: norms < 0)
+    def float32(
+        products: Any, delta: Tensor, h: Tensor, clip: Any, kind: Any, positions: int
+    ) -> list[Tensor]:
+        return summed(products, delta, h, clip, torch.float32, positions)
+
+    monkeypatch.setattr(uses, "summed", float32)
+    monkeypatch.setattr(sums, "CANCELLED", 2.0**-20)
+    monkeypatch.setattr(uses, "MILD", 0.0)
     assert error_of(build, pairs(1024, 1e5)) > 0.1
 
 
-def test_layers_with_positions_sum_cancelling_records_in_float64() -> None:
+def test_layers_with_positions_round_as_little() -> None:
     """`ulr` and other layered networks measure and sum by the layer."""
     torch.manual_seed(0)
     records = 1024
@@ -151,10 +153,10 @@ def test_layers_with_positions_sum_cancelling_records_in_float64() -> None:
     differences = x[:, 0].double() - x[:, 1].double()
     for module, delta, h in cases:
         layer = jacobian_of(module)
-        norms = layer.squared_norms(delta, h).sqrt()
-        factors = bounded_factors(norms, CLIP)
-        (total,) = layer.total(delta, h, clipping.Clip(factors=factors, norms=norms))
-        wanted = torch.outer(SIGNAL.double(), factors @ differences)
+        found = layer.contributions(delta, h)
+        factors = bounded_factors(found.squared_norms().sqrt(), CLIP)
+        ((_, total),) = found.totals(factors)
+        wanted = torch.outer(SIGNAL.double(), factors[0] @ differences)
         assert float((total.double().view_as(wanted) - wanted).norm()) <= records**2 * 2.0**-24
 
 

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.ulr_models import MODELS, new_network, records
+from training.networks.contributions import sums, uses
+from training.networks.contributions.sums import Contributions
+from training.networks.contributions.uses import LinearUse
 from training.networks.layers import (
     ConvolutionJacobian,
     FunctionalJacobian,
     LinearJacobian,
     jacobian_of,
-    outer_sum_bounds,
 )
 from training.ulr.network import ModuleSequence
 
@@ -39,7 +41,7 @@ def test_norms_and_sums_equal_autograd_record_by_record(name: str) -> None:
     for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True)):
         expected = by_autograd(network, layer, delta, h)
         squares = torch.stack([sum(g.square().sum() for g in record) for record in expected])
-        found = network.squared_norms(layer, delta, h)
+        found = network.jacobians[layer].contributions(delta, h).squared_norms()[0]
         torch.testing.assert_close(found, squares.double(), rtol=1e-4, atol=1e-5)
         network.set_gradient(layer, delta, h, 3.7)
         for number, parameter in enumerate(network.layer_parameters(layer)):
@@ -80,7 +82,7 @@ def test_closed_forms_are_taken_where_there_are_some() -> None:
 
 
 @pytest.mark.parametrize("positions", [1, 40])
-def test_both_ways_to_a_norm_agree(positions: int) -> None:
+def test_both_ways_to_a_norm_agree(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few positions take the Gram matrices, many the product; both against loops."""
     generator = torch.Generator().manual_seed(3)
     signal = torch.randn(5, 6, positions, generator=generator)
@@ -89,21 +91,24 @@ def test_both_ways_to_a_norm_agree(positions: int) -> None:
         sum(torch.outer(s[:, p], u[:, p]) for p in range(positions))
         for s, u in zip(signal, patch, strict=True)
     ]
-    torch.testing.assert_close(
-        outer_sum_bounds(signal, patch),
-        torch.stack([m.double().norm() for m in expected]),
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    wanted = torch.stack([m.double().norm() for m in expected])
+    use = LinearUse(signal.mT, patch.mT, nn.Parameter(torch.zeros(6, 7)))
+    for gram in (False, True):
+        monkeypatch.setattr(uses, "_gram_is_cheaper", lambda positions, a, b, gram=gram: gram)
+        monkeypatch.setattr(sums, "_is_smaller", lambda found: False)
+        found = Contributions([([use.weight], [use])], 5).squared_norms()[0].sqrt()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_records_are_taken_in_parts_without_changing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("convolution", "residual block"):
         network = new_network(name)
         deltas, inputs = signals(network)
-        whole = network.squared_norms(0, deltas[0], inputs[0])
-        monkeypatch.setattr("training.networks.layers._NUMBERS_LIMIT", 1)
-        torch.testing.assert_close(network.squared_norms(0, deltas[0], inputs[0]), whole)
+        found = []
+        for limit in (2**24, 1):
+            monkeypatch.setattr(sums, "_NUMBERS_LIMIT", limit)
+            found.append(network.jacobians[0].contributions(deltas[0], inputs[0]).squared_norms())
+        torch.testing.assert_close(*found, rtol=1e-6, atol=0.0)
 
 
 def test_models_that_cannot_be_trained_so_are_named() -> None:

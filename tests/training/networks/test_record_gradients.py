@@ -18,10 +18,9 @@ from tests.support.extreme_records import KINDS, SIZES, extreme
 from tests.support.record_models import CASES, Custom, features, make, residual_network
 from training.feedback.points import FeedbackAlignment
 from training.feedback.projection import Projection
+from training.networks.contributions import sums, uses
 from training.networks.image_models import ResNet, VisionTransformer
-from training.networks.record_gradients import tape as tape_module
 from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_gradients.uses import LinearUse
 from training.networks.sequence_models import encoder_block
 
 RECORDS = 6
@@ -86,7 +85,8 @@ GRAM = [
 def gram(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take Gram matrices whatever the sizes if the parameter asks for it."""
     if request.param:
-        monkeypatch.setattr(tape_module, "_is_smaller", lambda uses: False)
+        monkeypatch.setattr(sums, "_is_smaller", lambda uses: False)
+        monkeypatch.setattr(uses, "_gram_is_cheaper", lambda positions, a, b: True)
 
 
 @pytest.mark.parametrize(
@@ -349,10 +349,8 @@ def test_planted_fault_a_bias_left_out_of_the_norm_is_caught(monkeypatch: pytest
     model = nn.Linear(4, 3)
     assert largest_share(model, features(4), scale=1e-3) <= 1 + ROUNDING
 
-    def without_bias(self: LinearUse, part: slice) -> Tensor:
-        return (self._delta[part].norm(dim=(1, 2)) * self._h[part].norm(dim=(1, 2))).double()
-
-    monkeypatch.setattr(LinearUse, "norms", without_bias)
+    norms = uses.LinearUse.norms
+    monkeypatch.setattr(uses.LinearUse, "norms", lambda use, parts: norms(use, parts)[:1])
     assert largest_share(model, features(4), scale=1e-3) > 10
 
 
@@ -365,9 +363,16 @@ def test_planted_fault_uses_of_a_shared_weight_added_as_squares_are_caught(
         model = Custom(lambda m, x: m.f(x) + m.f(x), f=nn.Linear(40, 30))
     assert largest_share(model, features(40), scale=1.0) <= 1 + ROUNDING
     monkeypatch.setattr(
-        tape_module,
-        "_norms_of_sum",
-        lambda uses, part: torch.stack([use.norms(part) for use in uses]).norm(dim=0),
+        sums._Joint,
+        "parts",
+        lambda layer: [
+            part
+            for half in (slice(0, 1), slice(1, 2))
+            for own in [
+                uses.LinearUse(layer.uses[0].delta[:, half], layer.uses[0].h[:, half], *layer.parameters)
+            ]
+            for part in own.norms([slice(None)])
+        ],
     )
     assert largest_share(model, features(40), scale=1.0) == pytest.approx(2**0.5, rel=1e-3)
 

@@ -19,10 +19,9 @@ from training.config.sections import OptimizerConfig
 from training.engine.plan import load_data
 from training.feedback.config import BpConfig, TdfaConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.layers import outer_squared_norms
 from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
-from training.protections.record import RecordGradients, layer_norms
+from training.protections.record import RecordGradients
 
 CLIP, DIVISOR = 0.27, 17.0
 
@@ -105,8 +104,8 @@ def test_planted_fault_bias_left_out_of_the_norm_is_caught() -> None:
     deltas, inputs = parts()
     inputs = [1e-3 * h for h in inputs]  # the bias is nearly all of the contribution
     layers = list(zip(deltas, inputs, strict=True))
-    wrong = sum(outer_squared_norms(delta, h, bias=False) for delta, h in layers).sqrt()
-    right = layer_norms(new_network(), deltas, inputs).norm(dim=0)
+    wrong = sum((delta.norm(dim=1) * h.norm(dim=1)).square() for delta, h in layers).sqrt()
+    right = new_network().contributions(deltas, inputs).squared_norms().sum(dim=0).sqrt()
     assert (right > 100 * wrong).all()
 
 

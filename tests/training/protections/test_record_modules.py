@@ -72,7 +72,6 @@ def test_a_record_that_is_not_finite_adds_nothing() -> None:
         private.set_recorded_gradients(tape)
         gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-8)
-    assert private.left_out == 1
 
 
 @pytest.mark.parametrize("multiplier", [2.0, pytest.param(1.9, marks=pytest.mark.xfail(strict=True))])

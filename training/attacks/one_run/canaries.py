@@ -213,7 +213,7 @@ class CraftedGradients(WrappedGradients):
         factors = (self._clip_norm / norms.clamp_min(1e-300)).clamp(max=1.0)
         factors = torch.where(torch.isfinite(norms), factors, 0.0)
         factors[rows] = 0.0
-        tape.set_gradients(factors.expand(len(squares), -1), squares)
+        tape.set_gradients(factors.expand(len(squares), -1))
         self.others = self._along_canaries(tape) / self._clip_norm
         for parameter in (parameter for layer in tape.layers for parameter in layer):
             parameter.grad = None

@@ -1,8 +1,7 @@
-"""A call of a torch function on parameters, and what every record of the batch adds to their gradients there."""
+"""A call of a torch function on parameters, and the gradients that reached its outputs."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_leaves
 
+from training.networks.contributions.uses import Use
 from training.networks.record_gradients.layout import Layout, split_records
 
 
@@ -113,24 +113,20 @@ class Call:
         return split_records(values, layout, records)
 
 
-class Use(ABC):
-    """What the records add to the gradients of the tensors of one call.
+class CallUse(Use):
+    """A use that is one call, whose outputs have received their gradients.
 
     Args:
-        call: A call whose outputs have received their gradients.
+        call: The call.
         records: Number of records in the batch.
     """
 
     def __init__(self, call: Call, records: int) -> None:
         self.call, self.records, self.wrt = call, records, call.wrt
 
-    @abstractmethod
-    def rows(self, part: slice) -> list[Tensor]:
-        """Return J_i^T delta_i of the records of a part, one tensor (some, *shape) for each of `wrt`."""
-
     @property
     def numbers(self) -> int:
-        """Numbers that `rows` holds for one record while it computes, about."""
+        """See Use: the parameters, and the inputs of a record."""
         inputs = [leaf.numel() for leaf in self.call.leaves if isinstance(leaf, Tensor)]
         return sum(t.numel() for t in self.wrt) + sum(inputs) // max(1, self.records)
 

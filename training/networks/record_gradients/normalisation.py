@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.networks.record_gradients.calls import Call, Use, affine, bound
+from training.networks.record_gradients.calls import Call, CallUse, affine, bound
 from training.networks.record_gradients.layout import split_records
 
 
-class NormalisationUse(Use):
+class NormalisationUse(CallUse):
     """v = w x + b with x normalised by a layer, group or root-mean-square norm: sums of delta x and of delta."""
 
     def __init__(
@@ -128,7 +128,7 @@ def group_norm(
     return output
 
 
-def normalisation(call: Call, records: int) -> Use | None:
+def normalisation(call: Call, records: int) -> CallUse | None:
     """Return the use of a norm's parameters, or None if the records stand in another dimension than the first."""
     func = call.func
     grouped, rms = func is functional.group_norm, func is functional.rms_norm

@@ -239,7 +239,7 @@ class _Steps:
         squares = tape.squared_norms()
         factors = torch.zeros_like(squares)
         factors[:, _WITNESS] = 1.0
-        tape.set_gradients(factors, squares)
+        tape.set_gradients(factors)
         found = torch.cat([p.grad.flatten().double() for p in parameters if p.grad is not None])
         for parameter in parameters:
             parameter.grad = None

@@ -1,0 +1,401 @@
+"""Measure the contributions of a batch's records to all parameters, and sum them with factors.
+
+Every part of every layer is measured in float32; one stack of these norms is then resolved in float64 for all layers
+at once, so that a step takes few operators and asks no tensor for a value.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from training.networks.clipping import (
+    CANCELLED,
+    Clip,
+    Measured,
+    constants,
+    full_precision,
+    measured,
+    resolved,
+)
+from training.networks.contributions.uses import NOWHERE, LinearUse, OuterUse, Part, Use, joined
+
+_NUMBERS_LIMIT = 2**24
+"""Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32."""
+_CACHE_LIMIT = 2**24
+"""Numbers of per-record gradients that a layer keeps from its norms to its sum."""
+
+
+class Contributions:
+    """What the records of a batch add to the gradients of parameters, layer by layer.
+
+    Attributes:
+        several_uses: Whether a parameter is used several times, so that the sum's rounding counts (`SUM_ERROR`).
+
+    Args:
+        layers: The parameters of each layer, and their uses. A layer is a group of parameters that are measured
+            together: a weight and its bias, or everything that shares a use.
+        records: Number of records in the batch.
+        several_uses: Whether a parameter may be used several times in a batch, be it not in this one.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[Sequence[nn.Parameter], Sequence[Use]]],
+        records: int,
+        *,
+        several_uses: bool = False,
+    ) -> None:
+        self.several_uses = several_uses or any(len(uses) > 1 for _, uses in layers)
+        self._records = records
+        self._parameters = [list(parameters) for parameters, _ in layers]
+        self._place = self._parameters[0][0].device
+        self._layers = [
+            _layer_of(parameters, uses, records) if records and uses else None for parameters, uses in layers
+        ]
+        self._squares: Tensor | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all layers, in the order of `totals`."""
+        return [parameter for layer in self._parameters for parameter in layer]
+
+    def squared_norms(self) -> Tensor:
+        """Return the squared norm of each record's gradient by layer, or a bound on it, shape (depth, records).
+
+        float64; NaN or infinite if the gradient is not finite, or if float32 cannot hold it.
+        """
+        if self._squares is None:
+            with self._arithmetic():
+                self._squares = self._measured()
+        return self._squares
+
+    def totals(
+        self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
+
+        Args:
+            factors: f_i of each layer and record in [0, 1], float64, shape (depth, records); 0 removes a record. One
+                whose gradient is not finite is removed in any case.
+            into: Float32 tensors that may be overwritten and yielded, by the id of the parameter.
+        """
+        squares = self.squared_norms()
+        clips = Clip.of_layers(factors, squares) if self._records else [None] * len(squares)
+        for parameters, layer, clip in zip(self._parameters, self._layers, clips, strict=True):
+            if layer is None or clip is None:
+                yield from ((parameter, torch.zeros_like(parameter)) for parameter in parameters)
+                continue
+            with self._arithmetic():
+                totals = layer.totals(clip, into)
+            yield from zip(parameters, totals, strict=True)
+
+    def record_gradients(self) -> Iterator[list[Tensor]]:
+        """Yield the gradients of every record by layer, one tensor (records, numbers) for each parameter.
+
+        It forms what norms and totals need not, so it is for small models, diagnoses and tests.
+        """
+        for parameters, layer in zip(self._parameters, self._layers, strict=True):
+            with self._arithmetic():
+                parts = [] if layer is None else list(layer.rows())
+            if parts:
+                yield [torch.cat(rows) for rows in zip(*parts, strict=True)]
+            else:
+                yield [parameter.new_zeros(self._records, parameter.numel()) for parameter in parameters]
+
+    def _measured(self) -> Tensor:
+        """Return the squared norms."""
+        depth, records = len(self._layers), self._records
+        parts = [
+            (number, part)
+            for number, layer in enumerate(self._layers)
+            if layer is not None
+            for part in layer.parts()
+        ]
+        if not parts:
+            return torch.zeros(depth, records, dtype=torch.float64, device=self._place)
+        # 1. Number the measured norms; a norm that a part lacks is a row of zeros, or of ones in a product.
+        first = next(m for _, part in parts for m in (part.formed, part.s) if m is not None)
+        zero = Measured(torch.zeros_like(first.norms), 0.0, 0.0)
+        one = Measured(torch.ones_like(first.norms), 0.0, 0.0)
+        found: dict[int, Measured] = {}
+        rows: list[tuple[int, int, int]] = []
+        for _, part in parts:
+            s = zero if part.s is None else part.s
+            u = one if part.u is None else part.u
+            chosen = (zero if part.formed is None else part.formed, s, u)
+            found |= {id(each.norms): each for each in chosen}
+            rows.append(tuple(id(each.norms) for each in chosen))  # type: ignore[arg-type]
+        order = {key: number for number, key in enumerate(found)}
+        # 2. Resolve them all in float64, and pick those of each part.
+        bounds = resolved(list(found.values()))
+        formed, s_norms, u_norms = (
+            bounds.index_select(0, index)
+            for index in _indices(
+                tuple(zip(*[[order[key] for key in row] for row in rows], strict=True)), self._place
+            )
+        )
+        # 3. max(formed + slack |s| |u|, least |s| |u|), squared, and summed over the parts of each layer.
+        slack, least = constants(
+            (tuple(part.slack for _, part in parts), tuple(part.least for _, part in parts)), self._place
+        )
+        products = s_norms * u_norms
+        norms = torch.maximum(torch.addcmul(formed, products, slack), products * least)
+        (owners,) = _indices((tuple(number for number, _ in parts),), self._place)
+        return norms.new_zeros(depth, records).index_add_(0, owners, norms * norms)
+
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """Compute in float32, even within torch.autocast, and without a graph."""
+        with full_precision(), torch.no_grad(), torch.autocast(self._place.type, enabled=False):
+            yield
+
+
+class _Layer(ABC):
+    """How a layer is measured and summed.
+
+    Args:
+        parameters: Of the layer.
+        uses: Of these parameters, or of tensors computed from them; at least one.
+        records: Number of records, at least 1.
+        several: Whether a parameter is used several times, so that gradients and sums are float64.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], uses: Sequence[Use], records: int, *, several: bool
+    ) -> None:
+        self.parameters, self.uses, self.records, self.several = parameters, uses, records, several
+
+    @abstractmethod
+    def parts(self) -> list[Part]:
+        """Return the parts of each record's norm."""
+
+    @abstractmethod
+    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return sum_i f_i g_i, a tensor for each parameter; see Contributions.totals."""
+
+    def rows(self) -> Iterator[list[Tensor]]:
+        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter."""
+        needed = 4 * self._size + max(use.numbers for use in self.uses)
+        for part in _chunks(self.records, needed):
+            yield _rows_of(self.uses, self.parameters, part, several=self.several)
+
+    @property
+    def _size(self) -> int:
+        """Numbers of a record's gradient, counted in float32."""
+        return sum(parameter.numel() for parameter in self.parameters) * (1 + self.several)
+
+
+class _Formed(_Layer):
+    """The gradient of each record is formed; those of the batch are kept if they fit into `_CACHE_LIMIT`."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], uses: Sequence[Use], records: int, *, several: bool
+    ) -> None:
+        super().__init__(parameters, uses, records, several=several)
+        self._kept: list[list[Tensor]] = []
+
+    def rows(self) -> Iterator[list[Tensor]]:
+        """See _Layer."""
+        if self._kept:
+            yield from self._kept
+            return
+        kept = []
+        for rows in super().rows():
+            if self.records * self._size <= _CACHE_LIMIT:
+                kept.append(rows)
+            yield rows
+        self._kept = kept
+        if kept:
+            self.uses = ()  # the signals and the inputs are not needed any more
+
+    def parts(self) -> list[Part]:
+        """See _Layer."""
+        found = [[measured(own) for own in rows] for rows in self.rows()]
+        return [Part(each[0] if len(each) == 1 else joined(each)) for each in zip(*found, strict=True)]
+
+    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
+        """See _Layer. Gradients that were not kept are measured again, so that another rounding exceeds no norm."""
+        start, again = 0, not self._kept
+        totals: list[Tensor] = []
+        for rows in self.rows():
+            own = clip.of_records(slice(start, start + len(rows[0])))
+            start += len(rows[0])
+            if again:
+                own = _remeasured(own, rows)
+            factors = {torch.float32: own.rounded, torch.float64: own.factors}
+            added = [factors[values.dtype] @ own.finite(values) for values in rows]
+            pairs = zip(totals, added, strict=True)
+            totals = [total.double() + more for total, more in pairs] if totals else added
+        return [total.view_as(p) for total, p in zip(totals, self.parameters, strict=True)]
+
+
+class _Single(_Layer):
+    """One use that adds outer products, measured without being formed."""
+
+    def parts(self) -> list[Part]:
+        """See _Layer."""
+        (use,) = self.uses
+        return _outer(use).norms(_chunks(self.records, use.numbers))
+
+    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
+        """See _Layer."""
+        (use,) = self.uses
+        totals = _outer(use).totals(clip, torch.float32, into)
+        found = {id(tensor): total for tensor, total in zip(use.wrt, totals, strict=True)}
+        return [found[id(p)] if id(p) in found else torch.zeros_like(p) for p in self.parameters]
+
+
+class _Joint(_Layer):
+    """Several uses of one weight, whose products may cancel: measured as one sum, and summed in float64."""
+
+    def parts(self) -> list[Part]:
+        """See _Layer. The share `CANCELLED` of the products' magnitudes makes the rounding of the sum a bounded one."""
+        uses = [_outer(use) for use in self.uses]
+        numbers = 4 * sum(use.numbers for use in uses)
+        found = [self._gram(part) for part in _chunks(self.records, numbers)]
+        positions = sum(use.positions for use in uses)
+        a, b = uses[0].sizes
+        gram = ((a + b + positions**2) * 2.0**-52) ** 0.5
+        magnitudes = []
+        for use in uses:
+            s, u, factor = use.sizes_of()
+            bounds = resolved([s, u])
+            magnitudes.append(bounds[0] * bounds[1] * factor)
+        size = Measured(torch.stack(magnitudes).sum(dim=0).float(), 2.0**-22, 0.0)
+        weight = Part(found[0] if len(found) == 1 else joined(found), size, None, CANCELLED + gram)
+        with_bias = [use for use in uses if use.bias is not None]
+        if not with_bias:
+            return [weight]
+        signals = torch.stack([use.signals().double() for use in with_bias]).sum(dim=0)
+        sizes = [resolved([use.sizes_of()[0]])[0] * use.positions**0.5 for use in with_bias]
+        own = Measured(torch.stack(sizes).sum(dim=0).float(), 2.0**-22, 0.0)
+        return [weight, Part(measured(signals), own, None, CANCELLED + positions * 2.0**-23)]
+
+    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
+        """See _Layer."""
+        totals = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in self.parameters}
+        for use in self.uses:
+            for tensor, total in zip(use.wrt, _outer(use).totals(clip, torch.float64), strict=True):
+                totals[id(tensor)] += total
+        return [totals[id(parameter)] for parameter in self.parameters]
+
+    def _gram(self, part: slice) -> Measured:
+        """Measure the joint sum of products of some records by Gram matrices in float64."""
+        s, u = _joined_pairs([_outer(use) for use in self.uses], part)
+        squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-3, -2, -1)).clamp_min(0.0)
+        return Measured(squares.sqrt().float(), 2.0**-22, 0.0)
+
+
+def _layer_of(parameters: Sequence[nn.Parameter], uses: Sequence[Use], records: int) -> _Layer:
+    """Return how a layer is measured."""
+    several, uses = len(uses) > 1, _merged(uses)
+    outer = [use for use in uses if isinstance(use, OuterUse)]
+    leaf = all(tensor.is_leaf for use in outer for tensor in use.wrt)
+    biases = {id(use.bias) for use in outer if use.bias is not None}
+    same = len({id(use.weight) for use in outer}) == 1 and len(biases) <= 1
+    if len(outer) < len(uses) or not (leaf and same) or _is_smaller(outer):
+        return _Formed(parameters, uses, records, several=several)
+    return (_Joint if several else _Single)(parameters, uses, records, several=several)
+
+
+def _merged(uses: Sequence[Use]) -> Sequence[Use]:
+    """Join linear maps of one weight and bias into one at the positions of all."""
+    if len(uses) < 2 or not all(type(use) is LinearUse for use in uses):
+        return uses
+    if len({(id(use.weight), id(use.bias)) for use in uses}) > 1:  # type: ignore[attr-defined]
+        return uses
+    first = uses[0]
+    deltas, inputs = (torch.cat([getattr(use, name) for use in uses], dim=1) for name in ("delta", "h"))
+    return [LinearUse(deltas, inputs, first.weight, first.bias)]  # type: ignore[attr-defined]
+
+
+def _is_smaller(uses: Sequence[OuterUse]) -> bool:
+    """Whether a record's gradient takes fewer products than its Gram matrices.
+
+    The number of records has no say: it would let one record decide how others are measured.
+    """
+    s, u = uses[0].sizes
+    return s * u <= sum(use.positions for use in uses) * (s + u)
+
+
+def _joined_pairs(uses: Sequence[OuterUse], part: slice) -> tuple[Tensor, Tensor]:
+    """Return the factors of all uses of a weight as columns, float64."""
+    pairs = [use.pairs(part) for use in uses]
+    s, u = (torch.cat(columns, dim=-1).double() for columns in zip(*pairs, strict=True))
+    return s, u
+
+
+def _rows_of(
+    uses: Sequence[Use], parameters: Sequence[nn.Parameter], part: slice, *, several: bool
+) -> list[Tensor]:
+    """Return the gradients of some records as rows for each parameter: float32 of one use, else sums in float64."""
+    outer = [use for use in uses if isinstance(use, OuterUse)]
+    if several and len(outer) == len(uses) and len({id(use.weight) for use in outer}) == 1:
+        weight, biases = outer[0].weight, [use for use in outer if use.bias is not None]
+        if weight.is_leaf and len({id(use.bias) for use in biases}) <= 1:
+            s, u = _joined_pairs(outer, part)
+            found = {id(weight): (s @ u.mT).flatten(1)}
+            if biases:
+                signals = [use.pairs(part)[0].double().sum(dim=-1).flatten(1) for use in biases]
+                found[id(biases[0].bias)] = torch.stack(signals).sum(dim=0)
+            count = part.stop - part.start
+            return [found[id(p)] if id(p) in found else p.new_zeros(count, p.numel()) for p in parameters]
+    sums: dict[int, Tensor] = {}
+    for use in uses:
+        for tensor, rows in zip(use.wrt, use.rows(part), strict=True):
+            for parameter, own in _pulled(tensor, rows, parameters):
+                before, flat = sums.get(id(parameter)), own.reshape(len(own), -1)
+                sums[id(parameter)] = flat if before is None else before.double() + flat
+    count = part.stop - part.start
+    return [sums[id(p)] if id(p) in sums else p.new_zeros(count, p.numel()) for p in parameters]
+
+
+def _pulled(
+    tensor: Tensor, rows: Tensor, parameters: Sequence[nn.Parameter]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield gradients of records with respect to parameters from those with respect to a tensor computed from them."""
+    if isinstance(tensor, nn.Parameter):
+        yield tensor, rows
+        return
+    with torch.enable_grad():
+        found = torch.autograd.grad(
+            tensor, list(parameters), rows.to(tensor.dtype), is_grads_batched=True, retain_graph=True, allow_unused=True
+        )  # fmt: skip
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None:
+            yield parameter, gradient
+
+
+def _remeasured(clip: Clip, rows: Sequence[Tensor]) -> Clip:
+    """Return a clip that keeps gradients which were formed again within the norms that were measured before."""
+    squares = resolved([measured(own) for own in rows]).square().sum(dim=0)
+    finite = squares < torch.inf
+    shorter = torch.where(squares > clip.squares, (clip.squares / squares).sqrt(), 1.0)
+    factors = torch.where(finite, shorter * clip.factors, 0.0)
+    kept = finite if clip.kept is None else clip.kept & finite
+    return Clip(factors=factors, rounded=factors.float(), squares=clip.squares, kept=kept)
+
+
+def _outer(use: Use) -> OuterUse:
+    """Return a use that adds outer products as what it is."""
+    if not isinstance(use, OuterUse):
+        raise TypeError(f"{type(use).__name__} adds no outer products")
+    return use
+
+
+def _chunks(records: int, numbers: int) -> list[slice]:
+    """Cut a batch into parts whose numbers fit into memory."""
+    step = max(1, _NUMBERS_LIMIT // max(1, numbers))
+    return [slice(start, min(start + step, records)) for start in range(0, records, step)]
+
+
+@lru_cache(maxsize=512)
+def _indices(columns: tuple[tuple[int, ...], ...], place: torch.device) -> tuple[Tensor, ...]:
+    """Return tuples of numbers as tensors on a torch device; copied there once."""
+    return tuple(torch.tensor(column, device=place) for column in columns)

@@ -1,0 +1,435 @@
+"""Uses of parameters at which every record adds sums of outer products: linear maps, embeddings and convolutions.
+
+With delta the gradient at the output of a use and h its input, record i adds sum_p s_ip u_ip^T over positions p to a
+matrix, where s comes from delta and u from h, or the other way round. The norm of that sum is found without forming it
+if that takes fewer products. Other uses form the gradients of some records at once (`Use.rows`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+
+from training.networks.clipping import MILD, Clip, Measured, by_record, measured, product_slack
+
+_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
+NOWHERE: Mapping[int, Tensor] = {}
+"""No tensors to write sums into."""
+
+
+class Part(NamedTuple):
+    """A part of a contribution, of norm at most max(formed + slack |s| |u|, least |s| |u|).
+
+    Attributes:
+        formed: Of the sum as it was formed; None if the part is bounded by the product alone.
+        s: Of the signals; None counts as 1.
+        u: Of the inputs; None counts as 1.
+        slack: What rounding adds, in parts of |s| |u|, or 1 if the part *is* that product; 0 if s and u are None.
+        least: Share of |s| |u| that the norm counts as at least, see `MILD`.
+    """
+
+    formed: Measured | None
+    s: Measured | None = None
+    u: Measured | None = None
+    slack: float = 0.0
+    least: float = 0.0
+
+
+class Use(ABC):
+    """What the records add to the gradients of some tensors.
+
+    Attributes:
+        wrt: Parameters, or tensors computed from parameters only.
+        records: Number of records in the batch.
+    """
+
+    wrt: list[Tensor]
+    records: int
+
+    @abstractmethod
+    def rows(self, part: slice) -> list[Tensor]:
+        """Return J_i^T delta_i of the records of a part, one tensor (some, *shape) for each of `wrt`."""
+
+    @property
+    @abstractmethod
+    def numbers(self) -> int:
+        """Numbers that `rows` holds for one record while it computes, about."""
+
+
+class OuterUse(Use):
+    """A use that adds sum_p s_p u_p^T to a matrix, and sum_p s_p to a bias if there is one.
+
+    Attributes:
+        weight: The matrix, of whatever shape.
+        bias: The bias, or None.
+        positions: Number of positions p of a record.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    positions: int
+
+    @abstractmethod
+    def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return s and u of some records as columns, (some, groups, a, positions) and (some, groups, b, positions)."""
+
+    @abstractmethod
+    def sizes_of(self) -> tuple[Measured, Measured, float]:
+        """Return |s|, |u| and a factor, whose product bounds sum_p |s_p| |u_p| of the matrix, with bias if any."""
+
+    @abstractmethod
+    def totals(self, clip: Clip, kind: torch.dtype, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """Return sum_i f_i J_i^T delta_i, one tensor for each of `wrt`, formed in float32 or float64.
+
+        Args:
+            clip: The factors.
+            kind: Precision of products and sums.
+            into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
+        """
+
+    def signals(self) -> Tensor:
+        """Return the sum over positions that each record adds to the bias, shape (records, outputs)."""
+        raise NotImplementedError
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of a row of s and of u, over all groups of outputs."""
+        return len(self.weight), self.weight[0].numel() + (self.bias is not None)
+
+    @property
+    def numbers(self) -> int:
+        """See Use: signals and inputs, also in float64, and their products."""
+        a, b = self.sizes
+        return 3 * self.positions * (a + b) + min(a * b, self.positions**2)
+
+    def matrices(self, part: slice) -> Tensor:
+        """Return sum_p s_p u_p^T of some records, shape (some, groups, a, b)."""
+        s, u = self.pairs(part)
+        return s @ u.mT
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use."""
+        whole = self.matrices(part)
+        return self._ordered(
+            whole.reshape(len(whole), *self.weight.shape),
+            lambda: self.pairs(part)[0].sum(dim=-1).flatten(1),
+        )
+
+    def norms(self, parts: Sequence[slice]) -> list[Part]:
+        """Return the parts of the norm of each record's contribution as `totals` forms it in float32.
+
+        Args:
+            parts: Records that are measured at once.
+        """
+        a, b = len(self.weight), self.weight[0].numel()
+        formed = not _gram_is_cheaper(self.positions, a, b)
+        if formed:
+            found = [measured(self.matrices(part)) for part in parts]
+        else:
+            found = [_measured_by_gram(*self.pairs(part)) for part in parts]
+        s, u, factor = self.sizes_of()
+        slack = product_slack(self.positions) * (2 if formed else 1)  # the formed sum rounds too
+        if not formed:  # the square of the norm rounds, and may cancel
+            slack += ((a + b + self.positions**2) * 2.0**-52) ** 0.5
+        measured_sum = found[0] if len(found) == 1 else joined(found)
+        weight = Part(measured_sum, s, u, slack * factor, MILD * factor)
+        if self.bias is None:
+            return [weight]
+        root = self.positions**0.5
+        bias = Part(measured(self.signals()), s, None, 2 * product_slack(self.positions) * root, MILD * root)
+        return [weight, bias]
+
+    def _ordered(self, weight: Tensor, signals: Callable[[], Tensor]) -> list[Tensor]:
+        """Return totals in the order of `wrt`."""
+        return [weight if tensor is self.weight else signals() for tensor in self.wrt]
+
+
+class LinearUse(OuterUse):
+    """v = W h + b at every position.
+
+    Args:
+        delta: Gradient at the output, shape (records, positions, a) or (records, a).
+        h: Input, shape (records, positions, b) or (records, b).
+        weight: W, shape (a, b).
+        bias: b, or None.
+    """
+
+    def __init__(self, delta: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self.wrt = [weight] if bias is None else [weight, bias]
+        self.records = len(delta)
+        self.delta, self.h = (_positions(values, self.records) for values in (delta, h))
+        self.positions = self.delta.shape[1]
+
+    def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
+        """See OuterUse."""
+        return self.delta[part].mT[:, None], self.h[part].mT[:, None]
+
+    def sizes_of(self) -> tuple[Measured, Measured, float]:
+        """See OuterUse, by Cauchy and Schwarz."""
+        coarsely = self.positions != 1
+        return measured(self.delta, coarsely=coarsely), measured(self.h, coarsely=coarsely), 1.0
+
+    def signals(self) -> Tensor:
+        """See OuterUse."""
+        return self.delta.sum(dim=1) if self.positions > 1 else self.delta[:, 0]
+
+    def norms(self, parts: Sequence[slice]) -> list[Part]:
+        """See OuterUse; one position per record is a single product of norm |delta| |h|."""
+        if self.positions != 1:
+            return super().norms(parts)
+        s, u, _ = self.sizes_of()
+        weight = Part(None, s, u, slack=1.0)
+        return [weight] if self.bias is None else [weight, Part(s)]
+
+    def matrices(self, part: slice) -> Tensor:
+        """See OuterUse; of one group."""
+        return torch.bmm(self.delta[part].mT, self.h[part])
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use: a matrix product for each record, and a sum for its bias."""
+        return self._ordered(self.matrices(part), lambda: self.delta[part].sum(dim=1))
+
+    def totals(self, clip: Clip, kind: torch.dtype, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """See OuterUse: one matrix product, and a sum for the bias."""
+        place = into.get(id(self.weight)) if kind == torch.float32 else None
+
+        def products(delta: Tensor, h: Tensor) -> list[Tensor]:
+            signals = delta.flatten(0, 1)
+            weight = torch.mm(signals.t(), h.flatten(0, 1), out=place)
+            return self._ordered(weight, lambda: signals.sum(dim=0))
+
+        return summed(products, self.delta, self.h, clip, kind, self.positions)
+
+
+class EmbeddingUse(OuterUse):
+    """v_p = W[id_p]: the signals of equal ids add up, and those of the padding id count as 0.
+
+    Args:
+        delta: Gradient at the output, shape (records, ..., n).
+        ids: Input, shape (records, ...).
+        weight: W.
+        padding: The padding id, or None.
+    """
+
+    bias = None
+
+    def __init__(self, delta: Tensor, ids: Tensor, weight: Tensor, padding: int | None = None) -> None:
+        self.weight, self.wrt, self.records = weight, [weight], len(ids)
+        self.ids = ids.flatten(1)
+        self.delta = delta.reshape(self.records, -1, delta.shape[-1]).float()
+        if padding is not None:
+            self.delta = torch.where((self.ids == padding % len(weight))[..., None], 0.0, self.delta)
+        self.positions = self.ids.shape[1]
+
+    def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
+        """See OuterUse; s is 1 at the id."""
+        once = functional.one_hot(self.ids[part], len(self.weight)).mT
+        return once[:, None].float(), self.delta[part].mT[:, None]
+
+    def sizes_of(self) -> tuple[Measured, Measured, float]:
+        """See OuterUse; a signal of each position is 1."""
+        found = measured(self.delta, coarsely=True)
+        ones = Measured(torch.ones_like(found.norms), 0.0, 0.0)
+        return found, ones, self.positions**0.5
+
+    def norms(self, parts: Sequence[slice]) -> list[Part]:
+        """See OuterUse; the signals of each id are added at the place of the first in the record's sorted ids."""
+        n, p = self.ids.shape
+        if p == 1:
+            return [Part(measured(self.delta))]
+        ordered = self.ids.sort(dim=1).values
+        places = torch.searchsorted(ordered, self.ids.contiguous())
+        places += torch.arange(0, n * p, p, device=places.device)[:, None]
+        sums = (
+            torch.zeros_like(self.delta)
+            .flatten(0, 1)
+            .index_add_(0, places.flatten(), self.delta.flatten(0, 1))
+        )
+        size, _, root = self.sizes_of()
+        slack = 2 * product_slack(p) * root  # of each sum over the positions of one id, here and in the total
+        return [Part(measured(sums.view(n, -1)), size, None, slack, MILD * root)]
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use: signals are added to the rows of their ids."""
+        ids, delta = self.ids[part], self.delta[part]
+        found = delta.new_zeros(len(ids), *self.weight.shape)
+        first = torch.arange(len(ids), device=ids.device)[:, None] * len(self.weight)
+        found.flatten(0, 1).index_add_(0, (first + ids).flatten(), delta.flatten(0, 1))
+        return [found]
+
+    def totals(self, clip: Clip, kind: torch.dtype, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """See OuterUse: one indexed sum."""
+
+        def products(delta: Tensor, ids: Tensor) -> list[Tensor]:
+            total = delta.new_zeros(self.weight.shape)
+            return [total.index_add_(0, ids.flatten(), delta.flatten(0, 1))]
+
+        return summed(products, self.delta, self.ids, clip, kind, self.positions)
+
+
+class ConvolutionUse(OuterUse):
+    """v_op = w_o . u_p + b_o at every position p, u_p the patch under the kernel, in one to three dimensions.
+
+    Args:
+        delta: Gradient at the output, shape (records, images, channels, *positions) or without the images.
+        h: Input, likewise.
+        weight: Kernels.
+        bias: Bias, or None.
+        options: stride, padding, dilation and groups, as torch's convolutions take them.
+    """
+
+    def __init__(
+        self, delta: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        self.weight, self.bias = weight, bias
+        self.wrt = [weight] if bias is None else [weight, bias]
+        self._dims, self.records = weight.ndim - 2, len(delta)
+        images = [v if v.ndim == self._dims + 3 else v.unsqueeze(1) for v in (delta, h)]
+        self._delta, self._h = (values.float() for values in images)
+        sides = {name: _per_dim(options[name], self._dims) for name in ("stride", "padding", "dilation")}
+        self._options = {**sides, "groups": options["groups"]}
+        self.positions = math.prod(self._delta.shape[3:]) * self._delta.shape[1]
+
+    @property
+    def numbers(self) -> int:
+        """See Use: the patches, in float64."""
+        return 2 * self.weight[0].numel() * self._options["groups"] * self.positions + self.weight.numel()
+
+    def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
+        """See OuterUse."""
+        groups = self._options["groups"]
+        delta, h = self._delta[part], self._h[part]
+        patches = self._patches(h.flatten(0, 1)).unflatten(1, (groups, -1))
+        signals = delta.flatten(0, 1).flatten(2).unflatten(1, (groups, -1))
+        return _merged(signals, len(delta)), _merged(patches, len(delta))
+
+    def factor_rows(self) -> Tensor:
+        """Return the patch of each position with a last entry of 1 for a bias, (records, positions, inputs)."""
+        patches = self._patches(self._h.flatten(0, 1)).mT
+        rows = patches.unflatten(0, (self.records, -1)).flatten(1, 2)
+        return rows if self.bias is None else torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
+
+    def sizes_of(self) -> tuple[Measured, Measured, float]:
+        """See OuterUse, by Cauchy and Schwarz; an input is in as many patches as the kernel has places."""
+        sizes = [measured(values, coarsely=True) for values in (self._delta, self._h)]
+        return sizes[0], sizes[1], math.prod(self.weight.shape[2:]) ** 0.5
+
+    def signals(self) -> Tensor:
+        """See OuterUse."""
+        return self._delta.flatten(3).sum(dim=(1, 3))
+
+    def totals(self, clip: Clip, kind: torch.dtype, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """See OuterUse: the convolution's weight gradient."""
+
+        def products(delta: Tensor, h: Tensor) -> list[Tensor]:
+            signals = delta.flatten(0, 1)
+            weight = _WEIGHT_GRADIENTS[self._dims](
+                h.flatten(0, 1), list(self.weight.shape), signals, **self._options
+            )
+            return self._ordered(weight, lambda: signals.transpose(0, 1).flatten(1).sum(dim=1))
+
+        return summed(products, self._delta, self._h, clip, kind, self.positions)
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use: one convolution's weight gradient, where the channels of each record are groups of their own.
+
+        Outside the processor, where torch takes the groups one by one, patches are multiplied instead.
+        """
+        if self._delta.device.type != "cpu":
+            return super().rows(part)
+        delta, h = (values[part].transpose(0, 1) for values in (self._delta, self._h))
+        records = delta.shape[1]
+        size = [records * len(self.weight), *self.weight.shape[1:]]
+        options = {**self._options, "groups": records * self._options["groups"]}
+        weight = _WEIGHT_GRADIENTS[self._dims](h.flatten(1, 2), size, delta.flatten(1, 2), **options)
+        return self._ordered(
+            weight.unflatten(0, (records, -1)), lambda: delta.sum(dim=(0, *range(3, delta.ndim)))
+        )
+
+    def _patches(self, h: Tensor) -> Tensor:
+        """Shape (images, channels x kernel, positions)."""
+        sides = [side for padding in reversed(self._options["padding"]) for side in (padding, padding)]
+        h = functional.pad(h, sides)
+        for axis in range(self._dims):
+            step, reach = self._options["stride"][axis], self._options["dilation"][axis]
+            h = h.unfold(2 + axis, (self.weight.shape[2 + axis] - 1) * reach + 1, step)[..., ::reach]
+        kernel = range(2 + self._dims, 2 + 2 * self._dims)
+        ordered = h.permute(0, 1, *kernel, *range(2, 2 + self._dims))
+        return ordered.flatten(2 + self._dims).flatten(1, 1 + self._dims)
+
+
+_EXACT_ROWS = 4096
+"""Rows whose products are summed at once in float64, so that the error does not grow with the batch's whole size."""
+
+
+def summed(
+    products: Callable[[Tensor, Tensor], list[Tensor]],
+    delta: Tensor,
+    h: Tensor,
+    clip: Clip,
+    kind: torch.dtype,
+    positions: int,
+) -> list[Tensor]:
+    """Sum products of scaled signals and inputs over the records.
+
+    Args:
+        products: Maps signals and inputs to sums over records.
+        delta: Signals, shape (batch, ...).
+        h: Inputs, or indices, shape (batch, ...).
+        clip: The factors.
+        kind: Precision of products and sums. float64 sums go by blocks of some thousand rows.
+        positions: Products of each record.
+    """
+    inputs = clip.finite(h) if h.is_floating_point() else h
+    if kind == torch.float32:
+        return products(clip.scaled(delta), inputs)
+    step = max(1, _EXACT_ROWS // positions)
+    totals: list[Tensor] = []
+    parts = clip.finite(delta).split(step), clip.factors.split(step), inputs.split(step)
+    for signals, factors, x in zip(*parts, strict=True):
+        own = signals.double() * by_record(factors, signals)
+        added = products(own, x.double() if x.is_floating_point() else x)
+        totals = [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
+    return totals
+
+
+def joined(found: Sequence[Measured]) -> Measured:
+    """Join the norms of parts of a batch that were measured alike."""
+    first = found[0]
+    return Measured(torch.cat([each.norms for each in found]), first.relative, first.absolute)
+
+
+def _gram_is_cheaper(positions: int, a: int, b: int) -> bool:
+    """Whether Gram matrices, which need float64 and so twice the time, take less than the product itself."""
+    return 2 * positions * (a + b) < a * b
+
+
+def _measured_by_gram(s: Tensor, u: Tensor) -> Measured:
+    """Measure sum_p s_p u_p^T of each record, over all groups, by Gram matrices in float64."""
+    s, u = s.double(), u.double()
+    squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-3, -2, -1)).clamp_min(0.0)
+    return Measured(squares.sqrt().float(), 2.0**-22, 0.0)
+
+
+def _positions(values: Tensor, records: int) -> Tensor:
+    """Return (records, positions, entries) in float32."""
+    width = values.shape[-1]
+    return values.reshape(records, math.prod(values.shape[1:-1]), width).float()
+
+
+def _merged(columns: Tensor, records: int) -> Tensor:
+    """(records images, groups, a, positions) to (records, groups, a, images positions)."""
+    return columns.unflatten(0, (records, -1)).permute(0, 2, 3, 1, 4).flatten(3)
+
+
+def _per_dim(value: Any, dims: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values

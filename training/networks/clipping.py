@@ -88,9 +88,9 @@ class Clip:
         nothing, the host looks once whether all records do; elsewhere the others are masked in any case.
         """
         kept = (squares.sum(dim=0) < torch.inf) & (factors.sum(dim=0) > 0)
-        all_kept = kept.device.type == "cpu" and bool(kept.all())
+        masks = None if _are_all(kept) else kept
         return [
-            cls(factors=factor, rounded=rounded, squares=own, kept=None if all_kept else kept)
+            cls(factors=factor, rounded=rounded, squares=own, kept=masks)
             for factor, rounded, own in zip(
                 factors.unbind(0), factors.float().unbind(0), squares.unbind(0), strict=True
             )
@@ -114,6 +114,11 @@ class Clip:
     def scaled(self, rows: Tensor) -> Tensor:
         """Return factors times rows, float32, shape (batch, ...); zeros for records that do not contribute."""
         return self.finite(rows * by_record(self.rounded, rows))
+
+
+def _are_all(kept: Tensor) -> bool:
+    """Whether all records contribute, as far as the host may look."""
+    return kept.device.type == "cpu" and bool(kept.all())
 
 
 class Measured(NamedTuple):

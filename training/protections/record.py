@@ -456,7 +456,7 @@ class RecordGradients(PrivateGradients):
             found = part.totals(self._factors(part.squared_norms()), into)
             formed = [(gradients[p], total) for p, total in found if total is not gradients[p]]
             if formed:
-                torch._foreach_copy_(*map(list, zip(*formed, strict=True)))
+                torch._foreach_copy_([place for place, _ in formed], [total for _, total in formed])
             flat = own if flat is None else flat.double().add_(own)  # across parts in float64
             several = several or part.several_uses
         if flat is None:

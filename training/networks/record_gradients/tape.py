@@ -200,7 +200,7 @@ class RecordTape:
             RuntimeError: No batch is recorded.
         """
         if self._contributions is None:
-            layers = list(zip(self.layers, self._uses or [()] * self.depth, strict=True))
+            layers = list(zip(self.layers, self._uses or [[] for _ in self.layers], strict=True))
             self._contributions = Contributions(layers, self._recorded(), several_uses=self.several_uses)
             self._uses = []
         return self._contributions

@@ -11,7 +11,7 @@ DOCS := $(VENV)/.docs-installed
 RELEASE := $(VENV)/.release-installed
 LOWEST := $(VENV)-lowest
 
-.PHONY: demo test examples docs lint format bench bench-report audit fresh nightly dist wheel-check resolve security coverage mutants hashes lowest clean
+.PHONY: demo test examples docs lint format bench bench-gpu bench-report audit fresh nightly dist wheel-check resolve security coverage mutants hashes lowest clean
 
 demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digits; open runs/demo/report.html.
 	$(BIN)/python -m benchmarks.pdfa.demo
@@ -52,6 +52,12 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.convolution_rows
 	$(BIN)/python -m benchmarks.speed.noise_threads
 	$(BIN)/python -m benchmarks.speed.served
+	$(BIN)/python -m benchmarks.speed.operators
+	$(BIN)/python -m benchmarks.speed.walk
+
+bench-gpu: $(DEV)  ## What a graphics card gains, against other code on the same card; needs one.
+	$(BIN)/python -m benchmarks.speed.gpu
+	$(BIN)/python -m benchmarks.speed.card_steps
 
 bench-report: $(DEV)  ## Write the pages that show what benchmarks/results/ holds.
 	$(BIN)/python -m benchmarks.pages

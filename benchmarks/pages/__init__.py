@@ -53,6 +53,7 @@ from benchmarks.results_file import load_results
 from benchmarks.speed import (
     accounting,
     camera,
+    card_steps,
     causes,
     commands,
     convolution_rows,
@@ -63,6 +64,7 @@ from benchmarks.speed import (
     matrix_free,
     module_record_step,
     noise_threads,
+    operators,
     pdfa_step,
     private_steps,
     processes,
@@ -73,6 +75,7 @@ from benchmarks.speed import (
     structured_feedback,
     sweep,
     transformer_step,
+    walk,
     whole_runs,
 )
 from benchmarks.ulr import bound, epoch, figure2, resnet, variance
@@ -251,6 +254,9 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             convolution_rows.page_section,
             noise_threads.page_section,
             gpu.page_section,
+            card_steps.page_section,
+            operators.page_section,
+            walk.page_section,
             examples.page_section,
         ),
     ),

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.results_file import save_results
+from benchmarks.markdown import command, markdown, section
+from benchmarks.results_file import load_results, save_results
 from opusim.randomness.streams import NoiseStream
 from opusim.tables import print_table
 from training.networks.record_gradients.tape import RecordTape
@@ -243,6 +244,13 @@ def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         )
         for row in rows
     ]
+
+
+def page_section() -> str:
+    """Return what the results page shows."""
+    results = load_results(NAME)
+    text = f"One step of each, counted ({results['date']}, {command(MODULE)})."
+    return section("Operators of a private step", text, markdown(COLUMNS, table_rows(results["rows"])))
 
 
 def main() -> None:

@@ -48,7 +48,9 @@ def test_the_rule_begins_at_one_over_n(delta: float, warned: bool) -> None:
     line = large_delta(delta, [RECORDS])
     assert (line is not None) is warned
     if line is not None:
-        assert line.startswith(f"delta = {delta:g} with 1,294 records (1 / records is 0.00077): {LARGE_DELTA}")
+        assert line.startswith(
+            f"delta = {delta:g} with 1,294 records (1 / records is 0.00077): {LARGE_DELTA}"
+        )
         assert "\n" not in line
     assert ("large-delta" in statement(RECORDS, delta).warnings) is warned
 

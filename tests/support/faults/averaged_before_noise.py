@@ -4,20 +4,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
+
 from tests.support.faults.base import FEEDBACKS, Fault, replaced
 
 WINDOW = 4
 
 
 def _with_earlier_sums(finish: Callable[..., None]) -> Callable[..., None]:
-    def finished(self: Any, parameters: Any) -> None:
+    def finished(self: Any, total: Tensor, *, error: float) -> None:
         window = self.__dict__.setdefault("window", [])
-        window.append([parameter.grad.clone() for parameter in parameters])
+        window.append(total.clone())
         del window[:-WINDOW]
-        for number, parameter in enumerate(parameters):
-            for earlier in window[:-1]:
-                parameter.grad += earlier[number]
-        finish(self, parameters)
+        for earlier in window[:-1]:
+            total += earlier
+        finish(self, total, error=error)
 
     return finished
 

@@ -9,17 +9,19 @@ import torch
 from tests.support.faults.base import FEEDBACKS, Fault, replaced
 
 
-def _without_a_clip(set_gradient: Callable[..., None]) -> Callable[..., None]:
-    def written(self: Any, delta: torch.Tensor, h: torch.Tensor, divisor: float, clip: Any) -> None:
-        set_gradient(self, delta, h, divisor, clip)
-        if clip is not None and self.module.bias is not None:
-            self.module.bias.grad = delta.sum(dim=0) / divisor
+def _without_a_clip(totals: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    def summed(self: Any, *options: Any) -> list[torch.Tensor]:
+        found = totals(self, *options)
+        unclipped = self.delta.sum(dim=(0, 1))
+        return [
+            unclipped if tensor is self.bias else own for tensor, own in zip(self.wrt, found, strict=True)
+        ]
 
-    return written
+    return summed
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.networks.layers:LinearJacobian.set_gradient", _without_a_clip)
+    return replaced("training.networks.contributions.uses:LinearUse.totals", _without_a_clip)
 
 
 FAULT = Fault(

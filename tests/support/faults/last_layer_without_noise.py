@@ -1,37 +1,22 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-import torch
+from torch import Tensor
 
-from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import FEEDBACKS, Fault
-from tests.support.faults.streams import Wrapped, credited_noise
+from tests.support.faults.streams import changed_noise
 
 _FIRST_LAYER = 2
-"""Draws of a step for a weight and a bias."""
+"""Parameters of the first layer: a weight and a bias."""
 
 
-class FirstLayerOnly(Wrapped):
-    """No noise behind the draws of the first layer."""
-
-    def __init__(self, stream: NoiseStream) -> None:
-        super().__init__(stream)
-        self.draws = 0
-
-    def seek(self, step: int) -> None:
-        super().seek(step)
-        self.draws = 0
-
-    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
-        self.draws += 1
-        drawn = super().normal(shape, device=device)
-        return drawn if self.draws <= _FIRST_LAYER else drawn.zero_()
+def _first_layer_only(noise: list[Tensor]) -> list[Tensor]:
+    return [own if number < _FIRST_LAYER else own.zero_() for number, own in enumerate(noise)]
 
 
 def plant() -> AbstractContextManager[None]:
-    return credited_noise(lambda mode, stream: FirstLayerOnly(stream))
+    return changed_noise(_first_layer_only)
 
 
 FAULT = Fault(

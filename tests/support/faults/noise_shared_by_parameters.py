@@ -1,36 +1,20 @@
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-import torch
+from torch import Tensor
 
-from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import FEEDBACKS, Fault
-from tests.support.faults.streams import Wrapped, credited_noise
+from tests.support.faults.streams import changed_noise
 
 
-class BegunAnew(Wrapped):
-    """Every parameter of a step takes the numbers of the first one."""
-
-    def __init__(self, stream: NoiseStream) -> None:
-        super().__init__(stream)
-        self.numbers = torch.zeros(0)
-
-    def seek(self, step: int) -> None:
-        super().seek(step)
-        self.numbers = torch.zeros(0)
-
-    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
-        size = math.prod(shape)
-        if size > len(self.numbers):
-            self.numbers = super().normal((size,), device=device)
-        return self.numbers[:size].clone().reshape(tuple(shape))
+def _begun_anew(noise: list[Tensor]) -> list[Tensor]:
+    numbers = max(noise, key=Tensor.numel).flatten()
+    return [numbers[: own.numel()].clone().view_as(own) for own in noise]
 
 
 def plant() -> AbstractContextManager[None]:
-    return credited_noise(lambda mode, stream: BegunAnew(stream))
+    return changed_noise(_begun_anew)
 
 
 FAULT = Fault(

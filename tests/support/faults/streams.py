@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opusim.randomness.streams import NoiseStream
-from tests.support.faults.base import all_replaced
+from tests.support.faults.base import all_replaced, replaced
 
 CREDITED = ("central-noise", "scalar-noise", "label-noise", "private-loop", "score-noise")
 """Purposes of the streams that a guarantee rests on."""
@@ -52,6 +52,29 @@ def credited_noise(change: Callable[[str, NoiseStream], NoiseStream]) -> Iterato
 
     targets: dict[str, Callable[[Any], Any]] = dict.fromkeys(_MAKERS, made)
     with all_replaced(targets):
+        yield
+
+
+@contextmanager
+def changed_noise(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Iterator[None]:
+    """Change the noise of a clipped sum, one tensor for each parameter, before the parameters receive it."""
+
+    def changed(write: Callable[..., None]) -> Callable[..., None]:
+        def written(self: Any, parts: Any) -> None:
+            found = list(parts)
+            parameters, std = found[0].parameters, self._noise_std
+            self._noise_std = 0.0
+            write(self, found)
+            sums = [parameter.grad for parameter in parameters]
+            self._noise_std = std
+            write(self, found)
+            noise = change([p.grad - total for p, total in zip(parameters, sums, strict=True)])
+            for parameter, total, own in zip(parameters, sums, noise, strict=True):
+                parameter.grad = total + own
+
+        return written
+
+    with replaced("training.protections.record:RecordGradients._write_sums", changed):
         yield
 
 

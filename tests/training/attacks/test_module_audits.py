@@ -18,7 +18,7 @@ import training
 from accounting.audit import Method
 from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import replaced
-from tests.support.faults.streams import Wrapped, credited_noise
+from tests.support.faults.streams import Wrapped, changed_noise, credited_noise
 from tests.support.record_models import Custom
 from training.attacks.findings import Role
 from training.attacks.mechanism.report import MechanismAudit, report_text
@@ -59,21 +59,9 @@ def test_modules_release_what_is_accounted(kind: str, model: str, seed: int) -> 
     assert found.coordinates >= 40
 
 
-class _NoNoiseAt(Wrapped):
-    """No noise in one draw of a step."""
-
-    def __init__(self, stream: NoiseStream, place: int) -> None:
-        super().__init__(stream)
-        self.draws, self.place = 0, place
-
-    def seek(self, step: int) -> None:
-        super().seek(step)
-        self.draws = 0
-
-    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
-        self.draws += 1
-        drawn = super().normal(shape, device=device)
-        return drawn.zero_() if self.draws == self.place else drawn
+def _without_one(noise: list[Tensor]) -> list[Tensor]:
+    """No noise in the fourth parameter of a step."""
+    return [own.zero_() if number == 3 else own for number, own in enumerate(noise)]
 
 
 class _Smaller(Wrapped):
@@ -117,7 +105,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[], AbstractContextManager[None]]]] =
     "a group norm's bias without noise": (
         "pdfa",
         "convolution",
-        lambda: credited_noise(lambda mode, stream: _NoNoiseAt(stream, 4)),
+        lambda: changed_noise(_without_one),
     ),
     "division by the realised batch": ("bp", "attention", lambda: replaced(WRITER, _by_realised_batch)),
     "noise too small by a tenth": (

@@ -26,7 +26,7 @@ from training.networks.clipping import (
 from training.networks.contributions.uses import NOWHERE, LinearUse, OuterUse, Part, Use, joined
 
 _NUMBERS_LIMIT = 2**24
-"""Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32."""
+"""Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32; on a card 16 times that."""
 _CACHE_LIMIT = 2**24
 """Numbers of per-record gradients that a layer keeps from its norms to its sum."""
 
@@ -77,23 +77,24 @@ class Contributions:
 
     def totals(
         self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE
-    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
+    ) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
 
         Args:
             factors: f_i of each layer and record in [0, 1], float64, shape (depth, records); 0 removes a record. One
                 whose gradient is not finite is removed in any case.
-            into: Float32 tensors that may be overwritten and yielded, by the id of the parameter.
+            into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
         """
         squares = self.squared_norms()
-        clips = Clip.of_layers(factors, squares) if self._records else [None] * len(squares)
-        for parameters, layer, clip in zip(self._parameters, self._layers, clips, strict=True):
-            if layer is None or clip is None:
-                yield from ((parameter, torch.zeros_like(parameter)) for parameter in parameters)
-                continue
-            with self._arithmetic():
-                totals = layer.totals(clip, into)
-            yield from zip(parameters, totals, strict=True)
+        found: list[tuple[nn.Parameter, Tensor]] = []
+        with self._arithmetic():
+            clips = Clip.of_layers(factors, squares) if self._records else []
+            for number, (parameters, layer) in enumerate(zip(self._parameters, self._layers, strict=True)):
+                if layer is None:
+                    found += [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
+                else:
+                    found += zip(parameters, layer.totals(clips[number], into), strict=True)
+        return found
 
     def record_gradients(self) -> Iterator[list[Tensor]]:
         """Yield the gradients of every record by layer, one tensor (records, numbers) for each parameter.
@@ -182,7 +183,7 @@ class _Layer(ABC):
     def rows(self) -> Iterator[list[Tensor]]:
         """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter."""
         needed = 4 * self._size + max(use.numbers for use in self.uses)
-        for part in _chunks(self.records, needed):
+        for part in _chunks(self.records, needed, self.parameters[0].device):
             yield _rows_of(self.uses, self.parameters, part, several=self.several)
 
     @property
@@ -241,7 +242,7 @@ class _Single(_Layer):
     def parts(self) -> list[Part]:
         """See _Layer."""
         (use,) = self.uses
-        return _outer(use).norms(_chunks(self.records, use.numbers))
+        return _outer(use).norms(_chunks(self.records, use.numbers, self.parameters[0].device))
 
     def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
         """See _Layer."""
@@ -258,7 +259,7 @@ class _Joint(_Layer):
         """See _Layer. The share `CANCELLED` of the products' magnitudes makes the rounding of the sum a bounded one."""
         uses = [_outer(use) for use in self.uses]
         numbers = 4 * sum(use.numbers for use in uses)
-        found = [self._gram(part) for part in _chunks(self.records, numbers)]
+        found = [self._gram(part) for part in _chunks(self.records, numbers, self.parameters[0].device)]
         positions = sum(use.positions for use in uses)
         a, b = uses[0].sizes
         gram = ((a + b + positions**2) * 2.0**-52) ** 0.5
@@ -389,9 +390,10 @@ def _outer(use: Use) -> OuterUse:
     return use
 
 
-def _chunks(records: int, numbers: int) -> list[slice]:
-    """Cut a batch into parts whose numbers fit into memory."""
-    step = max(1, _NUMBERS_LIMIT // max(1, numbers))
+def _chunks(records: int, numbers: int, place: torch.device) -> list[slice]:
+    """Cut a batch into parts whose numbers fit into memory; a card needs large ones to be busy."""
+    limit = _NUMBERS_LIMIT if place.type == "cpu" else 16 * _NUMBERS_LIMIT
+    step = max(1, limit // max(1, numbers))
     return [slice(start, min(start + step, records)) for start in range(0, records, step)]
 
 

@@ -356,6 +356,10 @@ class ConvolutionUse(OuterUse):
 
     def _patches(self, h: Tensor) -> Tensor:
         """Shape (images, channels x kernel, positions)."""
+        if self._dims == 2:
+            sizes = {"kernel_size": self.weight.shape[2:], **self._options}
+            del sizes["groups"]
+            return functional.unfold(h, **sizes)
         sides = [side for padding in reversed(self._options["padding"]) for side in (padding, padding)]
         h = functional.pad(h, sides)
         for axis in range(self._dims):

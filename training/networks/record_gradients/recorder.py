@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,7 +15,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from training.networks.record_gradients.calls import Call, FlatSpec
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
@@ -31,7 +31,7 @@ from training.networks.record_gradients.recurrent import (
 from training.networks.record_gradients.unread import unread_masks
 from training.networks.record_gradients.uses import closed_form, copies, require_separate_records
 
-_PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
+_PLAIN = (Tensor, int, float, complex, str, slice, torch.dtype, torch.device)
 
 
 class Key(NamedTuple):
@@ -68,6 +68,7 @@ class Slot(NamedTuple):
 class _Known(NamedTuple):
     """A parameter, or a tensor computed from parameters only: its name and the parameters it comes from."""
 
+    tensor: Tensor
     name: str
     roots: frozenset[int]
 
@@ -119,13 +120,10 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._kinds, self._probing, self._tracker = kinds, probing, tracker
         self._masks = ExitStack()
-        self._known = WeakTensorKeyDictionary()
-        self._ids: set[int] = (
-            set()
-        )  # of the keys, and of some that are gone: most tensors are told apart by them
+        self._known: dict[int, _Known] = {}  # by id; the tensors are kept, so that no other takes an id over
         for number, (name, parameter) in enumerate(named):
-            self._note(parameter, _Known(name, frozenset({number})))
-        self._anchor = torch.zeros((), requires_grad=True, device=named[0][1].device)
+            self._note(parameter, name, frozenset({number}))
+        self._anchor = _anchor(named[0][1].device)
         self.calls: list[tuple[Call, frozenset[int]]] = []
         self._found: list[tuple[Key, list[Slot]]] = []
         self._fixed, self._copied = set[Key](), set[Key]()
@@ -163,8 +161,8 @@ class Recorder(TorchFunctionMode):
         if not torch.is_grad_enabled() or not self._takes_known((args, options)):
             return func(*args, **options)
         leaves, spec = _flattened(func, args, options)
-        places = [n for n, leaf in enumerate(leaves) if self._is_known(leaf)]
-        facts = [self._known[leaves[n]] for n in places]
+        places = [n for n, leaf in enumerate(leaves) if id(leaf) in self._known]
+        facts = [self._known[id(leaves[n])] for n in places]
         others = [leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in places]
         key = Key(name, tuple(fact.name for fact in facts), tuple(leaf.ndim for leaf in others))
         roots = frozenset[int]().union(*(fact.roots for fact in facts))
@@ -180,50 +178,42 @@ class Recorder(TorchFunctionMode):
         call = Call(func, leaves, spec, places, str(key), in_place=in_place)
         return self._recorded(call, key, roots, _run(call, leaves))
 
-    def _note(self, tensor: Tensor, known: _Known) -> None:
+    def _note(self, tensor: Tensor, name: str, roots: frozenset[int]) -> None:
         """Take a tensor for a parameter, or for one computed from parameters only."""
-        self._known[tensor] = known
-        self._ids.add(id(tensor))
-
-    def _is_known(self, value: Any) -> bool:
-        """Whether a value is a parameter, or a tensor computed from parameters only."""
-        return isinstance(value, Tensor) and id(value) in self._ids and value in self._known
+        self._known[id(tensor)] = _Known(tensor, name, roots)
 
     def _takes_known(self, arguments: Iterable[Any]) -> bool:
         """Whether a parameter, or a tensor computed from parameters only, is among arguments at any depth.
 
         Most calls take none; this look costs a fraction of `tree_flatten`.
         """
-        for each in arguments:
-            if isinstance(each, Tensor):
-                if self._is_known(each):
+        known, waiting = self._known, [arguments]
+        while waiting:
+            for each in waiting.pop():
+                if id(each) in known:
                     return True
-            elif isinstance(each, (tuple, list)):
-                if self._takes_known(each):
+                if each is None or isinstance(each, _PLAIN):
+                    continue
+                if isinstance(each, (tuple, list)):
+                    waiting.append(each)
+                elif isinstance(each, dict):
+                    waiting.append(each.values())
+                elif any(id(leaf) in known for leaf in tree_leaves(each)):
                     return True
-            elif isinstance(each, dict):
-                if self._takes_known(each.values()):
-                    return True
-            elif (
-                each is not None
-                and not isinstance(each, _PLAIN)
-                and any(map(self._is_known, tree_leaves(each)))
-            ):
-                return True
         return False
 
     def _constants(self, key: Key, roots: frozenset[int], result: Any) -> Any:
         """Follow tensors that are computed from parameters only."""
         leaves, spec = tree_flatten(result)
         for n, leaf in enumerate(leaves):
-            if not (isinstance(leaf, Tensor) and leaf.requires_grad) or self._is_known(leaf):
+            if not (isinstance(leaf, Tensor) and leaf.requires_grad) or id(leaf) in self._known:
                 continue
             name = f"{key}[{n}]" if len(leaves) > 1 else str(key)
             if key in self._kinds.copied:
                 call = Call(copies, [leaf], tree_flatten(((leaf,), {}))[1], [0], name)
                 leaves[n] = self._recorded(call, Key("copies", (name,)), roots, leaf.detach().clone())
                 continue
-            self._note(leaf, _Known(name, roots))
+            self._note(leaf, name, roots)
             if isinstance(self._state(key, leaf), Held):
                 self._copied.add(key)
         return tree_unflatten(leaves, spec)
@@ -335,6 +325,12 @@ class Recorder(TorchFunctionMode):
                 "with the kind of records of its training"
             )
         return [slot.layout for slot in slots]
+
+
+@lru_cache
+def _anchor(place: torch.device) -> Tensor:
+    """Return a number that needs a gradient, and never gets one."""
+    return torch.zeros((), requires_grad=True, device=place)
 
 
 class _Receiver(NamedTuple):

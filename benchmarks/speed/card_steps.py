@@ -1,0 +1,318 @@
+"""What does a private step of usual models cost on an NVIDIA GPU over backpropagation, and over Opacus?
+
+Models and batches of a user: an MLP, convolutions with group norm, an encoder, a decoder, GPT-2 small's shape, an LSTM.
+Float32, TF32 off for products (torch's default), on for cuDNN (its default). A step is the forward and backward pass,
+clip, noise and SGD: by `RecordTape` and `RecordGradients`, the arithmetic of `make_private`; and by `make_private`
+itself, whose loader hands out all records as one batch. Opacus (extra `baselines`) by hooks and by ghost clipping.
+Medians of single steps that wait for the GPU's end; memory is the peak of a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import opusim
+from benchmarks.markdown import command, markdown, section
+from benchmarks.results_file import load_results, save_results
+from opusim.randomness.streams import noise_stream
+from opusim.tables import print_table
+from training.networks.record_gradients.tape import RecordTape
+from training.protections.record import RecordGradients
+
+MODULE, NAME = "benchmarks.speed.card_steps", "card_steps"
+REPEATS, WARM = 9, 3
+COLUMNS = ("model", "step", "time [ms]", "of backpropagation", "peak memory [GB]")
+Step = Callable[[], object]
+
+
+class Block(nn.Module):
+    """A pre-norm block of a decoder."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.n1, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.n2, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, T, width) to the same."""
+        records, positions, width = x.shape
+        parts = self.qkv(self.n1(x)).view(records, positions, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(records, positions, width))
+        return x + self.down(functional.gelu(self.up(self.n2(x))))
+
+
+class Decoder(nn.Module):
+    """Blocks on embedded tokens, and scores of their mean."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = (
+            nn.Embedding(vocabulary, width),
+            nn.LayerNorm(width),
+            nn.Linear(width, 10),
+        )
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (batch, T) to scores."""
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        scores: Tensor = self.head(self.norm(h).mean(dim=1))
+        return scores
+
+
+class Encoder(nn.Module):
+    """Layers of torch's encoder on vectors."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map vectors (batch, T, width) to scores."""
+        for layer in self.layers:
+            x = layer(x)
+        scores: Tensor = self.head(x.mean(dim=1))
+        return scores
+
+
+class Recurrent(nn.Module):
+    """nn.LSTM and scores of its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 128, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map vectors (batch, T, 64) to scores."""
+        scores: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return scores
+
+
+def convolutions() -> nn.Module:
+    """Return six 3 x 3 convolutions with group norm."""
+    widths, layers = [3, 32, 32, 64, 64, 64, 64], []
+    for number in range(6):
+        layers += [nn.Conv2d(widths[number], widths[number + 1], 3, padding=1)]
+        layers += [nn.GroupNorm(8, widths[number + 1]), nn.ReLU()]
+        layers += [nn.AvgPool2d(2)] if number % 2 else []
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, 10))
+
+
+def mlp() -> nn.Module:
+    """Return 784-512-512-10."""
+    return nn.Sequential(nn.Linear(784, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10))
+
+
+def works(place: str) -> Iterator[tuple[str, Callable[[], nn.Module], Tensor]]:
+    """Yield a name, what makes the module, and its batch."""
+
+    def tokens(records: int, positions: int) -> Tensor:
+        return torch.randint(0, 8192, (records, positions), device=place)
+
+    yield "MLP 784-512-512-10, 256 records", mlp, torch.randn(256, 784, device=place)
+    yield "six convolutions, 256 records", convolutions, torch.randn(256, 3, 32, 32, device=place)
+    yield "encoder 4 x 256, 128 x 128", lambda: Encoder(256, 4), torch.randn(128, 128, 256, device=place)
+    yield "decoder 4 x 256, 256 x 128", lambda: Decoder(8192, 256, 4, 4), tokens(256, 128)
+    yield "GPT-2 small, 32 x 256", lambda: Decoder(8192, 768, 12, 12), tokens(32, 256)
+    yield "LSTM 64-128, 128 x 64", Recurrent, torch.randn(128, 64, 64, device=place)
+
+
+def plain(module: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """Return a step of backpropagation."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(module(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def recorded(module: nn.Module, x: Tensor, y: Tensor, mode: Any) -> Step:
+    """Return a step of tape and writer."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    noise = noise_stream(mode, 1, "central-noise")
+    writer = RecordGradients(clip_norm=1.0, noise_multiplier=1.0, divisor=len(x), noise=noise)
+    tape = RecordTape(module.train(), x)
+
+    def step() -> None:
+        with tape.recording(len(x)):
+            functional.cross_entropy(module(x), y, reduction="sum").backward()
+        writer.set_recorded_gradients(tape)
+        optimizer.step()
+
+    return step
+
+
+def by_make_private(module: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """Return a step of a private loop whose loader hands out all records as one batch."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    records = torch.utils.data.TensorDataset(x, y)
+    loader = torch.utils.data.DataLoader(records, batch_size=len(x))
+    private = opusim.make_private(
+        module=module.train(),
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=loader,
+        folder=tempfile.mkdtemp() + "/loop",
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        target_delta=1e-5,
+        seed=1,
+    )
+    caught, optimizer, criterion, _ = private
+    next(batches_of(private))
+    batches = batches_of(private)
+
+    def step() -> None:
+        next(batches)
+        criterion(caught(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    criterion(caught(x), y).backward()
+    optimizer.step()
+    return step
+
+
+def batches_of(private: Any) -> Iterator[Any]:
+    """Yield batches without end."""
+    while True:
+        yield from private.data_loader
+
+
+def opacus(module: nn.Module, x: Tensor, y: Tensor, mode: str) -> Step:
+    """Return a step of Opacus, without its data loader."""
+    from opacus import PrivacyEngine
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x.cpu(), y.cpu()), batch_size=len(x))
+    parts: dict[str, Any] = {"module": module.train(), "optimizer": optimizer, "data_loader": loader}
+    options: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
+    if mode == "hooks":
+        wrapped, optimizer, _ = PrivacyEngine().make_private(**parts, **options)
+        criterion: Any = nn.CrossEntropyLoss()
+    else:
+        wrapped, optimizer, criterion, _ = PrivacyEngine().make_private(
+            **parts, **options, criterion=nn.CrossEntropyLoss(), grad_sample_mode="ghost"
+        )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(wrapped(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+STEPS: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
+    "backpropagation": plain,
+    "opusim, experiment mode": lambda module, x, y: recorded(module, x, y, "experiment"),
+    "opusim, release mode": lambda module, x, y: recorded(module, x, y, "release"),
+    "opusim, make_private": by_make_private,
+    "Opacus, hooks": lambda module, x, y: opacus(module, x, y, "hooks"),
+    "Opacus, ghost clipping": lambda module, x, y: opacus(module, x, y, "ghost"),
+}
+
+
+def timed(step: Step) -> tuple[float, float]:
+    """Return the median time of a step in milliseconds and its peak memory in GB."""
+    times = []
+    for number in range(WARM + REPEATS):
+        torch.cuda.synchronize()
+        if number == WARM:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[WARM:]), torch.cuda.max_memory_allocated() / 2**30
+
+
+def measured(place: str = "cuda") -> list[dict[str, Any]]:
+    """Return a row for each model and step; what cannot run says why in place of a time."""
+    rows: list[dict[str, Any]] = []
+    for name, make, x in works(place):
+        y = torch.randint(0, 10, (len(x),), device=place)
+        for kind, prepare in STEPS.items():
+            if kind.startswith("Opacus") and name.startswith("LSTM"):
+                continue  # Opacus takes a layer of its own instead
+            torch.manual_seed(0)
+            row: dict[str, Any] = {"model": name, "step": kind}
+            try:
+                row["ms"], row["gb"] = timed(prepare(make().to(place), x, y))
+            except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
+                row["refused"] = " ".join(str(error).split())[:200]
+            rows.append(row)
+            print(row, flush=True)
+            torch.cuda.empty_cache()
+    return rows
+
+
+def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the lines of the table."""
+    base = {row["model"]: row["ms"] for row in rows if row["step"] == "backpropagation"}
+    return [
+        (
+            row["model"],
+            row["step"],
+            f"{row['ms']:.2f}" if "ms" in row else "-",
+            f"{row['ms'] / base[row['model']]:.2f}" if "ms" in row else row["refused"][:60],
+            f"{row['gb']:.2f}" if "gb" in row else "-",
+        )
+        for row in rows
+    ]
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    machine = results["machine"]
+    text = (
+        f"{machine['gpu']} (torch {machine['versions']['torch']}, {results['date']}, {command(MODULE)}). A step of a "
+        "batch: forward and backward pass, clip, noise and SGD. Medians; memory is the peak of a step."
+    )
+    return section("Private steps on an NVIDIA GPU", text, markdown(COLUMNS, table_rows(results["rows"])))
+
+
+def main() -> None:
+    """Time all steps and save them."""
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.speed.card_steps: needs an NVIDIA GPU, and torch sees none")
+    warnings.simplefilter("ignore")
+    rows = measured()
+    save_results(NAME, {"repeats": REPEATS, "rows": rows})
+    print_table("Private steps on an NVIDIA GPU", COLUMNS, table_rows(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -174,13 +174,14 @@ def recorded(module: nn.Module, x: Tensor, y: Tensor, mode: Any) -> Step:
 def by_make_private(module: nn.Module, x: Tensor, y: Tensor) -> Step:
     """Return a step of a private loop whose loader hands out all records as one batch."""
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    records = torch.utils.data.TensorDataset(x, y)
+    records = torch.utils.data.TensorDataset(torch.arange(len(x)))  # the batch is on the card already
     loader = torch.utils.data.DataLoader(records, batch_size=len(x))
     private = opusim.make_private(
         module=module.train(),
         optimizer=optimizer,
         criterion=nn.CrossEntropyLoss(),
         data_loader=loader,
+        example_inputs=(x[:2],),
         folder=tempfile.mkdtemp() + "/loop",
         noise_multiplier=1.0,
         max_grad_norm=1.0,

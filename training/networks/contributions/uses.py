@@ -356,7 +356,7 @@ class ConvolutionUse(OuterUse):
 
     def _patches(self, h: Tensor) -> Tensor:
         """Shape (images, channels x kernel, positions)."""
-        if self._dims == 2:
+        if self._dims == 2 and h.device.type == "cpu":  # elsewhere it takes the images one by one
             sizes = {"kernel_size": self.weight.shape[2:], **self._options}
             del sizes["groups"]
             return functional.unfold(h, **sizes)

@@ -150,11 +150,9 @@ class Recorder(TorchFunctionMode):
                 return _attention(*args, **options)
         if func in RECURRENT:
             require_no_packing(args)
-            with self:
-                return unrolled(func, *args, **options)
+            return unrolled(self._linear, func, *args, **options)
         if func in CELLS:
-            with self:
-                return unrolled_cell(func, *args, **options)
+            return unrolled_cell(self._linear, func, *args, **options)
         if func is functional.one_hot and (classes := _classes(args, options)) is not None:
             return (args[0].unsqueeze(-1) == torch.arange(classes, device=args[0].device)).long()
         name = getattr(func, "__name__", str(func))
@@ -177,6 +175,14 @@ class Recorder(TorchFunctionMode):
             return self._constants(key, roots, func(*args, **options))
         call = Call(func, leaves, spec, places, str(key), in_place=in_place)
         return self._recorded(call, key, roots, _run(call, leaves))
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply a linear map whose weight and bias are uses."""
+        if torch.overrides.has_torch_function((x, weight)):  # a subclass has functions of its own
+            with self:
+                return functional.linear(x, weight, bias)
+        output: Tensor = self.__torch_function__(functional.linear, (), (x, weight, bias))
+        return output
 
     def _note(self, tensor: Tensor, name: str, roots: frozenset[int]) -> None:
         """Take a tensor for a parameter, or for one computed from parameters only."""

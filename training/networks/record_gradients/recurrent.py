@@ -2,7 +2,7 @@
 
 torch computes a whole nn.RNN, nn.GRU or nn.LSTM in one function, whose per-record gradients would take one call for
 each record, and a step of their cells in another one. Here every position is a call of `linear` on the recurrent
-weights. Equations: those of the modules in torch's documentation; results agree with torch's up to rounding.
+weights; what stands between takes no parameters, and is not looked at. Equations: those of the modules in torch's documentation; results agree with torch's up to rounding.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 _Step = Callable[[Tensor, Tensor, list[Tensor]], list[Tensor]]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Input, weight and bias to output, as torch.nn.functional.linear, but seen."""
 
 
 def _gru(x: Tensor, own: Tensor, state: list[Tensor]) -> list[Tensor]:
@@ -62,6 +64,7 @@ def require_no_packing(args: Sequence[Any]) -> None:
 
 
 def unrolled(
+    linear: Linear,
     func: Callable[..., Any],
     x: Tensor,
     initial: Tensor | Sequence[Tensor],
@@ -76,6 +79,7 @@ def unrolled(
     """Return what torch's function returns: the outputs, then the last states.
 
     Args:
+        linear: Takes part in every product with a weight.
         func: torch.gru, torch.lstm, torch.rnn_tanh or torch.rnn_relu.
         x: Inputs, shape (batch, T, n) or (T, batch, n).
         initial: First states, shape (layers x directions, batch, width); two of them for torch.lstm.
@@ -98,7 +102,9 @@ def unrolled(
             number = layer * directions + direction
             own = list(weights[number * each : (number + 1) * each])
             state = [part[number] for part in states]
-            output, final = _direction(_STEPS[func], steps, own, has_biases, state, backwards=direction == 1)
+            output, final = _direction(
+                linear, _STEPS[func], steps, own, has_biases, state, backwards=direction == 1
+            )
             outputs.append(output)
             last.append(final)
         steps = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
@@ -109,6 +115,7 @@ def unrolled(
 
 
 def unrolled_cell(
+    linear: Linear,
     func: Callable[..., Any],
     x: Tensor,
     initial: Tensor | Sequence[Tensor],
@@ -120,6 +127,7 @@ def unrolled_cell(
     """Return what torch's function returns: the new state, or two of them for torch.lstm_cell.
 
     Args:
+        linear: Takes part in every product with a weight.
         func: torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell or torch.rnn_relu_cell.
         x: Input, shape (batch, n).
         initial: State, shape (batch, width); two of them for torch.lstm_cell.
@@ -129,12 +137,13 @@ def unrolled_cell(
         b_hh: For the state.
     """
     state = [initial] if isinstance(initial, Tensor) else list(initial)
-    inputs, own = functional.linear(x, w_ih, b_ih), functional.linear(state[0], w_hh, b_hh)
+    inputs, own = linear(x, w_ih, b_ih), linear(state[0], w_hh, b_hh)
     found = CELLS[func](inputs, own, state)
     return found[0] if len(found) == 1 else tuple(found)
 
 
 def _direction(
+    linear: Linear,
     step: _Step,
     steps: Tensor,
     weights: list[Tensor],
@@ -146,11 +155,11 @@ def _direction(
     """Return the outputs (T, batch, width) of one layer in one direction, and its last states."""
     biases = weights[2:4] if has_biases else [None, None]
     projection = weights[-1] if len(weights) % 2 else None
-    inputs = functional.linear(steps, weights[0], biases[0])
+    inputs = linear(steps, weights[0], biases[0])
     outputs = []
     for x in reversed(inputs.unbind(0)) if backwards else inputs.unbind(0):
-        state = step(x, functional.linear(state[0], weights[1], biases[1]), state)
+        state = step(x, linear(state[0], weights[1], biases[1]), state)
         if projection is not None:
-            state[0] = functional.linear(state[0], projection)
+            state[0] = linear(state[0], projection, None)
         outputs.append(state[0])
     return torch.stack(outputs[::-1] if backwards else outputs), state

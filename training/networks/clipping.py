@@ -34,6 +34,8 @@ _FLOAT64_CHUNK = 2**20
 """Numbers converted to float64 at once, 8 MiB."""
 _SHORT_ROW = 1600
 """Length up to which a float32 sum of squares, in any order, is off by less than 1e-4 of the norm."""
+_LONG_ROW = 2**20
+"""Length up to which such a sum is off by less than 7 % of the norm, which serves a bound on rounding."""
 _BLOCKS = range(512, 63, -1)
 """Lengths of the blocks that a longer row is cut into."""
 _LARGEST_NORM = 2.0**60
@@ -149,7 +151,7 @@ def measured(rows: Tensor, *, coarsely: bool = False) -> Measured:
     absolute = terms**0.5 * _VANISHED
     if flat.dtype == torch.float64:
         return Measured(torch.linalg.vector_norm(flat, dim=1).float(), 2.0**-23, absolute)
-    if terms <= _SHORT_ROW or coarsely:
+    if terms <= (_LONG_ROW if coarsely else _SHORT_ROW):
         return Measured(torch.linalg.vector_norm(flat, dim=1), (terms + 8) * 2.0**-24, absolute)
     block = _block(terms)
     whole = terms // block * block

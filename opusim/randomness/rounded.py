@@ -175,10 +175,15 @@ def settle(
     for place, u, v in opened.tolist():
         chunk, number = divmod(place, 2 * _PAIRS)
         sine, pair = divmod(number, _PAIRS)
-        digits = more(first_pair + chunk * _PAIRS + pair)
+        digits = _in_turn(more(first_pair + chunk * _PAIRS + pair))
         words = np.array([[u, turn_of_pair(v, sine=bool(sine))]], dtype=np.uint64)
-        noise = ExactNoise(words, lambda _, digits=digits: next(digits), scale, "gaussian")
+        noise = ExactNoise(words, digits, scale, "gaussian")
         out[place] = noise._exact(0, float(out[place])) * grid_of(scale)
+
+
+def _in_turn(digits: Iterator[int]) -> Callable[[int], int]:
+    """Return what gives the next digits, of whichever number they are."""
+    return lambda _: next(digits)
 
 
 def turn_of_pair(v: int, *, sine: bool) -> int:

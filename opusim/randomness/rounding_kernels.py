@@ -21,7 +21,7 @@ from the whole part of s / h, so that no size of s costs digits. If no edge of a
 nearest point is r. Else, and for the 6 in 10^5 pairs whose U is within 2^-15 of 0 or 1, the number goes to
 
 **tier two**: U and V with 64 digits each in float64, with the bound of `opusim.randomness.rounded._standard`. That is
-one number in 300 to 1,000. What is open after it, one in 10^10, stays as it was and is returned; interval arithmetic
+one number in 300 to 1,100. What is open after it, one in 10^10, stays as it was and is returned; interval arithmetic
 and more digits then decide it (`opusim.randomness.rounded.settle`).
 
 Both tiers decide the same real number, so that r does not depend on them. They differ in time, which tells how many

@@ -137,7 +137,7 @@ class NoiseStream(ABC):
 
         Args:
             y: float32 tensor that needs no gradient. Numbers that are not finite stay.
-            std: Standard deviation, a normal float32 number above 0.
+            std: Standard deviation: 0, which changes nothing, or a normal float32 number above 0.
 
         Returns:
             y itself. float32 holds the multiples below 2^24 grid steps, some 2^13 std; larger ones are rounded again.
@@ -229,7 +229,7 @@ class SeededStream(NoiseStream):
 
     def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
         """See the base class; further digits are those of a hash of the seed, the reading and the pair."""
-        if y.device.type != "cpu":
+        if y.device.type != "cpu" or not std:
             return super().add_rounded(y, std)
         grid, position = _checked_grid(y, std), (self._step, self._next_reading())
         keys = (position[1], *split_key(self._step), *self._key)
@@ -239,10 +239,13 @@ class SeededStream(NoiseStream):
             return (derive_seed(self._seed, "pair", *position, pair, k) for k in itertools.count())
 
         def work(start: int, stop: int) -> None:
-            out = flat[start * chunk : stop * chunk]
-            opened = np.empty((out.size, 3), np.uint64)
-            found = rounding.add_rounded_from_philox(out, grid, std / grid, opened, start, *keys, *more_key)
-            settle(out, opened[:found], std, more, first_pair=start * kernels.PAIRS)
+            opened = np.empty((min(stop - start, _CHUNKS_PER_THREAD) * chunk, 3), np.uint64)
+            for first in range(start, stop, _CHUNKS_PER_THREAD):
+                out = flat[first * chunk : min(first + _CHUNKS_PER_THREAD, stop) * chunk]
+                found = rounding.add_rounded_from_philox(
+                    out, grid, std / grid, opened, first, *keys, *more_key
+                )
+                settle(out, opened[:found], std, more, first_pair=first * kernels.PAIRS)
 
         with _flat(y) as flat:
             kernels.run_split(work, -(-flat.size // chunk), grain=_CHUNKS_PER_THREAD)
@@ -309,7 +312,7 @@ class SystemStream(NoiseStream):
 
     def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
         """See the base class; 128 bits make a pair, and more are drawn for numbers that these leave open."""
-        if y.device.type != "cpu":
+        if y.device.type != "cpu" or not std:
             return super().add_rounded(y, std)
         grid, chunk = _checked_grid(y, std), kernels.CHUNK
         zeros = bytes(_CHUNKS_PER_ROUNDING * 4 * kernels.PAIRS * 4)
@@ -319,7 +322,7 @@ class SystemStream(NoiseStream):
         with _flat(y) as flat:
             for start in range(0, flat.size, len(opened)):
                 out = flat[start : start + len(opened)]
-                self._current_cipher().update_into(zeros, drawn)
+                self._current_cipher().update_into(zeros, drawn.data)
                 found = rounding.add_rounded_from_words(out, grid, std / grid, opened, words)
                 settle(out, opened[:found], std, _kept(self._more))
         return y

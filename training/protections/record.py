@@ -7,7 +7,8 @@ over all layers is known without forming it:
 
 with the 1 for a bias (other layers measure themselves: `LayeredNetwork.squared_norms`). One factor
 min(1, C / ||g_i||) scales all of a record's deltas. One matrix product per layer sums the records. N(0, (z C)^2) is
-added to every entry of the sum, and a constant divides it.
+added to every entry of the sum, and a constant divides it. On the processor a sum with its noise is one exactly rounded
+number (`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
 
 With protection.bands = b above 1 the noise of b steps in a row is correlated, and batches come from b subsets of the
 records in turn (theorem `accounting.records.mechanisms.BANDED_RECORDS`). Everything that a step does with the noisy sum
@@ -58,6 +59,7 @@ from training.protections.base import (
     central_noise,
     noise_std,
     noise_work,
+    rounds_exactly,
 )
 from training.runs.folder import RunFolder
 
@@ -91,6 +93,11 @@ class RecordProtection(PoissonProtection):
         if section.correlation is not None:  # as float32, in which the noise is computed
             return tuple(float(np.float32(value)) for value in section.correlation)
         return banded_coefficients(section.bands, plan.total_steps, plan.config.optimizer)
+
+    @property
+    def rounds_exactly(self) -> bool:
+        """See Protection.rounds_exactly; correlated noise is not."""
+        return rounds_exactly(self._plan) and self.section.bands == 1
 
     def require_covered(self) -> None:
         """See Protection.require_covered; correlated noise needs its own batches and the writer of `gradients`."""
@@ -423,7 +430,7 @@ class RecordGradients(PrivateGradients):
         found = self.clipped(network, deltas, inputs)
         for layer, (delta, h, clip) in enumerate(zip(found.deltas, found.inputs, found.clips, strict=True)):
             with full_precision():
-                network.set_gradient(layer, delta, h, self._divisor, clip)
+                network.set_gradient(layer, delta, h, 1.0, clip)
         self._finish([p for layer in range(len(deltas)) for p in network.layer_parameters(layer)])
 
     def clipped(
@@ -476,23 +483,28 @@ class RecordGradients(PrivateGradients):
         if not totals:
             raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
         for parameter, total in totals.items():
-            parameter.grad = total.div_(self._divisor).float()
+            parameter.grad = total.float()
         self._finish(list(totals), error=SUM_ERROR if several else 0.0)
         self.batches_written += 1
 
     def _finish(self, parameters: Sequence[Tensor], error: float = 0.0) -> None:
-        """Add the sums of all processes, and noise to every entry; each process then has the same gradients.
+        """Turn sums into private gradients, the same in each process: add all processes' sums, add noise, divide.
+
+        Noise is added to the sum and rounded with it to a public grid, of which float32 holds the 2^24 steps next to 0:
+        some 8,000 standard deviations. Rounding a larger number again, and the division, are post-processing.
 
         Args:
-            parameters: Those whose gradients are sums over the divisor.
+            parameters: Those whose gradients are sums.
             error: What one record may change the rounding of the sum by, over C; more noise makes up for it.
         """
         ranks = self._ranks
         gradients = ranks.gradients(parameters)
         ranks.sum_on_first(gradients)
-        if self._noise_std and ranks.is_first:
+        if ranks.is_first:
             for gradient in gradients:
-                self._noise.add_to(gradient, self._noise_std * (1 + error) / self._divisor)
+                if self._noise_std:
+                    self._noise.add_rounded(gradient, self._noise_std * (1 + error))
+                gradient.div_(self._divisor)
         ranks.broadcast_tensors(gradients)
 
     def _factors(self, norms: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from opusim.randomness.rounding_kernels import (
 from opusim.randomness.streams import CorrelatedStream, NoiseStream, SeededStream, SystemStream, noise_stream
 from tests.oracles import naive_philox
 from tests.support.forked import in_forked_process
+from tests.support.subtraction import explained
 
 MODES = ("experiment", "release")
 STD = 1.7
@@ -334,6 +335,8 @@ def test_it_is_what_add_to_adds_up_to_half_a_cell(shape: tuple[int, ...]) -> Non
     assert torch.equal(found, SeededStream(1, "a").add_rounded(y.clone(), STD))
     assert torch.equal(wide[..., 0], found)
     assert torch.equal(wide[..., 1], y)
+    assert torch.equal(first.add_rounded(y.clone(), 0.0), y)
+    assert first.position == (0, 3)
 
 
 def test_experiments_repeat_and_releases_do_not() -> None:
@@ -399,7 +402,7 @@ def test_sources_of_finished_numbers_add_as_before() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda stream: stream.add_rounded(torch.zeros(3), 0.0), ValueError, "scale = 0: must lie in"),
+        (lambda stream: stream.add_rounded(torch.zeros(3), math.nan), ValueError, "std = nan: must be 0 or"),
         (lambda stream: stream.add_rounded(torch.zeros(3), 1e-40), ValueError, "the normal float32 numbers"),
         (
             lambda stream: stream.add_rounded(torch.zeros(3).double(), 1.0),
@@ -414,26 +417,6 @@ def test_bad_arguments_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         change(noise_stream(mode, 1, "a"))
-
-
-def neighbour(x: np.ndarray, steps: int) -> np.ndarray:
-    """The float32 number so many steps away on the line of all of them."""
-    line = x.view(np.int32).astype(np.int64)
-    line = np.where(line < 0, -(line & 0x7FFFFFFF), line) + steps
-    return np.where(line < 0, (-line) | 0x80000000, line).astype(np.uint32).view(np.float32)
-
-
-def explained(released: np.ndarray, guess: np.ndarray, std: float) -> float:
-    """The share of entries that are guess + fl(std z) in float32 for some float32 z: an attacker's subtraction."""
-    scale, fits = np.float32(std), np.zeros(len(released), bool)
-    left = (released.astype(np.float64) - guess.astype(np.float64)).astype(np.float32)
-    for k in range(-3, 4):
-        noise = neighbour(left, k)
-        sums = guess + noise == released
-        z = (noise.astype(np.float64) / float(scale)).astype(np.float32)
-        for j in (-1, 0, 1):
-            fits |= sums & (scale * neighbour(z, j) == noise)
-    return float(fits.mean())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -33,6 +33,12 @@ _EXACTLY_ROUNDED = (
     "every {what} is released with its noise as one exactly rounded number on a public grid: the mechanism on the "
     "value that the machine holds, then post-processing"
 )
+NOISY_SUM = "entry of a step's noisy sum"
+"""What is exactly rounded in gradients, in a statement's words."""
+_SUMS_ROUND = (
+    "a step's sum, and the contributions in it, are formed in floating-point numbers; what one record changes of their "
+    "rounding is not counted, except that of sums in modules that use a parameter several times"
+)
 _ROUNDING_NOT_ATTACKED = "the rounding of floating-point numbers is not attacked"
 
 _NOT_POISSON = {
@@ -162,6 +168,17 @@ def about_rounding(exactly_rounded: bool, *, enforced: bool, what: str = "number
     if exactly_rounded:
         return assumptions((_EXACTLY_ROUNDED.format(what=what),), enforced=enforced)
     return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
+
+
+def about_noisy_sums(exactly_rounded: bool, *, enforced: bool) -> tuple[Assumption, ...]:
+    """Return what a statement about noisy sums of contributions assumes about rounding.
+
+    Args:
+        exactly_rounded: Whether every entry went through `NoiseStream.add_rounded` with noise of exact law.
+        enforced: Whether the code that ran did so.
+    """
+    rounding = about_rounding(exactly_rounded, enforced=enforced, what=NOISY_SUM)
+    return (*rounding, Assumption(text=_SUMS_ROUND)) if exactly_rounded else rounding
 
 
 def weaker(relations: Iterable[Adjacency]) -> Adjacency:

@@ -28,7 +28,13 @@ from accounting.mechanisms import (
     proven_guarantee,
     spend_certificates,
 )
-from accounting.theorems import NOISE_IS_SECRET, SEED_IS_SECRET, Theorem, about_rounding
+from accounting.theorems import (
+    NOISE_IS_SECRET,
+    SEED_IS_SECRET,
+    Theorem,
+    about_noisy_sums,
+    about_rounding,
+)
 from opusim import checks
 
 _SIGNALS_CHECKED = (
@@ -39,11 +45,8 @@ _SIGNALS_CHECKED = (
     "no class weights, balanced batches or mixup, and no schedule or early stopping on training labels",
 )
 PUBLIC_FEATURES = "features, initial weights and the projection are public or do not depend on labels"
-_SIGNALS_TRUSTED = (
-    PUBLIC_FEATURES,
-    "no loss or accuracy on training labels leaves",
-    NOISE_IS_SECRET,
-)
+_TRAINING_TRUSTED = (PUBLIC_FEATURES, "no loss or accuracy on training labels leaves")
+_SIGNALS_TRUSTED = (*_TRAINING_TRUSTED, NOISE_IS_SECRET)
 DEVICE_LAW = (
     "the device's noise is Gaussian, independent of labels and batch, and at least as strong as stated"
 )
@@ -112,7 +115,8 @@ LABEL_AMPLIFICATION = Theorem(
     ),
     trusted=(
         "batches stay secret: sizes, frames, joules, times and the sampler's state are not released",
-        *_SIGNALS_TRUSTED,
+        *_TRAINING_TRUSTED,
+        SEED_IS_SECRET,
     ),
 )
 LABEL_READOUT = Theorem(
@@ -182,7 +186,12 @@ class LabelAmplified(CertifiedMechanism):
     ]
     sampling_probability: SamplingProbability
     device_noise: DeviceNoise = False
+    exactly_rounded: ExactlyRounded = False
 
+    absent_means: ClassVar[Mapping[str, Any]] = {
+        **CertifiedMechanism.absent_means,
+        "exactly_rounded": False,
+    }
     kind: ClassVar[str] = "label_amplified"
     audited: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
@@ -226,8 +235,13 @@ class LabelAmplified(CertifiedMechanism):
                 bounds=bounds,
                 delta=delta,
                 adjacency=Adjacency.REPLACE_ONE,
-                assumptions=LABEL_AMPLIFICATION.assumptions(
-                    enforced=enforced, trusted=(DEVICE_LAW,) if device else ()
+                assumptions=(
+                    *LABEL_AMPLIFICATION.assumptions(
+                        enforced=enforced, trusted=(DEVICE_LAW,) if device else ()
+                    ),
+                    *about_noisy_sums(
+                        all(one.exactly_rounded for one in mechanisms) and not device, enforced=enforced
+                    ),
                 ),
                 device_model=device,
                 reason=reason,

@@ -240,7 +240,7 @@ class Ledger:
         _require_mechanisms(mechanisms)
         earlier = [payment for payment in self._payments if payment.name == name]
         if earlier and (not self._charges_again or (whole_run and self._resumes)):
-            if earlier[-1].mechanisms != mechanisms:
+            if not _covers(earlier[-1].mechanisms, mechanisms):
                 raise LedgerCorrupt(f"{self._journal.path}: {name!r} was paid for as another mechanism")
             return
         if self._budget:
@@ -344,7 +344,12 @@ class Ledger:
         self._credit = (step + used, step + wanted, mechanisms)
 
     def _reuse(self, step: int, mechanisms: tuple[Mechanism, ...], paid: Payment) -> None:
-        if paid.mechanisms != mechanisms:
+        if not _covers(paid.mechanisms, mechanisms):
+            if _covers(mechanisms, paid.mechanisms):
+                raise LedgerCorrupt(
+                    f"{self._journal.path}: step {step} was paid for as exactly rounded, and only the processor rounds "
+                    "so; resume on the processor, or start a new run folder"
+                )
             raise LedgerCorrupt(
                 f"{self._journal.path}: step {step} was paid for as {paid.mechanisms[0].describe()!r}, "
                 f"not {mechanisms[0].describe()!r}; start a new run folder"
@@ -385,6 +390,18 @@ def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> Ledge
     file = Path(path) / LEDGER_FILE if Path(path).is_dir() else Path(path)
     entries, position = read_positioned(file, witnesses=witnesses)
     return replace(content_of(file, entries), position=position)
+
+
+def _covers(paid: tuple[Mechanism, ...], wanted: tuple[Mechanism, ...]) -> bool:
+    """Whether mechanisms are those that were paid for, or exactly rounded ones that an earlier version did not round.
+
+    The statement keeps the rounding of those on trust.
+    """
+    on_trust = [
+        replace(one, exactly_rounded=False) if getattr(one, "exactly_rounded", False) else one  # type: ignore[call-arg]
+        for one in wanted
+    ]
+    return paid in (wanted, tuple(on_trust))
 
 
 def _require_mechanisms(mechanisms: tuple[Mechanism, ...]) -> None:

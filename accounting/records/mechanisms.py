@@ -20,6 +20,7 @@ from accounting.guarantee import Adjacency, Guarantee
 from accounting.mechanisms import (
     CertifiedMechanism,
     DeviceNoise,
+    ExactlyRounded,
     Mechanism,
     Positive,
     SamplingProbability,
@@ -32,8 +33,9 @@ from accounting.mechanisms import (
 )
 from accounting.theorems import (
     DEVICE_NOISE_IS_GAUSSIAN,
-    NOISE_IS_SECRET,
+    SEED_IS_SECRET,
     Theorem,
+    about_noisy_sums,
     about_relation,
     leaving_out,
     weaker,
@@ -65,7 +67,7 @@ CLIPPED_RECORDS = Theorem(
         "batches stay secret: realised sizes, frames, joules, step times and the sampler's state are not released",
         "a record's reading depends on that record only: no automatic exposure, batch scaling or persistence",
         "a record's update does not depend on other records: no layer, hook or loss mixes the records of a batch",
-        NOISE_IS_SECRET,
+        SEED_IS_SECRET,
     ),
 )
 
@@ -159,10 +161,15 @@ class ClippedRecords(CertifiedMechanism):
         ),
         _require_correlation,
     ] = (1.0,)
+    exactly_rounded: ExactlyRounded = False
 
     noise_field: ClassVar[str | None] = "noise_multiplier"
     audited: ClassVar[bool] = True
-    absent_means: ClassVar[Mapping[str, Any]] = {**CertifiedMechanism.absent_means, "correlation": (1.0,)}
+    absent_means: ClassVar[Mapping[str, Any]] = {
+        **CertifiedMechanism.absent_means,
+        "correlation": (1.0,),
+        "exactly_rounded": False,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,6 +279,10 @@ def _clipped_guarantee(
         assumptions=(
             *theorem.assumptions(enforced=enforced, trusted=(DEVICE_NOISE_IS_GAUSSIAN,) if device else ()),
             *about_relation(adjacency, enforced=enforced),
+            *about_noisy_sums(
+                all(one.exactly_rounded and one.bands == 1 for one in mechanisms) and not device,
+                enforced=enforced,
+            ),
         ),
         device_model=device,
         reason=reason,

@@ -17,6 +17,9 @@ a guess of s sees whether what remains lies on it (Mironov 2012).
 Step 3 happens to some 1 in 10^10 numbers if |s| is below 1,000 b: twice the bound of step 1, some 2^-45 b, over a grid
 step. It takes longer, so that time tells at most that a number was near an edge.
 
+Long float32 arrays, such as a model's gradients, take their numbers in pairs and step 1 in float32 first:
+`opusim.randomness.rounding_kernels`, of which `settle` is step 3.
+
 **Sums.** Noise hides a sum only if neighbouring data sets change the *computed* sum by at most the stated bound.
 `toward_zero` makes contributions multiples of a power of two, so that sums of them are exact in any order.
 """
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Literal
 
@@ -42,6 +45,8 @@ GRID_BITS = 10
 """The grid is 2^-10 to 2^-11 of the noise's scale."""
 _DIGITS = 64
 """Binary digits of U and V that are drawn at a time."""
+_PAIRS = 512
+"""Pairs of a chunk of `kernels`, whose module is loaded where numbers are drawn only."""
 _SCALES = (2.0**-900, 2.0**900)
 _LARGEST = 2.0**51
 """Largest |s + b X| / h; float64 holds twice that with a spare digit for the half."""
@@ -148,6 +153,53 @@ class ExactNoise(RoundedNoise):
                     return ends[0]
             u, v = ((word << _DIGITS) | self._more(number) for word in (u, v))
             digits += _DIGITS
+
+
+def settle(
+    out: np.ndarray,
+    opened: np.ndarray,
+    scale: float,
+    more: Callable[[int], Iterator[int]],
+    *,
+    first_pair: int = 0,
+) -> None:
+    """Round in place what `rounding_kernels` left open, by interval arithmetic.
+
+    Args:
+        out: s where numbers are open, one axis.
+        opened: Place in out, 64 digits of U and of V of each, uint64, shape (n, 3).
+        scale: sigma.
+        more: Returns further digits of a pair, 64 at a time, for U and V in turn: the same ones whenever it is asked.
+        first_pair: Number of the pair of out[0] in the draw.
+    """
+    for place, u, v in opened.tolist():
+        chunk, number = divmod(place, 2 * _PAIRS)
+        sine, pair = divmod(number, _PAIRS)
+        digits = _in_turn(more(first_pair + chunk * _PAIRS + pair))
+        words = np.array([[u, turn_of_pair(v, sine=bool(sine))]], dtype=np.uint64)
+        noise = ExactNoise(words, digits, scale, "gaussian")
+        out[place] = noise._exact(0, float(out[place])) * grid_of(scale)
+
+
+def _in_turn(digits: Iterator[int]) -> Callable[[int], int]:
+    """Return what gives the next digits, of whichever number they are."""
+    return lambda _: next(digits)
+
+
+def turn_of_pair(v: int, *, sine: bool) -> int:
+    """Return 64 digits of V' with X = sqrt(-2 ln U) cos(2 pi V') for a number of a pair of `rounding_kernels`.
+
+    The arc t is a whole turn times n 2^-64, with n the last 62 digits in two's complement, and sin t = cos(t - pi / 2).
+    So V' and V have the same digits behind the 64th.
+
+    Args:
+        v: The first 64 digits of V.
+        sine: Whether it is the second number of the pair.
+    """
+    quarter = 1 << 62
+    n = (v + quarter // 2) % quarter - quarter // 2
+    exchanged = bool(v & quarter)
+    return (n - quarter * (sine != exchanged) + 2 * quarter * (v >> 63)) % (1 << 64)
 
 
 class NormalNoise(RoundedNoise):

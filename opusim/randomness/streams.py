@@ -17,7 +17,8 @@ import itertools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -29,9 +30,9 @@ from opusim.files import OwnProcess
 from opusim.plugins import Deferred
 from opusim.randomness import MAX_SEED as MAX_SEED
 from opusim.randomness import derive_seed as derive_seed
-from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise
+from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise, grid_of, settle
 
-kernels = Deferred("opusim.randomness.kernels")
+kernels, rounding = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.rounding_kernels")
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -98,6 +99,8 @@ _LEAST_STD, _LARGEST_STD = float(np.finfo(np.float32).tiny), float(np.finfo(np.f
 _CHUNKS_PER_THREAD = 512  # below, a second thread meets a core on which torch still spins, and loses
 _CHUNKS_PER_CIPHER_CALL = 32  # 196 kB of words, small enough for the second-level cache
 
+_CHUNKS_PER_ROUNDING = 8  # 64 kB of words
+
 
 class NoiseStream(ABC):
     """A source of independent N(0, 1) numbers."""
@@ -124,6 +127,25 @@ class NoiseStream(ABC):
             ValueError: float32 would round std to 0, to infinity, or to few digits: the noise would not be as stated.
         """
         return y.add_(self.normal(y.shape, device=y.device).mul_(_checked_std(std)))
+
+    def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
+        """Add std times a fresh reading to y, in place, exactly rounded to the multiples of `rounded.grid_of(std)`.
+
+        Seeded and system streams do so on the CPU, with the numbers of `add_to` carried on to all their digits: what is
+        returned is a function of the real-valued sum. On another torch device, and for a source of finished numbers
+        such as a device or `CorrelatedStream`, it is `add_to`, which rounds noise before it is added.
+
+        Args:
+            y: float32 tensor that needs no gradient. Numbers that are not finite stay.
+            std: Standard deviation: 0, which changes nothing, or a normal float32 number above 0.
+
+        Returns:
+            y itself. float32 holds the multiples below 2^24 grid steps, some 2^13 std; larger ones are rounded again.
+
+        Raises:
+            ValueError: std is out of range.
+        """
+        return self.add_to(y, std)
 
     def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
         """Draw the noise of numbers that are released with it, exactly rounded to a public grid.
@@ -205,6 +227,30 @@ class SeededStream(NoiseStream):
         self._run(y.view(-1).numpy(), partial(_add_scaled, np.float32(_checked_std(std))))
         return y
 
+    def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
+        """See the base class; further digits are those of a hash of the seed, the reading and the pair."""
+        if y.device.type != "cpu" or not std:
+            return super().add_rounded(y, std)
+        grid, position = _checked_grid(y, std), (self._step, self._next_reading())
+        keys = (position[1], *split_key(self._step), *self._key)
+        more_key, chunk = split_key(derive_seed(self._seed, "further digits")), kernels.CHUNK
+
+        def more(pair: int) -> Iterator[int]:
+            return (derive_seed(self._seed, "pair", *position, pair, k) for k in itertools.count())
+
+        def work(start: int, stop: int) -> None:
+            opened = np.empty((min(stop - start, _CHUNKS_PER_THREAD) * chunk, 3), np.uint64)
+            for first in range(start, stop, _CHUNKS_PER_THREAD):
+                out = flat[first * chunk : min(first + _CHUNKS_PER_THREAD, stop) * chunk]
+                found = rounding.add_rounded_from_philox(
+                    out, grid, std / grid, opened, first, *keys, *more_key
+                )
+                settle(out, opened[:found], std, more, first_pair=first * kernels.PAIRS)
+
+        with _flat(y) as flat:
+            kernels.run_split(work, -(-flat.size // chunk), grain=_CHUNKS_PER_THREAD)
+        return y
+
     def _run(self, out: np.ndarray, kernel: Callable[..., None]) -> None:
         """Run a kernel over a flat array with the numbers of the next reading, in parallel if it is long."""
         keys = (self._next_reading(), *split_key(self._step), *self._key)
@@ -241,7 +287,8 @@ class SystemStream(NoiseStream):
     The key is drawn from `os.urandom`, lives in memory only, and is drawn again in a forked child, so two
     processes never share noise. The words go through the same Box-Muller kernel as the seeded stream's. Other
     torch devices get their numbers copied from the CPU. The float32 numbers of `normal` and `add_to` are not the
-    real-valued Gaussian of a privacy theorem in their last bits (Mironov 2012); those of `rounded` are, rounded once.
+    real-valued Gaussian of a privacy theorem in their last bits (Mironov 2012); those of `rounded` and `add_rounded`
+    are, rounded once.
     """
 
     def __init__(self) -> None:
@@ -263,15 +310,33 @@ class SystemStream(NoiseStream):
             kernels.fill_from_words(part, self._words(-(-part.size // kernels.CHUNK)))
         return out.to(device)
 
+    def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
+        """See the base class; 128 bits make a pair, and more are drawn for numbers that these leave open."""
+        if y.device.type != "cpu" or not std:
+            return super().add_rounded(y, std)
+        grid, chunk = _checked_grid(y, std), kernels.CHUNK
+        zeros = bytes(_CHUNKS_PER_ROUNDING * 4 * kernels.PAIRS * 4)
+        drawn = np.empty(len(zeros) + 16, np.uint8)  # the library may want a block more
+        opened = np.empty((_CHUNKS_PER_ROUNDING * chunk, 3), np.uint64)
+        words = drawn[: len(zeros)].view(np.uint32).reshape(_CHUNKS_PER_ROUNDING, 4, kernels.PAIRS)
+        with _flat(y) as flat:
+            for start in range(0, flat.size, len(opened)):
+                out = flat[start : start + len(opened)]
+                self._current_cipher().update_into(zeros, drawn.data)
+                found = rounding.add_rounded_from_words(out, grid, std / grid, opened, words)
+                settle(out, opened[:found], std, _kept(self._more))
+        return y
+
     def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
         """See the base class."""
         _check_shape((count,))
         words = np.frombuffer(self._current_cipher().update(bytes(16 * count)), dtype=np.uint64)
 
-        def more(_: int) -> int:
-            return int.from_bytes(self._current_cipher().update(bytes(8)), "little")
+        return ExactNoise(words.reshape(count, 2), lambda _: self._more(), scale, law)
 
-        return ExactNoise(words.reshape(count, 2), more, scale, law)
+    def _more(self) -> int:
+        """Return 64 random bits."""
+        return int.from_bytes(self._current_cipher().update(bytes(8)), "little")
 
     def _words(self, chunks: int) -> np.ndarray:
         """Return random words, uint32, shape (chunks, 3, PAIRS)."""
@@ -405,6 +470,42 @@ def _checked_std(std: float) -> float:
             "rescale what the noise is added to"
         )
     return std
+
+
+def _checked_grid(y: torch.Tensor, std: float) -> float:
+    """Return the grid of noise that is added to y.
+
+    Raises:
+        TypeError: y is not float32.
+        ValueError: std is out of range, or y too long.
+    """
+    if y.dtype != torch.float32:
+        raise TypeError(f"y has dtype {y.dtype}: must be torch.float32; convert it")
+    _check_shape(y.shape)
+    return grid_of(_checked_std(std))
+
+
+@contextmanager
+def _flat(y: torch.Tensor) -> Iterator[np.ndarray]:
+    """Give the numbers of a tensor as one axis, and put them back if that is a copy."""
+    row = y.detach().reshape(-1)
+    yield row.numpy()
+    if row.data_ptr() != y.data_ptr():
+        y.copy_(row.view(y.shape))
+
+
+def _kept(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
+    """Return what gives a pair fresh digits, and the same ones when it is asked again."""
+    drawn: dict[int, list[int]] = {}
+
+    def more(pair: int) -> Iterator[int]:
+        words = drawn.setdefault(pair, [])
+        for k in itertools.count():
+            if k == len(words):
+                words.append(fresh())
+            yield words[k]
+
+    return more
 
 
 def _add_scaled(scale: np.float32, out: np.ndarray, *position: int) -> None:

@@ -140,6 +140,7 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
     """convex."""
 
     applies = frozenset({"own noise"})
+    rounds_own_noise = True
 
     @classmethod
     def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> GatedNetwork:

@@ -178,14 +178,14 @@ class ConvexTrainer(Trainer):
         numbers = self._descent
         rate = self.optimizer.param_groups[0]["lr"]
         weight = self.model.weight.data.flatten(1)  # (d, P k), a view
-        move = self._scaled_noise(weight, rate, step).addmm_(x.t(), spread, alpha=-rate / numbers.divisor)
-        torch.add(move, weight, alpha=1 - rate * numbers.regularisation, out=weight)
-
-    def _scaled_noise(self, weight: Tensor, rate: float, step: int) -> Tensor:
-        """Return one step's noise on the weights; that of the last step includes the final noise."""
-        numbers = self._descent
-        std = rate * numbers.noise_std / numbers.divisor
-        if step == numbers.total_steps - 1:
-            std = math.hypot(std, numbers.final_std)
-        noise = torch.zeros_like(weight)
-        return self._noise.add_to(noise, std) if self._noise is not None and std else noise
+        move = torch.mm(x.t(), spread).neg_()
+        std = numbers.noise_std
+        if step == numbers.total_steps - 1 and numbers.final_std:
+            std = math.hypot(
+                std, numbers.final_std * numbers.divisor / rate
+            )  # on the weights it is final_std
+        if self._noise is not None and std:
+            self._noise.add_rounded(move, std)
+        torch.add(
+            move.mul_(rate / numbers.divisor), weight, alpha=1 - rate * numbers.regularisation, out=weight
+        )

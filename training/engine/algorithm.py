@@ -80,6 +80,8 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
     """What the trainer predicts of a record; one that names "tokens" also takes records that hold tokens."""
     applies: ClassVar[frozenset[Applied]] = frozenset()
     """How the trainer carries out a protection; nothing by default."""
+    rounds_own_noise: ClassVar[bool] = False
+    """Whether noise that it adds itself to clipped records goes through `NoiseStream.add_rounded`."""
     uses_public_randomness: ClassVar[bool] = False
     processes: ClassVar[Literal["none", "steps", "replicas"]] = "none"
     """What several processes share: nothing (they are refused), the steps that the first one leads
@@ -263,6 +265,8 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
             "divisor": divisor,
             "device_noise": config.protection.noise == "device",
             "correlation": self.protection.correlation,
+            "exactly_rounded": self.protection.rounds_exactly
+            and ("gradients" in self.applies or self.rounds_own_noise),
             **self.plan.credit,
         }
         if relation is Adjacency.REPLACE_ONE:

@@ -103,6 +103,8 @@ class PrivateModule:
         is a constant, None until the first backward pass."""
         self.unused_gradients = 0
         """Batches whose gradients were written since the last step of the optimizer."""
+        self.paid_on_processor: bool | None = None
+        """Where the parameters were when the step was paid for; None in a process that pays for nothing."""
         self._gradients, self._limit = gradients, max_physical_batch_size
         self._shared = shared or SharedSteps()
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
@@ -161,6 +163,11 @@ class PrivateModule:
     def trained_parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained."""
         return self._trained
+
+    @property
+    def on_processor(self) -> bool:
+        """Whether the trained parameters are there, so that their noise is exactly rounded."""
+        return all(parameter.device.type == "cpu" for parameter in self._trained)
 
     def is_output(self, value: Tensor) -> bool:
         """Whether a tensor is an output that the user received of the batch at hand, not changed in place."""
@@ -312,6 +319,11 @@ class PrivateModule:
             )
         self._require_constant(factor)
         self.require_same_parts()
+        if self.paid_on_processor not in (None, self.on_processor):
+            raise RuntimeError(
+                f"backward: the module was moved to or from a graphics card after step {batch.step} was paid for, and "
+                "the ledger says how noise is rounded there; move it before its batch is drawn"
+            )
         earlier = [parameter.grad for parameter in self._trained]
         for parameter in self._trained:
             parameter.grad = None

@@ -292,7 +292,10 @@ class PrivateTraining:
             raise RuntimeError("the ledger is not open")
         end_of_epoch = (self.epoch + 1) * len(self.data_loader)
         try:
-            self._ledger.pay(self.step, self.settings.mechanism, until=end_of_epoch)
+            self._private.paid_on_processor = exact = self._private.on_processor
+            self._ledger.pay(
+                self.step, replace(self.settings.mechanism, exactly_rounded=exact), until=end_of_epoch
+            )
         except BudgetExceeded as error:
             return f"{error}; the loop ended after step {self.step}", None
         if self._ledger.position == self._content.position:

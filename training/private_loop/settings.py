@@ -21,6 +21,7 @@ from accounting.guarantee import Adjacency, Assumption, Guarantee
 from accounting.ledger.content import Mode
 from accounting.ledger.ledger import LEDGER_FILE
 from accounting.records.mechanisms import CLIPPED_RECORDS, RecordCentral
+from accounting.theorems import NOISY_SUM, about_rounding
 from opusim import checks
 from opusim.randomness import MAX_SEED
 from opusim.randomness.streams import MODES, SystemUniforms
@@ -202,7 +203,9 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
         guarantee: Of the ledger.
         several: Whether several processes shared the loop.
     """
+    rounding = about_rounding(True, enforced=True, what=NOISY_SUM)
     enforced = {text for text in CLIPPED_RECORDS.checked_by_code if text != _STANDARDISED}
+    enforced |= {one.text for one in rounding}
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
     trusted = (*_TRUSTED, *((_TRUSTED_IF_SHARED,) if several else ()))
     checked = (Assumption(text=text, holds=True) for text in _CHECKED)

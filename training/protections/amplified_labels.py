@@ -9,8 +9,9 @@ that a record of typical features has sum_l h_l^T P_l^-1 h_l = 1. A step release
 
 with independent Xi_l of N(0, 1). P_l of a hidden layer may be that of the weights of earlier steps, which were released
 as well: any P_l serves that public numbers determine before the step. Everything is computed in float64, because
-whitening magnifies float32 rounding by the root of P_l's condition number, up to 900 at a floor of 0.001; float32 only
-rounds what is released. Whitened by P_l, each record's contribution has norm at most C under every label, whatever a
+whitening magnifies float32 rounding by the root of P_l's condition number, up to 900 at a floor of 0.001. Only the
+whitened sum is rounded to float32. Noise is added there, on the processor as one exactly rounded number, and colours
+are post-processing. Whitened by P_l, each record's contribution has norm at most C under every label, whatever a
 device's noise did to delta. This is the Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
 Source: docs/privacy-labels.md, section 3 (a secret batch and noise of a public covariance).
 """
@@ -34,6 +35,7 @@ from training.protections.base import (
     central_noise,
     noise_std,
     noise_work,
+    rounds_exactly,
     with_constant,
     write_gradient,
 )
@@ -52,6 +54,7 @@ class AmplifiedLabelProtection(PoissonProtection):
             noise_multiplier=noise_multiplier,
             sampling_probability=self._plan.sampling_probability,
             device_noise=self.section.noise == "device",
+            exactly_rounded=rounds_exactly(self._plan),
             **self._plan.credit,
         )
 
@@ -172,16 +175,15 @@ class AmplifiedLabels(PrivateGradients):
         biases = [linear.bias is not None for linear in network.linears]
         rows = [with_constant(h, bias=bias) for h, bias in zip(inputs, biases, strict=True)]
         metrics = self._metrics(public_inputs, biases)
-        norms = whitened_norms(deltas, rows, metrics)
+        white = [metric.whiten(row) for metric, row in zip(metrics, rows, strict=True)]
+        norms = _norms(deltas, white)
         factors = bounded_factors(norms, self._clip_norm)
         finite = torch.isfinite(norms)
-        for layer, (delta, row, metric) in enumerate(zip(deltas, rows, metrics, strict=True)):
+        for layer, (delta, row, metric) in enumerate(zip(deltas, white, metrics, strict=True)):
             scaled = finite_rows(delta, finite) * factors[:, None]
-            total = scaled.t() @ finite_rows(row, finite).double()  # (n_l, n_(l-1) + 1), float64
-            if self._noise_std:
-                white = self._noise.normal(total.shape, device=total.device)
-                total.add_(metric.colour(white), alpha=self._noise_std)
-            write_gradient(network, layer, total.div_(self._divisor).float())
+            total = (scaled.t() @ finite_rows(row, finite)).float()  # (n_l, n_(l-1) + 1), whitened
+            noisy = metric.colour(self._noise.add_rounded(total, self._noise_std))
+            write_gradient(network, layer, noisy.div_(self._divisor).float())
 
     def _metrics(self, public_inputs: Sequence[Tensor] | None, biases: Sequence[bool]) -> list[Metric]:
         """Return P_l of every layer, times the sum of fan-ins; a geometry that is due is computed, and kept."""
@@ -214,8 +216,13 @@ def whitened_norms(deltas: Sequence[Tensor], rows: Sequence[Tensor], metrics: Se
         rows: h_(l-1) of each layer with the bias's constant, shapes (batch, n_(l-1) + 1).
         metrics: P_l.
     """
+    return _norms(deltas, [metric.whiten(row) for row, metric in zip(rows, metrics, strict=True)])
+
+
+def _norms(deltas: Sequence[Tensor], white: Sequence[Tensor]) -> Tensor:
+    """Return c_i from whitened rows, float64, shapes (batch, n_(l-1) + 1)."""
     squares = [
-        delta.double().square().sum(dim=1) * metric.leverages(row)
-        for delta, row, metric in zip(deltas, rows, metrics, strict=True)
+        delta.double().square().sum(dim=1) * row.square().sum(dim=1)
+        for delta, row in zip(deltas, white, strict=True)
     ]
     return torch.stack(squares).sum(dim=0).sqrt()

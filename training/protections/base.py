@@ -87,6 +87,11 @@ class Protection:
         return (1.0,)
 
     @property
+    def rounds_exactly(self) -> bool:
+        """Whether noise that goes through `NoiseStream.add_rounded` releases exactly rounded numbers in this run."""
+        return False
+
+    @property
     def noise_multiplier(self) -> float:
         """The noise multiplier z of a resolved run.
 
@@ -486,6 +491,12 @@ def noise_work(plan: Plan, sizes: Iterable[float], n_outputs: int) -> DeviceWork
     if plan.config.protection.noise != "device":
         return DeviceWork()
     return sum((DeviceWork.of_noise(size, n_outputs) for size in sizes), DeviceWork())
+
+
+def rounds_exactly(plan: Plan) -> bool:
+    """Return whether `add_rounded` of a run's `central_noise` rounds exactly: on the processor, with digital noise."""
+    config = plan.config
+    return torch.device(config.torch_device).type == "cpu" and config.protection.noise != "device"
 
 
 def central_noise(plan: Plan, device: NoisyDevice | None) -> NoiseStream:

@@ -174,11 +174,10 @@ class BudgetedLabels(PrivateGradients):
         for layer, (delta, row, ridge) in enumerate(zip(deltas, rows, ridges, strict=True)):
             finite = torch.isfinite(delta).all(dim=1, keepdim=True)  # a label must not decide what overflows
             signal = torch.where(keeps & finite, scale_to_ball(delta, self._clip_norm), 0.0)
-            noisy = self._noise.add_to(signal, self._noise_std)
+            noisy = self._noise.add_rounded(signal, self._noise_std)
             total = noisy.t() @ row  # (n_l, n_(l-1) + 1)
-            write_gradient(
-                network, layer, self._noise.add_to(total, ridge**0.5 * self._noise_std).div_(divisor)
-            )
+            noisy = self._noise.add_rounded(total, ridge**0.5 * self._noise_std)
+            write_gradient(network, layer, noisy.div_(divisor))
 
     def _leverages(self, rows: Sequence[Tensor]) -> tuple[list[np.ndarray], list[float]]:
         """Return the leverages of every layer, shapes (batch, 1), and lambda."""

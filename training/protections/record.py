@@ -7,7 +7,8 @@ over all layers is known without forming it:
 
 with the 1 for a bias (other layers measure themselves: `LayeredNetwork.squared_norms`). One factor
 min(1, C / ||g_i||) scales all of a record's deltas. One matrix product per layer sums the records. N(0, (z C)^2) is
-added to every entry of the sum, and a constant divides it.
+added to every entry of the sum, and a constant divides it. On the processor a sum with its noise is one exactly rounded
+number (`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
 
 With protection.bands = b above 1 the noise of b steps in a row is correlated, and batches come from b subsets of the
 records in turn (theorem `accounting.records.mechanisms.BANDED_RECORDS`). Everything that a step does with the noisy sum
@@ -57,6 +58,7 @@ from training.protections.base import (
     central_noise,
     noise_std,
     noise_work,
+    rounds_exactly,
 )
 from training.runs.folder import RunFolder
 
@@ -90,6 +92,11 @@ class RecordProtection(PoissonProtection):
         if section.correlation is not None:  # as float32, in which the noise is computed
             return tuple(float(np.float32(value)) for value in section.correlation)
         return banded_coefficients(section.bands, plan.total_steps, plan.config.optimizer)
+
+    @property
+    def rounds_exactly(self) -> bool:
+        """See Protection.rounds_exactly; correlated noise is not."""
+        return rounds_exactly(self._plan) and self.section.bands == 1
 
     def require_covered(self) -> None:
         """See Protection.require_covered; correlated noise needs its own batches and the writer of `gradients`."""
@@ -461,23 +468,28 @@ class RecordGradients(PrivateGradients):
             several = several or part.several_uses
         if flat is None:
             raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
-        total = flat.div_(self._divisor).float()
+        total = flat.float()
         self._finish(total, error=SUM_ERROR if several else 0.0)
         sizes = [parameter.numel() for parameter in gradients]
         for parameter, gradient in zip(gradients, total.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 
     def _finish(self, total: Tensor, *, error: float) -> None:
-        """Add the sums of all processes, and noise to every entry; each process then has the same sum.
+        """Turn sums into private gradients, the same in each process: add all processes' sums, add noise, divide.
+
+        Noise is added to the sum and rounded with it to a public grid, of which float32 holds the 2^24 steps next to 0:
+        some 8,000 standard deviations. Rounding a larger number again, and the division, are post-processing.
 
         Args:
-            total: Sum of this process's records over the divisor, of all parameters, float32; changed in place.
+            total: Sum of this process's records, of all parameters, float32; changed in place.
             error: What one record may change the rounding of the sum by, over C; more noise makes up for it.
         """
         ranks = self._ranks
         ranks.sum_on_first([total])
-        if self._noise_std and ranks.is_first:
-            self._noise.add_to(total, self._noise_std * (1 + error) / self._divisor)
+        if ranks.is_first:
+            if self._noise_std:
+                self._noise.add_rounded(total, self._noise_std * (1 + error))
+            total.div_(self._divisor)
         ranks.broadcast_tensors([total])
 
     def _factors(self, squares: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.records.additive_noise import PoissonGaussian
+from accounting.records.mechanisms import RecordCentral
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 
@@ -51,6 +52,32 @@ def test_a_reused_block_pays_for_its_own_steps_only(tmp_path: Path) -> None:
         assert paid(path) == 8
         ledger.pay(8, STEP)
     assert paid(path) == 12
+
+
+RECORDS = RecordCentral(noise_multiplier=2.0, sampling_probability=0.1, clip_norm=1.0, divisor=10)
+ROUNDED = replace(RECORDS, exactly_rounded=True)
+
+
+def test_steps_that_an_earlier_version_paid_for_are_taken_unrounded(tmp_path: Path) -> None:
+    """A resumed run finds the rest of its block; what it pays for from then on is exactly rounded."""
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, mode="experiment", delta=1e-5, block=4) as ledger:
+        ledger.pay(0, RECORDS)
+        ledger.pay_once("once", RECORDS)
+    with Ledger(path, mode="experiment", delta=1e-5, block=4) as ledger:
+        for step in range(1, 5):
+            ledger.pay(step, ROUNDED)
+        ledger.pay_once("once", ROUNDED)
+        with pytest.raises(
+            LedgerCorrupt, match="paid for as exactly rounded, and only the processor rounds so"
+        ):
+            ledger.pay(4, RECORDS)
+        with pytest.raises(LedgerCorrupt, match="was paid for as 'records clipped to 1"):
+            ledger.pay(4, replace(ROUNDED, noise_multiplier=1.9))
+    payments = read_ledger(path).payments
+    assert [each.mechanisms[0] for each in payments] == [RECORDS, RECORDS, ROUNDED]
+    (stated,) = read_ledger(path).guarantees()
+    assert any("not attacked" in each.text for each in stated.assumptions)
 
 
 def test_steps_that_are_known_to_fit_are_not_accounted_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

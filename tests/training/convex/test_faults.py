@@ -75,9 +75,9 @@ def test_a_run_whose_noise_fails_keeps_the_model_of_the_step_before(tmp_path: Pa
 class DescendsBeforeItDraws(ConvexTrainer):
     """The planted fault: the gradient step comes first, its noise after."""
 
-    def _scaled_noise(self, weight: Tensor, rate: float, step: int) -> Tensor:
-        weight.mul_(0.5)
-        return super()._scaled_noise(weight, rate, step)
+    def _descend(self, x: Tensor, spread: Tensor, step: int) -> None:
+        self.model.weight.data.mul_(0.5)
+        super()._descend(x, spread, step)
 
 
 @pytest.mark.parametrize(("kind", "moved"), [(ConvexTrainer, False), (DescendsBeforeItDraws, True)])

@@ -165,7 +165,7 @@ def test_the_noise_counts_the_sums_error(build: Any, several: bool, monkeypatch:
     """For batches without records, too, and for batches in parts."""
     drawn: list[float] = []
     noise = noise_stream("experiment", 1, "central-noise")
-    monkeypatch.setattr(noise, "add_to", lambda gradient, std: drawn.append(std) or gradient)
+    monkeypatch.setattr(noise, "add_rounded", lambda gradient, std: drawn.append(std) or gradient)
     writer = RecordGradients(clip_norm=0.5, noise_multiplier=3.0, divisor=8.0, noise=noise)
     model = build()
     tape = RecordTape(model, torch.randn(7, 2, INPUTS))
@@ -179,7 +179,7 @@ def test_the_noise_counts_the_sums_error(build: Any, several: bool, monkeypatch:
 
     for batch in ([pairs(8, 1.0)], [pairs(0, 1.0)], [pairs(4, 1.0), pairs(3, 1.0)]):
         writer.set_gradients_of_parts(recorded(x) for x in batch)
-    wanted = 3.0 * 0.5 / 8.0 * (1.01 if several else 1.0)
+    wanted = 3.0 * 0.5 * (1.01 if several else 1.0)  # of the sum, before the divisor
     assert drawn == pytest.approx([wanted] * len(drawn), rel=1e-12)
     assert len(drawn) == 3
 

@@ -270,7 +270,7 @@ def test_the_log_likelihood_ratio_has_the_law_that_is_charged(seed: int) -> None
 
 @pytest.mark.parametrize("fault", ["no output noise", "bias left out", "ball after the noise"])
 def test_planted_faults_are_caught(monkeypatch: pytest.MonkeyPatch, fault: str, seed: int) -> None:
-    ball, add_to = budgeted_labels.scale_to_ball, SeededStream.add_to
+    ball, add_to = budgeted_labels.scale_to_ball, SeededStream.add_rounded
     calls = 0
 
     def wrong(self: NoiseStream, y: torch.Tensor, std: float) -> torch.Tensor:
@@ -281,7 +281,7 @@ def test_planted_faults_are_caught(monkeypatch: pytest.MonkeyPatch, fault: str, 
         noisy = add_to(self, y, 0.0 if fault == "no output noise" and on_output else std)
         return ball(noisy, Step.clip) if fault == "ball after the noise" and on_signals else noisy
 
-    monkeypatch.setattr(SeededStream, "add_to", wrong)
+    monkeypatch.setattr(SeededStream, "add_rounded", wrong)
     if fault == "ball after the noise":
         monkeypatch.setattr(budgeted_labels, "scale_to_ball", lambda v, radius: v)
     if fault == "bias left out":

@@ -1,0 +1,112 @@
+"""Which runs say that their sums are exactly rounded, and that they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import training
+from opusim.randomness.rounded import grid_of
+from opusim.randomness.streams import SeededStream
+from training.config.reading import load_config
+from training.engine.plan import RunPlan, load_data
+from training.protections.base import rounds_exactly
+
+RECORD = {"kind": "record", "noise_multiplier": 0.8}
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(64, 5)), np.arange(64) % 3
+
+
+def config(kind: str, protection: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return {
+        "epochs": 1,
+        "threads": 1,
+        "data": {"n_classes": 3, "validation_fraction": 0.0},
+        "trainer": {"kind": kind},
+        "sampler": {"scheme": "poisson", "batch_size": 16},
+        "protection": protection,
+        **sections,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "exact"),
+    [
+        (config("bp", RECORD), True),
+        (config("ulr", RECORD), True),
+        (config("convex", {**RECORD, "relation": "zero_out"}), True),
+        (config("bp", {**RECORD, "relation": "replace_one"}), True),
+        (config("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}), True),
+        (config("bp", {**RECORD, "bands": 2}, sampler={"batch_size": 16}), False),
+        (config("pdfa", {**RECORD, "noise": "device"}), False),
+        (config("pdfa", {"kind": "label-amplified", "noise_multiplier": 0.8, "noise": "device"}), False),
+    ],
+)
+def test_a_step_says_whether_its_sums_are_exactly_rounded(settings: dict[str, Any], exact: bool) -> None:
+    resolved = load_config(settings).replaced(data={"name": "arrays"})
+    (mechanism,) = RunPlan.resolve(resolved, load_data(resolved, data())).mechanisms
+    assert mechanism.exactly_rounded is exact
+
+
+@pytest.mark.parametrize(
+    ("place", "noise", "exact"),
+    [
+        ("cpu", "digital", True),
+        ("cuda", "digital", False),
+        ("cuda:1", "digital", False),
+        ("cpu", "device", False),
+    ],
+)
+def test_only_the_processor_rounds_exactly(place: str, noise: str, exact: bool) -> None:
+    plan: Any = SimpleNamespace(
+        config=SimpleNamespace(torch_device=place, protection=SimpleNamespace(noise=noise))
+    )
+    assert rounds_exactly(plan) is exact
+
+
+@pytest.mark.parametrize(
+    ("kind", "protection"),
+    [
+        ("bp", RECORD),
+        ("ulr", RECORD),
+        ("convex", RECORD),
+        ("convex", {"kind": "last-iterate", "noise_multiplier": 0.8}),
+        ("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}),
+        ("bp", {"kind": "label-budget", "noise_multiplier": 0.8, "epsilon": 3.0}),
+    ],
+)
+def test_every_noisy_sum_of_a_run_is_a_multiple_of_its_grid(
+    kind: str, protection: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step adds noise past `add_rounded`, whose results are what the optimizer gets."""
+    drawn: list[bool] = []
+    add_rounded = SeededStream.add_rounded
+
+    def seen(self: SeededStream, y: torch.Tensor, std: float) -> torch.Tensor:
+        found = add_rounded(self, y, std)
+        drawn.append(bool((found.double() / grid_of(std) % 1 == 0).all()))
+        return found
+
+    monkeypatch.setattr(SeededStream, "add_rounded", seen)
+    added: list[int] = []
+    add_to = SeededStream.add_to
+    monkeypatch.setattr(
+        SeededStream, "add_to", lambda self, y, std: added.append(y.numel()) or add_to(self, y, std)
+    )
+    sampler = (
+        {"batch_size": 16}
+        if protection["kind"] == "last-iterate"
+        else {"scheme": "poisson", "batch_size": 16}
+    )
+    training.train(config(kind, protection, sampler=sampler), data=data(), folder=tmp_path / "run")
+    assert len(drawn) >= 4
+    assert all(drawn)
+    if kind != "ulr":  # whose estimates have noise of their own
+        assert added == []

@@ -166,6 +166,11 @@ class PointHooks(nn.Module):
         self._lay_out(error, calls)
         if self._state == "measuring":
             return None
+        if error.is_meta:
+            raise ValueError(
+                "the model is on the meta device, whose tensors hold no numbers that a point could receive; give it "
+                "storage by to_empty(device='cpu') and fill it, or get the plain model from remove()"
+            )
         if not self._warned and not self._normalised and self.gain:
             warn_of_unnormalised(calls)
         self._warned = True

@@ -230,26 +230,3 @@ def mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(output, tuple | list):
         return type(output)(mapped(value, change) for value in output)
     return output
-
-
-def drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Name the entries of a state dict, and its metadata, as the plain model does."""
-    inner = f"{prefix}model."
-    _rename(state, {key: prefix + key.removeprefix(inner) for key in state if key.startswith(inner)})
-    versions = getattr(state, "_metadata", {})
-    whole = inner.removesuffix(".")
-    renamed = {key: prefix + key.removeprefix(inner) for key in versions if key.startswith(inner)}
-    _rename(versions, {whole: prefix.removesuffix("."), **renamed} if whole in versions else renamed)
-
-
-def add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Undo `drop_prefix` before a state dict is loaded."""
-    _rename(
-        state, {key: f"{prefix}model.{key.removeprefix(prefix)}" for key in state if key.startswith(prefix)}
-    )
-
-
-def _rename(entries: dict[str, Any], names: dict[str, str]) -> None:
-    """Rename entries, all at once: a new name may be another entry's old one."""
-    values = {new: entries.pop(old) for old, new in names.items()}
-    entries.update(values)

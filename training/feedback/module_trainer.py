@@ -91,7 +91,7 @@ class ModuleTrainer(Trainer):
         self._ranks = ranks or Ranks.one()
         if feedback is not None and self._ranks.world > 1:
             feedback.number_rows(self._ranks.before)
-        device = None if feedback is None else feedback.device
+        device = None if feedback is None else feedback.noisy_device
         self._column_sum = (
             None if device is None else torch.zeros(device.n_outputs)
         )  # zeros until it is measured
@@ -106,8 +106,8 @@ class ModuleTrainer(Trainer):
         """
         if self._private is not None:
             self._private.writer.seek(step)
-            if self._feedback is not None and self._feedback.device is not None:
-                self._feedback.device.seek(step)  # its noise may be drawn without a reading
+            if self._feedback is not None and self._feedback.noisy_device is not None:
+                self._feedback.noisy_device.seek(step)  # its noise may be drawn without a reading
         batch_size = self._ranks.total(len(x))
         if not batch_size:
             return self._empty_step(y)

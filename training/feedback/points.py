@@ -30,7 +30,7 @@ from training.feedback.diagnosis import (
     learnt_gradients,
     true_gradients,
 )
-from training.feedback.hooks import FeedbackShape, PointHooks
+from training.feedback.hooks import FeedbackShape
 from training.feedback.layout import (
     Extent,
     Rows,
@@ -40,12 +40,7 @@ from training.feedback.layout import (
     spread,
     through_layer_norm,
 )
-from training.feedback.marking import (
-    add_prefix,
-    drop_prefix,
-    find_points,
-    require_submodule,
-)
+from training.feedback.marking import find_points, require_submodule
 from training.feedback.projection import (
     DeviceProjection,
     Encoding,
@@ -55,13 +50,14 @@ from training.feedback.projection import (
     make_encoding,
 )
 from training.feedback.structured import ProjectionName, digital_projection
+from training.feedback.wrapping import Wrapping, refuse_export
 
 _LARGEST_STEP = 2**63
 _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
 
-class FeedbackAlignment(PointHooks):
+class FeedbackAlignment(Wrapping):
     """A module whose blocks learn from a projected error instead of a backpropagated one.
 
     With e a row of dL/dz at `error_at`, n_inputs numbers, a point of C channels receives in place of dL/dh
@@ -187,26 +183,12 @@ class FeedbackAlignment(PointHooks):
         self._warned = self._outside = False
         self._observed: list[Reading] | None = None
         self._step = 0
-        self._handles = self._install()
-        self.register_state_dict_post_hook(drop_prefix)
-        self.register_load_state_dict_pre_hook(add_prefix)
+        self._handles = [model.register_forward_pre_hook(refuse_export), *self._install()]
+        self._keep_names()
 
     def draw_from(self, seed: int) -> None:
         """Draw positions and stochastic codes from another seed, in [0, 2^64), from now on."""
         self._draw_seed, self._projection = seed, None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns."""
-        return self.model(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up in the model what this module lacks, such as `config` or `generate`."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "model":
-                raise
-            return getattr(super().__getattr__("model"), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the model and its hooks; the copy reads the same device."""
@@ -261,15 +243,24 @@ class FeedbackAlignment(PointHooks):
     # The device
 
     @property
-    def device(self) -> NoisyDevice | None:
+    def noisy_device(self) -> NoisyDevice | None:
         """The device that projects; None projects digitally. It may be set once `shape` is known."""
         return self._noisy_device
 
-    @device.setter
-    def device(self, device: NoisyDevice | None) -> None:
+    @noisy_device.setter
+    def noisy_device(self, device: NoisyDevice | None) -> None:
         if device is not None:
             _require_device(device)
         self._noisy_device, self._projection, self.column_sum = device, None, None
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device of the model, as in `x.to(model.device)`; an assignment sets `noisy_device`."""
+        return self._torch_device
+
+    @device.setter
+    def device(self, device: NoisyDevice | None) -> None:
+        self.noisy_device = device
 
     @property
     def usage(self) -> Usage:

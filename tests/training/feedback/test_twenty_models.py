@@ -323,7 +323,7 @@ def held_out_losses(case: Case, *, seed: int, learns: bool = True) -> Tensor:
     if learns:
         x = records(case.task)[0][:2]
         n_inputs, n_outputs = model.shape(pixels=x) if case.by_name else model.shape(x)
-        model.device = open_device(
+        model.noisy_device = open_device(
             "gaussian", n_inputs=n_inputs, n_outputs=n_outputs, seed=seed, noise={"sigma": SIGMA}
         )
     optimizer = torch.optim.Adam(model.parameters(), lr=case.lr)

@@ -23,6 +23,7 @@ from opusim.randomness.streams import noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
+from training.feedback.choice import OUTPUT
 from training.feedback.config import (
     DfaConfig,
     EncodedConfig,
@@ -102,6 +103,22 @@ class FeedbackAlgorithm(
     def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> FullyConnected | AnyModule:
         """See Algorithm.rebuild_network."""
         return FullyConnected.from_facts(facts) if "layers" in facts else AnyModule.from_facts(facts, model)
+
+    def chosen(self) -> dict[str, Any]:
+        """See Algorithm.chosen; where feedback enters a module."""
+        network, options = self.network, self.options
+        if not isinstance(network, AnyModule):
+            return {}
+        feedback = feedback_points(network, options, chooses=True)
+        if feedback is None:
+            return {}
+        try:
+            feedback.shape(network.shaped(self._two_records))
+            feedback.tell_choices()
+            found = {name: bool(v) if name == "normalised" else v for name, v in feedback.chosen.items()}
+        finally:
+            feedback.remove()
+        return {name: value for name, value in found.items() if getattr(options, name) is None}
 
     def require_covered(self) -> None:
         """See Algorithm.require_covered; also keys that the network does not take, and points that do not exist."""
@@ -372,6 +389,7 @@ def feedback_points(
     device: NoisyDevice | None = None,
     *,
     draw_seed: int | None = None,
+    chooses: bool = False,
 ) -> FeedbackAlignment | None:
     """Return the feedback points of a module, or None for backpropagation.
 
@@ -380,6 +398,8 @@ def feedback_points(
         options: The section `trainer`.
         device: The open device of pdfa.
         draw_seed: Seed of what the encoding draws; None draws one from the system.
+        chooses: Whether the place of the error may be chosen. If not, an error_at of None is the place that the model
+            declares, else its output: folders of earlier versions name no other.
 
     Raises:
         ValueError: There are no such submodules.
@@ -395,11 +415,14 @@ def feedback_points(
         }
     if isinstance(options, DfaConfig | TdfaConfig):
         given |= {"seed": options.feedback_seed, "projection": options.projection}
+    points, error_at = options.points, options.error_at
+    if error_at is None and not chooses:
+        error_at = getattr(network.model, "error_at", None) or OUTPUT
     return FeedbackAlignment(
         network.model,
-        options.points[0] if len(options.points) == 1 else options.points,
+        points[0] if points is not None and len(points) == 1 else points,
         device=device,
-        error_at=options.error_at or getattr(network.model, "error_at", None),
+        error_at=error_at,
         rows=options.rows,
         spread=options.spread,
         slices=options.slices or "shared",

@@ -192,28 +192,30 @@ def names_model(given: Given) -> bool:
 class PointsConfig(FeedbackConfig):
     """Where a projected error enters a module (`opusim.FeedbackAlignment`)."""
 
-    points: Names = ("blocks",)
-    """Feedback points: names or shell patterns of names of submodules, or blocks, those that the model declares.
-    Each one's output receives a slice of the projected error. A fully connected network has its hidden layers."""
+    points: Names | None = None
+    """Feedback points: names or shell patterns of names of submodules, or blocks, the repeated blocks but the last.
+    Each one's output receives a slice of the projected error. A fully connected network has its hidden layers. None
+    takes those that the model declares, else those that suit it; a run's folder names them."""
     error_at: str | None = None
-    """Submodule whose output carries the error that is projected; None takes the one that the model declares, else its
-    output."""
+    """Submodule whose output carries the error that is projected, with .input behind its name what it receives, or ""
+    for the model's output. None takes the place that the model declares, else the one that suits it."""
     rows: Annotated[Literal["each", "sum"] | int, BeforeValidator(_checked_rows)] = "each"
     """Which rows of the error are projected if a record has several, as a sequence has: each one (each), their sum
     (sum), or so many that are drawn at random."""
-    spread: Literal["broadcast", "full"] = "broadcast"
+    spread: Literal["broadcast", "full"] | None = None
     """How a record's one row reaches a point with several positions: the same vector everywhere (broadcast), or outputs
-    of the projection for every position (full)."""
+    of the projection for every position (full). None takes full for chosen points before a head that has weights for
+    each position, else broadcast."""
     slices: Literal["own", "shared"] | None = None
     """Which outputs of the projection the points take: each its own (own, as an mlp always has), or all the same ones
     (shared, the default of other modules)."""
-    normalised: bool = False
+    normalised: bool | None = None
     """Whether the feedback passes through the slope of a layer norm at each point, for models whose residual stream is
-    not normalised, such as those with pre-norm blocks."""
+    not normalised, such as those with pre-norm blocks. None looks at the model."""
 
     @model_validator(mode="after")
     def _check_points(self) -> Self:
-        if not self.points:
+        if self.points is not None and not self.points:
             raise ValueError("points is empty; name submodules, or take 'blocks'")
         if isinstance(self.rows, int) and self.rows < 1:
             raise ValueError(f"rows = {self.rows}: must be at least 1, or 'each' or 'sum'")

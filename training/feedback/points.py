@@ -22,6 +22,7 @@ from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.randomness import derive_seed
+from training.feedback.choice import OUTPUT, TRUNK, choose_points, tell, vocabulary_layer
 from training.feedback.diagnosis import (
     Diagnosis,
     Reading,
@@ -40,7 +41,7 @@ from training.feedback.layout import (
     spread,
     through_layer_norm,
 )
-from training.feedback.marking import find_points, require_submodule
+from training.feedback.marking import INPUT, find_points, require_place, warn_of_unnormalised
 from training.feedback.projection import (
     DeviceProjection,
     Encoding,
@@ -53,6 +54,7 @@ from training.feedback.structured import ProjectionName, digital_projection
 from training.feedback.wrapping import Wrapping, refuse_export
 
 _LARGEST_STEP = 2**63
+_OWN_OUTPUTS = "the head has weights for each position"
 _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
@@ -73,19 +75,24 @@ class FeedbackAlignment(Wrapping):
     `remove` takes them off. If a module returns a tuple or a mapping, all of it goes on detached and its first tensor
     receives the feedback. A module that is called several times is a point at each call.
 
+    What is not given is chosen to suit the model, shown with reasons by `repr`, and logged once by the first pass that
+    learns.
+
     Args:
         model: Any module. The state dict has the keys of the plain model.
-        points: "blocks" for all repeated blocks but the last (see `training.feedback.marking.find_blocks`); or names,
-            shell patterns of names such as "layers.*", which means layers.0 and not layers.0.norm, or classes of
-            submodules.
+        points: None for those that suit the model (see `training.feedback.choice.choose_points`); "blocks" for all
+            repeated blocks but the last (`training.feedback.marking.find_blocks`); or names, shell patterns of names
+            such as "layers.*", which means layers.0 and not layers.0.norm, or classes of submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
         error_at: Name of the submodule whose output is z, of a tuple or mapping its first tensor, from which the loss
-            must come; None takes the model's output, which is then one tensor. For a language model name the module
-            before the vocabulary layer.
+            must come; "NAME.input" for what the submodule receives; "" for the model's output, which is then one
+            tensor. None takes the place that an attribute error_at of the model names; else what the vocabulary layer
+            of a language model receives, so that the error is as wide as the stream; else the model's output.
         rows: Which rows of the error are projected. "each": every position's; "sum": their sum over a record's
             positions, which all positions receive; k: those of k positions drawn in each step, times positions / k.
         spread: How one row reaches the positions of a record. "broadcast": the same C numbers at every position;
-            "full": every position has its own outputs of B, C P in all.
+            "full": every position has its own outputs of B, C P in all. None takes "full" for a chosen point before a
+            head that has weights for each position, else "broadcast".
         slices: "shared": all points use the same outputs of B, as in TinyDFA, which suits a residual stream, where all
             points see nearly the same gradient. "own": disjoint outputs for each point, as in the PDFA paper.
         encoding: How e is shown, in one reading a row unless said: "stochastic" (each entry with a probability in
@@ -95,7 +102,8 @@ class FeedbackAlignment(Wrapping):
         threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
         planes: Digits of "planes", from 1 to 24.
         normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
-            gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it.
+            gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it. None
+            does so if a point's output is a residual sum that no norm follows, as `shape` or the first pass finds.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
             feedback has to beat.
         projection: Digital matrix. "gaussian": independent entries, as an optical medium has; "hadamard": random signs
@@ -121,17 +129,17 @@ class FeedbackAlignment(Wrapping):
     def __init__(
         self,
         model: nn.Module,
-        points: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "blocks",
+        points: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
         *,
         device: NoisyDevice | None = None,
         error_at: str | None = None,
         rows: Rows = "each",
-        spread: Literal["broadcast", "full"] = "broadcast",
+        spread: Literal["broadcast", "full"] | None = None,
         slices: Literal["own", "shared"] = "shared",
         encoding: EncodingName | None = None,
         threshold: float = 0.6,
         planes: int = 4,
-        normalised: bool = False,
+        normalised: bool | None = None,
         gain: float = 1.0,
         projection: ProjectionName = "gaussian",
         seed: int = 20210603,
@@ -141,7 +149,8 @@ class FeedbackAlignment(Wrapping):
     ) -> None:
         super().__init__()
         _check_rows(rows)
-        checks.choice(("broadcast", "full"), spread=spread)
+        if spread is not None:
+            checks.choice(("broadcast", "full"), spread=spread)
         checks.choice(("own", "shared"), slices=slices)
         checks.choice(("gaussian", "hadamard"), projection=projection)
         if device is not None and projection != "gaussian":
@@ -156,17 +165,22 @@ class FeedbackAlignment(Wrapping):
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
         _refuse_second(model)
         self.model = model
-        self.points = find_points(model, points)
+        self._reasons: dict[str, str] = {}
+        found = choose_points(model) if points is None else None
+        self.points = find_points(model, points) if found is None else found.names  # type: ignore[arg-type]
         """Names of the feedback points, in the order of the model."""
-        self.error_at = None if error_at is None else require_submodule(model, error_at, parameter="error_at")
-        if self.error_at in self.points:
-            raise ValueError(
-                f"error_at = {error_at!r} is a feedback point too; leave it out of points, so that it receives the "
-                "true gradient"
-            )
+        if found is not None:
+            self._reasons["points"] = found.reason
+        if spread is None:
+            spread = "broadcast" if found is None else found.spread
+            self._reasons["spread"] = "the same at all positions" if spread == "broadcast" else _OWN_OUTPUTS
+        self.error_at: str | None = None
+        self._vocabulary = self._given_error(error_at)
         self._rows, self._full, self._shared = rows, spread == "full", slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
         self._normalised, self.gain = normalised, gain
+        if normalised is None:
+            self._reasons["normalised"] = ""
         self._digital, self._seed, self._draw_seed = projection, seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
@@ -180,11 +194,31 @@ class FeedbackAlignment(Wrapping):
         self._kept: list[tuple[str, Tensor]] = []
         self._connected, self._learning = False, False
         self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
-        self._warned = self._outside = False
+        self._told = self._outside = False
         self._observed: list[Reading] | None = None
         self._step = 0
         self._handles = [model.register_forward_pre_hook(refuse_export), *self._install()]
         self._keep_names()
+
+    def _given_error(self, error_at: str | None) -> str | None:
+        """Set the place of the error that is given or declared; return a layer before which it may be taken if none is.
+
+        Raises:
+            ValueError: There is no such submodule, or it is a point.
+        """
+        if error_at is None:
+            declared = getattr(self.model, "error_at", False)
+            if declared is not None and not isinstance(declared, str):
+                self._reasons["error_at"] = "the model's output"
+                return vocabulary_layer(self.model, self.points)
+            error_at = declared or OUTPUT
+        self.error_at = require_place(self.model, error_at) or None
+        if self.error_at in self.points:
+            raise ValueError(
+                f"error_at = {error_at!r} is a feedback point too; leave it out of points, so that it receives the "
+                "true gradient"
+            )
+        return None
 
     def draw_from(self, seed: int) -> None:
         """Draw positions and stochastic codes from another seed, in [0, 2^64), from now on."""
@@ -218,7 +252,7 @@ class FeedbackAlignment(Wrapping):
     @contextmanager
     def exactly(self) -> Iterator[None]:
         """Project the error digitally, without code and noise, within the block: a probe repeats to the bit."""
-        kept = self._noisy_device, self._encoding, self._projection, self.column_sum, self._step, self._warned
+        kept = self._noisy_device, self._encoding, self._projection, self.column_sum, self._step, self._told
         self._noisy_device, self._encoding, self._projection = None, "real", None
         try:
             yield
@@ -229,7 +263,7 @@ class FeedbackAlignment(Wrapping):
                 self._projection,
                 self.column_sum,
                 self._step,
-                self._warned,
+                self._told,
             ) = kept
 
     @contextmanager
@@ -276,7 +310,7 @@ class FeedbackAlignment(Wrapping):
         self._step = step
 
     def shape(self, *args: Any, **kwargs: Any) -> FeedbackShape:
-        """Return the size of B that the model needs, from a forward pass in evaluation mode without gradients.
+        """Return the size of B that the model needs, from a forward pass in evaluation mode.
 
         Args:
             *args: Arguments of the model, such as two records.
@@ -286,7 +320,8 @@ class FeedbackAlignment(Wrapping):
         self._slices, self._projection = [], None
         try:
             self.model.eval()
-            with torch.no_grad(), self._in_state("measuring"):
+            looks = self._normalised is None  # the graph says how a point's output was computed
+            with torch.set_grad_enabled(looks), self._in_state("measuring"):
                 self.model(*args, **kwargs)
         finally:
             for module, mode in modes.items():
@@ -401,6 +436,59 @@ class FeedbackAlignment(Wrapping):
         with torch.random.fork_rng(), torch.enable_grad():
             value = loss()
         return value, self._kept
+
+    # What was chosen
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Points, place of the error and feedback as arguments of this class; None is for the first pass to decide."""
+        return {
+            "points": self.points,
+            "error_at": None if self._vocabulary is not None else self.error_at or OUTPUT,
+            "normalised": self._normalised,
+            "spread": "full" if self._full else "broadcast",
+        }
+
+    def extra_repr(self) -> str:
+        """Say where feedback enters, and why there."""
+        return "\n".join([*self._explained(), f"gain={self.gain:g}"])
+
+    def tell_choices(self) -> None:
+        """Log what was chosen, and why, once for each text."""
+        if self._reasons:
+            chosen = {name: value for name, value in self.chosen.items() if name in self._reasons}
+            plain = {"error_at": OUTPUT, "normalised": False, "spread": "broadcast"}
+            unusual = any(chosen.get(name, value) != value for name, value in plain.items())
+            unusual = unusual or self._reasons.get("points") == TRUNK
+            text = ", ".join(self._explained(only_chosen=True))
+            tell(f"FeedbackAlignment takes {text}; an argument that you give wins", unusual=unusual)
+
+    def _explained(self, *, only_chosen: bool = False) -> list[str]:
+        """Return each argument with its value, and with the reason if it was chosen."""
+        reasons = self._reasons
+        if "error_at" in reasons and self.error_at is not None and self.error_at.endswith(INPUT):
+            reasons["error_at"] = "before the vocabulary layer"
+        if "normalised" in reasons:
+            reasons["normalised"] = (
+                f"{'a' if self._normalised else 'no'} point is an unnormalised residual sum"
+            )
+        lines = []
+        for name, value in self.chosen.items():
+            if value is None:
+                lines.append(f"{name}: the first forward pass decides")
+            elif name in reasons:
+                lines.append(f"{name}={value!r} ({reasons[name]})")
+            elif not only_chosen:
+                lines.append(f"{name}={value!r}")
+        return lines
+
+    def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
+        """See PointHooks."""
+        if not self.gain:
+            return
+        if self._normalised is False and "normalised" not in self._reasons:
+            warn_of_unnormalised(calls)
+        self.tell_choices()
 
     # A pass forward and back
 

@@ -390,26 +390,27 @@ class TimeFirst(nn.Module):
         return self.head(self.gru(x)[0][-1])
 
 
-class Stacked(nn.Module):
-    """Two recurrent layers, which are neither blocks nor activations."""
+class WrittenOut(nn.Module):
+    """Two layers written out, whose parameters belong to the model, and a submodule without any."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (nn.GRU(n, WIDTH, batch_first=True) for n in (SIDE, WIDTH))
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.first = nn.Parameter(torch.randn(SIDE, WIDTH))
+        self.second = nn.Parameter(torch.randn(WIDTH, CLASSES))
+        self.hidden = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)[0])[0][:, -1])
+        return self.hidden((x @ self.first).tanh()) @ self.second
 
 
 HIDDEN = {"points": ["left", "right", "mixed"]}
 REFUSED = {  # model, shape of its input, options, reason, options that follow the message
     "no blocks": (
-        Stacked,
-        (3, 5, SIDE),
+        WrittenOut,
+        (3, SIDE),
         {},
-        "finds no repeated block in Stacked, .*; name the submodules whose output receives feedback",
-        {"points": ["first", "second"]},
+        "finds no repeated block in WrittenOut, .*; name the submodules whose output receives feedback",
+        {"points": "hidden"},
     ),
     "time first": (
         TimeFirst,

@@ -32,6 +32,7 @@ from training.feedback.config import (
     PointsConfig,
     TdfaConfig,
 )
+from training.feedback.control import BATCHES
 from training.feedback.module_trainer import ModuleTrainer, PrivateRecords, augmentation_of, feedback_start
 from training.feedback.points import FeedbackAlignment
 from training.feedback.projection import calibration_work
@@ -50,6 +51,8 @@ from training.protections.planning import Updates
 from training.protections.record import RecordGradients, RecordProtection, require_counted_sums
 from training.runs.folder import RunFolder
 
+_STEPS_WITH_CONTROL = 4 * BATCHES
+"""Steps of the shortest run that compares feedback with none."""
 _OF_CLOSED_FORM = {
     **dict.fromkeys(
         (
@@ -288,6 +291,7 @@ class FeedbackAlgorithm(
                 private=private,
                 augmentation=augmentation_of(options, network, self.plan.dataset),
                 ranks=ranks,
+                control_batches=0 if feedback is None else self._control_batches(feedback),
             )
         noise = None
         if options.digital_sigma:
@@ -303,6 +307,21 @@ class FeedbackAlgorithm(
             labels=labels,
             ranks=Ranks(),
         )
+
+    def _control_batches(self, feedback: FeedbackAlignment) -> int:
+        """Return how many batches a control without feedback follows at the start of a run; 0 for no control.
+
+        There is none if anything is protected, because it tells losses; none on several processes; none for a module
+        with a device of its own, whose readings would count twice; and none in a run so short that it would cost much.
+        """
+        private = self.plan.config.protection.protects != "nothing" or self.plan.config.mode == "release"
+        reads = any(
+            isinstance(value, NoisyDevice)
+            for part in feedback.model.modules()
+            for value in vars(part).values()
+        )
+        short = self.plan.total_steps < _STEPS_WITH_CONTROL
+        return 0 if private or reads or short or not feedback.gain or Ranks().world > 1 else BATCHES
 
     @property
     def updates(self) -> Updates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -110,7 +110,7 @@ def vocabulary_layer(model: nn.Module, points: Sequence[str]) -> str | None:
     return None
 
 
-def is_a_stream(received: object) -> bool:
+def is_a_stream(received: object) -> TypeGuard[Tensor]:
     """Whether what a vocabulary layer receives has positions: the layer then predicts a token at each one."""
     return isinstance(received, Tensor) and received.is_floating_point() and received.ndim >= 3
 

@@ -167,7 +167,7 @@ class PointHooks(nn.Module):
         received = args[0] if args else None
         if self._vocabulary is not None:
             if not is_a_stream(received) or self._at_point(received, self._calls or ()):
-                return None
+                return None  # the model's output is left
             self.error_at, self._vocabulary = name + INPUT, None
         if self.error_at != name + INPUT:
             return None

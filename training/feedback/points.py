@@ -22,7 +22,8 @@ from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.randomness import derive_seed
-from training.feedback.choice import OUTPUT, TRUNK, choose_points, tell, vocabulary_layer
+from training.feedback.choosing import Choosing
+from training.feedback.control import BATCHES, Control
 from training.feedback.diagnosis import (
     Diagnosis,
     Reading,
@@ -41,7 +42,6 @@ from training.feedback.layout import (
     spread,
     through_layer_norm,
 )
-from training.feedback.marking import INPUT, find_points, require_place, warn_of_unnormalised
 from training.feedback.projection import (
     DeviceProjection,
     Encoding,
@@ -51,15 +51,14 @@ from training.feedback.projection import (
     make_encoding,
 )
 from training.feedback.structured import ProjectionName, digital_projection
-from training.feedback.wrapping import Wrapping, refuse_export
+from training.feedback.wrapping import refuse_export
 
 _LARGEST_STEP = 2**63
-_OWN_OUTPUTS = "the head has weights for each position"
 _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
 
-class FeedbackAlignment(Wrapping):
+class FeedbackAlignment(Choosing):
     """A module whose blocks learn from a projected error instead of a backpropagated one.
 
     With e a row of dL/dz at `error_at`, n_inputs numbers, a point of C channels receives in place of dL/dh
@@ -165,22 +164,10 @@ class FeedbackAlignment(Wrapping):
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
         _refuse_second(model)
         self.model = model
-        self._reasons: dict[str, str] = {}
-        found = choose_points(model) if points is None else None
-        self.points = find_points(model, points) if found is None else found.names  # type: ignore[arg-type]
-        """Names of the feedback points, in the order of the model."""
-        if found is not None:
-            self._reasons["points"] = found.reason
-        if spread is None:
-            spread = "broadcast" if found is None else found.spread
-            self._reasons["spread"] = "the same at all positions" if spread == "broadcast" else _OWN_OUTPUTS
-        self.error_at: str | None = None
-        self._vocabulary = self._given_error(error_at)
-        self._rows, self._full, self._shared = rows, spread == "full", slices == "shared"
+        self._choose(points, error_at=error_at, spread=spread, normalised=normalised)
+        self._rows, self._shared = rows, slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
-        self._normalised, self.gain = normalised, gain
-        if normalised is None:
-            self._reasons["normalised"] = ""
+        self.gain = gain
         self._digital, self._seed, self._draw_seed = projection, seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
@@ -199,26 +186,6 @@ class FeedbackAlignment(Wrapping):
         self._step = 0
         self._handles = [model.register_forward_pre_hook(refuse_export), *self._install()]
         self._keep_names()
-
-    def _given_error(self, error_at: str | None) -> str | None:
-        """Set the place of the error that is given or declared; return a layer before which it may be taken if none is.
-
-        Raises:
-            ValueError: There is no such submodule, or it is a point.
-        """
-        if error_at is None:
-            declared = getattr(self.model, "error_at", False)
-            if declared is not None and not isinstance(declared, str):
-                self._reasons["error_at"] = "the model's output"
-                return vocabulary_layer(self.model, self.points)
-            error_at = declared or OUTPUT
-        self.error_at = require_place(self.model, error_at) or None
-        if self.error_at in self.points:
-            raise ValueError(
-                f"error_at = {error_at!r} is a feedback point too; leave it out of points, so that it receives the "
-                "true gradient"
-            )
-        return None
 
     def draw_from(self, seed: int) -> None:
         """Draw positions and stochastic codes from another seed, in [0, 2^64), from now on."""
@@ -399,6 +366,28 @@ class FeedbackAlignment(Wrapping):
             if linear.bias is not None:
                 linear.bias.zero_()
 
+    def control(self, optimizer: torch.optim.Optimizer, *, batches: int = BATCHES) -> Control:
+        """Return a copy without feedback that follows the first batches, and warns if feedback is worse than none.
+
+        Its `follow` takes a batch before the optimizer's step and reads no device.
+
+        Args:
+            optimizer: The optimizer of the model's parameters, before its first step.
+            batches: Batches until the comparison, at least 16.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+            >>> model = FeedbackAlignment(net)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> control = model.control(optimizer)
+            >>> x, y = torch.randn(5, 4), torch.randn(5, 2)
+            >>> loss = nn.functional.mse_loss(model(x), y)
+            >>> loss.backward()
+            >>> control.follow(lambda model: nn.functional.mse_loss(model(x), y), loss)
+            >>> optimizer.step()
+        """
+        return Control(self, optimizer, batches=batches)
+
     def diagnose(self, loss: Callable[[], Tensor]) -> Diagnosis:
         """Compare the feedback with backpropagation on one batch; parameters, gradients and buffers stay as they are.
 
@@ -436,59 +425,6 @@ class FeedbackAlignment(Wrapping):
         with torch.random.fork_rng(), torch.enable_grad():
             value = loss()
         return value, self._kept
-
-    # What was chosen
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """Points, place of the error and feedback as arguments of this class; None is for the first pass to decide."""
-        return {
-            "points": self.points,
-            "error_at": None if self._vocabulary is not None else self.error_at or OUTPUT,
-            "normalised": self._normalised,
-            "spread": "full" if self._full else "broadcast",
-        }
-
-    def extra_repr(self) -> str:
-        """Say where feedback enters, and why there."""
-        return "\n".join([*self._explained(), f"gain={self.gain:g}"])
-
-    def tell_choices(self) -> None:
-        """Log what was chosen, and why, once for each text."""
-        if self._reasons:
-            chosen = {name: value for name, value in self.chosen.items() if name in self._reasons}
-            plain = {"error_at": OUTPUT, "normalised": False, "spread": "broadcast"}
-            unusual = any(chosen.get(name, value) != value for name, value in plain.items())
-            unusual = unusual or self._reasons.get("points") == TRUNK
-            text = ", ".join(self._explained(only_chosen=True))
-            tell(f"FeedbackAlignment takes {text}; an argument that you give wins", unusual=unusual)
-
-    def _explained(self, *, only_chosen: bool = False) -> list[str]:
-        """Return each argument with its value, and with the reason if it was chosen."""
-        reasons = self._reasons
-        if "error_at" in reasons and self.error_at is not None and self.error_at.endswith(INPUT):
-            reasons["error_at"] = "before the vocabulary layer"
-        if "normalised" in reasons:
-            reasons["normalised"] = (
-                f"{'a' if self._normalised else 'no'} point is an unnormalised residual sum"
-            )
-        lines = []
-        for name, value in self.chosen.items():
-            if value is None:
-                lines.append(f"{name}: the first forward pass decides")
-            elif name in reasons:
-                lines.append(f"{name}={value!r} ({reasons[name]})")
-            elif not only_chosen:
-                lines.append(f"{name}={value!r}")
-        return lines
-
-    def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """See PointHooks."""
-        if not self.gain:
-            return
-        if self._normalised is False and "normalised" not in self._reasons:
-            warn_of_unnormalised(calls)
-        self.tell_choices()
 
     # A pass forward and back
 

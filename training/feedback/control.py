@@ -79,8 +79,8 @@ class Control:
             value = loss(copied.model)
             value.backward()
             self._copied_optimizer.step()
-        self._with.append(float(found))
-        self._without.append(float(value))
+        self._with.append(float(found.detach()))
+        self._without.append(float(value.detach()))
         if len(self._with) == self._batches:
             self._copy = None
             if is_worse(self._with, self._without):

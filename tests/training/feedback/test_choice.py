@@ -23,6 +23,7 @@ from training.feedback.config import DfaConfig
 from training.networks.any_module import AnyModule
 from training.networks.sequence_models import TransformerEncoder, TransformerLM
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, LENGTH, WIDTH = 16, 15, 16
 words = torch.randint(0, TOKENS, (4, LENGTH), generator=torch.Generator().manual_seed(1))
 pixels = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(2))
@@ -322,7 +323,6 @@ def standard_errors(gain: Tensor) -> float:
     return float(gain.mean() / (gain.std() / len(gain) ** 0.5))
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:no norm follows")
 def test_defaults_beat_the_control_on_a_pre_norm_language_model() -> None:
     """By five standard errors over held-out records; feedback that is not normalised is worse than none."""

@@ -23,7 +23,6 @@ from opusim.randomness.streams import noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
-from training.feedback.choice import OUTPUT
 from training.feedback.config import (
     DfaConfig,
     EncodedConfig,
@@ -32,7 +31,8 @@ from training.feedback.config import (
     PointsConfig,
     TdfaConfig,
 )
-from training.feedback.control import BATCHES
+from training.feedback.diagnosis import BATCHES
+from training.feedback.marking import OUTPUT
 from training.feedback.module_trainer import ModuleTrainer, PrivateRecords, augmentation_of, feedback_start
 from training.feedback.points import FeedbackAlignment
 from training.feedback.projection import calibration_work

@@ -9,16 +9,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from training.feedback.marking import activations, find_blocks, layers, repeated, unnormalised
+from training.feedback.marking import (
+    INPUT,
+    OUTPUT,
+    activations,
+    find_blocks,
+    find_points,
+    layers,
+    repeated,
+    require_place,
+    warn_of_unnormalised,
+)
+from training.feedback.wrapping import Wrapping
 
 _LOG = logging.getLogger("opusim")
-OUTPUT = ""
-"""As `error_at`: the output of the whole model, which has this name in `named_modules`."""
 TRUNK = "the end of the convolutions"
 
 
@@ -61,17 +70,16 @@ def choose_points(model: nn.Module) -> ChosenPoints:
 
 
 def _convolutions(model: nn.Module) -> ChosenPoints | None:
-    """Return the point behind the last convolution before the head, or None for a model of other layers."""
-    names = layers(model)
-    modules = dict(model.named_modules())
-    places = [n for n, name in enumerate(names) if isinstance(modules[name[0]], _ConvNd)]
-    blocks = repeated(model)
-    if not places or places[-1] == len(names) - 1 or not all(map(_convolves, dict(blocks).values())):
+    """Return the point behind the last convolution, or its block, before the head; None for a model of other layers."""
+    names, modules, blocks = layers(model), dict(model.named_modules()), repeated(model)
+    places = [n for n, (name, _) in enumerate(names[:-1]) if isinstance(modules[name], _ConvNd)]
+    if not places or not all(_convolves(block) for _, block in blocks):
         return None
     (layer, behind), (head, _) = names[places[-1]], names[places[-1] + 1]
-    if blocks:
-        if not f"{layer}.".startswith(f"{blocks[-1][0]}."):
-            return None
+    last = f"{blocks[-1][0]}." if blocks else "-"
+    if head.startswith(last):  # the last block ends the model, and learns from the true gradient
+        return ChosenPoints((blocks[-2][0],), "broadcast", TRUNK)
+    if layer.startswith(last):
         behind = blocks[-1][0]
     else:
         order = list(modules)
@@ -110,14 +118,104 @@ def vocabulary_layer(model: nn.Module, points: Sequence[str]) -> str | None:
     return None
 
 
-def is_a_stream(received: object) -> TypeGuard[Tensor]:
-    """Whether what a vocabulary layer receives has positions: the layer then predicts a token at each one."""
-    return isinstance(received, Tensor) and received.is_floating_point() and received.ndim >= 3
+class Choosing(Wrapping):
+    """Chooses arguments that are not given, and tells what was chosen; subclasses call `_choose`.
 
+    Attributes:
+        _reasons: Why each argument that was not given was chosen as it is, in a few words.
+    """
 
-def needs_norm(calls: Sequence[tuple[str, Tensor]]) -> bool:
-    """Whether a point's output is a residual sum that nothing normalises, so that its stream may grow."""
-    return bool(unnormalised(calls))
+    _reasons: dict[str, str]
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Points, place of the error and feedback as arguments of this class; None is for the first pass to decide."""
+        return {
+            "points": self.points,
+            "error_at": None if self._vocabulary is not None else self.error_at or OUTPUT,
+            "normalised": self._normalised,
+            "spread": "full" if self._full else "broadcast",
+        }
+
+    def extra_repr(self) -> str:
+        """Say where feedback enters, and why there."""
+        return "\n".join([*self._explained(), f"gain={self.gain:g}"])
+
+    def tell_choices(self) -> None:
+        """Log what was chosen, and why, once for each text."""
+        if self._reasons:
+            chosen = {name: value for name, value in self.chosen.items() if name in self._reasons}
+            plain = {"error_at": OUTPUT, "normalised": False, "spread": "broadcast"}
+            unusual = any(chosen.get(name, value) != value for name, value in plain.items())
+            unusual = unusual or self._reasons.get("points") == TRUNK
+            text = ", ".join(self._explained(only_chosen=True))
+            tell(f"FeedbackAlignment takes {text}; an argument that you give wins", unusual=unusual)
+
+    def _explained(self, *, only_chosen: bool = False) -> list[str]:
+        """Return each argument with its value, and with the reason if it was chosen."""
+        reasons = self._reasons
+        if "error_at" in reasons and self.error_at is not None and self.error_at.endswith(INPUT):
+            reasons["error_at"] = "before the vocabulary layer"
+        if "normalised" in reasons:
+            reasons["normalised"] = (
+                f"{'a' if self._normalised else 'no'} point is an unnormalised residual sum"
+            )
+        lines = []
+        for name, value in self.chosen.items():
+            if value is None:
+                lines.append(f"{name}: the first forward pass decides")
+            elif name == "spread" and value == "broadcast" and name in reasons:
+                continue
+            elif name in reasons:
+                lines.append(f"{name}={value!r} ({reasons[name]})")
+            elif not only_chosen:
+                lines.append(f"{name}={value!r}")
+        return lines
+
+    def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
+        """See PointHooks."""
+        if not self.gain:
+            return
+        if self._normalised is False and "normalised" not in self._reasons:
+            warn_of_unnormalised(calls)
+        self.tell_choices()
+
+    def _choose(
+        self,
+        points: Any,
+        *,
+        error_at: str | None,
+        spread: Literal["broadcast", "full"] | None,
+        normalised: bool | None,
+    ) -> None:
+        """Set what is given, and choose what is not; see FeedbackAlignment.
+
+        Raises:
+            ValueError: There is no such submodule, or the error's place is a point.
+        """
+        self._reasons = {} if normalised is not None else {"normalised": ""}
+        found = choose_points(self.model) if points is None else None
+        if found is not None:
+            self._reasons["points"] = found.reason
+        self.points = find_points(self.model, points) if found is None else found.names
+        if spread is None:
+            self._reasons["spread"] = "the head has weights for each position"
+            spread = "broadcast" if found is None else found.spread
+        self._full, self._normalised = spread == "full", normalised
+        self.error_at, self._vocabulary = None, None
+        if error_at is None:
+            declared = getattr(self.model, "error_at", False)
+            if declared is not None and not isinstance(declared, str):
+                self._reasons["error_at"] = "the model's output"
+                self._vocabulary = vocabulary_layer(self.model, self.points)
+                return
+            error_at = declared or OUTPUT
+        self.error_at = require_place(self.model, error_at) or None
+        if self.error_at in self.points:
+            raise ValueError(
+                f"error_at = {error_at!r} is a feedback point too; leave it out of points, so that it receives the "
+                "true gradient"
+            )
 
 
 @cache

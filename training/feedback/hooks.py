@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from opusim.devices.base import NoisyDevice
-from training.feedback.choice import OUTPUT, is_a_stream, needs_norm
 from training.feedback.diagnosis import Reading
 from training.feedback.layout import Extent, Rows, Slice, View, arrange
-from training.feedback.marking import INPUT, mapped, tensors_of
+from training.feedback.marking import INPUT, OUTPUT, is_a_stream, mapped, tensors_of, unnormalised
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
 from training.networks.record_gradients.followed.tracking import RowTracker, active_tracker
 
@@ -218,7 +217,7 @@ class PointHooks(nn.Module):
             )
         self._lay_out(error, calls)
         if self._normalised is None and any(h.grad_fn is not None for _, h in calls):
-            self._normalised = needs_norm(calls)
+            self._normalised = bool(unnormalised(calls))
         if self._state == "measuring":
             return error
         if error.is_meta:

@@ -7,12 +7,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
 INPUT = ".input"
 """Behind the name of a submodule, as `error_at`: what the submodule receives, instead of what it returns."""
+OUTPUT = ""
+"""As `error_at`: the output of the whole model, which has this name in `named_modules`."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 _PASSED = (
     "View",
@@ -240,6 +242,11 @@ def _keeps_scale(node: Any) -> bool:
         _operation(node) == "Mul" and len(node.next_functions) == 2 and node.next_functions[1][0] is None
     )
     return (constant or _operation(node) in _PASSED) and bool(node.next_functions)
+
+
+def is_a_stream(received: object) -> TypeGuard[Tensor]:
+    """Whether what a vocabulary layer receives has positions: the layer then predicts a token at each one."""
+    return isinstance(received, Tensor) and received.is_floating_point() and received.ndim >= 3
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ from training.data.image_maps import Augmentation
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.feedback.config import BpConfig, FeedbackConfig
-from training.feedback.control import Control
+from training.feedback.diagnosis import Control
 from training.feedback.points import FeedbackAlignment
 from training.networks.any_module import AnyModule
 from training.networks.base import Network, seeded_torch
@@ -67,8 +67,8 @@ class ModuleTrainer(Trainer):
         private: Clips and noises the records' gradients; None takes their mean.
         augmentation: Copies of the images of a step, over which a record's loss is the mean; None for the images.
         ranks: The processes that share each batch; None for one.
-        control_batches: First batches that a control without feedback follows (`training.feedback.control`), 0 for
-            none. It prints what depends on the records.
+        control_batches: First batches that a `training.feedback.diagnosis.Control` follows; 0 for none. It prints what
+            depends on the records.
     """
 
     def __init__(

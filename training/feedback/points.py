@@ -22,9 +22,10 @@ from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.randomness import derive_seed
-from training.feedback.choosing import Choosing
-from training.feedback.control import BATCHES, Control
+from training.feedback.choice import Choosing
 from training.feedback.diagnosis import (
+    BATCHES,
+    Control,
     Diagnosis,
     Reading,
     Updates,

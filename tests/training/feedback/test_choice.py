@@ -98,6 +98,21 @@ class ResNet(nn.Module):
         return self.fc(self.layer2(self.layer1(self.stem(x))).mean(dim=(2, 3)))
 
 
+class Dense(nn.Module):
+    """Residual convolutions whose last block ends the model, or a convolution behind them and a head."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Basic(1, 4, 1, False), Basic(4, 4, 1, False))
+        self.last, self.fc = (
+            (nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU()), nn.Linear(6, 3)) if head else (None, None)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks(x)
+        return h if self.last is None else self.fc(self.last(h).mean(dim=(2, 3)))
+
+
 class Functional(nn.Module):
     """Two convolutions and two layers, all else functions, as in torch's first tutorial."""
 
@@ -157,6 +172,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
     "no language model": (Tagger, words, {"points": ("gru", "second")}),
     "residual convolutions": (ResNet, pixels, {"points": ("layer2.1",)}),
     "pre-activation": (lambda: ResNet(pre=True), pixels, {"points": ("layer2.1",), "normalised": True}),
+    "a convolution behind the blocks": (lambda: Dense(head=True), pixels, {"points": ("last.1",)}),
+    "blocks at the end": (lambda: Dense(head=False), pixels, {"points": ("blocks.0",)}),
     "functional convolutions": (Functional, pixels, {"points": ("conv2",), "spread": "full"}),
     "stacked convolutions": (vgg, pixels, {"points": ("4",), "spread": "full"}),
     "functional layers": (Plain, numbers, {"points": ("norm",)}),

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import training
 from opusim import FeedbackAlignment, open_device
-from training.feedback.control import BATCHES, Control, is_worse
+from training.feedback.diagnosis import BATCHES, Control, is_worse
 from training.feedback.module_trainer import ModuleTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -23,12 +23,16 @@ from training.feedback.marking import (
     layers,
     repeated,
     require_place,
+    unnormalised,
     warn_of_unnormalised,
 )
 from training.feedback.wrapping import Wrapping
 
 _LOG = logging.getLogger("opusim")
 TRUNK = "the end of the convolutions"
+_GAIN_OF_STREAMS = 0.3
+_USUAL = {"error_at": OUTPUT, "normalised": False, "spread": "broadcast", "gain": 1.0}
+"""What is chosen if nothing speaks for more."""
 
 
 class ChosenPoints(NamedTuple):
@@ -135,20 +139,20 @@ class Choosing(Wrapping):
             "error_at": None if self._vocabulary is not None else self.error_at or OUTPUT,
             "normalised": self._normalised,
             "spread": "full" if self._full else "broadcast",
+            "gain": self.gain,
         }
 
     def extra_repr(self) -> str:
         """Say where feedback enters, and why there."""
-        return "\n".join([*self._explained(), f"gain={self.gain:g}"])
+        return "\n".join(self._explained())
 
     def tell_choices(self) -> None:
         """Log what was chosen, and why, once for each text."""
-        if self._reasons:
-            chosen = {name: value for name, value in self.chosen.items() if name in self._reasons}
-            plain = {"error_at": OUTPUT, "normalised": False, "spread": "broadcast"}
-            unusual = any(chosen.get(name, value) != value for name, value in plain.items())
+        chosen = {name: value for name, value in self.chosen.items() if name in self._reasons}
+        text = ", ".join(self._explained(only_chosen=True))
+        unusual = any(_USUAL.get(name, value) != value for name, value in chosen.items())
+        if text:
             unusual = unusual or self._reasons.get("points") == TRUNK
-            text = ", ".join(self._explained(only_chosen=True))
             tell(f"FeedbackAlignment takes {text}; an argument that you give wins", unusual=unusual)
 
     def _explained(self, *, only_chosen: bool = False) -> list[str]:
@@ -164,13 +168,20 @@ class Choosing(Wrapping):
         for name, value in self.chosen.items():
             if value is None:
                 lines.append(f"{name}: the first forward pass decides")
-            elif name == "spread" and value == "broadcast" and name in reasons:
-                continue
+            elif name in ("spread", "gain") and name in reasons and _USUAL[name] == value:
+                lines += [] if only_chosen else [f"{name}={value!r}"]
             elif name in reasons:
                 lines.append(f"{name}={value!r} ({reasons[name]})")
             elif not only_chosen:
                 lines.append(f"{name}={value!r}")
         return lines
+
+    def _look(self, calls: Sequence[tuple[str, Tensor]]) -> None:
+        """See PointHooks."""
+        self._normalised = bool(unnormalised(calls))
+        is_chosen = "gain" in self._reasons and self.gain == _USUAL["gain"]  # it may have been set since
+        if self._normalised and is_chosen:
+            self.gain = _GAIN_OF_STREAMS
 
     def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
         """See PointHooks."""
@@ -187,6 +198,7 @@ class Choosing(Wrapping):
         error_at: str | None,
         spread: Literal["broadcast", "full"] | None,
         normalised: bool | None,
+        gain: float | None,
     ) -> None:
         """Set what is given, and choose what is not; see FeedbackAlignment.
 
@@ -202,6 +214,9 @@ class Choosing(Wrapping):
             self._reasons["spread"] = "the head has weights for each position"
             spread = "broadcast" if found is None else found.spread
         self._full, self._normalised = spread == "full", normalised
+        self.gain = 1.0 if gain is None else gain
+        if gain is None:
+            self._reasons["gain"] = "normalised feedback is large while the stream is small"
         self.error_at, self._vocabulary = None, None
         if error_at is None:
             declared = getattr(self.model, "error_at", False)

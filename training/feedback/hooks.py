@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from opusim.devices.base import NoisyDevice
 from training.feedback.diagnosis import Reading
 from training.feedback.layout import Extent, Rows, Slice, View, arrange
-from training.feedback.marking import INPUT, OUTPUT, is_a_stream, mapped, tensors_of, unnormalised
+from training.feedback.marking import INPUT, OUTPUT, is_a_stream, mapped, tensors_of
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
 from training.networks.record_gradients.followed.tracking import RowTracker, active_tracker
 
@@ -76,6 +76,10 @@ class PointHooks(nn.Module):
             gradient: dL/dz.
             points: The points' outputs, or tensors of their shapes and types.
         """
+
+    @abstractmethod
+    def _look(self, calls: Sequence[tuple[str, Tensor]]) -> None:
+        """Decide whether the feedback is normalised; arguments as in `_tell`."""
 
     @abstractmethod
     def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
@@ -217,7 +221,7 @@ class PointHooks(nn.Module):
             )
         self._lay_out(error, calls)
         if self._normalised is None and any(h.grad_fn is not None for _, h in calls):
-            self._normalised = bool(unnormalised(calls))
+            self._look(calls)
         if self._state == "measuring":
             return error
         if error.is_meta:

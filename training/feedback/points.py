@@ -105,7 +105,8 @@ class FeedbackAlignment(Choosing):
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it. None
             does so if a point's output is a residual sum that no norm follows, as `shape` or the first pass finds.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
-            feedback has to beat.
+            feedback has to beat. None takes 1, or 0.3 where `normalised` is chosen to be true: such feedback is large
+            while the stream is small, which SGD does not even out as Adam does.
         projection: Digital matrix. "gaussian": independent entries, as an optical medium has; "hadamard": random signs
             and Hadamard transforms, faster from some thousand outputs and error entries on, and no model of a medium.
         seed: Seed of the digital matrix, in [0, 2^64). The default is the packaged devices' medium.
@@ -140,7 +141,7 @@ class FeedbackAlignment(Choosing):
         threshold: float = 0.6,
         planes: int = 4,
         normalised: bool | None = None,
-        gain: float = 1.0,
+        gain: float | None = None,
         projection: ProjectionName = "gaussian",
         seed: int = 20210603,
         draw_seed: int | None = None,
@@ -157,7 +158,8 @@ class FeedbackAlignment(Choosing):
             raise ValueError(
                 f"projection = {projection!r}: a device has its own matrix; leave projection out, or the device"
             )
-        checks.non_negative(gain=gain)
+        if gain is not None:
+            checks.non_negative(gain=gain)
         draw_seed = seed if draw_seed is None else draw_seed
         checks.integer(seed=seed, draw_seed=draw_seed, minimum=0, maximum=2**64 - 1)
         if device is not None:
@@ -165,10 +167,9 @@ class FeedbackAlignment(Choosing):
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
         _refuse_second(model)
         self.model = model
-        self._choose(points, error_at=error_at, spread=spread, normalised=normalised)
+        self._choose(points, error_at=error_at, spread=spread, normalised=normalised, gain=gain)
         self._rows, self._shared = rows, slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
-        self.gain = gain
         self._digital, self._seed, self._draw_seed = projection, seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)

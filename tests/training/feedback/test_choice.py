@@ -186,7 +186,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
     ),
     "declared output": (built_in(TransformerEncoder, vocabulary=TOKENS), words, {"points": DECLARED}),
 }
-PLAIN = {"error_at": "", "normalised": False, "spread": "broadcast"}
+PLAIN = {"error_at": "", "normalised": False, "spread": "broadcast", "gain": 1.0}
 
 
 def tensor(output: Any) -> Tensor:
@@ -204,7 +204,7 @@ def gradients(build: Callable[[], nn.Module], x: Tensor, **options: Any) -> list
 def test_what_is_chosen_suits_the_model(name: str) -> None:
     """The first pass chooses what `shape` chooses, and the gradients are those of the same arguments, given."""
     build, x, found = MODELS[name]
-    wanted = {**PLAIN, **found}
+    wanted = {**PLAIN, **found, "gain": 0.3 if found.get("normalised") else 1.0}
     model = FeedbackAlignment(build())
     tensor(model(x)).sum().backward()
     assert model.chosen == wanted
@@ -234,8 +234,8 @@ def test_an_argument_that_is_given_wins(name: str) -> None:
     tensor(model(words)).sum().backward()
     free = FeedbackAlignment(Gpt())
     tensor(free(words)).sum().backward()
-    found = {**model.chosen, "gain": model.gain}
-    assert found == {**free.chosen, "gain": 1.0, name: (value,) if name == "points" else value}
+    others = {**free.chosen, "gain": 1.0 if name == "normalised" else 0.3}
+    assert model.chosen == {**others, name: (value,) if name == "points" else value}
     line = next(line for line in repr(model).splitlines() if line.strip().startswith(f"{name}="))
     assert "(" not in line.replace("('h.0',)", "")  # no reason
     declared = TransformerLM((LENGTH,), TOKENS, width=WIDTH, depth=3, heads=2)
@@ -256,6 +256,7 @@ def test_choices_are_shown_with_reasons_and_told_once(caplog: pytest.LogCaptureF
         "points=('h.0', 'h.1') (the repeated blocks but the last)",
         "error_at='lm_head.input' (before the vocabulary layer)",
         "normalised=True (a point is an unnormalised residual sum)",
+        "gain=0.3 (normalised feedback is large while the stream is small)",
     ):
         assert part in told
         assert part in repr(model)
@@ -292,10 +293,18 @@ def test_a_run_records_what_was_chosen(tmp_path: Path) -> None:
     config["sampler"] = {"batch_size": 20}
     run = training.train(config, data=sequences(), model=Gpt(), folder=tmp_path / "free")
     stored = json.loads((tmp_path / "free" / "config.json").read_text())["config"]["trainer"]
-    wanted = {"points": list(BLOCKS), "error_at": "lm_head.input", "normalised": True, "spread": "broadcast"}
+    wanted: dict[str, Any] = {"points": list(BLOCKS), "error_at": "lm_head.input", "normalised": True}
+    wanted |= {"spread": "broadcast", "gain": 0.3}
     assert {name: stored[name] for name in wanted} == wanted
     assert run.config.trainer_as(DfaConfig).points == BLOCKS
-    given = {"kind": "dfa", "points": ["h.1"], "error_at": "", "normalised": False, "spread": "full"}
+    given = {
+        "kind": "dfa",
+        "points": ["h.1"],
+        "error_at": "",
+        "normalised": False,
+        "spread": "full",
+        "gain": 1.0,
+    }
     with pytest.warns(UserWarning, match="no norm follows"):
         run = training.train(
             {**config, "trainer": given}, data=sequences(), model=Gpt(), folder=tmp_path / "given"

@@ -129,7 +129,7 @@ class Backward:
         if setting.backward == "pdfa":
             self._learner = learner = FeedbackAlignment(model, points=["2"])
             shape = learner.shape(x)
-            self.device = learner.device = stack.enter_context(
+            self.device = learner.noisy_device = stack.enter_context(
                 open_device(
                     setting.feedback, n_inputs=shape.n_inputs, n_outputs=shape.n_outputs, seed=seed + 1
                 )

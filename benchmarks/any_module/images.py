@@ -186,8 +186,8 @@ def train(method: Method, name: str, rate: float, seed: int, *, epochs: int = EP
         if isinstance(model, VectorisedNetwork):
             model.keep_signs()
     if feedback is not None:
-        if feedback.device is not None:
-            feedback.device.close()
+        if feedback.noisy_device is not None:
+            feedback.noisy_device.close()
         feedback.remove()
     return model
 
@@ -198,7 +198,7 @@ def with_points(method: Method, model: nn.Module, example: Tensor, seed: int) ->
     feedback = FeedbackAlignment(model, method.points or "blocks", seed=matrix, **method.options)
     n_inputs, n_outputs = feedback.shape(example)
     if method.device:
-        feedback.device = open_device(
+        feedback.noisy_device = open_device(
             "gaussian", n_inputs=n_inputs, n_outputs=n_outputs, seed=seed, medium={"seed": matrix}
         )
     if method.aligned:

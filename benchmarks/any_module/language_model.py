@@ -148,7 +148,7 @@ def with_points(method: Method, model: TransformerLM, seed: int) -> FeedbackAlig
         sections: dict[str, Any] = {"medium": {"seed": matrix}} | (
             {"noise": method.noise} if method.noise else {}
         )
-        feedback.device = open_device(
+        feedback.noisy_device = open_device(
             method.device, n_inputs=n_inputs, n_outputs=n_outputs, seed=seed, **sections
         )
     if method.aligned:
@@ -215,8 +215,8 @@ def train(method: Method, rate: float, seed: int, steps: int, file: Path) -> tup
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": vars(progress)}
         torch.save(state, file.with_suffix(".new"))
         file.with_suffix(".new").replace(file)
-    if feedback is not None and feedback.device is not None:
-        feedback.device.close()
+    if feedback is not None and feedback.noisy_device is not None:
+        feedback.noisy_device.close()
     model.load_state_dict(progress.best)
     return model, progress
 

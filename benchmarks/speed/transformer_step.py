@@ -45,7 +45,7 @@ def step_of(method: str, sequences: int = SEQUENCES) -> Callable[[], None]:
         shape = model.shape(tokens[:2, :-1])
         if method.startswith("pdfa"):
             name = method.split(", ")[1]
-            model.device = open_device(name, n_inputs=shape.n_inputs, n_outputs=shape.n_outputs)
+            model.noisy_device = open_device(name, n_inputs=shape.n_inputs, n_outputs=shape.n_outputs)
         if method == "points switched off":
             points = model.backpropagating
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

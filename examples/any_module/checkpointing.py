@@ -51,7 +51,7 @@ def main(epochs: int = 2) -> float:
     x, y = torch.tensor(digits / 16, dtype=torch.float32), torch.tensor(labels)
     model: nn.Module = Network()
     model = opusim.FeedbackAlignment(model)  # opusim
-    model.device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
+    model.noisy_device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(epochs):
         for rows in torch.randperm(1500).split(32):

@@ -22,7 +22,7 @@ def main(epochs: int = 2, backend: str = "inductor") -> float:
         *(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     )
     model = opusim.FeedbackAlignment(model)  # opusim
-    model.device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
+    model.noisy_device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
     compiled = torch.compile(model, backend=backend)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(epochs):

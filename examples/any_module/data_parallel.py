@@ -27,7 +27,7 @@ def accuracy(rank: int, epochs: int) -> float:
         *(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     )
     model = opusim.FeedbackAlignment(model)  # opusim
-    model.device = opusim.open_shared_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
+    model.noisy_device = opusim.open_shared_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
     model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(epochs):

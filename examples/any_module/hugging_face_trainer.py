@@ -44,7 +44,7 @@ def main(epochs: int = 5) -> float:
     point, error_at = "bert.encoder.layer.0", "bert.encoder"  # opusim
     feedback = opusim.FeedbackAlignment(model, point, error_at=error_at)  # opusim
     shape = feedback.shape(records[0]["input_ids"].expand(2, -1))  # opusim
-    feedback.device = opusim.open_device("gaussian", **shape._asdict())  # opusim
+    feedback.noisy_device = opusim.open_device("gaussian", **shape._asdict())  # opusim
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,

@@ -24,7 +24,7 @@ class Classifier(lightning.LightningModule):
         )
         self.model = opusim.FeedbackAlignment(self.model)  # opusim
         shape = self.model.shape(torch.zeros(2, 64))  # opusim
-        self.model.device = opusim.open_device("gaussian", **shape._asdict())  # opusim
+        self.model.noisy_device = opusim.open_device("gaussian", **shape._asdict())  # opusim
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
         """Return the loss of a batch."""

@@ -37,7 +37,7 @@ def main(epochs: int = 2) -> float:
     x, y = torch.tensor(digits / 16, dtype=torch.float32), torch.tensor(labels)
     model = opusim.FeedbackAlignment(Transformer())  # opusim
     shape = model.shape(x[:2])  # opusim
-    model.device = opusim.open_device("gaussian", **shape._asdict())  # opusim
+    model.noisy_device = opusim.open_device("gaussian", **shape._asdict())  # opusim
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(epochs):
         for number, rows in enumerate(torch.randperm(1500).split(16)):

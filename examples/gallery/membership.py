@@ -25,7 +25,7 @@ def residuals(sigma: float, protect: float) -> tuple[np.ndarray, np.ndarray]:
     model = opusim.FeedbackAlignment(net)
     with opusim.open_device(
         "gaussian", noise={"sigma": sigma}, **model.shape(X[:2])._asdict()
-    ) as model.device:
+    ) as model.noisy_device:
         nn.functional.cross_entropy(model(X[:20]), Y[:20]).backward()
     update = net[0].weight.grad.double()
     update = update + protect * update.norm() * torch.randn_like(update)

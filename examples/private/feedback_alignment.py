@@ -24,7 +24,7 @@ def main(epochs: int = 4) -> float:
         *(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     )
     model = opusim.FeedbackAlignment(model)  # opusim
-    model.device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
+    model.noisy_device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     criterion = nn.CrossEntropyLoss()
     loader = DataLoader(TensorDataset(x[:1500], y[:1500]), batch_size=100, shuffle=True)

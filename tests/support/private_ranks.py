@@ -53,7 +53,7 @@ def with_feedback() -> nn.Module:
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
     model = opusim.FeedbackAlignment(net, ["1", "3"])
     shape = model.shape(torch.zeros(2, 8))._asdict()
-    model.device = opusim.open_shared_device("gaussian", **shape, seed=4, timeout_s=60)
+    model.noisy_device = opusim.open_shared_device("gaussian", **shape, seed=4, timeout_s=60)
     return model
 
 

@@ -128,6 +128,13 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
 
     # What a run is made of
 
+    def chosen(self) -> Mapping[str, Any]:
+        """Return keys of the section `trainer` that the algorithm chooses for a new run, with their values.
+
+        Nothing that the user gives may be among them. A resumed run keeps what its folder holds.
+        """
+        return {}
+
     @property
     def network(self) -> NetworkT:
         """The network to train."""

@@ -124,7 +124,12 @@ class RunPlan:
             sampler=build_sampler(config, dataset),
             certificate=certificate,
         )
-        return plan._require_covered()
+        return (plan if folder is not None else plan._with_choices())._require_covered()
+
+    def _with_choices(self) -> Self:
+        """Return the plan of a new run with what its algorithm chooses for the network."""
+        found = self.algorithm.chosen()
+        return self.replaced(trainer=dict(found)) if found else self
 
     def _require_covered(self) -> Self:
         """Refuse a run whose guarantee its network or algorithm does not carry, and return it."""
@@ -141,7 +146,7 @@ class RunPlan:
             config: It differs in no key of the sections data and device.
         """
         network = config.trainer.implementation().build_network(config, self.dataset, None)
-        return self.configured(config).on_network(network)._require_covered()
+        return self.configured(config).on_network(network)._with_choices()._require_covered()
 
     @classmethod
     def stored(

@@ -31,6 +31,8 @@ from training.feedback.config import (
     PointsConfig,
     TdfaConfig,
 )
+from training.feedback.diagnosis import BATCHES
+from training.feedback.marking import OUTPUT
 from training.feedback.module_trainer import ModuleTrainer, PrivateRecords, augmentation_of, feedback_start
 from training.feedback.points import FeedbackAlignment
 from training.feedback.projection import calibration_work
@@ -49,6 +51,8 @@ from training.protections.planning import Updates
 from training.protections.record import RecordGradients, RecordProtection, require_counted_sums
 from training.runs.folder import RunFolder
 
+_STEPS_WITH_CONTROL = 4 * BATCHES
+"""Steps of the shortest run that compares feedback with none."""
 _OF_CLOSED_FORM = {
     **dict.fromkeys(
         (
@@ -102,6 +106,26 @@ class FeedbackAlgorithm(
     def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> FullyConnected | AnyModule:
         """See Algorithm.rebuild_network."""
         return FullyConnected.from_facts(facts) if "layers" in facts else AnyModule.from_facts(facts, model)
+
+    def chosen(self) -> dict[str, Any]:
+        """See Algorithm.chosen; where feedback enters a module."""
+        network, options = self.network, self.options
+        if not isinstance(network, AnyModule):
+            return {}
+        feedback = feedback_points(network, options, chooses=True)
+        if feedback is None:
+            return {}
+        try:
+            feedback.shape(network.shaped(self._two_records))
+            feedback.tell_choices()
+            found = {name: bool(v) if name == "normalised" else v for name, v in feedback.chosen.items()}
+        finally:
+            feedback.remove()
+        return {
+            name: value
+            for name, value in found.items()
+            if getattr(options, name) is None or (name == "gain" and "gain" not in options.model_fields_set)
+        }
 
     def require_covered(self) -> None:
         """See Algorithm.require_covered; also keys that the network does not take, and points that do not exist."""
@@ -271,6 +295,7 @@ class FeedbackAlgorithm(
                 private=private,
                 augmentation=augmentation_of(options, network, self.plan.dataset),
                 ranks=ranks,
+                control_batches=0 if feedback is None else self._control_batches(feedback),
             )
         noise = None
         if options.digital_sigma:
@@ -286,6 +311,21 @@ class FeedbackAlgorithm(
             labels=labels,
             ranks=Ranks(),
         )
+
+    def _control_batches(self, feedback: FeedbackAlignment) -> int:
+        """Return how many batches a control without feedback follows at the start of a run; 0 for no control.
+
+        There is none if anything is protected, because it tells losses; none on several processes; none for a module
+        with a device of its own, whose readings would count twice; and none in a run so short that it would cost much.
+        """
+        private = self.plan.config.protection.protects != "nothing" or self.plan.config.mode == "release"
+        reads = any(
+            isinstance(value, NoisyDevice)
+            for part in feedback.model.modules()
+            for value in vars(part).values()
+        )
+        short = self.plan.total_steps < _STEPS_WITH_CONTROL
+        return 0 if private or reads or short or not feedback.gain or Ranks().world > 1 else BATCHES
 
     @property
     def updates(self) -> Updates:
@@ -372,6 +412,7 @@ def feedback_points(
     device: NoisyDevice | None = None,
     *,
     draw_seed: int | None = None,
+    chooses: bool = False,
 ) -> FeedbackAlignment | None:
     """Return the feedback points of a module, or None for backpropagation.
 
@@ -380,6 +421,8 @@ def feedback_points(
         options: The section `trainer`.
         device: The open device of pdfa.
         draw_seed: Seed of what the encoding draws; None draws one from the system.
+        chooses: Whether the place of the error may be chosen. If not, an error_at of None is the place that the model
+            declares, else its output: folders of earlier versions name no other.
 
     Raises:
         ValueError: There are no such submodules.
@@ -395,16 +438,21 @@ def feedback_points(
         }
     if isinstance(options, DfaConfig | TdfaConfig):
         given |= {"seed": options.feedback_seed, "projection": options.projection}
+    points, error_at, gain = options.points, options.error_at, getattr(options, "gain", 1.0)
+    if chooses and "gain" not in options.model_fields_set:
+        gain = None
+    if error_at is None and not chooses:
+        error_at = getattr(network.model, "error_at", None) or OUTPUT
     return FeedbackAlignment(
         network.model,
-        options.points[0] if len(options.points) == 1 else options.points,
+        points[0] if points is not None and len(points) == 1 else points,
         device=device,
-        error_at=options.error_at or getattr(network.model, "error_at", None),
+        error_at=error_at,
         rows=options.rows,
         spread=options.spread,
         slices=options.slices or "shared",
         normalised=options.normalised,
-        gain=options.gain if isinstance(options, DfaConfig | TdfaConfig | PdfaConfig) else 1.0,
+        gain=gain,
         draw_seed=secrets.randbits(64) if draw_seed is None else draw_seed,
         **given,
     )

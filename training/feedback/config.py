@@ -192,28 +192,30 @@ def names_model(given: Given) -> bool:
 class PointsConfig(FeedbackConfig):
     """Where a projected error enters a module (`opusim.FeedbackAlignment`)."""
 
-    points: Names = ("blocks",)
-    """Feedback points: names or shell patterns of names of submodules, or blocks, those that the model declares.
-    Each one's output receives a slice of the projected error. A fully connected network has its hidden layers."""
+    points: Names | None = None
+    """Feedback points: names or shell patterns of names of submodules, or blocks, the repeated blocks but the last.
+    Each one's output receives a slice of the projected error. A fully connected network has its hidden layers. None
+    takes those that the model declares, else those that suit it; a run's folder names them."""
     error_at: str | None = None
-    """Submodule whose output carries the error that is projected; None takes the one that the model declares, else its
-    output."""
+    """Submodule whose output carries the error that is projected, with .input behind its name what it receives, or ""
+    for the model's output. None takes the place that the model declares, else the one that suits it."""
     rows: Annotated[Literal["each", "sum"] | int, BeforeValidator(_checked_rows)] = "each"
     """Which rows of the error are projected if a record has several, as a sequence has: each one (each), their sum
     (sum), or so many that are drawn at random."""
-    spread: Literal["broadcast", "full"] = "broadcast"
+    spread: Literal["broadcast", "full"] | None = None
     """How a record's one row reaches a point with several positions: the same vector everywhere (broadcast), or outputs
-    of the projection for every position (full)."""
+    of the projection for every position (full). None takes full for chosen points before a head that has weights for
+    each position, else broadcast."""
     slices: Literal["own", "shared"] | None = None
     """Which outputs of the projection the points take: each its own (own, as an mlp always has), or all the same ones
     (shared, the default of other modules)."""
-    normalised: bool = False
+    normalised: bool | None = None
     """Whether the feedback passes through the slope of a layer norm at each point, for models whose residual stream is
-    not normalised, such as those with pre-norm blocks."""
+    not normalised, such as those with pre-norm blocks. None looks at the model."""
 
     @model_validator(mode="after")
     def _check_points(self) -> Self:
-        if not self.points:
+        if self.points is not None and not self.points:
             raise ValueError("points is empty; name submodules, or take 'blocks'")
         if isinstance(self.rows, int) and self.rows < 1:
             raise ValueError(f"rows = {self.rows}: must be at least 1, or 'each' or 'sum'")
@@ -227,7 +229,8 @@ class _ProjectedConfig(PointsConfig, _DigitalConfig):
 
     gain: float = Field(1.0, ge=0.0)
     """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale. 0, for modules only,
-    is the control in which nothing before the last feedback point learns."""
+    is the control in which nothing before the last feedback point learns. Left out, 0.3 is taken where the feedback is
+    chosen to be normalised."""
     projection: Literal["gaussian", "hadamard"] = "gaussian"
     """Digital feedback matrix. gaussian: independent entries, as an optical medium has. hadamard: random signs and fast
     Hadamard transforms, n log n operations for widths of n; faster if the error and the network both have some
@@ -322,7 +325,8 @@ class PdfaConfig(EncodedConfig):
     """pdfa: projection of the ternarized error through the device."""
     gain: float = Field(1.0, ge=0.0)
     """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale. 0, for modules only,
-    is the control in which nothing before the last feedback point learns."""
+    is the control in which nothing before the last feedback point learns. Left out, 0.3 is taken where the feedback is
+    chosen to be normalised."""
 
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Always."""

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from opusim.devices.base import NoisyDevice
 from training.feedback.diagnosis import Reading
 from training.feedback.layout import Extent, Rows, Slice, View, arrange
-from training.feedback.marking import mapped, tensors_of, warn_of_unnormalised
+from training.feedback.marking import INPUT, OUTPUT, is_a_stream, mapped, tensors_of
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
 from training.networks.record_gradients.followed.tracking import RowTracker, active_tracker
 
@@ -40,7 +40,8 @@ class PointHooks(nn.Module):
     Attributes:
         model: The module whose submodules are points.
         points: Names of the points.
-        error_at: Name of the submodule whose output carries the error, or None for the model's output.
+        error_at: Name of the submodule whose output carries the error, or with ".input" behind it of the one that
+            receives it; None for the model's output.
         gain: Factor on the feedback.
     """
 
@@ -51,7 +52,8 @@ class PointHooks(nn.Module):
     _rows: Rows
     _full: bool
     _shared: bool
-    _normalised: bool
+    _normalised: bool | None
+    _vocabulary: str | None
     _view: View
     _noisy_device: NoisyDevice | None
     _n_inputs: int
@@ -62,7 +64,7 @@ class PointHooks(nn.Module):
     _connected: bool
     _learning: bool
     _state: Literal["learning", "measuring", "backpropagating"]
-    _warned: bool
+    _told: bool
     _outside: bool
     _observed: list[Reading] | None
 
@@ -73,6 +75,18 @@ class PointHooks(nn.Module):
         Args:
             gradient: dL/dz.
             points: The points' outputs, or tensors of their shapes and types.
+        """
+
+    @abstractmethod
+    def _look(self, calls: Sequence[tuple[str, Tensor]]) -> None:
+        """Decide whether the feedback is normalised; arguments as in `_tell`."""
+
+    @abstractmethod
+    def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
+        """Say once, in the first forward pass that learns, what was chosen, or what goes wrong.
+
+        Args:
+            calls: Name and output of each call of a point.
         """
 
     @abstractmethod
@@ -89,10 +103,23 @@ class PointHooks(nn.Module):
         for name in self.points:
             submodule = self.model.get_submodule(name)
             handles.append(submodule.register_forward_hook(partial(self._mark, name)))
-        place = self.model if self.error_at is None else self.model.get_submodule(self.error_at)
-        handles.append(place.register_forward_hook(self._connect))
+        handles += self._install_error()
         handles.append(self.model.register_forward_hook(self._end))
         handles.append(self.model.register_forward_hook(self._forget, always_call=True))
+        return handles
+
+    def _install_error(self) -> list[Any]:
+        """Put hooks where the error is taken, or where the first forward pass may choose to take it."""
+        received = self._vocabulary
+        if self.error_at is not None and self.error_at not in dict(self.model.named_modules()):
+            received = self.error_at.removesuffix(INPUT)
+        handles: list[Any] = []
+        if received is not None:
+            module = self.model.get_submodule(received)
+            handles.append(module.register_forward_pre_hook(partial(self._connect_input, received)))
+        if received is None or self._vocabulary is not None:
+            place = self.model.get_submodule(self.error_at or OUTPUT)
+            handles.append(place.register_forward_hook(self._connect_output))
         return handles
 
     @torch._disable_dynamo
@@ -136,10 +163,28 @@ class PointHooks(nn.Module):
             )
 
     @torch._disable_dynamo
-    def _connect(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Let the gradient of this output be projected to all points recorded so far."""
-        idle = self._state == "backpropagating" or (self._state == "learning" and not torch.is_grad_enabled())
-        if idle or self._calls is None:
+    def _connect_input(self, name: str, module: nn.Module, args: Any) -> Any:
+        """Take the error at what a submodule receives, if it is to be taken there."""
+        if self._idle:
+            return None
+        received = args[0] if args else None
+        if self._vocabulary is not None:
+            if not is_a_stream(received) or self._at_point(received, self._calls or ()):
+                return None  # the model's output is left
+            self.error_at, self._vocabulary = name + INPUT, None
+        if self.error_at != name + INPUT:
+            return None
+        if not isinstance(received, Tensor) or not received.is_floating_point():
+            raise ValueError(
+                f"error_at = {self.error_at!r}: {name!r} receives no tensor of real numbers as its first argument; "
+                "name a submodule that returns what carries the error"
+            )
+        return (self._connected_error(received), *args[1:])
+
+    @torch._disable_dynamo
+    def _connect_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Take the error at what a submodule or the model returns, if it is to be taken there."""
+        if self._idle or ((self.error_at or OUTPUT).endswith(INPUT) and module is self.model):
             return None
         tensors = list(tensors_of(output))
         if not tensors or (self.error_at is None and not isinstance(output, Tensor)):
@@ -147,30 +192,47 @@ class PointHooks(nn.Module):
                 f"the model returns {type(output).__name__} instead of one tensor; name the submodule whose output "
                 "carries the error, error_at = the module before the output layer or the output layer"
             )
-        if self._connected:
-            raise ValueError(
-                f"error_at = {self.error_at!r} runs twice in one forward pass; name a module that runs once"
-            )
         if len(tensors) > 1 and any(tensor.requires_grad for tensor in tensors[1:]):
             raise ValueError(
                 f"error_at = {self.error_at!r} returns several tensors that depend on parameters, and only one error "
                 "can be projected; name a module behind it that returns one tensor"
             )
-        self._connected = True
-        error, calls = tensors[0], self._calls
+        self._vocabulary = None
+        error, connected = tensors[0], self._connected_error(tensors[0])
+        return mapped(output, lambda tensor: connected if tensor is error else tensor)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no error is taken in this forward pass."""
+        evaluates = self._state == "learning" and not torch.is_grad_enabled()
+        return evaluates or self._state == "backpropagating" or self._calls is None
+
+    def _connected_error(self, error: Tensor) -> Tensor:
+        """Return the error's tensor, whose gradient is projected to all points recorded so far."""
+        if self._connected:
+            raise ValueError(
+                f"error_at = {self.error_at!r} runs twice in one forward pass; name a module that runs once"
+            )
+        self._connected, calls = True, self._calls or []
         if torch._C._functorch.is_functorch_wrapped_tensor(error):
             raise NotImplementedError(
                 "feedback points do not run inside torch.func.grad or vmap; use loss.backward() or "
                 "torch.autograd.grad, and opacus.GradSampleModule for gradients of single records"
             )
         self._lay_out(error, calls)
+        if self._normalised is None and any(h.grad_fn is not None for _, h in calls):
+            self._look(calls)
         if self._state == "measuring":
-            return None
-        if not self._warned and not self._normalised and self.gain:
-            warn_of_unnormalised(calls)
-        self._warned = True
-        connected = _Project.apply(self, error, *(h for _, h in calls))
-        return mapped(output, lambda tensor: connected if tensor is error else tensor)
+            return error
+        if error.is_meta:
+            raise ValueError(
+                "the model is on the meta device, whose tensors hold no numbers that a point could receive; give it "
+                "storage by to_empty(device='cpu') and fill it, or get the plain model from remove()"
+            )
+        if not self._told:
+            self._told = True
+            self._tell(calls)
+        return _Project.apply(self, error, *(h for _, h in calls))
 
     @torch._disable_dynamo
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -189,12 +251,20 @@ class PointHooks(nn.Module):
         """Let go of the recorded outputs, also if the forward pass failed."""
         self._calls = None
 
+    @staticmethod
+    def _at_point(error: Tensor, calls: Sequence[tuple[str, Tensor]]) -> str | None:
+        """Return the point whose output a tensor is, or None."""
+        if not error.numel():
+            return None
+        place = error.data_ptr(), error.shape
+        return next((name for name, h in calls if (h.data_ptr(), h.shape) == place), None)
+
     def _lay_out(self, error: Tensor, calls: Sequence[tuple[str, Tensor]]) -> None:
         """Give every call of a point its outputs of B; they must stay the same, and the device must have them."""
-        last = [name for name, h in calls if (h.data_ptr(), h.shape) == (error.data_ptr(), error.shape)]
-        if last and error.numel():
+        last = self._at_point(error, calls)
+        if last:
             raise ValueError(
-                f"the error is taken at the output of point {last[0]!r}; leave it out of points, so that it receives "
+                f"the error is taken at the output of point {last!r}; leave it out of points, so that it receives "
                 "the true gradient"
             )
         missing = [name for name in self.points if name not in {called for called, _ in calls}]

@@ -7,10 +7,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
+INPUT = ".input"
+"""Behind the name of a submodule, as `error_at`: what the submodule receives, instead of what it returns."""
+OUTPUT = ""
+"""As `error_at`: the output of the whole model, which has this name in `named_modules`."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 _PASSED = (
     "View",
@@ -76,16 +80,17 @@ def _fits(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def require_submodule(model: nn.Module, name: str, *, parameter: str) -> str:
-    """Return the name of a submodule that exists.
+def require_place(model: nn.Module, error_at: str) -> str:
+    """Return the name of a place that the error can be taken at: "NAME", "NAME.input", or "" for the model's output.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such submodule.
     """
-    modules = {found: module for found, module in model.named_modules() if found}
-    if name not in modules:
-        raise ValueError(f"{parameter} = {name!r} is no submodule; {_some_names(modules, name)}")
-    return name
+    modules = dict(model.named_modules())
+    if error_at not in modules and error_at.removesuffix(INPUT) not in modules:
+        del modules[""]
+        raise ValueError(f"error_at = {error_at!r} is no submodule; {_some_names(modules, error_at)}")
+    return error_at
 
 
 def _some_names(modules: Mapping[str, nn.Module], wanted: str) -> str:
@@ -105,6 +110,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
        at least two of them; two classes if they are equally frequent, as the layers of an encoder and a decoder.
        Sequential and ModuleList are looked into.
     3. Without repeated blocks: every activation module with a parameterised module behind it, as in an MLP.
+    4. Without these, as in models that call functions such as `torch.relu`: every layer but the last.
 
     Raises:
         ValueError: None of these exists.
@@ -112,20 +118,24 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     declared = getattr(model, "feedback_points", None)
     if declared is not None:
         return find_points(model, declared)
-    blocks = _repeated(model) or _activations(model)
+    blocks = (
+        [name for name, _ in repeated(model)[:-1]]
+        or activations(model)
+        or [behind for _, behind in layers(model)[:-1]]
+    )
     if not blocks:
         names = [name for name, _ in model.named_modules() if name]
         known = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise ValueError(
-            f"points = 'blocks' finds no repeated block in {type(model).__name__}, and no activation module before a "
-            "layer with parameters; name the submodules whose output receives feedback: points=[...], in a "
+            f"points = 'blocks' finds no repeated block in {type(model).__name__}, and no two layers with parameters; "
+            "name the submodules whose output receives feedback: points=[...], in a "
             f"configuration trainer.points=[...], from {known or 'a model that has submodules'}"
         )
     return tuple(blocks)
 
 
-def _repeated(model: nn.Module) -> list[str]:
-    """Return the outermost modules of the most frequent classes with submodules, without the last one."""
+def repeated(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules of the most frequent classes with submodules, at least two, with their names."""
     candidates = list(_composites(model, ""))
     counts = Counter(type(module) for _, module in candidates)
     while candidates and max(counts.values()) < 2:  # look one level deeper
@@ -134,7 +144,7 @@ def _repeated(model: nn.Module) -> list[str]:
     if not candidates:
         return []
     most = max(counts.values())
-    return [name for name, module in candidates if counts[type(module)] == most][:-1]
+    return [(name, module) for name, module in candidates if counts[type(module)] == most]
 
 
 def _composites(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -146,7 +156,7 @@ def _composites(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
             yield prefix + name, child
 
 
-def _activations(model: nn.Module) -> list[str]:
+def activations(model: nn.Module) -> list[str]:
     """Return the activation modules that a parameterised leaf follows, in the order of definition."""
     leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
     last = max((n for n, (_, leaf) in enumerate(leaves) if list(leaf.parameters())), default=0)
@@ -160,20 +170,48 @@ def _activations(model: nn.Module) -> list[str]:
     ]
 
 
-def warn_of_unnormalised(calls: Sequence[tuple[str, Tensor]]) -> None:
-    """Warn of points whose outputs are residual sums that no normalisation follows.
+def layers(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the layers with a matrix of parameters, in the order of definition, each with the norm that follows it.
+
+    A layer is a submodule that torch calls: one without submodules of its own, or attention. An embedding is none. If
+    no norm follows, the layer's name stands twice.
+    """
+    found: list[tuple[str, str]] = []
+    inside = "-"
+    for name, module in model.named_modules():
+        if not name or name.startswith(inside) or type(module).forward is nn.Module.forward:
+            continue
+        attends = isinstance(module, nn.MultiheadAttention)
+        if attends:
+            inside = f"{name}."  # its output layer is not called
+        elif list(module.children()) or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if attends or any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
+            found.append((name, name))
+        elif found and list(module.parameters(recurse=False)):
+            found[-1] = found[-1][0], name
+    return found
+
+
+def unnormalised(calls: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Return the points whose outputs are residual sums that no normalisation follows.
 
     The projected error does not shrink as the stream grows, so such a stream may grow without bound.
 
     Args:
         calls: Name and output of each point; the autograd graph of an output says how it was computed.
     """
-    found = dict.fromkeys(repr(name) for name, output in calls if _is_unnormalised(output))
+    return list(dict.fromkeys(name for name, output in calls if _is_unnormalised(output)))
+
+
+def warn_of_unnormalised(calls: Sequence[tuple[str, Tensor]]) -> None:
+    """Warn of points whose streams nothing normalises, of a user who wants plain feedback there."""
+    found = [repr(name) for name in unnormalised(calls)]
     if found:
         warnings.warn(
             f"no norm follows the residual sum at feedback points {', '.join(found)}; projected errors may let it grow "
             "until the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the "
-            "branch, give normalised=True, or start the layer before the error from the feedback (start_from_feedback)",
+            "branch, leave normalised out, or start the layer before the error from the feedback (start_from_feedback)",
             stacklevel=2,
         )
 
@@ -206,6 +244,11 @@ def _keeps_scale(node: Any) -> bool:
     return (constant or _operation(node) in _PASSED) and bool(node.next_functions)
 
 
+def is_a_stream(received: object) -> TypeGuard[Tensor]:
+    """Whether what a vocabulary layer receives has positions: the layer then predicts a token at each one."""
+    return isinstance(received, Tensor) and received.is_floating_point() and received.ndim >= 3
+
+
 def tensors_of(output: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors in a module's output: a tensor, or a tuple, list or mapping of outputs."""
     if isinstance(output, Tensor):
@@ -230,26 +273,3 @@ def mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(output, tuple | list):
         return type(output)(mapped(value, change) for value in output)
     return output
-
-
-def drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Name the entries of a state dict, and its metadata, as the plain model does."""
-    inner = f"{prefix}model."
-    _rename(state, {key: prefix + key.removeprefix(inner) for key in state if key.startswith(inner)})
-    versions = getattr(state, "_metadata", {})
-    whole = inner.removesuffix(".")
-    renamed = {key: prefix + key.removeprefix(inner) for key in versions if key.startswith(inner)}
-    _rename(versions, {whole: prefix.removesuffix("."), **renamed} if whole in versions else renamed)
-
-
-def add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Undo `drop_prefix` before a state dict is loaded."""
-    _rename(
-        state, {key: f"{prefix}model.{key.removeprefix(prefix)}" for key in state if key.startswith(prefix)}
-    )
-
-
-def _rename(entries: dict[str, Any], names: dict[str, str]) -> None:
-    """Rename entries, all at once: a new name may be another entry's old one."""
-    values = {new: entries.pop(old) for old, new in names.items()}
-    entries.update(values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,7 @@ from training.data.image_maps import Augmentation
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.feedback.config import BpConfig, FeedbackConfig
+from training.feedback.diagnosis import Control
 from training.feedback.points import FeedbackAlignment
 from training.networks.any_module import AnyModule
 from training.networks.base import Network, seeded_torch
@@ -66,6 +67,8 @@ class ModuleTrainer(Trainer):
         private: Clips and noises the records' gradients; None takes their mean.
         augmentation: Copies of the images of a step, over which a record's loss is the mean; None for the images.
         ranks: The processes that share each batch; None for one.
+        control_batches: First batches that a `training.feedback.diagnosis.Control` follows; 0 for none. It prints what
+            depends on the records.
     """
 
     def __init__(
@@ -81,7 +84,10 @@ class ModuleTrainer(Trainer):
         private: PrivateRecords | None = None,
         augmentation: Augmentation | None = None,
         ranks: Ranks | None = None,
+        control_batches: int = 0,
     ) -> None:
+        self._control_batches = control_batches
+        self._control: Control | None = None
         self._augmentation = augmentation
         self.kind = kind
         self.model = network.model
@@ -91,7 +97,7 @@ class ModuleTrainer(Trainer):
         self._ranks = ranks or Ranks.one()
         if feedback is not None and self._ranks.world > 1:
             feedback.number_rows(self._ranks.before)
-        device = None if feedback is None else feedback.device
+        device = None if feedback is None else feedback.noisy_device
         self._column_sum = (
             None if device is None else torch.zeros(device.n_outputs)
         )  # zeros until it is measured
@@ -106,8 +112,8 @@ class ModuleTrainer(Trainer):
         """
         if self._private is not None:
             self._private.writer.seek(step)
-            if self._feedback is not None and self._feedback.device is not None:
-                self._feedback.device.seek(step)  # its noise may be drawn without a reading
+            if self._feedback is not None and self._feedback.noisy_device is not None:
+                self._feedback.noisy_device.seek(step)  # its noise may be drawn without a reading
         batch_size = self._ranks.total(len(x))
         if not batch_size:
             return self._empty_step(y)
@@ -119,6 +125,7 @@ class ModuleTrainer(Trainer):
         self.model.train()
         try:
             with seeded_torch(self._seed_of(step), x.device):
+                self._begin_control(step)
                 diagnostics = self._diagnosed(lambda: losses()[1].mean(), step) if observe else {}
                 share = len(x) / batch_size
                 output, loss_sum = self._learn(losses, len(x), step, share=share, records=records)
@@ -127,6 +134,7 @@ class ModuleTrainer(Trainer):
             raise
         finally:
             self.model.eval()
+        self._follow(x, y, loss_sum / len(x), step)
         self._update()
         correct, judged = self._objective.correct(output, y)
         return StepRecord(
@@ -249,6 +257,25 @@ class ModuleTrainer(Trainer):
         sums = [gradient.sum(dtype=torch.float64) for gradient in gradients if gradient is not None]
         if sums:
             _require_finite(torch.stack(sums).sum(), step)
+
+    def _begin_control(self, step: int) -> None:
+        """Copy the model before the first step of a run."""
+        if step or self._feedback is None or not self._control_batches:
+            return
+        with suppress(TypeError, RuntimeError):  # not every module can be copied
+            self._control = Control(self._feedback, self.optimizer, batches=self._control_batches)
+
+    def _follow(self, x: Tensor, y: Tensor, found: Tensor, step: int) -> None:
+        """Train the control on a batch of the first steps, with the same draws."""
+        if self._control is None or not self._control.running:
+            self._control = None
+            return
+
+        def loss(model: nn.Module) -> Tensor:
+            with seeded_torch(self._seed_of(step), x.device):
+                return self._objective.per_record(model(self._network.shaped(x)), y).mean()
+
+        self._control.follow(loss, found)
 
     def _update(self) -> None:
         """Add the gradients of all processes and move the parameters; buffers become those of the first process."""

@@ -22,7 +22,10 @@ from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.randomness import derive_seed
+from training.feedback.choice import Choosing
 from training.feedback.diagnosis import (
+    BATCHES,
+    Control,
     Diagnosis,
     Reading,
     Updates,
@@ -30,7 +33,7 @@ from training.feedback.diagnosis import (
     learnt_gradients,
     true_gradients,
 )
-from training.feedback.hooks import FeedbackShape, PointHooks
+from training.feedback.hooks import FeedbackShape
 from training.feedback.layout import (
     Extent,
     Rows,
@@ -39,12 +42,6 @@ from training.feedback.layout import (
     chosen_rows,
     spread,
     through_layer_norm,
-)
-from training.feedback.marking import (
-    add_prefix,
-    drop_prefix,
-    find_points,
-    require_submodule,
 )
 from training.feedback.projection import (
     DeviceProjection,
@@ -55,13 +52,14 @@ from training.feedback.projection import (
     make_encoding,
 )
 from training.feedback.structured import ProjectionName, digital_projection
+from training.feedback.wrapping import refuse_export
 
 _LARGEST_STEP = 2**63
 _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
 
-class FeedbackAlignment(PointHooks):
+class FeedbackAlignment(Choosing):
     """A module whose blocks learn from a projected error instead of a backpropagated one.
 
     With e a row of dL/dz at `error_at`, n_inputs numbers, a point of C channels receives in place of dL/dh
@@ -77,19 +75,24 @@ class FeedbackAlignment(PointHooks):
     `remove` takes them off. If a module returns a tuple or a mapping, all of it goes on detached and its first tensor
     receives the feedback. A module that is called several times is a point at each call.
 
+    What is not given is chosen to suit the model, shown with reasons by `repr`, and logged once by the first pass that
+    learns.
+
     Args:
         model: Any module. The state dict has the keys of the plain model.
-        points: "blocks" for all repeated blocks but the last (see `training.feedback.marking.find_blocks`); or names,
-            shell patterns of names such as "layers.*", which means layers.0 and not layers.0.norm, or classes of
-            submodules.
+        points: None for those that suit the model (see `training.feedback.choice.choose_points`); "blocks" for all
+            repeated blocks but the last (`training.feedback.marking.find_blocks`); or names, shell patterns of names
+            such as "layers.*", which means layers.0 and not layers.0.norm, or classes of submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
         error_at: Name of the submodule whose output is z, of a tuple or mapping its first tensor, from which the loss
-            must come; None takes the model's output, which is then one tensor. For a language model name the module
-            before the vocabulary layer.
+            must come; "NAME.input" for what the submodule receives; "" for the model's output, which is then one
+            tensor. None takes the place that an attribute error_at of the model names; else what the vocabulary layer
+            of a language model receives, so that the error is as wide as the stream; else the model's output.
         rows: Which rows of the error are projected. "each": every position's; "sum": their sum over a record's
             positions, which all positions receive; k: those of k positions drawn in each step, times positions / k.
         spread: How one row reaches the positions of a record. "broadcast": the same C numbers at every position;
-            "full": every position has its own outputs of B, C P in all.
+            "full": every position has its own outputs of B, C P in all. None takes "full" for a chosen point before a
+            head that has weights for each position, else "broadcast".
         slices: "shared": all points use the same outputs of B, as in TinyDFA, which suits a residual stream, where all
             points see nearly the same gradient. "own": disjoint outputs for each point, as in the PDFA paper.
         encoding: How e is shown, in one reading a row unless said: "stochastic" (each entry with a probability in
@@ -99,9 +102,11 @@ class FeedbackAlignment(PointHooks):
         threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
         planes: Digits of "planes", from 1 to 24.
         normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
-            gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it.
+            gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it. None
+            does so if a point's output is a residual sum that no norm follows, as `shape` or the first pass finds.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
-            feedback has to beat.
+            feedback has to beat. None takes 1, or 0.3 where `normalised` is chosen to be true: such feedback is large
+            while the stream is small, which SGD does not even out as Adam does.
         projection: Digital matrix. "gaussian": independent entries, as an optical medium has; "hadamard": random signs
             and Hadamard transforms, faster from some thousand outputs and error entries on, and no model of a medium.
         seed: Seed of the digital matrix, in [0, 2^64). The default is the packaged devices' medium.
@@ -125,18 +130,18 @@ class FeedbackAlignment(PointHooks):
     def __init__(
         self,
         model: nn.Module,
-        points: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "blocks",
+        points: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
         *,
         device: NoisyDevice | None = None,
         error_at: str | None = None,
         rows: Rows = "each",
-        spread: Literal["broadcast", "full"] = "broadcast",
+        spread: Literal["broadcast", "full"] | None = None,
         slices: Literal["own", "shared"] = "shared",
         encoding: EncodingName | None = None,
         threshold: float = 0.6,
         planes: int = 4,
-        normalised: bool = False,
-        gain: float = 1.0,
+        normalised: bool | None = None,
+        gain: float | None = None,
         projection: ProjectionName = "gaussian",
         seed: int = 20210603,
         draw_seed: int | None = None,
@@ -145,14 +150,16 @@ class FeedbackAlignment(PointHooks):
     ) -> None:
         super().__init__()
         _check_rows(rows)
-        checks.choice(("broadcast", "full"), spread=spread)
+        if spread is not None:
+            checks.choice(("broadcast", "full"), spread=spread)
         checks.choice(("own", "shared"), slices=slices)
         checks.choice(("gaussian", "hadamard"), projection=projection)
         if device is not None and projection != "gaussian":
             raise ValueError(
                 f"projection = {projection!r}: a device has its own matrix; leave projection out, or the device"
             )
-        checks.non_negative(gain=gain)
+        if gain is not None:
+            checks.non_negative(gain=gain)
         draw_seed = seed if draw_seed is None else draw_seed
         checks.integer(seed=seed, draw_seed=draw_seed, minimum=0, maximum=2**64 - 1)
         if device is not None:
@@ -160,17 +167,9 @@ class FeedbackAlignment(PointHooks):
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
         _refuse_second(model)
         self.model = model
-        self.points = find_points(model, points)
-        """Names of the feedback points, in the order of the model."""
-        self.error_at = None if error_at is None else require_submodule(model, error_at, parameter="error_at")
-        if self.error_at in self.points:
-            raise ValueError(
-                f"error_at = {error_at!r} is a feedback point too; leave it out of points, so that it receives the "
-                "true gradient"
-            )
-        self._rows, self._full, self._shared = rows, spread == "full", slices == "shared"
+        self._choose(points, error_at=error_at, spread=spread, normalised=normalised, gain=gain)
+        self._rows, self._shared = rows, slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
-        self._normalised, self.gain = normalised, gain
         self._digital, self._seed, self._draw_seed = projection, seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
@@ -184,29 +183,15 @@ class FeedbackAlignment(PointHooks):
         self._kept: list[tuple[str, Tensor]] = []
         self._connected, self._learning = False, False
         self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
-        self._warned = self._outside = False
+        self._told = self._outside = False
         self._observed: list[Reading] | None = None
         self._step = 0
-        self._handles = self._install()
-        self.register_state_dict_post_hook(drop_prefix)
-        self.register_load_state_dict_pre_hook(add_prefix)
+        self._handles = [model.register_forward_pre_hook(refuse_export), *self._install()]
+        self._keep_names()
 
     def draw_from(self, seed: int) -> None:
         """Draw positions and stochastic codes from another seed, in [0, 2^64), from now on."""
         self._draw_seed, self._projection = seed, None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns."""
-        return self.model(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up in the model what this module lacks, such as `config` or `generate`."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "model":
-                raise
-            return getattr(super().__getattr__("model"), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the model and its hooks; the copy reads the same device."""
@@ -236,7 +221,7 @@ class FeedbackAlignment(PointHooks):
     @contextmanager
     def exactly(self) -> Iterator[None]:
         """Project the error digitally, without code and noise, within the block: a probe repeats to the bit."""
-        kept = self._noisy_device, self._encoding, self._projection, self.column_sum, self._step, self._warned
+        kept = self._noisy_device, self._encoding, self._projection, self.column_sum, self._step, self._told
         self._noisy_device, self._encoding, self._projection = None, "real", None
         try:
             yield
@@ -247,7 +232,7 @@ class FeedbackAlignment(PointHooks):
                 self._projection,
                 self.column_sum,
                 self._step,
-                self._warned,
+                self._told,
             ) = kept
 
     @contextmanager
@@ -261,15 +246,24 @@ class FeedbackAlignment(PointHooks):
     # The device
 
     @property
-    def device(self) -> NoisyDevice | None:
+    def noisy_device(self) -> NoisyDevice | None:
         """The device that projects; None projects digitally. It may be set once `shape` is known."""
         return self._noisy_device
 
-    @device.setter
-    def device(self, device: NoisyDevice | None) -> None:
+    @noisy_device.setter
+    def noisy_device(self, device: NoisyDevice | None) -> None:
         if device is not None:
             _require_device(device)
         self._noisy_device, self._projection, self.column_sum = device, None, None
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device of the model, as in `x.to(model.device)`; an assignment sets `noisy_device`."""
+        return self._torch_device
+
+    @device.setter
+    def device(self, device: NoisyDevice | None) -> None:
+        self.noisy_device = device
 
     @property
     def usage(self) -> Usage:
@@ -285,7 +279,7 @@ class FeedbackAlignment(PointHooks):
         self._step = step
 
     def shape(self, *args: Any, **kwargs: Any) -> FeedbackShape:
-        """Return the size of B that the model needs, from a forward pass in evaluation mode without gradients.
+        """Return the size of B that the model needs, from a forward pass in evaluation mode.
 
         Args:
             *args: Arguments of the model, such as two records.
@@ -295,7 +289,8 @@ class FeedbackAlignment(PointHooks):
         self._slices, self._projection = [], None
         try:
             self.model.eval()
-            with torch.no_grad(), self._in_state("measuring"):
+            looks = self._normalised is None  # the graph says how a point's output was computed
+            with torch.set_grad_enabled(looks), self._in_state("measuring"):
                 self.model(*args, **kwargs)
         finally:
             for module, mode in modes.items():
@@ -372,6 +367,28 @@ class FeedbackAlignment(PointHooks):
             linear.weight.copy_(columns * (self.gain / part.channels**0.5))
             if linear.bias is not None:
                 linear.bias.zero_()
+
+    def control(self, optimizer: torch.optim.Optimizer, *, batches: int = BATCHES) -> Control:
+        """Return a copy without feedback that follows the first batches, and warns if feedback is worse than none.
+
+        Its `follow` takes a batch before the optimizer's step and reads no device.
+
+        Args:
+            optimizer: The optimizer of the model's parameters, before its first step.
+            batches: Batches until the comparison, at least 16.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+            >>> model = FeedbackAlignment(net)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> control = model.control(optimizer)
+            >>> x, y = torch.randn(5, 4), torch.randn(5, 2)
+            >>> loss = nn.functional.mse_loss(model(x), y)
+            >>> loss.backward()
+            >>> control.follow(lambda model: nn.functional.mse_loss(model(x), y), loss)
+            >>> optimizer.step()
+        """
+        return Control(self, optimizer, batches=batches)
 
     def diagnose(self, loss: Callable[[], Tensor]) -> Diagnosis:
         """Compare the feedback with backpropagation on one batch; parameters, gradients and buffers stay as they are.

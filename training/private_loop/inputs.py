@@ -80,9 +80,10 @@ def require_own_readings(module: nn.Module) -> None:
         ValueError: There is one.
     """
     for points in feedback_of(module):
-        if points.device is not None and points.device.description.joins_readings:
+        device = points.noisy_device
+        if device is not None and device.description.joins_readings:
             raise ValueError(
-                f"module: device {points.device.name!r} repeats frames (camera.transfer.repeated), so that one record "
+                f"module: device {device.name!r} repeats frames (camera.transfer.repeated), so that one record "
                 "would change the feedback of the next; mend the transfer, or take another device"
             )
 

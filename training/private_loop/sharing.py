@@ -141,7 +141,11 @@ class SharedSteps:
         """
         if not self.several:
             return
-        devices = [points.device for points in feedback_of(module) if isinstance(points.device, SharedDevice)]
+        devices = [
+            points.noisy_device
+            for points in feedback_of(module)
+            if isinstance(points.noisy_device, SharedDevice)
+        ]
         if len(devices) > 1:
             raise ValueError(
                 "module has several FeedbackAlignment with shared devices, whose readings several processes cannot "
@@ -189,7 +193,7 @@ class SharedSteps:
     def read_nothing(self, module: nn.Module, times: int) -> None:
         """Take part in readings of a shared device that other processes need and this one does not."""
         for points in feedback_of(module):
-            for _ in range(times if isinstance(points.device, SharedDevice) else 0):
+            for _ in range(times if isinstance(points.noisy_device, SharedDevice) else 0):
                 points.read_nothing()
 
 

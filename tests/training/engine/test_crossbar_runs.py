@@ -112,7 +112,7 @@ def learnt_in_place(gain: float) -> tuple[float, int]:
         learner = opusim.FeedbackAlignment(analog, points=["model.1"], gain=gain)
         shape = learner.shape(x[:2])
         with opusim.open_device("reram", seed=2, **shape._asdict()) as feedback:
-            learner.device = feedback
+            learner.noisy_device = feedback
             optimizer = torch.optim.Adam(analog.parameters(), lr=3e-3)
             learner.train()
             for rows in torch.randperm(1500).repeat(8).split(50):

@@ -269,7 +269,7 @@ def test_points_tell_a_users_own_loop_what_a_pass_takes() -> None:
     assert points.work(torch.zeros(2, FEATURES), times=32) == DeviceWork(projections=128, calls=1)
     inputs, outputs = points.shape(torch.zeros(2, FEATURES))
     with open_device("gaussian", n_inputs=inputs, n_outputs=outputs) as device:
-        points.device = device
+        points.noisy_device = device
         nn.functional.cross_entropy(points(torch.randn(64, FEATURES)), torch.arange(64) % CLASSES).backward()
         assert points.usage.frames == 128 * device.description.frames.frames_per_projection
 

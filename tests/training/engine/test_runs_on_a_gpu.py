@@ -202,7 +202,7 @@ def test_feedback_points_under_a_device_train_a_module_on_the_gpu(gpu: torch.dev
     model = opusim.FeedbackAlignment(module)
     x, y = (torch.from_numpy(part).to(gpu) for part in data())
     shape = model.shape(x[:2].float())
-    model.device = opusim.open_device("gaussian", n_inputs=shape.n_inputs, n_outputs=shape.n_outputs)
+    model.noisy_device = opusim.open_device("gaussian", n_inputs=shape.n_inputs, n_outputs=shape.n_outputs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for _ in range(60):

@@ -109,7 +109,7 @@ def test_a_device_is_asked_once_and_its_noise_is_told() -> None:
     (e,) = torch.autograd.grad(cross_entropy(z, y), z)
     encoded = RelativeTernary(1.0)(e)
     assert found[0].shown == encoded.shown == pytest.approx(0.25, abs=0.05)  # the entry of the label
-    signal = (encoded.frames[0] * encoded.scale + encoded.offset) @ model.device.matrix().t()
+    signal = (encoded.frames[0] * encoded.scale + encoded.offset) @ model.noisy_device.matrix().t()
     expected = signal.square().mean() / (sigma * encoded.scale).square().mean()
     ratios = torch.tensor([[point.signal_to_noise**2 for point in each.points] for each in found])
     standard_error = ratios.std(dim=0) / len(found) ** 0.5

@@ -92,7 +92,7 @@ MODELS = {
 def test_blocks_are_found(name: str) -> None:
     model, expected = MODELS[name]
     assert list(find_blocks(model)) == expected
-    assert FeedbackAlignment(model).points == tuple(expected)
+    assert FeedbackAlignment(model, "blocks").points == tuple(expected)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_only_a_stream_that_nothing_normalises_is_warned_about(name: str) -> Non
     """Once: in the first forward pass that learns."""
     make, warned = STREAMS[name]
     x = torch.randn(2, 5, WIDTH)
-    model = FeedbackAlignment(Stream(make(), make()), "1")
+    model = FeedbackAlignment(Stream(make(), make()), "1", normalised=False)
     with torch.no_grad():
         model(x)
     if warned:

@@ -323,7 +323,7 @@ def held_out_losses(case: Case, *, seed: int, learns: bool = True) -> Tensor:
     if learns:
         x = records(case.task)[0][:2]
         n_inputs, n_outputs = model.shape(pixels=x) if case.by_name else model.shape(x)
-        model.device = open_device(
+        model.noisy_device = open_device(
             "gaussian", n_inputs=n_inputs, n_outputs=n_outputs, seed=seed, noise={"sigma": SIGMA}
         )
     optimizer = torch.optim.Adam(model.parameters(), lr=case.lr)
@@ -390,26 +390,27 @@ class TimeFirst(nn.Module):
         return self.head(self.gru(x)[0][-1])
 
 
-class Stacked(nn.Module):
-    """Two recurrent layers, which are neither blocks nor activations."""
+class WrittenOut(nn.Module):
+    """Two layers written out, whose parameters belong to the model, and a submodule without any."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (nn.GRU(n, WIDTH, batch_first=True) for n in (SIDE, WIDTH))
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.first = nn.Parameter(torch.randn(SIDE, WIDTH))
+        self.second = nn.Parameter(torch.randn(WIDTH, CLASSES))
+        self.hidden = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)[0])[0][:, -1])
+        return self.hidden((x @ self.first).tanh()) @ self.second
 
 
 HIDDEN = {"points": ["left", "right", "mixed"]}
 REFUSED = {  # model, shape of its input, options, reason, options that follow the message
     "no blocks": (
-        Stacked,
-        (3, 5, SIDE),
+        WrittenOut,
+        (3, SIDE),
         {},
-        "finds no repeated block in Stacked, .*; name the submodules whose output receives feedback",
-        {"points": ["first", "second"]},
+        "finds no repeated block in WrittenOut, .*; name the submodules whose output receives feedback",
+        {"points": "hidden"},
     ),
     "time first": (
         TimeFirst,

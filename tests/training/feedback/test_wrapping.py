@@ -96,6 +96,58 @@ def test_state_dicts_load_into_the_plain_model_and_back(nest: Callable[[nn.Modul
         wrapped.load_state_dict(plain.state_dict() | {"nothing": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
+def test_parameters_and_buffers_have_the_names_of_the_state_dict(
+    nest: Callable[[nn.Module], nn.Module],
+) -> None:
+    """Those of the plain model, in its order, each once; every module keeps a name of its own."""
+    wrapped, plain = nest(FeedbackAlignment(Scaled())), nest(Scaled())
+    for kind in ("named_parameters", "named_buffers"):
+        assert [name for name, _ in getattr(wrapped, kind)()] == [name for name, _ in getattr(plain, kind)()]
+        for name, tensor in getattr(wrapped, kind)():
+            assert torch.equal(tensor, wrapped.state_dict()[name])
+    assert (
+        len(dict(wrapped.named_modules())) == len(list(wrapped.modules())) == len(list(plain.modules())) + 1
+    )
+    assert next(wrapped.modules()) is wrapped
+
+
+class Scaled(Net):
+    """A model with a parameter and a buffer of its own, besides those of its submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
+        self.register_buffer("shift", torch.full((WIDTH,), 0.1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h * self.scale + self.shift)
+
+
+class Flat(nn.Module):
+    """A parameter and a buffer beside two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("shift", torch.rand(WIDTH))
+        self.body, self.act, self.head = nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.head(self.act(self.body(h * self.scale + self.shift)))
+
+
+def test_functional_calls_take_every_parameter_and_buffer_by_its_name() -> None:
+    model, other = FeedbackAlignment(Flat()), Flat()
+    before = model.scale
+    given = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    assert torch.equal(torch.func.functional_call(model, given, (x,)), other(x))
+    assert model.scale is before  # back in place
+    model.scale = other.scale
+    assert model.model.scale is other.scale
+    assert not model._parameters
+
+
 def test_keys_that_differ_by_the_wrappers_own_name_stay_apart() -> None:
     class Awkward(nn.Module):
         def __init__(self) -> None:
@@ -120,14 +172,15 @@ def test_a_copy_has_points_of_its_own_and_reads_the_same_device() -> None:
     model = FeedbackAlignment(Net(), device=device)
     model(x)
     copied = deepcopy(model)
-    assert copied.device is device
-    wanted = gradients(model)
+    assert copied.noisy_device is device
+    wanted = {name: gradient.clone() for name, gradient in gradients(model).items()}
     assert all(p.grad is None for p in copied.parameters())
     assert same(gradients(copied), wanted)
     inner = deepcopy(model.model)  # as an average of the weights is kept; its hooks belong to the copy
     for p in inner.parameters():
         p.grad = None
     copied.remove()
+    model.zero_grad()
     assert not same(gradients(model.remove()), wanted)
     assert [p.grad is None for p in inner.parameters()] == [True] * len(wanted)
 
@@ -179,6 +232,18 @@ def test_attributes_of_the_model_are_found() -> None:
     assert model.head is model.model.head
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'tail'"):
         _ = model.tail
+
+
+def test_device_is_the_torch_device_of_the_model() -> None:
+    """As loops write `x.to(model.device)`; the noisy device has a name of its own, and may be assigned to either."""
+    model = FeedbackAlignment(Net())
+    assert model.device == torch.device("cpu")
+    assert model.to("meta").device == torch.device("meta")
+    assert FeedbackAlignment(nn.Sequential(nn.Tanh()), "0").device == torch.device("cpu")
+    device = open_device("ideal", n_inputs=CLASSES, n_outputs=WIDTH)
+    model.device = device
+    assert model.noisy_device is device
+    assert model.device == torch.device("meta")
 
 
 # Activation checkpointing
@@ -304,12 +369,12 @@ def test_a_device_that_is_too_small_is_refused_with_the_size_to_open() -> None:
     model = FeedbackAlignment(Net(), device=small)
     with pytest.raises(ValueError, match=r"needs 3 and 6; open it with n_inputs=3, n_outputs=6"):
         model(x)
-    model.device = None
+    model.noisy_device = None
     n_inputs, n_outputs = model.shape(x[:2])
-    model.device = open_device("ideal", n_inputs=n_inputs, n_outputs=n_outputs)
+    model.noisy_device = open_device("ideal", n_inputs=n_inputs, n_outputs=n_outputs)
     gradients(model)
     assert model.usage.frames > 0
-    real = FeedbackAlignment(Net(), device=model.device, encoding="real")
+    real = FeedbackAlignment(Net(), device=model.noisy_device, encoding="real")
     with pytest.raises(ValueError, match=r"encoding = 'real' cannot be shown to a device; use 'ternary'"):
         gradients(real)
 
@@ -382,6 +447,40 @@ def test_no_gain_uses_no_device_and_warns_of_nothing() -> None:
 def test_a_device_by_name_is_refused_with_its_remedy() -> None:
     with pytest.raises(TypeError, match=r"device.*NoisyDevice.*opusim.open_device\('gaussian'"):
         FeedbackAlignment(Net(), device="gaussian")
+
+
+EXPORTS = {
+    "torch.export": lambda model: torch.export.export(model, (x,)),
+    "strict torch.export": lambda model: torch.export.export(model, (x,), strict=True),
+    "torch.jit.trace": lambda model: torch.jit.trace(model, x),
+    "torch.jit.script": torch.jit.script,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_are_refused_until_the_points_are_removed(name: str) -> None:
+    def new() -> FeedbackAlignment:
+        return FeedbackAlignment(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)).eval())
+
+    line = rf"{name.removeprefix('strict ')} cannot record feedback points.*plain model, which remove\(\)"
+    with torch.no_grad():
+        with pytest.raises(Exception, match=line) as caught:
+            EXPORTS[name](new())
+        if "strict" not in name:  # torch writes lines of its own around that one
+            assert caught.type is ValueError
+            assert "\n" not in str(caught.value)
+            assert EXPORTS[name](new().remove()) is not None
+
+
+def test_a_model_without_storage_has_a_shape_and_does_not_learn() -> None:
+    with torch.device("meta"):
+        model, empty = FeedbackAlignment(Net()), torch.zeros(2, WIDTH)
+    assert model.shape(empty) == (CLASSES, WIDTH)
+    with pytest.raises(ValueError, match=r"on the meta device.*to_empty\(device='cpu'\).*remove\(\)"):
+        model(empty)
+    model.to_empty(device="cpu").load_state_dict(Net().state_dict())  # the remedy
+    gradients(model)
 
 
 def test_an_error_in_one_of_several_tensors_is_refused() -> None:

@@ -75,7 +75,7 @@ def with_feedback() -> Parts:
     model = opusim.FeedbackAlignment(
         nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3)), ["1"]
     )
-    model.device = opusim.open_device("gaussian", **model.shape(torch.zeros(2, 8))._asdict(), seed=4)
+    model.noisy_device = opusim.open_device("gaussian", **model.shape(torch.zeros(2, 8))._asdict(), seed=4)
     _, _, criterion, loader = parts(model)
     return model, torch.optim.Adam(model.parameters(), lr=0.01), criterion, loader
 

@@ -274,7 +274,7 @@ def test_what_reaches_a_feedback_point_is_probed_without_the_device(tmp_path: Pa
     options = {"device": device, "encoding": "stochastic"}
     sound = opusim.FeedbackAlignment(between(nn.Identity()), ["1"], **options)
     private(sound, NUMBERS, tmp_path / "sound").close()
-    assert sound.device is device
+    assert sound.noisy_device is device
     assert device.usage.frames == 0
     block = nn.Sequential(Calls(MeanSubtracted.apply), nn.Tanh())
     mixing = opusim.FeedbackAlignment(between(block), ["2"], **options)

@@ -1,0 +1,357 @@
+"""Defaults of FeedbackAlignment suit the model, are told, recorded in runs, and give way to what is given."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, max_pool2d, relu
+
+import training
+from opusim import FeedbackAlignment
+from training.feedback.algorithm import feedback_points
+from training.feedback.choice import tell
+from training.feedback.config import DfaConfig
+from training.networks.any_module import AnyModule
+from training.networks.sequence_models import TransformerEncoder, TransformerLM
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOKENS, LENGTH, WIDTH = 16, 15, 16
+words = torch.randint(0, TOKENS, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+pixels = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(2))
+numbers = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+
+
+class Gpt(nn.Module):
+    """As nanoGPT: small weights, pre-norm blocks, perhaps tied weights or a loss of its own."""
+
+    def __init__(self, *, norm_first: bool = True, tied: bool = False, own_loss: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)  # as many as a layer has outputs
+        self.h = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True, norm_first=norm_first)
+            for _ in range(3)
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, TOKENS, bias=False)
+        for matrix in (parameter for parameter in self.parameters() if parameter.ndim == 2):
+            nn.init.normal_(matrix, std=0.02)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+        self.own_loss = own_loss
+
+    def forward(self, tokens: Tensor) -> Any:
+        h = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        for block in self.h:
+            h = block(h, src_mask=mask, is_causal=True)
+        scores = self.lm_head(self.norm(h))
+        return (scores, scores.square().mean()) if self.own_loss else scores
+
+
+class Tagger(nn.Module):
+    """Gives one of as many classes as there are tokens to a whole sequence: no language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.gru = nn.Embedding(TOKENS, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.second, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.second(self.gru(self.embedding(tokens))[0])[0][:, -1])
+
+
+class Basic(nn.Module):
+    """A residual block of convolutions, normalised at the end of its branch or, with `pre`, at its start."""
+
+    def __init__(self, c_in: int, c_out: int, stride: int, pre: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(c_in, c_out, 3, stride, 1)
+        self.bn = nn.BatchNorm2d(c_in if pre else c_out)
+        self.shortcut = nn.Conv2d(c_in, c_out, 1, stride)
+        self.pre = pre
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pre:
+            return self.shortcut(x) + self.conv(relu(self.bn(x)))
+        return relu(self.bn(self.conv(x)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self, pre: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.layer1 = nn.Sequential(Basic(4, 4, 1, pre), Basic(4, 4, 1, pre))
+        self.layer2 = nn.Sequential(Basic(4, 8, 2, pre), Basic(8, 8, 1, pre))
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layer2(self.layer1(self.stem(x))).mean(dim=(2, 3)))
+
+
+class Dense(nn.Module):
+    """Residual convolutions whose last block ends the model, or a convolution behind them and a head."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Basic(1, 4, 1, False), Basic(4, 4, 1, False))
+        self.last, self.fc = (
+            (nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU()), nn.Linear(6, 3)) if head else (None, None)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks(x)
+        return h if self.last is None else self.fc(self.last(h).mean(dim=(2, 3)))
+
+
+class Functional(nn.Module):
+    """Two convolutions and two layers, all else functions, as in torch's first tutorial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 5, 3, padding=1)
+        self.fc1, self.fc2 = nn.Linear(80, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = max_pool2d(relu(self.conv1(x)), 2)
+        return self.fc2(relu(self.fc1(max_pool2d(relu(self.conv2(x)), 2).flatten(1))))
+
+
+class Plain(nn.Module):
+    """Two layers and a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.norm(self.first(x))))
+
+
+def vgg() -> nn.Sequential:
+    layers = [nn.Conv2d(1, 3, 3, 2, 1), nn.ReLU(), nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def built_in(kind: type[nn.Module], **options: Any) -> Callable[[], nn.Module]:
+    return lambda: kind((LENGTH,), TOKENS, width=WIDTH, depth=3, heads=2, **options)
+
+
+BLOCKS = ("h.0", "h.1")
+DECLARED = ("blocks.0", "blocks.1")
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
+    "pre-norm": (Gpt, words, {"points": BLOCKS, "error_at": "lm_head.input", "normalised": True}),
+    "tied": (
+        lambda: Gpt(tied=True),
+        words,
+        {"points": BLOCKS, "error_at": "lm_head.input", "normalised": True},
+    ),
+    "post-norm": (
+        lambda: Gpt(norm_first=False),
+        words,
+        {"points": BLOCKS, "error_at": "lm_head.input", "normalised": False},
+    ),
+    "own loss": (
+        lambda: Gpt(own_loss=True),
+        words,
+        {"points": BLOCKS, "error_at": "lm_head.input", "normalised": True},
+    ),
+    "no language model": (Tagger, words, {"points": ("gru", "second")}),
+    "residual convolutions": (ResNet, pixels, {"points": ("layer2.1",)}),
+    "pre-activation": (lambda: ResNet(pre=True), pixels, {"points": ("layer2.1",), "normalised": True}),
+    "a convolution behind the blocks": (lambda: Dense(head=True), pixels, {"points": ("last.1",)}),
+    "blocks at the end": (lambda: Dense(head=False), pixels, {"points": ("blocks.0",)}),
+    "functional convolutions": (Functional, pixels, {"points": ("conv2",), "spread": "full"}),
+    "stacked convolutions": (vgg, pixels, {"points": ("4",), "spread": "full"}),
+    "functional layers": (Plain, numbers, {"points": ("norm",)}),
+    "layers": (mlp, numbers, {"points": ("1", "3")}),
+    "declared": (built_in(TransformerLM), words, {"points": DECLARED, "error_at": "transform"}),
+    "declared pre-norm": (
+        built_in(TransformerLM, norm="pre"),
+        words,
+        {"points": DECLARED, "error_at": "transform", "normalised": True},
+    ),
+    "declared output": (built_in(TransformerEncoder, vocabulary=TOKENS), words, {"points": DECLARED}),
+}
+PLAIN = {"error_at": "", "normalised": False, "spread": "broadcast", "gain": 1.0}
+
+
+def tensor(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def gradients(build: Callable[[], nn.Module], x: Tensor, **options: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = FeedbackAlignment(build(), **options)
+    tensor(model(x)).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_chosen_suits_the_model(name: str) -> None:
+    """The first pass chooses what `shape` chooses, and the gradients are those of the same arguments, given."""
+    build, x, found = MODELS[name]
+    wanted = {**PLAIN, **found, "gain": 0.3 if found.get("normalised") else 1.0}
+    model = FeedbackAlignment(build())
+    tensor(model(x)).sum().backward()
+    assert model.chosen == wanted
+    looked = FeedbackAlignment(build())
+    looked.shape(x[:2])
+    assert looked.chosen == wanted
+    pairs = zip(gradients(build, x), gradients(build, x, **wanted), strict=True)
+    assert all(torch.equal(chosen, given) for chosen, given in pairs)
+
+
+def test_the_error_before_the_vocabulary_layer_is_that_of_the_module_before_it() -> None:
+    pairs = zip(gradients(Gpt, words), gradients(Gpt, words, error_at="norm"), strict=True)
+    assert all(torch.equal(chosen, given) for chosen, given in pairs)
+    other = gradients(Gpt, words, error_at="")
+    assert not all(map(torch.equal, gradients(Gpt, words), other))
+    assert FeedbackAlignment(Gpt()).shape(words) == (WIDTH, WIDTH)
+
+
+GIVEN = {"points": "h.0", "error_at": "lm_head", "normalised": False, "spread": "full", "gain": 0.5}
+
+
+@pytest.mark.filterwarnings("ignore:no norm follows")
+@pytest.mark.parametrize("name", GIVEN)
+def test_an_argument_that_is_given_wins(name: str) -> None:
+    value = GIVEN[name]
+    model = FeedbackAlignment(Gpt(), **{name: value})
+    tensor(model(words)).sum().backward()
+    free = FeedbackAlignment(Gpt())
+    tensor(free(words)).sum().backward()
+    others = {**free.chosen, "gain": 1.0 if name == "normalised" else 0.3}
+    assert model.chosen == {**others, name: (value,) if name == "points" else value}
+    line = next(line for line in repr(model).splitlines() if line.strip().startswith(f"{name}="))
+    assert "(" not in line.replace("('h.0',)", "")  # no reason
+    declared = TransformerLM((LENGTH,), TOKENS, width=WIDTH, depth=3, heads=2)
+    assert FeedbackAlignment(declared, ["blocks.1"], error_at="").chosen["error_at"] == ""
+
+
+def test_choices_are_shown_with_reasons_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    tell.cache_clear()
+    model = FeedbackAlignment(Gpt())
+    assert "error_at: the first forward pass decides" in repr(model)
+    with caplog.at_level(logging.INFO, "opusim"):
+        for again in (model, model, FeedbackAlignment(Gpt())):
+            tensor(again(words)).sum().backward()
+        tensor(FeedbackAlignment(mlp())(numbers)).sum().backward()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    told = caplog.records[0].getMessage()
+    for part in (
+        "points=('h.0', 'h.1') (the repeated blocks but the last)",
+        "error_at='lm_head.input' (before the vocabulary layer)",
+        "normalised=True (a point is an unnormalised residual sum)",
+        "gain=0.3 (normalised feedback is large while the stream is small)",
+    ):
+        assert part in told
+        assert part in repr(model)
+    assert "\n" not in told
+
+
+def test_a_pass_without_gradients_decides_nothing_that_needs_them() -> None:
+    model = FeedbackAlignment(Gpt())
+    with torch.inference_mode():
+        model.shape(words)
+        model(words)
+    assert model.chosen["normalised"] is None
+    tensor(model(words)).sum().backward()
+    assert model.chosen["normalised"] is True
+
+
+def test_a_place_that_receives_no_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="'embedding' receives no tensor of real numbers.*name a submodule"):
+        FeedbackAlignment(Gpt(), ["h.0"], error_at="embedding.input")(words)
+    with pytest.raises(ValueError, match=r"error_at = 'lm_haed\.input' is no submodule; did you mean"):
+        FeedbackAlignment(Gpt(), error_at="lm_haed.input")
+
+
+# Runs
+
+
+def sequences(n: int = 40) -> tuple[np.ndarray, np.ndarray]:
+    x = (np.arange(LENGTH)[None] + np.arange(n)[:, None]) % TOKENS
+    return x, (x + 1) % TOKENS
+
+
+def test_a_run_records_what_was_chosen(tmp_path: Path) -> None:
+    config = {"threads": 1, "epochs": 1, "trainer": {"kind": "dfa"}, "data": {"n_classes": TOKENS}}
+    config["sampler"] = {"batch_size": 20}
+    run = training.train(config, data=sequences(), model=Gpt(), folder=tmp_path / "free")
+    stored = json.loads((tmp_path / "free" / "config.json").read_text())["config"]["trainer"]
+    wanted: dict[str, Any] = {"points": list(BLOCKS), "error_at": "lm_head.input", "normalised": True}
+    wanted |= {"spread": "broadcast", "gain": 0.3}
+    assert {name: stored[name] for name in wanted} == wanted
+    assert run.config.trainer_as(DfaConfig).points == BLOCKS
+    given = {
+        "kind": "dfa",
+        "points": ["h.1"],
+        "error_at": "",
+        "normalised": False,
+        "spread": "full",
+        "gain": 1.0,
+    }
+    with pytest.warns(UserWarning, match="no norm follows"):
+        run = training.train(
+            {**config, "trainer": given}, data=sequences(), model=Gpt(), folder=tmp_path / "given"
+        )
+    assert {name: getattr(run.config.trainer, name) for name in given} == {**given, "points": ("h.1",)}
+
+
+def test_folders_of_earlier_versions_keep_their_points_and_their_error() -> None:
+    """They name blocks, no place of the error, and plain feedback."""
+    earlier = DfaConfig(points=("blocks",), error_at=None, normalised=False, spread="broadcast")
+    for build, x, points in ((Gpt, words, BLOCKS), (ResNet, pixels, ("layer1.0", "layer1.1", "layer2.0"))):
+        network = AnyModule(build(), n_inputs=1, record_shape=tuple(x.shape[1:]), recipe={})
+        feedback = feedback_points(network, earlier)
+        assert feedback is not None
+        assert feedback.chosen == {**PLAIN, "points": points}
+
+
+# What it is for
+
+
+def held_out(*, learns: bool, **options: Any) -> Tensor:
+    """Loss of each held-out record of levels of grey as text, after training on others."""
+    grey = torch.tensor(load_digits().data, dtype=torch.float32).view(-1, 8, 8)[:, 2:6:2].flatten(1)
+    text = (grey * (TOKENS / 16.01)).long()
+    text = text[torch.randperm(len(text), generator=torch.Generator().manual_seed(0))]
+
+    def losses(rows: Tensor) -> Tensor:
+        return cross_entropy(model(rows[:, :-1]).mT, rows[:, 1:], reduction="none").mean(dim=1)
+
+    torch.manual_seed(1)
+    model = FeedbackAlignment(Gpt(), gain=float(learns), **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        losses(text[torch.randint(0, 1200, (32,))]).mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        return losses(text[1200:])
+
+
+def standard_errors(gain: Tensor) -> float:
+    return float(gain.mean() / (gain.std() / len(gain) ** 0.5))
+
+
+@pytest.mark.filterwarnings("ignore:no norm follows")
+def test_defaults_beat_the_control_on_a_pre_norm_language_model() -> None:
+    """By five standard errors over held-out records; feedback that is not normalised is worse than none."""
+    control = held_out(learns=False)
+    assert standard_errors(control - held_out(learns=True)) > 5
+    assert standard_errors(held_out(learns=True, normalised=False) - control) > 5

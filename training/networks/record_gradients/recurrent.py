@@ -62,7 +62,8 @@ class _Lstm(_Cell):
     ) -> tuple[Tensor, list[Tensor]]:
         """See _Cell."""
         h, c = state
-        gates, news, cells, tanhs, outputs = [], [], [c], [], []
+        gates, news, tanhs, outputs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+        cells = [c]
         recurrent = weight.t()
         for x in (xs if bias is None else xs + bias).unbind(0):
             z = torch.addmm(x, h, recurrent)
@@ -115,7 +116,7 @@ class _Gru(_Cell):
         """See _Cell."""
         (h,) = state
         width = h.shape[1]
-        gates, news, owns, befores = [], [], [], [h]
+        gates, news, owns, befores = list[Tensor](), list[Tensor](), list[Tensor](), [h]
         for x in xs.unbind(0):
             own = functional.linear(h, weight, bias)
             gate = torch.sigmoid(x[:, : 2 * width] + own[:, : 2 * width])
@@ -215,8 +216,8 @@ def _seen_scan(
     """Return the outputs of all positions and the last state; the recurrent weights take part in one product."""
     wide = xs.dtype if xs.dtype == torch.float64 else torch.float32  # also within torch.autocast
     with torch.no_grad(), torch.autocast(xs.device.type, enabled=False):
-        fixed = [None if value is None else value.to(wide) for value in (weight, bias)]
-        outputs, last = cell.forward(xs.to(wide), *fixed, [part.to(wide) for part in state])
+        shift = None if bias is None else bias.to(wide)
+        outputs, last = cell.forward(xs.to(wide), weight.to(wide), shift, [part.to(wide) for part in state])
         before = state[0].unsqueeze(0)
         if len(outputs) > 1:
             before = torch.cat([before, outputs[:-1]])

@@ -26,6 +26,7 @@ Long float32 arrays, such as a model's gradients, take their numbers in pairs an
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -184,6 +185,24 @@ def settle(
 def _in_turn(digits: Iterator[int]) -> Callable[[int], int]:
     """Return what gives the next digits, of whichever number they are."""
     return lambda _: next(digits)
+
+
+def kept_digits(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
+    """Return what gives a pair fresh digits, and the same ones when it is asked again: the `more` of `settle`.
+
+    Args:
+        fresh: Returns 64 random digits.
+    """
+    drawn: dict[int, list[int]] = {}
+
+    def more(pair: int) -> Iterator[int]:
+        words = drawn.setdefault(pair, [])
+        for k in itertools.count():
+            if k == len(words):
+                words.append(fresh())
+            yield words[k]
+
+    return more
 
 
 def turn_of_pair(v: int, *, sine: bool) -> int:

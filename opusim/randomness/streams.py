@@ -30,7 +30,7 @@ from opusim.files import OwnProcess
 from opusim.plugins import Deferred
 from opusim.randomness import MAX_SEED as MAX_SEED
 from opusim.randomness import derive_seed as derive_seed
-from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise, grid_of, settle
+from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise, grid_of, kept_digits, settle
 
 kernels, rounding = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.rounding_kernels")
 
@@ -324,7 +324,7 @@ class SystemStream(NoiseStream):
                 out = flat[start : start + len(opened)]
                 self._current_cipher().update_into(zeros, drawn.data)
                 found = rounding.add_rounded_from_words(out, grid, std / grid, opened, words)
-                settle(out, opened[:found], std, _kept(self._more))
+                settle(out, opened[:found], std, kept_digits(self._more))
         return y
 
     def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
@@ -492,20 +492,6 @@ def _flat(y: torch.Tensor) -> Iterator[np.ndarray]:
     yield row.numpy()
     if row.data_ptr() != y.data_ptr():
         y.copy_(row.view(y.shape))
-
-
-def _kept(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
-    """Return what gives a pair fresh digits, and the same ones when it is asked again."""
-    drawn: dict[int, list[int]] = {}
-
-    def more(pair: int) -> Iterator[int]:
-        words = drawn.setdefault(pair, [])
-        for k in itertools.count():
-            if k == len(words):
-                words.append(fresh())
-            yield words[k]
-
-    return more
 
 
 def _add_scaled(scale: np.float32, out: np.ndarray, *position: int) -> None:

@@ -17,7 +17,7 @@ from scipy import stats
 
 from opusim.randomness import derive_seed, kernels, rounding_kernels, streams
 from opusim.randomness.kernels import CHUNK, PAIRS
-from opusim.randomness.rounded import ExactNoise, _standard, grid_of, settle, turn_of_pair
+from opusim.randomness.rounded import ExactNoise, _standard, grid_of, kept_digits, settle, turn_of_pair
 from opusim.randomness.rounding_kernels import (
     RADIUS_ERROR,
     TRIG_ERROR,
@@ -145,7 +145,7 @@ def test_both_numbers_of_a_pair_get_the_same_further_digits() -> None:
     assert asked == [1000 + PAIRS + 3, 1000 + PAIRS + 3, 1004]
     assert out[CHUNK + 3] == out[4] != 0
     fresh = iter(range(10))
-    kept = streams._kept(lambda: next(fresh))
+    kept = kept_digits(lambda: next(fresh))
     first, second = kept(7), kept(7)
     assert [next(first), next(first), next(second), next(second), next(second), next(kept(8))] == [
         0,

@@ -121,11 +121,7 @@ class FeedbackAlgorithm(
             found = {name: bool(v) if name == "normalised" else v for name, v in feedback.chosen.items()}
         finally:
             feedback.remove()
-        return {
-            name: value
-            for name, value in found.items()
-            if getattr(options, name) is None or (name == "gain" and "gain" not in options.model_fields_set)
-        }
+        return {name: value for name, value in found.items() if getattr(options, name) is None}
 
     def require_covered(self) -> None:
         """See Algorithm.require_covered; also keys that the network does not take, and points that do not exist."""
@@ -438,9 +434,7 @@ def feedback_points(
         }
     if isinstance(options, DfaConfig | TdfaConfig):
         given |= {"seed": options.feedback_seed, "projection": options.projection}
-    points, error_at, gain = options.points, options.error_at, getattr(options, "gain", 1.0)
-    if chooses and "gain" not in options.model_fields_set:
-        gain = None
+    points, error_at = options.points, options.error_at
     if error_at is None and not chooses:
         error_at = getattr(network.model, "error_at", None) or OUTPUT
     return FeedbackAlignment(
@@ -452,7 +446,7 @@ def feedback_points(
         spread=options.spread,
         slices=options.slices or "shared",
         normalised=options.normalised,
-        gain=gain,
+        gain=getattr(options, "gain", None),
         draw_seed=secrets.randbits(64) if draw_seed is None else draw_seed,
         **given,
     )

@@ -221,7 +221,7 @@ class FeedbackTrainer(Trainer):
             place=self._network.linears[0].weight.device,
             encoding=closed_form_encoding(config) if isinstance(config, TdfaConfig) else None,
         )
-        return _alignment(projection, config, draw, gain=config.gain)
+        return _alignment(projection, config, draw, gain=1.0 if config.gain is None else config.gain)
 
     def _photonic(self, config: PdfaConfig) -> Feedback:
         device = self._device
@@ -238,7 +238,7 @@ class FeedbackTrainer(Trainer):
             )
         projection = DeviceProjection(device, encoding=closed_form_encoding(config))
         draw = device.draw if config.order == "published" else None
-        return _alignment(projection, config, draw, gain=config.gain)
+        return _alignment(projection, config, draw, gain=1.0 if config.gain is None else config.gain)
 
     def _digital_draw(self, config: FeedbackConfig) -> Draw | None:
         sigma = config.digital_sigma

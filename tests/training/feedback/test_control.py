@@ -111,8 +111,8 @@ def curve(end: float, *, noise: float, seed: int, n: int = 64) -> list[float]:
 
 @pytest.mark.parametrize(
     ("end", "noise", "worse"),
-    [(1.0, 0.0, False), (0.9, 0.0, False), (1.05, 0.001, False), (1.3, 0.05, True), (1.3, 1.0, False)],
-    ids=["equal", "better", "a twentieth of what was learnt", "worse", "worse within the noise"],
+    [(1.0, 0.0, False), (0.9, 0.0, False), (1.02, 0.001, False), (1.3, 0.05, True), (1.3, 1.0, False)],
+    ids=["equal", "better", "a fiftieth of what was learnt", "worse", "worse within the noise"],
 )
 def test_worse_means_by_the_noise_and_by_a_share_of_what_was_learnt(
     end: float, noise: float, worse: bool
@@ -141,7 +141,7 @@ RUNS: dict[str, tuple[dict[str, Any], type[nn.Module] | Any, bool]] = {
     "plain": ({}, stream, True),
     "no feedback": ({"trainer": {"kind": "dfa", "gain": 0.0}}, stream, False),
     "backpropagation": ({"trainer": {"kind": "bp"}}, stream, False),
-    "few steps": ({"epochs": 60}, stream, False),
+    "few steps": ({"epochs": 127}, stream, False),
     "not copied": ({}, Locked, False),
     "records": ({"protection": {"kind": "record", "noise_multiplier": 1.0}}, stream, False),
     "labels": ({"protection": {"kind": "label-randomized-response", "epsilon": 4.0}}, stream, False),
@@ -152,7 +152,7 @@ RUNS: dict[str, tuple[dict[str, Any], type[nn.Module] | Any, bool]] = {
 def test_only_runs_that_protect_nothing_have_a_control(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 of at least 256 steps; what it finds is told of a run too."""
+    """The first 128 steps of at least 512."""
     change, build, expected = RUNS[name]
     followed, step = [], ModuleTrainer.step
 
@@ -165,7 +165,7 @@ def test_only_runs_that_protect_nothing_have_a_control(
 
     monkeypatch.setattr(ModuleTrainer, "step", counted)
     x, y = batch(0, 40)
-    config = {"threads": 1, "epochs": 64, "trainer": {"kind": "dfa"}, "data": {"n_classes": CLASSES}}
+    config = {"threads": 1, "epochs": 128, "trainer": {"kind": "dfa"}, "data": {"n_classes": CLASSES}}
     config |= {"sampler": {"batch_size": 9}, **change}
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=(x, y), model=build(), folder=tmp_path / "run")

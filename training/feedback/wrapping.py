@@ -56,7 +56,8 @@ class Wrapping(PointHooks):
         `torch.func.functional_call` sets parameters by their names in `named_parameters`.
         """
         if isinstance(value, Tensor) and name not in vars(self) and "model" in self._modules:
-            for registry in (self.model._parameters, self.model._buffers):
+            registries: tuple[dict[str, Any], ...] = (self.model._parameters, self.model._buffers)
+            for registry in registries:
                 if name in registry:
                     registry[name] = value
                     return

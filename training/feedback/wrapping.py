@@ -55,9 +55,9 @@ class Wrapping(PointHooks):
 
         `torch.func.functional_call` sets parameters by their names in `named_parameters`.
         """
-        model = vars(self).get("_modules", {}).get("model")
-        if isinstance(value, Tensor) and model is not None and name not in vars(self):
-            for registry in (model._parameters, model._buffers):
+        if isinstance(value, Tensor) and name not in vars(self) and "model" in self._modules:
+            registries: tuple[dict[str, Any], ...] = (self.model._parameters, self.model._buffers)
+            for registry in registries:
                 if name in registry:
                     registry[name] = value
                     return

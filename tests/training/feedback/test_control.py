@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import training
 from opusim import FeedbackAlignment, open_device
-from training.feedback.diagnosis import BATCHES, Control, is_worse
+from training.feedback.diagnosis import Control, is_worse
 from training.feedback.module_trainer import ModuleTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -148,11 +148,17 @@ RUNS: dict[str, tuple[dict[str, Any], type[nn.Module] | Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = {"plain", "few steps", "records"}
+BATCHES = 20
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RUNS]
+)
 def test_only_runs_that_protect_nothing_have_a_control(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first 128 steps of at least 512."""
+    """The first steps of at least 512."""
     change, build, expected = RUNS[name]
     followed, step = [], ModuleTrainer.step
 
@@ -164,6 +170,7 @@ def test_only_runs_that_protect_nothing_have_a_control(
         return record
 
     monkeypatch.setattr(ModuleTrainer, "step", counted)
+    monkeypatch.setattr("training.feedback.algorithm.BATCHES", BATCHES)
     x, y = batch(0, 40)
     config = {"threads": 1, "epochs": 128, "trainer": {"kind": "dfa"}, "data": {"n_classes": CLASSES}}
     config |= {"sampler": {"batch_size": 9}, **change}

@@ -9,6 +9,7 @@ Medians of single steps that wait for the GPU's end; memory is the peak of a ste
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -273,6 +274,7 @@ def measured(place: str = "cuda") -> list[dict[str, Any]]:
                 row["refused"] = " ".join(str(error).split())[:200]
             rows.append(row)
             print(row, flush=True)
+            gc.collect()  # modules and their hooks hold each other, and their memory
             torch.cuda.empty_cache()
     return rows
 
@@ -285,7 +287,7 @@ def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             row["model"],
             row["step"],
             f"{row['ms']:.2f}" if "ms" in row else "-",
-            f"{row['ms'] / base[row['model']]:.2f}" if "ms" in row else row["refused"][:60],
+            f"{row['ms'] / base[row['model']]:.2f}" if "ms" in row else "refused",
             f"{row['gb']:.2f}" if "gb" in row else "-",
         )
         for row in rows

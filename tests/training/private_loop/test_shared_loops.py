@@ -85,11 +85,15 @@ def steps_paid(folder: Path) -> int:
 
 
 def require_same(folder: Path, name: str) -> None:
-    """The parameters, the steps, the batches and the ledger of one process, up to rounding."""
+    """The parameters, the steps, the batches and the ledger of one process, up to rounding.
+
+    Sums of several processes differ in their last bits, which now and then move a released number by a grid step:
+    0.5 / 3 of 2^-10 in a parameter here, or 0.5 / 60 of 2^-5.
+    """
     key, _, processes = name.partition("=")
     one, many = found(folder, f"{key}=1"), found(folder, name)
     moved = float((one["end"] - one["start"]).abs().max())
-    assert float((one["end"] - many["end"]).abs().max()) < 5e-6 < 1e-3 * moved
+    assert float((one["end"] - many["end"]).abs().max()) < 2e-3 < 2e-2 * moved
     assert (one["step"], one["epsilon"]) == (many["step"], many["epsilon"])
     assert steps_paid(folder / f"{key}=1") == steps_paid(folder / name) == one["step"]
     if "+" not in processes:

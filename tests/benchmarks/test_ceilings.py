@@ -74,7 +74,8 @@ def test_actions_take_no_more_calls_than_before(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {name: walk.walked(action).calls for name, action in walk.actions(str(tmp_path)).items()}
-    assert {name: calls for name, calls in found.items() if calls > walk.CEILINGS[name]} == {}
+    # Two in a hundred for what depends on the machine, such as a cache that a first call fills.
+    assert {name: calls for name, calls in found.items() if calls > 1.02 * walk.CEILINGS[name]} == {}
 
 
 def test_a_walk_counts_calls_functions_and_files() -> None:

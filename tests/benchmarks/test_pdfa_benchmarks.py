@@ -42,6 +42,7 @@ def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "photonic DFA | 0.2 |" in figure2.page_section()
 
 
+@pytest.mark.slow
 def test_pdfa_readings(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 300)
     (results.parent / "MNIST").rename(results.parent / "FashionMNIST")

@@ -91,6 +91,7 @@ def test_the_mean_of_products_is_the_square_of_the_mean(seed: int) -> None:
     assert float(plain - mean @ mean) > 5 * error
 
 
+@pytest.mark.slow
 def test_ulr_widths(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 130)
     take_committed(results, "ulr_search")

@@ -70,6 +70,7 @@ def exceeds(random: np.random.Generator, *, scaled_dark: bool = False, beta_coun
     return False
 
 
+@pytest.mark.slow
 def test_no_mixture_exceeds_the_theorem(seed: int) -> None:
     assert not exceeds(np.random.default_rng(seed))
 

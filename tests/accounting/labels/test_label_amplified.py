@@ -77,6 +77,7 @@ def test_the_sums_are_exact_enough() -> None:
         assert _delta(1.0, (0.0, shift), 0.0, 1.0) == pytest.approx(exact, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_no_pair_of_labels_beats_the_dominating_pair(seed: int) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(200):

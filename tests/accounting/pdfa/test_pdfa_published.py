@@ -150,6 +150,7 @@ def test_two_sided_bound_is_never_below_the_exact_divergence(seed: int) -> None:
     assert caught > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.floats(0.05, 50), st.floats(1.01, 4), st.integers(1, 100))
 def test_more_noise_never_raises_and_more_steps_never_lower(sigma: float, factor: float, steps: int) -> None:

@@ -101,6 +101,7 @@ def test_weakly_private_trials_do_not_lose_the_upper_tail(mu: float, mean: float
     assert trapezoid(np.maximum(excess, 0), y) <= delta
 
 
+@pytest.mark.slow
 def test_the_exact_instance_of_20_trials() -> None:
     for base, expected in ((1.33, 2.72), (4.76, 8.24)):
         found = brentq(lambda e, mu=MUS[base]: exact_delta(mu, 20, e) - DELTA, 0.8 * expected, 1.2 * expected)
@@ -261,6 +262,7 @@ def test_the_larger_of_scores_and_models_counts() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_search_is_priced_for_its_dearest_settings() -> None:
     short = PoissonGaussian(
         noise_multiplier=1.0, sampling_probability=0.1, steps=20, adjacency=Adjacency.ZERO_OUT

@@ -132,6 +132,7 @@ def written(path: Path, data: Measurements) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_description_that_runs(tmp_path: Path) -> None:
     readings = written(tmp_path / "readings.csv", devices(90, 5))
     out, figure = tmp_path / "lab.toml", tmp_path / "lab.png"

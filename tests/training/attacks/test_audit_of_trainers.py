@@ -49,6 +49,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "optimizer": {"lr": 0.5, "momentum": 0.0},
     },
 }
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "zo, laplace" else name for name in RUNS]
 MULTIPLIER = {"zo": 4.0, "zo, laplace": 8.0, "ulr": 4.0, "convex": 8.0}
 
 
@@ -72,7 +73,7 @@ def of(audit: RunAudit, role: Role) -> Finding:
     return finding
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_members_of_an_unprotected_step_are_found(tmp_path: Path, name: str) -> None:
     trainer = {
         key: value for key, value in RUNS[name]["trainer"].items() if key != "law"
@@ -83,7 +84,7 @@ def test_members_of_an_unprotected_step_are_found(tmp_path: Path, name: str) -> 
     assert found.controls_hold
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_protected_step_stays_below_its_theorem(tmp_path: Path, name: str) -> None:
     found = audit_run(protected(tmp_path, name), data=data(), trials=TRIALS, seed=7)
     assert found.controls_hold
@@ -208,7 +209,7 @@ WEAKER: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_twentieth_of_the_noise_is_found(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_the_crafted_record_lies_where_no_other_record_does() -> None:
     assert abs(float(direction[3])) == pytest.approx(1.0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_final_models_tell_nearly_what_is_proven_and_less_noise_is_refuted(run: Path) -> None:
     """At epsilon 10 the exact mu is 2.03: in 60 trainings the estimate's standard error is about 0.32."""
     game = FinalModelGame.of(read_run(RunFolder(run), data(), None).plan, seed=3)

@@ -42,7 +42,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
-@pytest.mark.parametrize("trainer", ["pdfa", "ulr", "zo"])
+@pytest.mark.parametrize(
+    "trainer", ["pdfa", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ulr", "zo"))]
+)
 def test_sigkill_at_every_touch_of_the_disk(tmp_path: Path, trainer: str) -> None:
     command = [sys.executable, "-m", "tests.support.kill_harness", str(tmp_path), trainer]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -10,8 +10,8 @@ from tests.support.faults.base import FEEDBACKS, Fault, replaced
 
 
 def _each_layer_to_c(before: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def factors(self: Any, norms: torch.Tensor) -> torch.Tensor:
-        return (self._clip_norm / norms.clamp_min(1e-30)).clamp(max=1.0)
+    def factors(self: Any, squares: torch.Tensor) -> torch.Tensor:
+        return (self._clip_norm / squares.sqrt().clamp_min(1e-30)).clamp(max=1.0)
 
     return factors
 

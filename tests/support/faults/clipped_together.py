@@ -10,8 +10,10 @@ from tests.support.faults.base import FEEDBACKS, Fault, replaced
 
 
 def _of_the_mean(factors: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def found(self: Any, norms: Tensor) -> Tensor:
-        return factors(self, norms.mean(dim=1, keepdim=True)).expand_as(norms) if norms.numel() else norms
+    def found(self: Any, squares: Tensor) -> Tensor:
+        if not squares.numel():
+            return squares
+        return factors(self, squares.sqrt().mean(dim=1, keepdim=True).square()).expand_as(squares)
 
     return found
 

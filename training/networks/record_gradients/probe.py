@@ -22,8 +22,11 @@ from training.networks.record_gradients.layout import Layout, Rows
 from training.networks.record_gradients.recorder import Kinds, Recorder
 from training.networks.record_independence import MIXES_REMEDY, perturbed, preserved_generators
 
-_COUNTS = (5, 37)
-"""Batch sizes: primes, so that few other dimensions have such a factor; more than a block of some kernels."""
+_COUNTS = (6, 37)
+"""Batch sizes of different remainders by every number up to 30, so that code which looks at one takes two paths.
+
+The second is more than a block of some kernels.
+"""
 _FEW = 7
 """The second size for models of more than `_SMALL` parameters."""
 _SMALL = 2**24

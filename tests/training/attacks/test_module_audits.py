@@ -25,6 +25,7 @@ from training.attacks.mechanism.report import MechanismAudit, report_text
 from training.attacks.one_run.audit import audit_one_training
 from training.attacks.run_audit import audit_run
 from training.cli import main
+from training.networks.record_gradients import probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -188,11 +189,12 @@ def test_an_attack_on_a_protected_module_stays_below_its_theorem(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path) -> None:
-    """The probes refuse such a layer; without them the audit refutes the statement."""
+def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probes refuse such a layer; with odd batches only they do not, and the audit refutes the statement."""
     name = "a layer that mixes records"
     with pytest.raises(ValueError, match="does not run in batches of every size"):
         trained(tmp_path / "refused", name)
+    monkeypatch.setattr(probe, "_COUNTS", (5, 37))
     with ExitStack() as stack:
         stack.enter_context(
             replaced("training.feedback.algorithm:require_separate_steps", lambda probe: lambda *a, **k: None)

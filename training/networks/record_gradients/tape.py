@@ -52,7 +52,7 @@ class RecordTape:
         model: The module, in the mode in which it will be trained. Parameters that do not require gradients are
             constants.
         *args: Arguments of the model for at least one record, as a probe; tensors of the same first size as the first
-            tensor hold records. The model runs a few times on batches of 6 and 37 records, or of 6 and 7 if it is large.
+            tensor hold records. The model runs a few times on batches of 6 and 37 records, or 6 and 7 if it is large.
         **kwargs: Keyword arguments, likewise.
 
     Raises:

@@ -228,9 +228,9 @@ class _ProjectedConfig(PointsConfig, _DigitalConfig):
     feedback_matrix = True
 
     gain: float | None = Field(None, ge=0.0)
-    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale. 0, for modules only,
-    is the control in which nothing before the last feedback point learns. None takes 1, and 0.3 where the
-    feedback is chosen to be normalised."""
+    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale (by default 1, and
+    0.3 where the feedback is chosen to be normalised). 0, for modules only, is the control in which nothing before the
+    last feedback point learns."""
     projection: Literal["gaussian", "hadamard"] = "gaussian"
     """Digital feedback matrix. gaussian: independent entries, as an optical medium has. hadamard: random signs and fast
     Hadamard transforms, n log n operations for widths of n; faster if the error and the network both have some
@@ -324,9 +324,9 @@ class PdfaConfig(EncodedConfig):
     kind: Literal["pdfa"] = "pdfa"
     """pdfa: projection of the ternarized error through the device."""
     gain: float | None = Field(None, ge=0.0)
-    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale. 0, for modules only,
-    is the control in which nothing before the last feedback point learns. None takes 1, and 0.3 where the
-    feedback is chosen to be normalised."""
+    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale (by default 1, and
+    0.3 where the feedback is chosen to be normalised). 0, for modules only, is the control in which nothing before the
+    last feedback point learns."""
 
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Always."""

@@ -65,7 +65,8 @@ def test_a_default_that_depends_on_the_model_is_told_once() -> None:
     told = {option.name: option.help for option in trainer_options("pdfa", PdfaConfig)}
     assert told["encoding"].endswith("by default ternary for an mlp and stochastic for other modules).")
     assert told["slices"].endswith("the default of other modules).")
-    assert told["gain"].endswith("1.0 by default.")
+    assert told["gain"].endswith("(by default 1, and 0.3 where the feedback is chosen to be normalised).")
+    assert told["signal-gain"].endswith("1.0 by default.")
 
 
 @pytest.mark.parametrize(

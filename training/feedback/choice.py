@@ -74,7 +74,7 @@ def choose_points(model: nn.Module) -> ChosenPoints:
 
 
 def _convolutions(model: nn.Module) -> ChosenPoints | None:
-    """Return the point behind the last convolution, or its block, before the head; None for a model of other layers."""
+    """Return the one point of a convolutional model, at the end of its convolutions; None for other models."""
     names, modules, blocks = layers(model), dict(model.named_modules()), repeated(model)
     places = [n for n, (name, _) in enumerate(names[:-1]) if isinstance(modules[name], _ConvNd)]
     if not places or not all(_convolves(block) for _, block in blocks):

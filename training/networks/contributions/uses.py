@@ -96,7 +96,7 @@ class OuterUse(Use):
 
     def signals(self) -> Tensor:
         """Return the sum over positions that each record adds to the bias, shape (records, outputs)."""
-        raise NotImplementedError
+        return self.pairs(slice(None))[0].sum(dim=-1).flatten(1)
 
     @property
     def sizes(self) -> tuple[int, int]:

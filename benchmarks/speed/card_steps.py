@@ -24,10 +24,9 @@ from torch.nn import functional
 import opusim
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from opusim.randomness.streams import noise_stream
+from benchmarks.speed.operators import Encoder, Recurrent, plain_step, private_step
+from opusim.randomness.streams import NoiseStream, noise_stream
 from opusim.tables import print_table
-from training.networks.record_gradients.tape import RecordTape
-from training.protections.record import RecordGradients
 
 MODULE, NAME = "benchmarks.speed.card_steps", "card_steps"
 REPEATS, WARM = 9, 3
@@ -83,38 +82,6 @@ class Decoder(nn.Module):
         return scores
 
 
-class Encoder(nn.Module):
-    """Layers of torch's encoder on vectors."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(depth)
-        )
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map vectors (batch, T, width) to scores."""
-        for layer in self.layers:
-            x = layer(x)
-        scores: Tensor = self.head(x.mean(dim=1))
-        return scores
-
-
-class Recurrent(nn.Module):
-    """nn.LSTM and scores of its last output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(64, 128, batch_first=True), nn.Linear(128, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map vectors (batch, T, 64) to scores."""
-        scores: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return scores
-
-
 def convolutions() -> nn.Module:
     """Return six 3 x 3 convolutions with group norm."""
     widths, layers = [3, 32, 32, 64, 64, 64, 64], []
@@ -144,32 +111,9 @@ def works(place: str) -> Iterator[tuple[str, Callable[[], nn.Module], Tensor]]:
     yield "LSTM 64-128, 128 x 64", Recurrent, torch.randn(128, 64, 64, device=place)
 
 
-def plain(module: nn.Module, x: Tensor, y: Tensor) -> Step:
-    """Return a step of backpropagation."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        functional.cross_entropy(module(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def recorded(module: nn.Module, x: Tensor, y: Tensor, mode: Any) -> Step:
-    """Return a step of tape and writer."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    noise = noise_stream(mode, 1, "central-noise")
-    writer = RecordGradients(clip_norm=1.0, noise_multiplier=1.0, divisor=len(x), noise=noise)
-    tape = RecordTape(module.train(), x)
-
-    def step() -> None:
-        with tape.recording(len(x)):
-            functional.cross_entropy(module(x), y, reduction="sum").backward()
-        writer.set_recorded_gradients(tape)
-        optimizer.step()
-
-    return step
+def noise_of(mode: Any) -> NoiseStream:
+    """Return the noise of a mode."""
+    return noise_stream(mode, 1, "central-noise")
 
 
 def by_make_private(module: nn.Module, x: Tensor, y: Tensor) -> Step:
@@ -235,9 +179,9 @@ def opacus(module: nn.Module, x: Tensor, y: Tensor, mode: str) -> Step:
 
 
 STEPS: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
-    "backpropagation": plain,
-    "opusim, experiment mode": lambda module, x, y: recorded(module, x, y, "experiment"),
-    "opusim, release mode": lambda module, x, y: recorded(module, x, y, "release"),
+    "backpropagation": plain_step,
+    "opusim, experiment mode": lambda module, x, y: private_step(module, x, y, noise_of("experiment")),
+    "opusim, release mode": lambda module, x, y: private_step(module, x, y, noise_of("release")),
     "opusim, make_private": by_make_private,
     "Opacus, hooks": lambda module, x, y: opacus(module, x, y, "hooks"),
     "Opacus, ghost clipping": lambda module, x, y: opacus(module, x, y, "ghost"),

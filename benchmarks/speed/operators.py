@@ -194,10 +194,10 @@ def plain_step(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     return step
 
 
-def private_step(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    """Return a step on clipped records with noise, and SGD."""
+def private_step(model: nn.Module, x: Tensor, y: Tensor, noise: NoiseStream | None = None) -> Step:
+    """Return a step on clipped records with noise, of one operator unless given, and SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
-    writer = RecordGradients(clip_norm=1.0, noise_multiplier=1.0, divisor=len(x), noise=OneKernel())
+    writer = RecordGradients(clip_norm=1.0, noise_multiplier=1.0, divisor=len(x), noise=noise or OneKernel())
     tape = RecordTape(model.train(), x)
 
     def step() -> None:

@@ -80,7 +80,7 @@ def probe(
         second.require_rows_of_signals()
         second.tracker.require_parameters_kept(model)
     second.recorder.settle()
-    uses = [roots for _, roots in second.recorder.calls]
+    uses = [call.site.roots for call in second.recorder.calls]
     several = any(sum(n in roots for roots in uses) > 1 for n in range(len(named)))
     return _components(uses, len(named)), several
 
@@ -132,7 +132,7 @@ class _Pass:
         with self.tracker, self.recorder:
             output = model(*args, **kwargs)
         self.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for call, _ in self.recorder.calls:
+        for call in self.recorder.calls:
             call.check_inputs()
 
     def require_rows(self, first: _Pass) -> None:
@@ -192,15 +192,16 @@ class _Pass:
         Raises:
             ValueError: There is one.
         """
-        for call, _ in self.recorder.calls:
-            for delta, layout in zip(call.deltas, call.layouts[len(call.others) :], strict=True):
-                state: State = None if delta is None else self.tracker.state(delta)
+        for call in self.recorder.calls:
+            where, layouts = call.site.where, call.site.layouts[len(call.site.others) :]
+            for found, layout in zip(call.deltas, layouts, strict=True):
+                state: State = self.tracker.state(found[0]) if found else None
                 if isinstance(state, Mixed):
-                    raise mixes(f"the gradient at {call.where}", state)
+                    raise mixes(f"the gradient at {where}", state)
                 if isinstance(state, Held) and state.layout != layout and not state.free:
                     raise ValueError(
-                        f"model: the gradient at {call.where} holds the records in another order than its output, as "
-                        f"after a custom autograd function that mixes the records of a batch: {MIXES_REMEDY}"
+                        f"model: the gradient at {where} holds the records in another order than its output, as after "
+                        f"a custom autograd function that mixes the records of a batch: {MIXES_REMEDY}"
                     )
 
 

@@ -83,7 +83,7 @@ class RecordTape:
         self._followed = {self._signature(given)}
         self.layers: list[list[nn.Parameter]] = [[named[n][1] for n in group] for group in members]
         self.names: list[list[str]] = [[named[n][0] for n in group] for group in members]
-        self._layer_of = {id(p): number for number, layer in enumerate(self.layers) for p in layer}
+        self._layer_of = {n: number for number, group in enumerate(members) for n in group}
 
     def follow(self, args: Any, kwargs: Any) -> None:
         """Find out where the records stand for arguments of shapes that were not seen yet, on invented records.
@@ -166,10 +166,10 @@ class RecordTape:
             raise ValueError(f"model: parameter {seen[0]!r} {UNSEEN}")
         self._records = records = self._begun
         self._uses = [[] for _ in self.layers]
-        for call, roots in recorder.calls if records else ():
+        for call in recorder.calls if records else ():
             use = use_of(call, records)
             if use is not None:
-                self._uses[self._layer_of[id(self._named[min(roots)][1])]].append(use)
+                self._uses[self._layer_of[min(call.site.roots)]].append(use)
         if any(
             len(uses) > 1 for uses in self._uses
         ):  # longer records than the probe's may use a parameter again

@@ -91,7 +91,7 @@ class Call:
         self.deltas: list[list[Tensor]] = []
         self.statistics: tuple[Tensor, Tensor] | None = None
 
-    def check_inputs(self) -> None:
+    def require_inputs_kept(self) -> None:
         """Refuse inputs that were overwritten between the forward and the backward pass.
 
         Raises:
@@ -103,16 +103,12 @@ class Call:
                 "not in place (inplace=False)"
             )
 
-    def delta(self, number: int) -> Tensor | None:
-        """Return the gradient at an output, or None if none arrived."""
-        found = self.deltas[number]
-        return None if not found else found[0].detach() if len(found) == 1 else torch.stack(found).sum(dim=0)
-
     def output(self, number: int, records: int) -> Tensor:
         """Return the gradient at an output, record by record."""
-        delta, layout = self.delta(number), self.site.layouts[len(self.site.others) + number]
-        if delta is None or layout is None:
+        found, layout = self.deltas[number], self.site.layouts[len(self.site.others) + number]
+        if not found or layout is None:
             raise RuntimeError(f"{self.site.where} has no gradient by record")
+        delta = found[0].detach() if len(found) == 1 else torch.stack(found).sum(dim=0)
         return split_records(delta, layout, records)
 
     def argument(self, leaf: int, records: int) -> Tensor:
@@ -121,7 +117,7 @@ class Call:
         Raises:
             ValueError: It belongs to no record.
         """
-        layout = self.site.layout(leaf)
+        layout = self.site.layouts[self.site.others.index(leaf)]
         if layout is None:
             raise ValueError(f"model: the input of {self.site.where} holds no records")
         return split_records(self.leaves[leaf], layout, records)

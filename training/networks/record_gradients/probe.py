@@ -133,7 +133,7 @@ class _Pass:
             output = model(*args, **kwargs)
         self.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         for call in self.recorder.calls:
-            call.check_inputs()
+            call.require_inputs_kept()
 
     def require_rows(self, first: _Pass) -> None:
         """Refuse outputs that grow with the batch and mix records.

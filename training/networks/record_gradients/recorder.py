@@ -191,6 +191,10 @@ class Recorder:
         self._parameters = [parameter for _, parameter in named]
         kinds.everything |= any(type(parameter) not in _OWN for parameter in self._parameters)
         self._mode = _Everything(self) if probing or kinds.everything else None
+        # Begins a block in which torch functions are not handed over; those of a mode are not within its own function.
+        self._uncaught: Callable[[], AbstractContextManager[Any]] = (
+            torch._C.DisableTorchFunctionSubclass if self._mode is None else nullcontext
+        )
         self._anchor = _anchor(named[0][1].device)
         self.calls: list[Call] = []
         self._found: list[tuple[Key, list[Slot]]] = []
@@ -217,14 +221,6 @@ class Recorder:
         for parameter, kind in zip(self._parameters, kinds, strict=True):
             parameter.__class__ = kind
 
-    def _caught(self) -> AbstractContextManager[Any]:
-        """Return a block within a function of ours in which torch functions are handed over, too."""
-        return nullcontext() if self._mode is None else self._mode
-
-    def _uncaught(self) -> AbstractContextManager[Any]:
-        """Return a block in which torch functions are not handed over; those of a mode are not within its function."""
-        return torch._C.DisableTorchFunctionSubclass() if self._mode is None else nullcontext()
-
     def called(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """Call a torch function, and record it if a parameter is among its arguments."""
         if func in _REPLACED:
@@ -248,7 +244,11 @@ class Recorder:
             # 2. A call that an earlier step made, with the same parameters and options, is known.
             signature: tuple[Any, ...] | None = None
             if closed and not self._probing and all(leaves[n].is_leaf for n in places):
-                signature = (func, spec, *(_fact(leaf, self._known) for leaf in leaves))
+                facts = [
+                    id(leaf) if n in places else (Tensor, leaf.ndim) if isinstance(leaf, Tensor) else leaf
+                    for n, leaf in enumerate(leaves)
+                ]
+                signature = func, spec, *(tuple(fact) if isinstance(fact, list) else fact for fact in facts)
                 if (site := self.kinds.sites.get(signature)) is not None:
                     call = Call(site, leaves)
                     return self._watched(call, _run(call, leaves))
@@ -324,7 +324,7 @@ class Recorder:
     def _replaced(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """Call what stands for a function whose own arithmetic does not show the uses of parameters."""
         if func is functional.multi_head_attention_forward:
-            with self._caught():
+            with nullcontext() if self._mode is None else self._mode:
                 return _attention(*args, **options)
         with self._uncaught():
             if func is functional.one_hot:
@@ -518,15 +518,6 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
             "module of its own"
         )
     return result
-
-
-def _fact(leaf: Any, known: Mapping[int, _Known]) -> Any:
-    """Return what of an argument decides of which kind a call is."""
-    if id(leaf) in known:
-        return id(leaf)
-    if isinstance(leaf, Tensor):
-        return Tensor, leaf.ndim
-    return tuple(leaf) if isinstance(leaf, list) else leaf
 
 
 def _random_state(place: torch.device) -> Tensor:

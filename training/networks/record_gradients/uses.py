@@ -94,7 +94,9 @@ class CopiesUse(CallUse):
             single[row, number] = delta[number]
         layout = self.call.site.layouts[-1]
         if layout is None or layout.rows > 1:
-            raise ValueError(f"model: {self.call.site.where} merges records and positions; expand it by record")
+            raise ValueError(
+                f"model: {self.call.site.where} merges records and positions; expand it by record"
+            )
         return [_joined(single, layout)]
 
     @property
@@ -112,7 +114,7 @@ def use_of(call: Call, records: int) -> Use | None:
     """Return what the records add in a call, or None if no gradient reached it."""
     if not any(call.deltas):
         return None
-    call.check_inputs()
+    call.require_inputs_kept()
     site = call.site
     return FunctionUse(call, records) if site.made is None else site.made(call, records)
 

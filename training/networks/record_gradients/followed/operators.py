@@ -81,6 +81,7 @@ RULES: dict[str, Rule] = {
     **dict(_each("addmm", rules.added(lambda op: rules.product(op, op["mat1"], op["mat2"])))),
     **dict(_each("baddbmm", rules.added(lambda op: rules.product(op, op["batch1"], op["batch2"])))),
     **dict(_each("linear", rules.linear)),
+    **dict(_each("mkldnn_rnn_layer _cudnn_rnn", rules.recurrent)),
     **dict(_each("_trilinear", rules.trilinear)),
     **dict(_each("convolution convolution_backward", rules.convolution)),
     **dict(_each("native_layer_norm native_layer_norm_backward", rules.layer_norm)),

@@ -23,6 +23,7 @@ from training.networks.record_gradients.followed.placement import (
     moved_state,
     strided_like,
 )
+from training.networks.record_gradients.layout import Layout
 
 REDUCE_REMEDY = (
     "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "
@@ -404,6 +405,21 @@ def first_dimension(op: Operation, outputs: Outputs) -> State:
 
 
 # Factories
+
+
+def recurrent(op: Operation, outputs: Outputs) -> State | list[State]:
+    """A layer of a recurrent network on inputs (T, records, n) and states (records, n) or (1, records, n)."""
+    inputs = [op[name] for name in ("input", "hx", "hx_", "cx", "cx_") if op[name] is not None]
+    for tensor, state in op.pairs():
+        if isinstance(state, Mixed):
+            return state
+        if state is not None and (
+            state.layout != Layout(tensor.ndim - 2) or not any(tensor is each for each in inputs)
+        ):
+            raise Refused("works along the records", ORDER_REMEDY)
+    if op.state(op["input"]) is None:
+        raise Refused("takes states of records with inputs of none", ORDER_REMEDY)
+    return [Held(Layout(t.ndim - 2)) if t is not None and n < 3 else None for n, t in enumerate(outputs)]
 
 
 def like(op: Operation, outputs: Outputs) -> State:

@@ -461,7 +461,7 @@ class RecordGradients(PrivateGradients):
             own, gradients = _places(part.parameters)
             into = {id(parameter): place for parameter, place in gradients.items()}
             found = part.totals(self._factors(part.squared_norms()), into)
-            formed = [(gradients[p], total) for p, total in found if total is not gradients[p]]
+            formed = [(into[id(p)], total) for p, total in found if total is not into[id(p)]]
             if formed:
                 torch._foreach_copy_([place for place, _ in formed], [total for _, total in formed])
             flat = own if flat is None else flat.double().add_(own)  # across parts in float64

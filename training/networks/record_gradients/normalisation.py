@@ -143,12 +143,12 @@ def normalisation(site: Site, leaves: Sequence[Any]) -> Callable[[Call, int], Ca
     plain = functional.rms_norm if rms else functional.layer_norm
 
     def made(call: Call, records: int) -> CallUse:
-        parameters = tuple(None if n is None else call.wrt[n] for n in (weight, bias))
+        w, b = (None if n is None else call.wrt[n] for n in (weight, bias))
         if grouped:
-            return GroupNormUse(call, records, h, parameters, size, eps)
+            return GroupNormUse(call, records, h, (w, b), size, eps)
         shape = tuple(size)
         return NormalisationUse(
-            call, records, h, *parameters, lambda values: plain(values, shape, eps=eps), -len(shape)
+            call, records, h, w, b, lambda values: plain(values, shape, eps=eps), -len(shape)
         )
 
     return made

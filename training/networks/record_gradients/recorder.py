@@ -145,13 +145,13 @@ def _handed(
 class _WatchedParameter(nn.Parameter):
     """The class of a parameter within a recorder's block; outside it is an nn.Parameter again."""
 
-    __torch_function__ = classmethod(_handed)
+    __torch_function__: Any = classmethod(_handed)
 
 
 class _WatchedTensor(Tensor):
     """A tensor that is computed from parameters only."""
 
-    __torch_function__ = classmethod(_handed)
+    __torch_function__: Any = classmethod(_handed)
 
 
 _OWN = (Tensor, nn.Parameter, _WatchedParameter, _WatchedTensor)

@@ -252,6 +252,11 @@ class Recorder(TorchFunctionMode):
         leaves, spec = tree_flatten(result)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         outputs = [leaves[n] for n in places]
+        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in leaves):
+            raise ValueError(
+                f"model: {key} returns complex numbers, at which no gradient of a parameter is taken; compute it from "
+                "real and imaginary parts (torch.view_as_real)"
+            )
         if not outputs:
             return result
         call.deltas = [None] * len(outputs)

@@ -154,7 +154,7 @@ def closed_form(func: Callable[..., Any]) -> bool:
 def _linear(call: Call, records: int) -> Use | None:
     _, places = bound(call, ("input", "weight", "bias"), {})
     weight, bias = affine(call, places)
-    if weight is None or places["input"] in call.places:
+    if weight is None or weight.ndim != 2 or places["input"] in call.places:
         return None
     delta, h = (_by_position(v) for v in (call.output(0, records), call.argument(places["input"], records)))
     return LinearUse(delta, h, weight, bias)

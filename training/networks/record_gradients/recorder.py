@@ -231,8 +231,11 @@ class Recorder(TorchFunctionMode):
             ValueError: It mixes records.
         """
         state = None if self._tracker is None else self._tracker.state(tensor)
-        if isinstance(state, Mixed):
-            raise ValueError(f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}")
+        if self._tracker is not None and isinstance(state, Mixed):
+            with self._tracker.noting():
+                raise ValueError(
+                    f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
+                )
         return state
 
     def _require_plain(self, key: Key, tensors: Sequence[Tensor]) -> None:

@@ -7,8 +7,9 @@ have no known owner, is refused: nothing follows from the numbers that records h
 
 Numbers of a batch that a module draws from its size are found by comparing two passes on batches of two sizes. Not
 seen: Python code that takes another path in training than in these passes, by a count of its calls, a clock, random
-draws of its own, the size of a batch or an error that an operator raised and it caught; and native code or other
-threads that read or change a tensor's memory behind torch.
+draws of its own, the size of a batch, an error that an operator raised and it caught, or a question whether a tracker
+is there; native code or other threads that read or change a tensor's memory behind torch; states of generators that
+numbers of a batch become; and memory that is read before it is written.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from training.networks.memory import preserved_attributes
+from training.networks.record_gradients.followed.draws import seed_pass
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
-from training.networks.record_gradients.followed.tracking import RowTracker, Survey, seed_pass
+from training.networks.record_gradients.followed.tracking import RowTracker, Survey
 from training.networks.record_gradients.layout import Layout, Rows
 from training.networks.record_gradients.recorder import Kinds, Recorder
 from training.networks.record_independence import MIXES_REMEDY, perturbed, preserved_generators
@@ -79,6 +80,9 @@ def probe(
         second.differentiate(named, seeded)
         second.require_rows_of_signals()
         second.tracker.require_parameters_kept(model)
+        second.tracker.require_nothing_left()
+        after = _Pass(model, named, kinds, batches[1], first.tracker.survey)
+        after.require_rows(first)  # meets what the backward pass kept
     second.recorder.settle()
     uses = [call.site.roots for call in second.recorder.calls]
     several = any(sum(n in roots for roots in uses) > 1 for n in range(len(named)))
@@ -129,8 +133,11 @@ class _Pass:
         self.recorder = Recorder(named, kinds, probing=True, tracker=None if first is None else self.tracker)
         args, kwargs = batch.values
         seed_pass()
-        with self.tracker, self.recorder:
-            output = model(*args, **kwargs)
+        try:
+            with self.tracker, self.recorder:
+                output = model(*args, **kwargs)
+        finally:
+            self.tracker.require_unrefused()
         self.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         for call in self.recorder.calls:
             call.require_inputs_kept()
@@ -177,6 +184,7 @@ class _Pass:
             with self.tracker:
                 if roots:
                     torch.autograd.backward(roots, seeds)
+            self.tracker.require_unrefused()
         except CheckpointError as error:
             raise ValueError(
                 "model: recomputes activations in the backward pass (torch.utils.checkpoint), where uses of parameters "

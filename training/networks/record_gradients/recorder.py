@@ -292,6 +292,11 @@ class Recorder:
     def _recorded(self, call: Call, key: Key, result: Any, signature: tuple[Any, ...] | None = None) -> Any:
         """Find out where the records stand in the tensors of a call, and let it receive its gradients."""
         site, outputs = call.site, real_tensors(result)
+        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(result)):
+            raise ValueError(
+                f"model: {key} returns complex numbers, at which no gradient of a parameter is taken; compute it from "
+                "real and imaginary parts (torch.view_as_real)"
+            )
         if not outputs:
             return result
         tensors = [*(call.leaves[n] for n in site.others), *outputs]
@@ -394,8 +399,11 @@ class Recorder:
             ValueError: It mixes records.
         """
         state = None if self._tracker is None else self._tracker.state(tensor)
-        if isinstance(state, Mixed):
-            raise ValueError(f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}")
+        if self._tracker is not None and isinstance(state, Mixed):
+            with self._tracker.noting():
+                raise ValueError(
+                    f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
+                )
         return state
 
     def _require_plain(self, key: Key, tensors: Sequence[Tensor]) -> None:

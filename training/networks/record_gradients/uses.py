@@ -154,7 +154,7 @@ Made = Callable[[Call, int], Use]
 def _linear(site: Site, leaves: Sequence[Any]) -> Made | None:
     found = Bound.of(site, leaves, ("input", "weight", "bias"), {})
     h, weight, bias = found.places["input"], found.learnt(site, "weight"), found.learnt(site, "bias")
-    if weight is None or h in site.places:
+    if weight is None or leaves[found.places["weight"]].ndim != 2 or h in site.places:
         return None
 
     def made(call: Call, records: int) -> Use:

@@ -241,7 +241,7 @@ class ModuleTrainer(Trainer):
                 output, per_record = losses()
                 with preserved_state(self.model):  # hooks on tensors may keep what the backward pass brings
                     per_record.sum().backward()
-            self._private.writer.set_recorded_gradients(self._private.tape, records=records)
+            self._private.writer.set_gradients([self._private.tape.contributions], records=records)
         return output.detach(), per_record.detach().sum(dtype=torch.float64)
 
     def _backward(self, loss: Tensor, step: int) -> None:
@@ -320,7 +320,7 @@ class ModuleTrainer(Trainer):
         """Write the private gradients of no records."""
         with private.tape.recording(0):
             pass
-        private.writer.set_recorded_gradients(private.tape)
+        private.writer.set_gradients([private.tape.contributions])
 
     def _diagnosed(self, loss: Callable[[], Tensor], step: int) -> dict[str, list[float]]:
         """Return the alignment at each point; it takes another forward and backward pass through the points."""

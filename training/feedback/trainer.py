@@ -173,9 +173,8 @@ class FeedbackTrainer(Trainer):
         if protection is not None:
             reference = protection.reference
             public = None if reference is None else self._update_inputs(network.forward(reference))
-            protection.set_gradients(
-                network, deltas.with_gains(), inputs, records=records, public_inputs=public
-            )
+            found = network.contributions(deltas.with_gains(), inputs)
+            protection.set_gradients([found], records=records, public_inputs=public)
             return
         for layer, (delta, gain, h) in enumerate(zip(deltas.layers, deltas.gains, inputs, strict=True)):
             network.set_gradient(layer, delta, h, max(batch_size, 1) / gain)

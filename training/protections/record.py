@@ -5,7 +5,7 @@ over all layers is known without forming it:
 
     ||g_i||^2 = sum_l ||delta_(l,i)||^2 (||h_(l-1,i)||^2 + 1),
 
-with the 1 for a bias (other layers measure themselves: `LayeredNetwork.squared_norms`). One factor
+with the 1 for a bias (other uses of parameters measure themselves: `Contributions.squared_norms`). One factor
 min(1, C / ||g_i||) scales all of a record's deltas. One matrix product per layer sums the records. N(0, (z C)^2) is
 added to every entry of the sum, and a constant divides it. On the processor a sum with its noise is one exactly rounded
 number (`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
@@ -48,7 +48,6 @@ from training.networks.clipping import (
     bounded_factors,
 )
 from training.networks.contributions.sums import Contributions
-from training.networks.layers import LayeredNetwork
 from training.networks.optimizers import rate_share
 from training.networks.record_gradients.tape import RecordTape
 from training.protections.base import (
@@ -140,7 +139,7 @@ class RecordProtection(PoissonProtection):
             ledger.pay_once(NEW_NOISE, step.repeated(self.section.bands - 1))
 
     def gradients(self, device: NoisyDevice | None) -> RecordGradients:
-        """See Protection.gradients; takes any layered network."""
+        """See Protection.gradients."""
         ranks = Ranks()
         return RecordGradients(
             clip_norm=self.section.clip,
@@ -331,21 +330,6 @@ def require_counted_sums(tape: RecordTape, expected: float, *, processes: int, n
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClippedSignals:
-    """A batch's signals as they are summed: sum_i f_i J_i^T delta_i for each layer.
-
-    Attributes:
-        deltas: delta_l of each layer, 0 for a record whose contribution is not finite.
-        inputs: h_(l-1) of each layer, 0 for such a record.
-        clips: The factors f_i of each layer.
-    """
-
-    deltas: Sequence[Tensor]
-    inputs: Sequence[Tensor]
-    clips: Sequence[Clip]
-
-
 def _places(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
     """Return an uninitialised float32 tensor for the sums of all parameters, and the views of it for each of them."""
     sizes = [parameter.numel() for parameter in parameters]
@@ -355,7 +339,7 @@ def _places(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, dict[nn.Paramet
 
 
 class RecordGradients(PrivateGradients):
-    """Writes clipped, noised gradients into a network.
+    """Writes clipped, noised gradients of parameters.
 
     Guarantees, for every batch whatever it holds:
         - a record's contribution, as float32 arithmetic forms it, has norm at most C (1 + 1e-6), whatever finite
@@ -404,57 +388,23 @@ class RecordGradients(PrivateGradients):
         """See PrivateGradients.state: that of correlated noise."""
         return self._noise.state
 
+    def clips(self, found: Contributions) -> list[Clip]:
+        """Return the factor of each record in each layer."""
+        squares = found.squared_norms()
+        return Clip.of_layers(self._factors(squares), squares)
+
     def _write(
         self,
-        network: LayeredNetwork,
-        deltas: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        parts: Iterable[Contributions],
         *,
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See PrivateGradients._write; takes any layered network."""
-        self._write_sums([network.contributions(deltas, inputs)])
-
-    def clipped(
-        self, network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> ClippedSignals:
-        """Return signals and inputs with the factor of each record in each layer; arguments as in `set_gradients`."""
-        squares = network.contributions(deltas, inputs).squared_norms()
-        clips = Clip.of_layers(self._factors(squares), squares)
-        return ClippedSignals(
-            deltas=[clip.finite(delta) for clip, delta in zip(clips, deltas, strict=True)],
-            inputs=[clip.finite(h) for clip, h in zip(clips, inputs, strict=True)],
-            clips=clips,
-        )
-
-    def set_recorded_gradients(self, tape: RecordTape, *, records: Tensor | None = None) -> None:
-        """Write the private gradient of every parameter of a module, from the batch that a tape has recorded.
-
-        The same guarantees as for layered networks hold. A batch without records is recorded by `tape.recording(0)`.
-
-        Args:
-            tape: It recorded the forward and backward passes of the batch, of a loss that sums over records.
-            records: Numbers of the batch's records, for a writer that wraps this one; not used here.
-        """
-        self.set_gradients_of_parts([tape])
-
-    def set_gradients_of_parts(self, parts: Iterable[RecordTape]) -> None:
-        """Write the private gradient of every parameter of a module, from a batch that a tape recorded in parts.
-
-        The clipped sums of all parts are added, and the noise is added once. The same guarantees as above hold.
-
-        Args:
-            parts: The tape, once after each part that it recorded; at least once.
+        """See PrivateGradients._write. The clipped sums of all parts are added, and the noise is added once.
 
         Raises:
             ValueError: There is no part.
         """
-        self._write_sums(tape.contributions for tape in parts)
-        self.batches_written += 1
-
-    def _write_sums(self, parts: Iterable[Contributions]) -> None:
-        """Write the private gradients of all parameters from what the records of each part of a batch contribute."""
         flat: Tensor | None = None
         several, gradients = False, dict[nn.Parameter, Tensor]()
         for part in parts:

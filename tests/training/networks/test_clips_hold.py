@@ -92,7 +92,7 @@ def added(
     network: LayeredNetwork, protection: RecordGradients, deltas: list[Tensor], inputs: list[Tensor]
 ) -> Tensor:
     """What a batch adds to the gradients, float64, flat."""
-    protection.set_gradients(network, deltas, inputs)
+    protection.set_gradients([network.contributions(deltas, inputs)])
     return torch.cat([p.grad.double().flatten() for p in parameters(network)])
 
 
@@ -407,7 +407,7 @@ def test_no_record_adds_more_than_the_clip_in_the_geometry_of_public_features() 
             clip_norm=clip, noise_multiplier=0.0, divisor=1.0, floor=FLOOR, reference=public[0], equalise=False,
             noise=SystemStream(),
         )  # fmt: skip
-        protection.set_gradients(network, deltas, inputs, public_inputs=public)
+        protection.set_gradients([network.contributions(deltas, inputs)], public_inputs=public)
         worst = max(worst, whitened(protection, network, public) / clip)
     assert 0.5 < worst <= 1 + ROUNDING
 

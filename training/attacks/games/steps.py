@@ -217,7 +217,8 @@ def written(writer: PrivateGradients, plan: RunPlan, step: int, signals: Tensor,
     writer.seek(step)
     reference = writer.reference
     public = None if reference is None else [reference]
-    writer.set_gradients(plan.network, [signals.clone()], [x[batch]], records=batch, public_inputs=public)
+    found = plan.network.contributions([signals.clone()], [x[batch]])
+    writer.set_gradients([found], records=batch, public_inputs=public)
     (weight,) = plan.network.model.parameters()
     if weight.grad is None:
         raise TypeError("writer: wrote no gradient")

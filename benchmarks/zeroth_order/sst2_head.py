@@ -40,6 +40,7 @@ from opusim.tables import print_table
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.trainer import Trainer
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.base import ModuleNetwork
@@ -171,7 +172,9 @@ def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tu
     config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": rate, "momentum": 0.0}})
     protection = RecordGradients(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
     optimizer = make_optimizer(network.parameters, config.optimizer)
-    trainer = FeedbackTrainer(network, optimizer, config.trainer_as(FeedbackConfig), protection=protection)
+    trainer = FeedbackTrainer(
+        ClosedForm(network, config.trainer_as(FeedbackConfig)), optimizer, protection=protection
+    )
     return trainer, config.optimizer
 
 

@@ -79,12 +79,6 @@ class AnyModule(Network):
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers that a state_dict holds, such as running statistics, by name."""
-        kept = self.model.state_dict().keys()
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
-
-    @property
     def tensors(self) -> dict[str, Tensor]:
         """All parameters, frozen ones too, and the buffers, by the module's own names."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()} | self.buffers

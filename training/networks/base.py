@@ -49,6 +49,12 @@ class Network(ABC):
         """The trained parameters by name, as a checkpoint stores them; restoring one copies into them."""
 
     @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that a state_dict holds, such as running statistics, by name."""
+        kept = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
+
+    @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """The network in `config.json`, enough to rebuild or recognise it: JSON values, "n_inputs" among them."""

@@ -16,7 +16,7 @@ from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extr
 from tests.support.ulr_models import MODELS, Residual
 from training.convex.gated import GatedNetwork, GatedRelu
 from training.convex.trainer import ConvexTrainer, Descent, Objective
-from training.feedback.rules import _sum
+from training.feedback.closed_form import _sum
 from training.networks.clipping import (
     ball_factors,
     bounded_factors,

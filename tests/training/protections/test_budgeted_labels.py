@@ -24,6 +24,7 @@ from training.config import RunConfig, load_config
 from training.config.sections import OptimizerConfig
 from training.engine.plan import RunPlan, build_sampler
 from training.errors import RunFolderError, RunInterrupted
+from training.feedback.closed_form import ClosedForm
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.contributions.sums import Contributions
 from training.networks.functions import ACTIVATIONS
@@ -139,7 +140,7 @@ def charged_and_exact(
         device = open_device("ideal", n_inputs=n_classes, n_outputs=max(sum(widths[1:-1]), 1))
         optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
         trainer = FeedbackTrainer(
-            network, optimizer, config.trainer, loss=config.loss, device=device, protection=shield
+            ClosedForm(network, config.trainer, loss=config.loss, device=device), optimizer, protection=shield
         )
         trainer.step(x, y, step=0, records=torch.arange(m))
         means.append(released(network, m))

@@ -17,6 +17,7 @@ from opusim.randomness.streams import noise_stream
 from training.config.reading import merged
 from training.config.sections import OptimizerConfig
 from training.engine.plan import load_data
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import BpConfig, TdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
@@ -81,7 +82,7 @@ def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
     factors = (CLIP / norms).clamp(max=1.0)
     assert (factors < 1).any()
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
-    trainer = FeedbackTrainer(network, optimizer, BpConfig(), protection=protection())
+    trainer = FeedbackTrainer(ClosedForm(network, BpConfig()), optimizer, protection=protection())
     trainer.step(x, y, step=0)
     for parameter, sample in zip(network.parameters, samples, strict=True):
         expected = torch.einsum("b,b...->...", factors, sample) / DIVISOR
@@ -147,9 +148,8 @@ def test_noise_has_the_stated_deviation() -> None:
 def test_one_records_nan_does_not_stop_a_protected_step() -> None:
     network = new_network()
     trainer = FeedbackTrainer(
-        network,
+        ClosedForm(network, TdfaConfig()),
         make_optimizer(network.parameters, OptimizerConfig(lr=0.1)),
-        TdfaConfig(),
         protection=protection(noise_multiplier=0.5),
     )
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

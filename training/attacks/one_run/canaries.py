@@ -220,10 +220,12 @@ class CraftedGradients(WrappedGradients):
         pushes = (share * self._canaries.signs[numbers]).float().to(rows.device)
         for entry in entries:
             weight, uses = at[entry.name]
-            if not replaces:
-                sizes = (entry.height, entry.width)
-                uses.append(LinearUse(*(torch.zeros(count, n, device=rows.device) for n in sizes), weight))
-            use = uses[-1]
+            signals, inputs = (torch.zeros(count, n, device=rows.device) for n in (entry.height, entry.width))
+            use = LinearUse(signals, inputs, weight)
+            if replaces and isinstance(uses[0], LinearUse):
+                use = uses[0]
+            else:
+                uses.append(use)
             use.delta[rows, 0, entry.rows[numbers].to(rows.device)] = pushes
             use.h[rows, 0, entry.columns[numbers].to(rows.device)] = _STEEPNESS
         return Contributions(layers, count, several_uses=found.several_uses)

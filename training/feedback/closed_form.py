@@ -74,6 +74,7 @@ class ClosedForm(GradientSource):
         config.require_keys(closed_form=True)
         self.kind, self.network, self.objective = config.kind, network, Objective.named(loss, "class")
         self.device = device if config.kind == "pdfa" else None
+        self.noises = (self.device, noise)
         self._loss, self._noise = LOSSES[loss], noise
         self._before = 0  # records of the batch that processes of lower rank have
         self._clipping = ActivationClipping(
@@ -82,20 +83,16 @@ class ClosedForm(GradientSource):
             layers=config.clipped_layers,
             width=config.clip_width,
         )
+        depth = network.depth
+        self._clips = any(self._clipping.applies_to(layer, depth) for layer in range(depth))
         self._feedback = self._make_feedback(config)
-
-    def seek(self, step: int) -> None:
-        """See GradientSource.seek."""
-        super().seek(step)
-        if self._noise is not None:
-            self._noise.seek(step)
 
     def learn(self, batch: Batch) -> Learned:
         """See GradientSource.learn."""
         network, self._before = self.network, batch.before
         forward = network.forward(batch.x)
         value = self._loss(forward.output, batch.targets(forward.output))
-        derivative = network.derivative(forward, network.depth - 1, through_clip=True)
+        derivative = network.derivative(forward, -1, through_clip=True)
         error = value.output_gradient if derivative is None else value.output_gradient * derivative
         loss_sum = value.per_record.sum(dtype=torch.float64)
         protection = batch.protection
@@ -108,7 +105,7 @@ class ClosedForm(GradientSource):
         else:  # no gradient; momentum still moves the weights
             layers = [torch.zeros_like(z) for z in forward.pre_activations]
             deltas = Deltas(layers=layers, gains=[1.0] * len(layers))
-        inputs = self._update_inputs(forward)
+        inputs = self._update_inputs(forward) if self._clips else forward.inputs
         diagnose = partial(self._diagnostics, forward, error, deltas)
         pairs = zip(deltas.layers, deltas.gains, strict=True)
         if protection is not None:
@@ -140,9 +137,9 @@ class ClosedForm(GradientSource):
 
     def _update_inputs(self, forward: ForwardPass) -> list[Tensor]:
         """Return h_(l-1) for each layer's update, clipped as configured."""
-        network = self.network
+        depth, widths = self.network.depth, self.network.widths
         return [
-            self._clipping(h, layer=layer, depth=network.depth, n_layer=network.widths[layer])
+            self._clipping(h, layer=layer, depth=depth, n_layer=widths[layer])
             for layer, h in enumerate(forward.inputs)
         ]
 
@@ -343,7 +340,15 @@ class Alignment:
             factors = None if self._scale is None else self._scale(reading, gain=gain)
             if observe:
                 signal_norms.append(_mean_norm(reading * (gain if factors is None else factors)))
-            signal, left = _sum(reading, factors, noise, gain)
+            left = gain if noise is None and factors is None else 1.0  # multiplies the sums over records
+            if noise is None:
+                signal = reading if factors is None else reading.mul_(factors)
+            else:
+                signal = (
+                    noise.add_(reading, alpha=gain)
+                    if factors is None
+                    else _add_scaled(noise, reading, factors)
+                )
             layers.append(
                 network.multiply_by_derivative(signal, forward, layer, through_clip=self._through_clip)
             )
@@ -374,13 +379,6 @@ class Alignment:
             self._gain / width**0.5 * float(torch.linalg.vector_norm(part))
             for width, part in zip(widths, std.split(widths), strict=True)
         ]
-
-
-def _sum(reading: Tensor, factors: Tensor | None, noise: Tensor | None, gain: float) -> tuple[Tensor, float]:
-    """Return (factors or gain) * reading + noise, computed in place, and a constant that still multiplies it."""
-    if noise is None:
-        return (reading, gain) if factors is None else (reading.mul_(factors), 1.0)
-    return (noise.add_(reading, alpha=gain) if factors is None else _add_scaled(noise, reading, factors)), 1.0
 
 
 def _add_scaled(noise: Tensor, reading: Tensor, factors: Tensor) -> Tensor:

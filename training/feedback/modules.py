@@ -76,6 +76,7 @@ class ModuleGradients(GradientSource):
     ) -> None:
         self.kind, self.network, self.objective = kind, network, objective
         self.device = None if feedback is None else feedback.noisy_device
+        self.noises = (self.device, feedback)
         self._feedback, self._seed, self._tape = feedback, seed, tape
         self._augmentation, self._new_control = augmentation, new_control
         self._control: Control | None = None
@@ -92,12 +93,6 @@ class ModuleGradients(GradientSource):
         if measured is not None:
             self._column_sum.copy_(measured)
         return {"column_sum": self._column_sum}
-
-    def seek(self, step: int) -> None:
-        """See GradientSource.seek."""
-        super().seek(step)
-        if self._feedback is not None:
-            self._feedback.seek(step)
 
     def learn(self, batch: Batch) -> Learned:
         """See GradientSource.learn."""

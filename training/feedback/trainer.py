@@ -18,8 +18,10 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.processes.ranks import Ranks
+from opusim.randomness.streams import NoiseStream
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
+from training.feedback.points import FeedbackAlignment
 from training.networks.any_module import AnyModule
 from training.networks.contributions.sums import Contributions
 from training.networks.network import FullyConnected
@@ -91,22 +93,19 @@ class GradientSource(ABC):
         network: The network.
         objective: The loss and the kind of target.
         device: The open device that is read, or None.
+        noises: What is positioned at the start of each step.
     """
 
     kind: str
     network: FullyConnected | AnyModule
     objective: Objective
-    device: NoisyDevice | None = None
+    device: NoisyDevice | None
+    noises: tuple[NoisyDevice | NoiseStream | FeedbackAlignment | None, ...]
 
     @property
     def state(self) -> dict[str, Tensor]:
         """See Trainer.state."""
         return {}
-
-    def seek(self, step: int) -> None:
-        """Position the sources of noise at the start of a step."""
-        if self.device is not None:
-            self.device.seek(step)
 
     @abstractmethod
     def learn(self, batch: Batch) -> Learned:
@@ -169,10 +168,10 @@ class FeedbackTrainer(Trainer):
         noise, and no value of a record raises an error.
         """
         source, protection, ranks = self.source, self._protection, self._ranks
-        source.seek(step)
-        if protection is not None:
-            protection.seek(step)
-        counts = [found for (found,) in ranks.rows([len(x)])]
+        for noise in (*source.noises, protection):
+            if noise is not None:
+                noise.seek(step)
+        counts = [len(x)] if ranks.world == 1 else [found for (found,) in ranks.rows([len(x)])]
         batch = Batch(
             x=x,
             y=y,

@@ -330,14 +330,6 @@ def require_counted_sums(tape: RecordTape, expected: float, *, processes: int, n
         )
 
 
-def _places(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-    """Return an uninitialised float32 tensor for the sums of all parameters, and the views of it for each of them."""
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.empty(sum(sizes), device=parameters[0].device)
-    views = [part.view(p.shape) for part, p in zip(flat.split(sizes), parameters, strict=True)]
-    return flat, dict(zip(parameters, views, strict=True))
-
-
 class RecordGradients(PrivateGradients):
     """Writes clipped, noised gradients of parameters.
 
@@ -406,12 +398,14 @@ class RecordGradients(PrivateGradients):
             ValueError: There is no part.
         """
         flat: Tensor | None = None
-        several, gradients = False, dict[nn.Parameter, Tensor]()
+        several, parameters, sizes = False, list[nn.Parameter](), list[int]()
         for part in parts:
-            own, gradients = _places(part.parameters)
-            into = {id(parameter): place for parameter, place in gradients.items()}
+            parameters = part.parameters
+            sizes = [parameter.numel() for parameter in parameters]
+            own = torch.empty(sum(sizes), device=parameters[0].device)
+            into = {id(p): place.view_as(p) for place, p in zip(own.split(sizes), parameters, strict=True)}
             found = part.totals(self._factors(part.squared_norms()), into)
-            formed = [(gradients[p], total) for p, total in found if total is not gradients[p]]
+            formed = [(into[id(p)], total) for p, total in found if total is not into[id(p)]]
             if formed:
                 torch._foreach_copy_([place for place, _ in formed], [total for _, total in formed])
             flat = own if flat is None else flat.double().add_(own)  # across parts in float64
@@ -420,8 +414,7 @@ class RecordGradients(PrivateGradients):
             raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
         total = flat.float()
         self._finish(total, error=SUM_ERROR if several else 0.0)
-        sizes = [parameter.numel() for parameter in gradients]
-        for parameter, gradient in zip(gradients, total.split(sizes), strict=True):
+        for parameter, gradient in zip(parameters, total.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 
     def _finish(self, total: Tensor, *, error: float) -> None:
@@ -435,12 +428,14 @@ class RecordGradients(PrivateGradients):
             error: What one record may change the rounding of the sum by, over C; more noise makes up for it.
         """
         ranks = self._ranks
-        ranks.sum_on_first([total])
-        if ranks.is_first:
+        if ranks.world > 1:
+            ranks.sum_on_first([total])
+        if ranks.rank == 0:
             if self._noise_std:
                 self._noise.add_rounded(total, self._noise_std * (1 + error))
             total.div_(self._divisor)
-        ranks.broadcast_tensors([total])
+        if ranks.world > 1:
+            ranks.broadcast_tensors([total])
 
     def _factors(self, squares: Tensor) -> Tensor:
         """Return the factor of each layer of each record, float64, shape (layers, batch)."""

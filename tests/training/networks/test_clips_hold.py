@@ -16,7 +16,7 @@ from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extr
 from tests.support.ulr_models import MODELS, Residual
 from training.convex.gated import GatedNetwork, GatedRelu
 from training.convex.trainer import ConvexTrainer, Descent, Objective
-from training.feedback.closed_form import _sum
+from training.feedback.closed_form import _add_scaled
 from training.networks.clipping import (
     ball_factors,
     bounded_factors,
@@ -233,7 +233,7 @@ def test_one_record_does_not_change_how_others_are_scaled(
         batch = torch.cat([rows, torch.full((1, 10), value)])
         factors = operator(batch, 1.0)
         assert torch.equal((batch * factors).float()[:500], rows * operator(rows, 1.0))
-        summed, _ = _sum(batch.clone(), factors, noise.clone(), 1.0)
+        summed = _add_scaled(noise.clone(), batch.clone(), factors)
         assert torch.equal(summed[:500], noise[:500].addcmul(rows, operator(rows, 1.0)))
 
 

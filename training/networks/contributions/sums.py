@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,7 @@ class Contributions:
     """What the records of a batch add to the gradients of parameters, layer by layer.
 
     Attributes:
-        layers: The layers as they were given, until their records are measured, which frees what it can.
-        records: Number of records in the batch.
+        layers: The layers as they were given, until their records are measured.
         several_uses: Whether a parameter is used several times, so that the sum's rounding counts (`SUM_ERROR`).
 
     Args:
@@ -54,19 +53,14 @@ class Contributions:
         several_uses: bool = False,
     ) -> None:
         self.several_uses = several_uses or any(len(uses) > 1 for _, uses in layers)
-        self.records = records
-        self.layers = layers
+        self._records = records
         self._parameters = [list(parameters) for parameters, _ in layers]
         self._place = self._parameters[0][0].device
-        self._squares: Tensor | None = None
-
-    @cached_property
-    def _layers(self) -> list[_Layer | None]:
-        """How each layer is measured and summed; None for one to which no record adds anything."""
-        layers, self.layers, records = self.layers, (), self.records
-        return [
+        self._layers = [
             _layer_of(parameters, uses, records) if records and uses else None for parameters, uses in layers
         ]
+        self.layers = layers
+        self._squares: Tensor | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -79,6 +73,7 @@ class Contributions:
         float64; NaN or infinite if the gradient is not finite, or if float32 cannot hold it.
         """
         if self._squares is None:
+            self.layers = ()  # signals and inputs that are not needed any more are freed
             with self._arithmetic():
                 self._squares = self._measured()
         return self._squares
@@ -96,7 +91,7 @@ class Contributions:
         squares = self.squared_norms()
         found: list[tuple[nn.Parameter, Tensor]] = []
         with self._arithmetic():
-            clips = Clip.of_layers(factors, squares) if self.records else []
+            clips = Clip.of_layers(factors, squares) if self._records else []
             for number, (parameters, layer) in enumerate(zip(self._parameters, self._layers, strict=True)):
                 if layer is None:
                     found += [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
@@ -115,11 +110,11 @@ class Contributions:
             if parts:
                 yield [torch.cat(rows) for rows in zip(*parts, strict=True)]
             else:
-                yield [parameter.new_zeros(self.records, parameter.numel()) for parameter in parameters]
+                yield [parameter.new_zeros(self._records, parameter.numel()) for parameter in parameters]
 
     def _measured(self) -> Tensor:
         """Return the squared norms."""
-        depth, records = len(self._layers), self.records
+        depth, records = len(self._layers), self._records
         parts = [
             (number, part)
             for number, layer in enumerate(self._layers)

@@ -19,7 +19,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -192,8 +192,7 @@ class SeededStream(NoiseStream):
         checks.instance(str, purpose=purpose)
         self._seed = derive_seed(seed, "noise", purpose)
         self._key = split_key(self._seed)
-        self._more_key = split_key(derive_seed(self._seed, "further digits"))
-        self.seek(0)
+        self._step, self._reading, self._step_words = 0, 0, (0, 0)
 
     def seek(self, step: int, reading: int = 0) -> None:
         """Position the stream at a reading, in [0, 2^32], of a training step, in [0, 2^64)."""
@@ -202,6 +201,11 @@ class SeededStream(NoiseStream):
             checks.integer(reading=reading, minimum=0, maximum=_MAX_READINGS)
         self._step, self._reading = int(step), int(reading)
         self._step_words = self._step & _LOW, self._step >> 32
+
+    @cached_property
+    def _more_key(self) -> tuple[int, int]:
+        """Key of the digits that rounding needs besides those of the numbers."""
+        return split_key(derive_seed(self._seed, "further digits"))
 
     @property
     def position(self) -> tuple[int, int]:

@@ -43,7 +43,7 @@ from training.engine.trainer import Trainer
 from training.feedback.closed_form import ClosedForm
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.base import ModuleNetwork
+from training.networks.any_module import AnyModule
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.networks.optimizers import make_optimizer, set_learning_rate
 from training.protections.record import RecordGradients
@@ -160,7 +160,7 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
         law="laplace" if "laplace" in method else "gaussian",
     )
     root = derive_seed(seed, "directions")
-    network = ModuleNetwork(Head(384), 384)
+    network = AnyModule(Head(384), n_inputs=384)
     return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer
 
 

@@ -26,7 +26,8 @@ def ternarize(e: torch.Tensor, threshold: float) -> torch.Tensor:
         TypeError: e is not a real tensor.
         ValueError: e holds a NaN (it would silently become 0), or the threshold is out of range.
     """
-    _check_real(e)
+    if type(e) is not torch.Tensor or e.is_complex() or e.dtype == torch.bool:
+        _check_real(e)
     if not (isinstance(threshold, (int, float)) and math.isfinite(threshold) and threshold >= 0):
         checks.non_negative(threshold=threshold)
     values = e.detach()

@@ -288,7 +288,7 @@ class OwnProcess:
         Raises:
             RuntimeError: the running process was forked from the one that made the object.
         """
-        if not self.is_this:
+        if self._maker != (os.getpid(), _forks[0]):
             raise RuntimeError(
                 f"{what} belongs to process {self._maker[0]}, and process {os.getpid()} was forked from it; both would "
                 f"use what was paid once. Continue in process {self._maker[0]} only, or fork before it is made"

@@ -26,8 +26,8 @@ WORK = {
     "training.runs.run": {"evaluate_split": "evaluation passes", "load_run": "reading the run"},
     "training.feedback.trainer": {
         "FeedbackTrainer.step": "training steps",
-        "FeedbackTrainer._diagnostics": "diagnostics",
     },
+    "training.feedback.closed_form": {"ClosedForm._diagnostics": "diagnostics"},
     "training.engine.plan": {"load_data": "loading data"},
     "accounting.numerics.poisson_loss": {"_worst": "accounting", "_lower": "accounting"},
     "accounting.numerics.poisson_pairs": {"renyi_upper": "accounting"},

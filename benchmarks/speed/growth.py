@@ -36,6 +36,7 @@ from opusim.tables import print_table
 from training.config.sections import OptimizerConfig
 from training.data import from_arrays
 from training.data.samplers import PoissonSampler
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import PdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
@@ -78,7 +79,7 @@ def step_of(widths: list[int], batch: int) -> Callable[[], Any]:
     network = FullyConnected(nn.Sequential(*hidden, layers[-1]))
     device = open_device("gaussian", n_inputs=widths[-1], n_outputs=sum(widths[1:-1]))
     optimizer = make_optimizer(network.parameters, OptimizerConfig())
-    trainer = FeedbackTrainer(network, optimizer, PdfaConfig(), device=device)
+    trainer = FeedbackTrainer(ClosedForm(network, PdfaConfig(), device=device), optimizer)
     x, y = torch.randn(batch, widths[0]), torch.randint(widths[-1], (batch,))
     trainer.step(x, y, step=0)  # loads kernels, makes the optimizer's state
     return lambda: trainer.step(x, y, step=1)

@@ -83,7 +83,7 @@ def step_of(name: str, method: str, records: int | None = None) -> Callable[[], 
     def private() -> None:
         with tape.recording(len(x)):
             losses(model(x), y).sum().backward()
-        writer.set_recorded_gradients(tape)
+        writer.set_gradients([tape.contributions])
         optimizer.step()
 
     return private

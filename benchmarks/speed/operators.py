@@ -203,7 +203,7 @@ def private_step(model: nn.Module, x: Tensor, y: Tensor, noise: NoiseStream | No
     def step() -> None:
         with tape.recording(len(x)):
             losses(model(x), y).sum().backward()
-        writer.set_recorded_gradients(tape)
+        writer.set_gradients([tape.contributions])
         optimizer.step()
 
     return step

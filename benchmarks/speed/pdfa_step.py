@@ -16,6 +16,7 @@ from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
 from training.config.sections import OptimizerConfig
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
@@ -49,7 +50,7 @@ def closed_form_step(x: torch.Tensor, y: torch.Tensor, config: FeedbackConfig) -
         else None
     )
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), config, device=device
+        ClosedForm(network, config, device=device), make_optimizer(network.parameters, OptimizerConfig())
     )
     count = iter(range(10**9))
     return lambda: void(trainer.step(x, y, step=next(count)))

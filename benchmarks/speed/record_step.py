@@ -22,6 +22,7 @@ from opusim import open_device
 from opusim.randomness.streams import noise_stream
 from training.config.kinds import TRAINERS
 from training.config.sections import OptimizerConfig
+from training.feedback.closed_form import ClosedForm
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
@@ -80,12 +81,14 @@ def protected_step(x: torch.Tensor, y: torch.Tensor, mode: str, kind: str) -> Ca
         noise=noise_stream(mode, 0, "central-noise"),
     )
     trainer = FeedbackTrainer(
-        network,
+        ClosedForm(
+            network,
+            TRAINERS.validated({"kind": kind}),
+            device=open_device("gaussian", n_inputs=10, n_outputs=1024, mode=mode, torch_device=x.device)
+            if kind == "pdfa"
+            else None,
+        ),
         make_optimizer(network.parameters, OptimizerConfig()),
-        TRAINERS.validated({"kind": kind}),
-        device=open_device("gaussian", n_inputs=10, n_outputs=1024, mode=mode, torch_device=x.device)
-        if kind == "pdfa"
-        else None,
         protection=protection,
     )
     count = iter(range(10**9))

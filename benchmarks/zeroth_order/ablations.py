@@ -34,7 +34,7 @@ from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.trainer import Trainer
-from training.networks.base import ModuleNetwork
+from training.networks.any_module import AnyModule
 from training.networks.functions import LOSS_VALUES
 from training.networks.optimizers import set_learning_rate
 from training.reports.drawing import new_figure, save_figure, style
@@ -133,7 +133,7 @@ def make(cell: Cell, rate: float | None, seed: int) -> tuple[Trainer, Any]:
         noise=stream if private else None,
         law="laplace" if cell.law == "laplace" else "gaussian",
     )
-    network, root = ModuleNetwork(Head(384), 384), derive_seed(seed, "directions")
+    network, root = AnyModule(Head(384), n_inputs=384), derive_seed(seed, "directions")
     return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer
 
 

@@ -53,6 +53,7 @@ from benchmarks.zeroth_order.sst2_head import (
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
@@ -227,7 +228,9 @@ def sgd_walk(task: Task, noise: float, rate: float, seed: int) -> Iterator[Tenso
     clip = math.sqrt(2) * CLIP
     protection = RecordGradients(clip_norm=clip, noise_multiplier=noise, divisor=batch, noise=stream)
     made = make_optimizer(network.parameters, config.optimizer)
-    trainer = FeedbackTrainer(network, made, config.trainer_as(FeedbackConfig), protection=protection)
+    trainer = FeedbackTrainer(
+        ClosedForm(network, config.trainer_as(FeedbackConfig)), made, protection=protection
+    )
     sampler = make_sampler("poisson", N_TRAIN, batch, derive_seed(seed, "batches"))
     for step in range(steps):
         index = sampler.indices(step)

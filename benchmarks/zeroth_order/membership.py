@@ -47,6 +47,7 @@ from training.attacks.base import Scores
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.trainer import Trainer
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, LayerShape, build_sequential
@@ -94,7 +95,9 @@ def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:
             clip_norm=1.0 if noise else 1e9, noise_multiplier=noise, divisor=plan["batch"], noise=stream
         )
         optimizer = make_optimizer(network.parameters, config.optimizer)
-        return FeedbackTrainer(network, optimizer, config.trainer_as(FeedbackConfig), protection=protection)
+        return FeedbackTrainer(
+            ClosedForm(network, config.trainer_as(FeedbackConfig)), optimizer, protection=protection
+        )
     config = load_config({"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": plan["rate"]}})
     release = ScalarRelease(
         clip=CLIP if noise else None, divisor=plan["batch"], scale=noise * CLIP, noise=stream

@@ -172,12 +172,12 @@ def inference(
 
 def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object]:
     from training.config import load_config
-    from training.networks.base import ModuleNetwork
+    from training.networks.any_module import AnyModule
     from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
     config = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 1e-6}})
     ids, y = batch(shape)
-    network = ModuleNetwork(AsScores(build(lora=lora, half=half)), shape[1])
+    network = AnyModule(AsScores(build(lora=lora, half=half)), n_inputs=shape[1])
     release = ScalarRelease(clip=0.05, divisor=shape[0])
     trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=1)
     steps = iter(range(10**9))

@@ -40,9 +40,10 @@ from opusim.tables import print_table
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.trainer import Trainer
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.base import ModuleNetwork
+from training.networks.any_module import AnyModule
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.networks.optimizers import make_optimizer, set_learning_rate
 from training.protections.record import RecordGradients
@@ -159,7 +160,7 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
         law="laplace" if "laplace" in method else "gaussian",
     )
     root = derive_seed(seed, "directions")
-    network = ModuleNetwork(Head(384), 384)
+    network = AnyModule(Head(384), n_inputs=384)
     return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer
 
 
@@ -171,7 +172,9 @@ def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tu
     config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": rate, "momentum": 0.0}})
     protection = RecordGradients(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
     optimizer = make_optimizer(network.parameters, config.optimizer)
-    trainer = FeedbackTrainer(network, optimizer, config.trainer_as(FeedbackConfig), protection=protection)
+    trainer = FeedbackTrainer(
+        ClosedForm(network, config.trainer_as(FeedbackConfig)), optimizer, protection=protection
+    )
     return trainer, config.optimizer
 
 

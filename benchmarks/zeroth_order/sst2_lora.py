@@ -42,7 +42,7 @@ from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.networks.base import ModuleNetwork
+from training.networks.any_module import AnyModule
 from training.networks.optimizers import set_learning_rate
 from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
@@ -147,7 +147,7 @@ def zeroth_order(x: Tensor, y: Tensor, noise: float, factor: float, seed: int) -
     )
     stream = SeededStream(seed, "central-noise")
     release = ScalarRelease(clip=CLIP, divisor=plan["batch"], scale=noise * CLIP, noise=stream)
-    network = ModuleNetwork(Top(seed), x.shape[1])
+    network = AnyModule(Top(seed), n_inputs=x.shape[1])
     root = derive_seed(seed, "directions")
     trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=root)
     sampler = make_sampler("poisson", len(x), plan["batch"], derive_seed(seed, "batches"))

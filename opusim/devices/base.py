@@ -449,7 +449,8 @@ class NoisyDevice(ABC):
             DeviceFault, NoiseBelowCertificate: the monitor found the device changed.
         """
         self._require_open()
-        checks.integer(step=step, minimum=0, maximum=2**64 - 1)
+        if not (type(step) is int and 0 <= step < 2**64):
+            checks.integer(step=step, minimum=0, maximum=2**64 - 1)
         self._seek(step)
         if self._monitor is not None and step != self._last_sought and self._monitor.due(step):
             self._monitor.check(step)
@@ -605,8 +606,12 @@ class NoisyDevice(ABC):
             readings: how many it holds, or None if it holds n_outputs numbers for each.
         """
         with torch.no_grad(), torch.autocast(self._torch_device.type, enabled=False):
-            y = self._guarded(act) if self._access is None else self._access.call(lambda: self._guarded(act))
-        check_reading(y, shape, self.name)
+            if self._access is None:
+                with driver_errors(self._description.name):
+                    y = act()
+            else:
+                y = self._access.call(lambda: self._guarded(act))
+        check_reading(y, shape, self._description.name)
         if readings is None:
             readings = -(-math.prod(shape) // self._n_outputs)
         self._meter.count(readings * (frames_per_reading or self._description.frames.frames_per_projection))

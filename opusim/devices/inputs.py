@@ -67,13 +67,15 @@ def real_batch(x: torch.Tensor | np.ndarray, width: int, device: torch.device) -
 
 def _real_rows(x: torch.Tensor | np.ndarray, n_inputs: int) -> torch.Tensor:
     """Return rows of real numbers as a tensor; it shares memory with x if x can be written."""
-    checks.instance((torch.Tensor, np.ndarray), x=x)
-    checks.complete(x=x)
-    checks.shape(
-        (None, n_inputs),
-        x=x,
-        remedy="a device takes one row for each vector; use reshape, or open another window",
-    )
+    plain = type(x) is torch.Tensor and x.layout == torch.strided and not x.is_nested
+    if not (plain and x.ndim == 2 and x.shape[1] == n_inputs):
+        checks.instance((torch.Tensor, np.ndarray), x=x)
+        checks.complete(x=x)
+        checks.shape(
+            (None, n_inputs),
+            x=x,
+            remedy="a device takes one row for each vector; use reshape, or open another window",
+        )
     if isinstance(x, np.ndarray):
         if x.dtype.kind not in "iufb":
             raise TypeError(f"x has dtype {x.dtype}: must be real; use astype(numpy.float32)")

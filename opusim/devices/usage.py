@@ -168,8 +168,11 @@ class UsageMeter:
 
     def count(self, frames: int, exposure_us: float = 0.0) -> None:
         """Add the frames of a call, at least 0; one whose exposure exceeds the period takes as long as its exposure."""
-        checks.integer(frames=frames, minimum=0)
-        checks.non_negative(exposure_us=exposure_us)
+        if not (
+            type(frames) is int and frames >= 0 and type(exposure_us) is float and 0 <= exposure_us < math.inf
+        ):
+            checks.integer(frames=frames, minimum=0)
+            checks.non_negative(exposure_us=exposure_us)
         self._frames += int(frames)
         self._calls += 1
         self._longer_s += int(frames) * max(0.0, exposure_us * 1e-6 - self._period_s)

@@ -176,8 +176,9 @@ class Medium:
         Raises:
             TypeError, ValueError: x is not a float32 tensor of that shape, or outputs leave the medium.
         """
-        checks.instance(torch.Tensor, x=x)
-        checks.shape((None, self.n_inputs), x=x)
+        if not (type(x) is torch.Tensor and x.ndim == 2 and x.shape[1] == self.n_inputs):
+            checks.instance(torch.Tensor, x=x)
+            checks.shape((None, self.n_inputs), x=x)
         if x.dtype != torch.float32:
             raise TypeError(f"x has dtype {x.dtype}: must be torch.float32; use x.float()")
         wanted = range(self.n_outputs) if outputs is None else _window("outputs", outputs, self.n_outputs)

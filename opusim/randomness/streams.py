@@ -19,7 +19,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -192,14 +192,20 @@ class SeededStream(NoiseStream):
         checks.instance(str, purpose=purpose)
         self._seed = derive_seed(seed, "noise", purpose)
         self._key = split_key(self._seed)
-        self._step = 0
-        self._reading = 0
+        self._step, self._reading, self._step_words = 0, 0, (0, 0)
 
     def seek(self, step: int, reading: int = 0) -> None:
         """Position the stream at a reading, in [0, 2^32], of a training step, in [0, 2^64)."""
-        checks.integer(step=step, minimum=0, maximum=2**64 - 1)
-        checks.integer(reading=reading, minimum=0, maximum=_MAX_READINGS)
+        if not (type(step) is type(reading) is int and 0 <= step < 2**64 and 0 <= reading <= _MAX_READINGS):
+            checks.integer(step=step, minimum=0, maximum=2**64 - 1)
+            checks.integer(reading=reading, minimum=0, maximum=_MAX_READINGS)
         self._step, self._reading = int(step), int(reading)
+        self._step_words = self._step & _LOW, self._step >> 32
+
+    @cached_property
+    def _more_key(self) -> tuple[int, int]:
+        """Key of the digits that rounding needs besides those of the numbers."""
+        return split_key(derive_seed(self._seed, "further digits"))
 
     @property
     def position(self) -> tuple[int, int]:
@@ -223,7 +229,7 @@ class SeededStream(NoiseStream):
         """Add std times the next reading to y, in place; on the CPU without a second array."""
         if y.device.type != "cpu" or y.dtype != torch.float32 or not y.is_contiguous():
             return super().add_to(y, std)
-        _check_shape(y.shape)
+        _check_size(y.shape)
         self._run(y.view(-1).numpy(), partial(_add_scaled, np.float32(_checked_std(std))))
         return y
 
@@ -232,8 +238,8 @@ class SeededStream(NoiseStream):
         if y.device.type != "cpu" or not std:
             return super().add_rounded(y, std)
         grid, position = _checked_grid(y, std), (self._step, self._next_reading())
-        keys = (position[1], *split_key(self._step), *self._key)
-        more_key, chunk = split_key(derive_seed(self._seed, "further digits")), kernels.CHUNK
+        keys = (position[1], *self._step_words, *self._key)
+        more_key, chunk = self._more_key, kernels.CHUNK
 
         def more(pair: int) -> Iterator[int]:
             return (derive_seed(self._seed, "pair", *position, pair, k) for k in itertools.count())
@@ -245,7 +251,8 @@ class SeededStream(NoiseStream):
                 found = rounding.add_rounded_from_philox(
                     out, grid, std / grid, opened, first, *keys, *more_key
                 )
-                settle(out, opened[:found], std, more, first_pair=first * kernels.PAIRS)
+                if found:
+                    settle(out, opened[:found], std, more, first_pair=first * kernels.PAIRS)
 
         with _flat(y) as flat:
             kernels.run_split(work, -(-flat.size // chunk), grain=_CHUNKS_PER_THREAD)
@@ -253,7 +260,7 @@ class SeededStream(NoiseStream):
 
     def _run(self, out: np.ndarray, kernel: Callable[..., None]) -> None:
         """Run a kernel over a flat array with the numbers of the next reading, in parallel if it is long."""
-        keys = (self._next_reading(), *split_key(self._step), *self._key)
+        keys = (self._next_reading(), *self._step_words, *self._key)
         chunk = kernels.CHUNK
 
         def work(start: int, stop: int) -> None:
@@ -265,7 +272,7 @@ class SeededStream(NoiseStream):
         """See the base class; number i takes block i of the next reading, and further digits from a hash of both."""
         _check_shape((count,))
         position, words = (self._step, self._next_reading()), np.empty((count, 2), dtype=np.uint64)
-        kernels.digits_from_philox(words, position[1], *split_key(self._step), *self._key)
+        kernels.digits_from_philox(words, position[1], *self._step_words, *self._key)
         calls = itertools.count()
 
         def more(number: int) -> int:
@@ -324,7 +331,8 @@ class SystemStream(NoiseStream):
                 out = flat[start : start + len(opened)]
                 self._current_cipher().update_into(zeros, drawn.data)
                 found = rounding.add_rounded_from_words(out, grid, std / grid, opened, words)
-                settle(out, opened[:found], std, kept_digits(self._more))
+                if found:
+                    settle(out, opened[:found], std, kept_digits(self._more))
         return y
 
     def rounded(self, count: int, scale: float, law: Law = "gaussian") -> RoundedNoise:
@@ -481,7 +489,7 @@ def _checked_grid(y: torch.Tensor, std: float) -> float:
     """
     if y.dtype != torch.float32:
         raise TypeError(f"y has dtype {y.dtype}: must be torch.float32; convert it")
-    _check_shape(y.shape)
+    _check_size(y.shape)
     return grid_of(_checked_std(std))
 
 
@@ -503,5 +511,10 @@ def _check_shape(shape: Sequence[int]) -> None:
     """A draw's shape: integers of at least 0, at most 2^33 numbers in all."""
     for length in shape:
         checks.integer(length=length, minimum=0)
+    _check_size(shape)
+
+
+def _check_size(shape: Sequence[int]) -> None:
+    """A draw's size: at most 2^33 numbers in all."""
     if math.prod(shape) > MAX_ELEMENTS:
         raise ValueError(f"shape = {tuple(shape)}: a draw holds at most 2^33 numbers; draw it in parts")

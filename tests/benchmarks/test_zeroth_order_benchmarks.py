@@ -16,7 +16,7 @@ from opusim.medium.directions import Direction
 from opusim.randomness.streams import SeededStream, derive_seed
 from tests.support.paper_data import ours
 from training.config import load_config
-from training.networks.base import ModuleNetwork
+from training.networks.any_module import AnyModule
 from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 
@@ -56,7 +56,7 @@ def test_a_step_of_the_linear_head_is_the_trainers(clip: float) -> None:
     options = {"kind": "zo", "directions": 6, "perturbation": joint_clip.PHI}
     config = load_config({"trainer": options, "optimizer": {"lr": 0.7}})
     release = ScalarRelease(clip=clip, divisor=3.0, joint=True)
-    trainer = ZoTrainer(ModuleNetwork(head, 4), config.trainer, config.optimizer, release, root=7)
+    trainer = ZoTrainer(AnyModule(head, n_inputs=4), config.trainer, config.optimizer, release, root=7)
     trainer.step(x, y, step=0)
     z = torch.zeros(6, 5)
     for number, row in enumerate(z):

@@ -10,7 +10,7 @@ Inner products of such sums need no matrix: <G, a b^T> = a^T G b, and <a b^T, c 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.networks.clipping import by_record
+from training.networks.contributions.sums import Contributions
 from training.networks.network import FullyConnected
-from training.protections.base import PrivateGradients, WrappedGradients
+from training.protections.base import PrivateGradients, WrappedGradients, linear_uses, with_constant
 from training.protections.record import RecordGradients
 
 _MOST_NUMBERS = 6e7
@@ -90,26 +90,25 @@ class NotedTerms(WrappedGradients):
 
     def _write(
         self,
-        network: FullyConnected,
-        deltas: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        parts: Iterable[Contributions],
         *,
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
         """See PrivateGradients._write."""
         if self.writes:
-            self._writer.set_gradients(network, deltas, inputs, records=records, public_inputs=public_inputs)
+            self._writer.set_gradients(parts, records=records, public_inputs=public_inputs)
             return
-        clipped = self._writer.clipped(network, deltas, inputs)
+        (found,) = parts
+        uses = linear_uses(found)
         self.noted = [
             OuterProducts(
-                signals=(delta.double() * by_record(clip.factors / self._divisor, delta)).float(),
-                inputs=h if linear.bias is None else torch.cat([h, torch.ones_like(h[:, :1])], dim=1),
+                signals=(
+                    clip.finite(use.delta[:, 0]).double() * (clip.factors / self._divisor)[:, None]
+                ).float(),
+                inputs=with_constant(clip.finite(use.h[:, 0]), bias=use.bias is not None),
             )
-            for delta, h, clip, linear in zip(
-                clipped.deltas, clipped.inputs, clipped.clips, network.linears, strict=True
-            )
+            for use, clip in zip(uses, self._writer.clips(found), strict=True)
         ]
 
 

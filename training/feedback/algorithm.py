@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
@@ -23,20 +22,23 @@ from opusim.randomness.streams import noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
+from training.feedback.closed_form import ClosedForm, closed_form_encoding
 from training.feedback.config import (
-    DfaConfig,
     EncodedConfig,
     FeedbackConfig,
     PdfaConfig,
-    PointsConfig,
-    TdfaConfig,
 )
 from training.feedback.diagnosis import BATCHES
-from training.feedback.marking import OUTPUT
-from training.feedback.module_trainer import ModuleTrainer, PrivateRecords, augmentation_of, feedback_start
+from training.feedback.modules import (
+    ModuleGradients,
+    augmentation_of,
+    feedback_points,
+    feedback_start,
+    points_on,
+)
 from training.feedback.points import FeedbackAlignment
 from training.feedback.projection import calibration_work
-from training.feedback.trainer import FeedbackTrainer, closed_form_encoding
+from training.feedback.trainer import FeedbackTrainer, GradientSource
 from training.networks.any_module import AnyModule, build_any_module
 from training.networks.functions import ACTIVATIONS, LOSSES
 from training.networks.models import MODELS
@@ -46,39 +48,19 @@ from training.networks.optimizers import make_optimizer
 from training.networks.record_gradients.separation import require_separate_steps
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import batch_statistics, invented_records, two_records
-from training.protections.base import SoftLabels, WrappedGradients
+from training.protections.base import SoftLabels
 from training.protections.planning import Updates
-from training.protections.record import RecordGradients, RecordProtection, require_counted_sums
+from training.protections.record import RecordProtection, require_counted_sums
 from training.runs.folder import RunFolder
 
 _STEPS_WITH_CONTROL = 4 * BATCHES
 """Steps of the shortest run that compares feedback with none."""
-_OF_CLOSED_FORM = {
-    **dict.fromkeys(
-        (
-            *("order", "signal_gain", "tau_b", "scale", "tau_h_max", "tau_h_min", "clipped_layers"),
-            *("clip_width", "through_clip", "sigma"),
-        ),
-        "only fully connected networks on class numbers have it; leave it out",
-    ),
-    "threshold": "other modules than fully connected networks take trainer.relative_threshold; leave it out",
-}
-_OF_MODULES = {
-    **dict.fromkeys(
-        ("points", "error_at", "rows", "spread", "normalised"),
-        "a fully connected network receives the error of its output at its hidden layers; leave it out",
-    ),
-    "slices": "each hidden layer of a fully connected network has its own outputs; take 'own', or leave it out",
-    "relative_threshold": "a fully connected network takes trainer.threshold; leave it out",
-}
 
 
-class FeedbackAlgorithm(
-    Algorithm[FeedbackConfig, FullyConnected | AnyModule, FeedbackTrainer | ModuleTrainer]
-):
+class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, FeedbackTrainer]):
     """bp, dfa, tdfa and pdfa.
 
-    A fully connected network on class numbers takes the closed form of `training.feedback.trainer`, and every other
+    A fully connected network on class numbers takes the closed form of `training.feedback.closed_form`, and every other
     module autograd with feedback points.
     """
 
@@ -95,7 +77,7 @@ class FeedbackAlgorithm(
             raise TypeError(
                 "model is a FeedbackAlignment; give the plain module (model.remove()), a run puts the points on it"
             )
-        network = _closed_form(config, dataset, model)
+        network = closed_form_network(config, dataset, model)
         if network is None:
             return build_any_module(config, dataset, model)
         if config.uses_device and network.depth == 1:
@@ -112,21 +94,18 @@ class FeedbackAlgorithm(
         network, options = self.network, self.options
         if not isinstance(network, AnyModule):
             return {}
-        feedback = feedback_points(network, options, chooses=True)
-        if feedback is None:
-            return {}
-        try:
-            feedback.shape(network.shaped(self._two_records))
-            feedback.tell_choices()
-            found = {name: bool(v) if name == "normalised" else v for name, v in feedback.chosen.items()}
-        finally:
-            feedback.remove()
+        with points_on(network, options, chooses=True) as points:
+            if points is None:
+                return {}
+            points.shape(network.shaped(self._two_records))
+            points.tell_choices()
+            found = {name: bool(v) if name == "normalised" else v for name, v in points.chosen.items()}
         return {name: value for name, value in found.items() if getattr(options, name) is None}
 
     def require_covered(self) -> None:
         """See Algorithm.require_covered; also keys that the network does not take, and points that do not exist."""
         network, config = self.network, self.plan.config
-        require_keys(config, self.options, closed_form=isinstance(network, FullyConnected))
+        self.options.require_keys(closed_form=isinstance(network, FullyConnected))
         if isinstance(network, AnyModule):
             self._require_bounded(network)
             if Ranks().world > 1:
@@ -134,7 +113,7 @@ class FeedbackAlgorithm(
             if config.model.initial_output == "feedback":
                 feedback_start(network)
             _ = self.device_shape
-        augmentation_of(self.options, network, self.plan.dataset)
+            augmentation_of(self.options, self.plan.dataset)
         super().require_covered()
         if isinstance(network, AnyModule) and self._clips_records:
             self._require_separate(network)
@@ -146,29 +125,20 @@ class FeedbackAlgorithm(
         if isinstance(network, FullyConnected):
             widths = network.widths
             return DeviceShape(n_inputs=widths[-1], n_outputs=sum(widths[:-1]))
-        feedback = feedback_points(network, self.options)
-        if feedback is None:
-            return DeviceShape(n_inputs=1, n_outputs=1)
-        try:
-            shape = feedback.shape(network.shaped(self._two_records))
-        finally:
-            feedback.remove()
-        return DeviceShape(n_inputs=shape.n_inputs, n_outputs=shape.n_outputs)
+        with points_on(network, self.options) as points:
+            shape = (1, 1) if points is None else points.shape(network.shaped(self._two_records))
+        return DeviceShape(n_inputs=shape[0], n_outputs=shape[1])
 
     def work_before(self) -> DeviceWork:
         """See Algorithm.work_before; B 1 and the columns of B are measured, if the run needs them."""
         work, network = super().work_before(), self.network
         if not isinstance(self.options, PdfaConfig):
             return work
-        if isinstance(network, FullyConnected):
-            work += calibration_work(1) if closed_form_encoding(self.options).has_offset else DeviceWork()
-            inputs = network.widths[-1]
-        else:
-            with self._points(network) as points:
-                work += points.work_before
-                inputs = points.shape(network.shaped(self._two_records)).n_inputs
+        if isinstance(network, AnyModule):
+            with points_on(network, self.options) as points:
+                work += DeviceWork() if points is None else points.work_before
         starts = self.plan.config.model.initial_output == "feedback"
-        return work + (calibration_work(inputs) if starts else DeviceWork())
+        return work + (calibration_work(self.device_shape.n_inputs) if starts else DeviceWork())
 
     def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
         """See Algorithm.work_of_step; the error of each record is read, by modules once more in an observed step."""
@@ -180,20 +150,11 @@ class FeedbackAlgorithm(
             read = DeviceWork(projections=records * closed_form_encoding(options).frames_per_row, calls=1)
             drawn = DeviceWork(projections=records, calls=1)
             return own + read + (drawn if options.order == "published" else DeviceWork())
-        with self._points(network) as points:
-            read = points.work(network.shaped(self._two_records), times=records / 2)
+        with points_on(network, options) as points:
+            read = DeviceWork()
+            if points is not None:
+                read = points.work(network.shaped(self._two_records), times=records / 2)
         return own + read.times(2 if observed else 1)
-
-    @contextmanager
-    def _points(self, network: AnyModule) -> Iterator[FeedbackAlignment]:
-        """Put feedback points of pdfa on a module for as long as the block runs."""
-        points = feedback_points(network, self.options)
-        if points is None:
-            raise TypeError(f"trainer.kind = {self.options.kind!r} has no feedback points")
-        try:
-            yield points
-        finally:
-            points.remove()
 
     @property
     def _two_records(self) -> Tensor:
@@ -232,84 +193,77 @@ class FeedbackAlgorithm(
         real = (
             {"encoding": "real"} if isinstance(self.options, EncodedConfig) else {}
         )  # no draw by the order of rows
-        feedback = feedback_points(network, self.options.model_copy(update=real), draw_seed=0)
         loss = Objective.named(config.loss, dataset.target).per_record
+        with points_on(network, self.options.model_copy(update=real), draw_seed=0) as points:
+            seek = (lambda: None) if points is None else partial(points.seek, 0)
+            require_separate_steps(network.model, loss, network.shaped(x), y, seek=seek)
+
+    def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> FeedbackTrainer:
+        """See Algorithm.trainer."""
+        network, ranks = self.network, Ranks()
+        optimizer = make_optimizer(network.parameters, self.plan.config.optimizer)
+        if isinstance(network, AnyModule):
+            self._require_bounded(network)
+        writer = self.gradients(device)
+        source: GradientSource
+        if isinstance(network, FullyConnected):
+            config, noise = self.plan.config, None
+            if self.options.digital_sigma:
+                noise = noise_stream(config.mode, config.seed_for("noise"), "digital-noise")
+            source = ClosedForm(network, self.options, loss=config.loss, device=device, noise=noise)
+        else:
+            source = self._autograd(network, device, optimizer, ranks, private=writer is not None)
+        return FeedbackTrainer(source, optimizer, protection=writer, labels=labels, ranks=ranks)
+
+    def _autograd(
+        self,
+        network: AnyModule,
+        device: NoisyDevice | None,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        *,
+        private: bool,
+    ) -> ModuleGradients:
+        """Return the gradients of a module by autograd, with its points in place."""
+        config, dataset = self.plan.config, self.plan.dataset
+        feedback = feedback_points(network, self.options, device, draw_seed=config.seed_for("codes"))
         try:
-            require_separate_steps(
-                network.model,
-                loss,
-                network.shaped(x),
-                y,
-                seek=(lambda: None) if feedback is None else partial(feedback.seek, 0),
-            )
-        finally:
+            tape = self._tape(network) if private else None
+            if ranks.world > 1 and feedback is not None:
+                feedback.number_rows(ranks.before)
+                feedback.shape(network.shaped(self._two_records))  # for a process without records
+        except Exception:
             if feedback is not None:
                 feedback.remove()
+            raise
+        control = None
+        if feedback is not None and self._has_control(feedback):
+            control = partial(feedback.control, optimizer, batches=BATCHES)
+        return ModuleGradients(
+            network,
+            Objective.named(config.loss, dataset.target),
+            kind=self.options.kind,
+            feedback=feedback,
+            seed=config.seed_for("module"),
+            tape=tape,
+            augmentation=augmentation_of(self.options, dataset),
+            new_control=control,
+        )
 
-    def _private_records(self, network: AnyModule, device: NoisyDevice | None) -> PrivateRecords | None:
-        """Return what clips and noises a module's records, or None if nothing does; its points are in place."""
-        self._require_bounded(network)
-        writer = self.gradients(device)
-        if not isinstance(writer, RecordGradients | WrappedGradients):
-            return None
+    def _tape(self, network: AnyModule) -> RecordTape:
+        """Return what measures the records of a module, whose points are in place."""
         x, _ = invented_records(self.plan.dataset, network.parameters[0].device)
         network.model.train()
         try:
             tape = RecordTape(network.model, network.shaped(x))
             divisor = float(self.plan.config.divisor)
             require_counted_sums(tape, divisor, processes=Ranks().world, name="sampler.batch_size")
-            return PrivateRecords(tape=tape, writer=writer)
+            return tape
         finally:
             network.model.eval()
 
-    def trainer(
-        self, device: NoisyDevice | None, labels: SoftLabels | None = None
-    ) -> FeedbackTrainer | ModuleTrainer:
-        """See Algorithm.trainer."""
-        config, options, network = self.plan.config, self.options, self.network
-        optimizer = make_optimizer(network.parameters, config.optimizer)
-        if isinstance(network, AnyModule):
-            ranks = Ranks()
-            objective = Objective.named(config.loss, self.plan.dataset.target)
-            feedback = feedback_points(network, options, device, draw_seed=config.seed_for("codes"))
-            try:
-                private = self._private_records(network, device)
-                if ranks.world > 1 and feedback is not None:  # a process without records needs the sizes too
-                    feedback.shape(network.shaped(self._two_records))
-            except Exception:
-                if feedback is not None:
-                    feedback.remove()
-                raise
-            return ModuleTrainer(
-                network,
-                optimizer,
-                objective,
-                kind=options.kind,
-                feedback=feedback,
-                seed=config.seed_for("module"),
-                labels=labels,
-                private=private,
-                augmentation=augmentation_of(options, network, self.plan.dataset),
-                ranks=ranks,
-                control_batches=0 if feedback is None else self._control_batches(feedback),
-            )
-        noise = None
-        if options.digital_sigma:
-            noise = noise_stream(config.mode, config.seed_for("noise"), "digital-noise")
-        return FeedbackTrainer(
-            network,
-            optimizer,
-            options,
-            loss=config.loss,
-            device=device,
-            noise=noise,
-            protection=self.gradients(device),
-            labels=labels,
-            ranks=Ranks(),
-        )
-
-    def _control_batches(self, feedback: FeedbackAlignment) -> int:
-        """Return how many batches a control without feedback follows at the start of a run; 0 for no control.
+    def _has_control(self, feedback: FeedbackAlignment) -> bool:
+        """Return whether a control without feedback follows the first batches of a run.
 
         There is none if anything is protected, because it tells losses; none on several processes; none for a module
         with a device of its own, whose readings would count twice; and none in a run so short that it would cost much.
@@ -321,7 +275,7 @@ class FeedbackAlgorithm(
             for value in vars(part).values()
         )
         short = self.plan.total_steps < _STEPS_WITH_CONTROL
-        return 0 if private or reads or short or not feedback.gain or Ranks().world > 1 else BATCHES
+        return not (private or reads or short or not feedback.gain or Ranks().world > 1)
 
     @property
     def updates(self) -> Updates:
@@ -332,19 +286,15 @@ class FeedbackAlgorithm(
         unbounded = options.scale == "sphere"  # a ball (eq. 9) stretches nothing
         return Updates(output_gain=math.inf if unbounded else options.signal_gain)
 
-    def initialise(self, trainer: FeedbackTrainer | ModuleTrainer) -> None:
+    def initialise(self, trainer: FeedbackTrainer) -> None:
         """See Algorithm.initialise."""
-        if self.plan.config.model.initial_output == "random":
-            return
-        if isinstance(trainer, ModuleTrainer):
-            trainer.start_from_feedback(self._two_records)
-        else:
-            trainer.start_from_feedback()
+        if self.plan.config.model.initial_output == "feedback":
+            trainer.source.start_from_feedback(self._two_records)
 
-    def prepare(self, trainer: FeedbackTrainer | ModuleTrainer, folder: RunFolder) -> None:
-        """See Algorithm.prepare; a protected module's feedback is calibrated before the first record is seen."""
-        if isinstance(trainer, ModuleTrainer) and self._clips_records:
-            trainer.measure_feedback(self._two_records)
+    def prepare(self, trainer: FeedbackTrainer, folder: RunFolder) -> None:
+        """See Algorithm.prepare; protected feedback is calibrated before the first record is seen."""
+        if self._clips_records:
+            trainer.source.measure(self._two_records)
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
         """See Algorithm.released; a photonic run without protection states the paper's formula."""
@@ -358,33 +308,6 @@ class FeedbackAlgorithm(
     def noiseless(self) -> Mapping[str, Any]:
         """See Algorithm.noiseless."""
         return {"sigma": 0.0} if self.options.digital_sigma else {}
-
-
-def require_keys(config: RunConfig, options: FeedbackConfig, *, closed_form: bool) -> None:
-    """Refuse keys of the other kind of network.
-
-    Args:
-        config: The run.
-        options: Its section `trainer`.
-        closed_form: Whether its network is a fully connected one, whose gradients have a closed form.
-
-    Raises:
-        ConfigError: A key differs from its default and would do nothing.
-    """
-    encoding = options.encoding if isinstance(options, EncodedConfig) else "ternary"
-    if closed_form and encoding not in ("ternary", "planes"):
-        reason = f"{encoding!r} is for other modules than fully connected networks; use 'ternary' or 'planes'"
-        raise ConfigError("configuration", "trainer.encoding", reason)
-    if closed_form and getattr(options, "gain", 1.0) == 0:
-        reason = "0 leaves a fully connected network without feedback; give a gain above 0 (modules take 0)"
-        raise ConfigError("configuration", "trainer.gain", reason)
-    for name, reason in (_OF_MODULES if closed_form else _OF_CLOSED_FORM).items():
-        field, value = type(options).model_fields.get(name), getattr(options, name, None)
-        if field is None or value == field.default or (name == "slices" and value == "own"):
-            continue
-        raise ConfigError(
-            "configuration", f"trainer.{name}", f"{value!r} does nothing for this model: {reason}"
-        )
 
 
 def _require_same_buffers(network: AnyModule) -> None:
@@ -402,57 +325,9 @@ def _require_same_buffers(network: AnyModule) -> None:
             raise ConfigError("configuration", "model.name", reason)
 
 
-def feedback_points(
-    network: AnyModule,
-    options: FeedbackConfig,
-    device: NoisyDevice | None = None,
-    *,
-    draw_seed: int | None = None,
-    chooses: bool = False,
-) -> FeedbackAlignment | None:
-    """Return the feedback points of a module, or None for backpropagation.
-
-    Args:
-        network: The module; hooks are put on it, which `FeedbackAlignment.remove` takes off.
-        options: The section `trainer`.
-        device: The open device of pdfa.
-        draw_seed: Seed of what the encoding draws; None draws one from the system.
-        chooses: Whether the place of the error may be chosen. If not, an error_at of None is the place that the model
-            declares, else its output: folders of earlier versions name no other.
-
-    Raises:
-        ValueError: There are no such submodules.
-    """
-    if not isinstance(options, PointsConfig):
-        return None
-    given: dict[str, Any] = {"encoding": "real"}
-    if isinstance(options, EncodedConfig):
-        given = {
-            "encoding": options.encoding,
-            "threshold": options.relative_threshold,
-            "planes": options.planes,
-        }
-    if isinstance(options, DfaConfig | TdfaConfig):
-        given |= {"seed": options.feedback_seed, "projection": options.projection}
-    points, error_at = options.points, options.error_at
-    if error_at is None and not chooses:
-        error_at = getattr(network.model, "error_at", None) or OUTPUT
-    return FeedbackAlignment(
-        network.model,
-        points[0] if points is not None and len(points) == 1 else points,
-        device=device,
-        error_at=error_at,
-        rows=options.rows,
-        spread=options.spread,
-        slices=options.slices or "shared",
-        normalised=options.normalised,
-        gain=getattr(options, "gain", None),
-        draw_seed=secrets.randbits(64) if draw_seed is None else draw_seed,
-        **given,
-    )
-
-
-def _closed_form(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected | None:
+def closed_form_network(
+    config: RunConfig, dataset: Dataset, model: nn.Module | None
+) -> FullyConnected | None:
     """Return the network as one whose gradients have a closed form, or None if it or the loss has none.
 
     Raises:

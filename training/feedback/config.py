@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from opusim.errors import ConfigError
 from training.config.kinds import PROTECTIONS
 from training.config.sections import (
     ClippedLayers,
@@ -121,6 +122,34 @@ class FeedbackConfig(TrainerSection):
     def digital_sigma(self) -> float:
         """Standard deviation of the digital noise; 0 for a feedback whose noise is the device's."""
         return 0.0
+
+    def require_keys(self, *, closed_form: bool) -> None:
+        """Refuse keys of the other kind of network.
+
+        Args:
+            closed_form: Whether the network is a fully connected one, whose gradients have a closed form.
+
+        Raises:
+            ConfigError: A key differs from its default and would do nothing.
+        """
+        encoding = getattr(self, "encoding", "ternary")
+        if closed_form and encoding not in ("ternary", "planes"):
+            reason = (
+                f"{encoding!r} is for other modules than fully connected networks; use 'ternary' or 'planes'"
+            )
+            raise ConfigError("configuration", "trainer.encoding", reason)
+        if closed_form and getattr(self, "gain", 1.0) == 0:
+            reason = (
+                "0 leaves a fully connected network without feedback; give a gain above 0 (modules take 0)"
+            )
+            raise ConfigError("configuration", "trainer.gain", reason)
+        for name, reason in (_OF_MODULES if closed_form else _OF_CLOSED_FORM).items():
+            field, value = type(self).model_fields.get(name), getattr(self, name, None)
+            if field is None or value == field.default or (name == "slices" and value == "own"):
+                continue
+            raise ConfigError(
+                "configuration", f"trainer.{name}", f"{value!r} does nothing for this model: {reason}"
+            )
 
     def implementation(self) -> Any:
         """See KindSection.implementation."""
@@ -331,3 +360,21 @@ class PdfaConfig(EncodedConfig):
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Always."""
         return True
+
+
+_OF_CLOSED_FORM = {
+    **dict.fromkeys(
+        sorted({*_DigitalConfig.model_fields} - {*TrainerSection.model_fields}),
+        "only fully connected networks on class numbers have it; leave it out",
+    ),
+    "threshold": "other modules than fully connected networks take trainer.relative_threshold; leave it out",
+}
+_OF_MODULES = {
+    **dict.fromkeys(
+        sorted({*PointsConfig.model_fields} - {*FeedbackConfig.model_fields}),
+        "a fully connected network receives the error of its output at its hidden layers; leave it out",
+    ),
+    "slices": "each hidden layer of a fully connected network has its own outputs; take 'own', or leave it out",
+    "relative_threshold": "a fully connected network takes trainer.threshold; leave it out",
+    "augmented_copies": "is for modules; take a model.name other than 'mlp', or leave it out",
+}

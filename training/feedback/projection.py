@@ -368,6 +368,7 @@ class DeviceProjection(Projection):
         self._device = device
         self._encoding = encoding
         n = device.n_inputs if n_inputs is None else n_inputs
+        self._unused = device.n_inputs - n
         if ones is None and encoding.has_offset:
             ones = self._measured(torch.ones(1, n))[0]
         self.ones = ones
@@ -396,7 +397,8 @@ class DeviceProjection(Projection):
     def read(self, error: Tensor) -> Tensor:
         """See Projection.read."""
         encoded = self._encoding(error)
-        readings = self._device.project(self._padded(encoded.frames.flatten(0, 1)))
+        frames = encoded.frames.flatten(0, 1)
+        readings = self._device.project(self._padded(frames) if self._unused else frames)
         return encoded.decoded(readings, None if self.ones is None else self.ones.to(error.device))
 
     def columns(self, n_inputs: int) -> Tensor:
@@ -411,5 +413,4 @@ class DeviceProjection(Projection):
 
     def _padded(self, vectors: Tensor) -> Tensor:
         """Return vectors with zeros at the device's further inputs."""
-        unused = self._device.n_inputs - vectors.shape[1]
-        return nn.functional.pad(vectors, (0, unused)) if unused else vectors
+        return nn.functional.pad(vectors, (0, self._unused))

@@ -14,7 +14,7 @@ from training.config.run import RunConfig
 from training.config.sections import OWN_MODULE
 from training.data import Dataset
 from training.errors import RunFolderError
-from training.networks.base import Network, tensor_facts
+from training.networks.base import DescribedModule, Network, parameters_digest, tensor_facts
 from training.networks.models import MODELS, build_model
 from training.networks.network import FullyConnected
 from training.networks.network import build_model as build_mlp
@@ -26,25 +26,34 @@ _CHANNELS = (1, 3, 4)
 
 
 class AnyModule(Network):
-    """A view of a module that autograd trains.
+    """A view of any module: parameters that require a gradient are trained, the others stay as they are.
 
     Args:
         model: Maps records (batch, *record_shape) to outputs. It is put into evaluation mode.
         n_inputs: Entries of a record, as data sets store it.
-        record_shape: Shape of a record as the module takes it.
+        record_shape: Shape of a record as the module takes it; None for vectors of a module of which checkpoints hold
+            only what is trained, and not buffers and frozen parameters, which may be large.
         recipe: JSON values from which the module can be built again; empty for a user-supplied module.
 
     Raises:
+        TypeError: The model is no module.
         ValueError: No parameter requires a gradient.
     """
 
-    records_at_once = 256
-
     def __init__(
-        self, model: nn.Module, *, n_inputs: int, record_shape: Sequence[int], recipe: dict[str, Any]
+        self,
+        model: nn.Module,
+        *,
+        n_inputs: int,
+        record_shape: Sequence[int] | None = None,
+        recipe: dict[str, Any] | None = None,
     ) -> None:
-        self.model = model.eval()
-        self._n_inputs, self.record_shape, self._recipe = n_inputs, tuple(record_shape), recipe
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        self.model, self._n_inputs, self._recipe = model.eval(), n_inputs, recipe or {}
+        self._holds_all = record_shape is not None
+        self.record_shape = (n_inputs,) if record_shape is None else tuple(record_shape)
+        self.records_at_once = 256 if self._holds_all else Network.records_at_once
         if not self.parameters:
             raise ValueError(
                 "model has no parameter that requires a gradient, so there is nothing to train; "
@@ -66,7 +75,7 @@ class AnyModule(Network):
                 f"the run trained a user-supplied {facts['module']}, which its folder cannot describe; give one "
                 "like it: opusim.load_run(path, model=...)"
             )
-        return cls(model, n_inputs=facts["n_inputs"], record_shape=facts["record_shape"], recipe=recipe)
+        return cls(model, n_inputs=facts["n_inputs"], record_shape=facts.get("record_shape"), recipe=recipe)
 
     @property
     def n_inputs(self) -> int:
@@ -79,26 +88,28 @@ class AnyModule(Network):
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers that a state_dict holds, such as running statistics, by name."""
-        kept = self.model.state_dict().keys()
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
-
-    @property
     def tensors(self) -> dict[str, Tensor]:
-        """All parameters, frozen ones too, and the buffers, by the module's own names."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()} | self.buffers
+        """What checkpoints hold by the module's own names; a shared parameter appears once."""
+        named, every = self.model.named_parameters(), self._holds_all
+        found = {name: parameter.detach() for name, parameter in named if every or parameter.requires_grad}
+        return found | self.buffers if every else found
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See Network.facts."""
-        return {
+        """See Network.facts; of what checkpoints do not hold, a digest."""
+        facts = {
             "n_inputs": self._n_inputs,
-            "record_shape": list(self.record_shape),
+            **({"record_shape": list(self.record_shape)} if self._holds_all else {}),
             "module": type(self.model).__name__,
             "tensors": tensor_facts(self.tensors),
-            **({"recipe": self._recipe} if self._recipe else {}),
         }
+        if self._holds_all:
+            return facts | ({"recipe": self._recipe} if self._recipe else {})
+        frozen: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
+        frozen |= dict(self.model.named_buffers())
+        facts |= {"frozen": parameters_digest(frozen)} if frozen else {}
+        described = isinstance(self.model, DescribedModule) and self.model.description
+        return facts | ({"language": self.model.description} if described else {})
 
     def shaped(self, x: Tensor) -> Tensor:
         """Return records (batch, n_inputs) in the shape that the module takes."""
@@ -174,8 +185,6 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
             "vocabulary": dataset.vocabulary,
         }
         model = from_recipe(recipe, seed=config.seed_for("initialisation"))
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     protected = config.protection.protects == "records"  # a module may keep what it is shown
     shape = _shape_taken(model, dataset, invented=protected)
     return AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe=recipe)

@@ -1,4 +1,4 @@
-"""Define what a run asks of the network that it trains, and view any torch module as such a network."""
+"""Define what a run asks of the network that it trains, and what a user-supplied module must give."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ class Network(ABC):
         """The trained parameters by name, as a checkpoint stores them; restoring one copies into them."""
 
     @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that a state_dict holds, such as running statistics, by name."""
+        kept = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
+
+    @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """The network in `config.json`, enough to rebuild or recognise it: JSON values, "n_inputs" among them."""
@@ -82,74 +88,6 @@ class DescribedModule(nn.Module):
     @abstractmethod
     def invented_records(self, n_inputs: int) -> Tensor:
         """Return records that it takes, drawn without a look at any data, shape (n, n_inputs), n at least 2."""
-
-
-class ModuleNetwork(Network):
-    """A view of any module: parameters that require a gradient are trained, the others stay as they are.
-
-    Args:
-        model: Maps records (batch, n_inputs) to class scores (batch, n_classes). It is put into evaluation mode.
-        n_inputs: Number of features of a record.
-
-    Raises:
-        ValueError: No parameter requires a gradient.
-    """
-
-    def __init__(self, model: nn.Module, n_inputs: int) -> None:
-        self.model = model.eval()
-        self._n_inputs = n_inputs
-        if not self.tensors:
-            raise ValueError(
-                "model has no parameter that requires a gradient, so there is nothing to train; "
-                "call requires_grad_(True) on the parameters to train"
-            )
-
-    @property
-    def n_inputs(self) -> int:
-        """Number of features of a record."""
-        return self._n_inputs
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The trained parameters by the module's own names; a shared parameter appears once."""
-        return {
-            name: parameter.detach()
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Enough to recognise the module, not to rebuild it: class, trained parameters, digest of the others."""
-        facts = {
-            "n_inputs": self._n_inputs,
-            "module": type(self.model).__name__,
-            "tensors": tensor_facts(self.tensors),
-        }
-        frozen: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
-        frozen |= dict(self.model.named_buffers())
-        facts |= {"frozen": parameters_digest(frozen)} if frozen else {}
-        described = isinstance(self.model, DescribedModule) and self.model.description
-        return facts | ({"language": self.model.description} if described else {})
-
-
-def build_module_network(model: nn.Module, dataset: Dataset, records: Tensor) -> ModuleNetwork:
-    """View a user-supplied module as a network, after a look at its output for some records.
-
-    Args:
-        model: The module.
-        dataset: The records to train on; only sizes are read.
-        records: Shape (n, n_features); invented ones if records are protected, since a module may keep what it sees.
-
-    Raises:
-        TypeError, ValueError: It is no module, gives no scores for the data's classes, or has nothing to train.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    network = ModuleNetwork(model, dataset.n_features)
-    place = next(iter(network.tensors.values())).device
-    require_class_scores(model, records.to(place), dataset.n_classes)
-    return network
 
 
 def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_classes: int) -> None:

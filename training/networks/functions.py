@@ -79,7 +79,7 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             name="identity",
             module=nn.Identity,
-            function=lambda z: z,
+            function=torch.positive,  # z itself
             derivative=lambda z, h: torch.ones_like(z),
             multiply=lambda s, z, h: s,
             slope_bounds=(1.0, 1.0),

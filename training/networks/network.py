@@ -60,6 +60,9 @@ class FullyConnected(LayeredNetwork):
 
     Layer l computes h_l = phi_l(W_l h_(l-1) + b_l), l = 1..L, with W_l of shape (n_l, n_(l-1)).
 
+    Attributes:
+        widths: n_1 .. n_L.
+
     Args:
         model: nn.Linear layers in order of use, each followed by at most one activation out of
             Tanh, ReLU, Sigmoid, GELU and Identity, and at most one ClippedNeurons after that. A last layer
@@ -79,6 +82,7 @@ class FullyConnected(LayeredNetwork):
         self.model = model
         self.linears, self.activations, self.clips = _split_layers(model)
         self.jacobians = [LinearJacobian(linear) for linear in self.linears]
+        self.widths = [linear.out_features for linear in self.linears]
         _check_layers(self.linears)
 
     @classmethod
@@ -96,11 +100,6 @@ class FullyConnected(LayeredNetwork):
     def n_inputs(self) -> int:
         """Width n_0 of the input."""
         return self.linears[0].in_features
-
-    @property
-    def widths(self) -> list[int]:
-        """Widths n_1 .. n_L."""
-        return [linear.out_features for linear in self.linears]
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -124,12 +123,13 @@ class FullyConnected(LayeredNetwork):
         """
         inputs, pre_activations, activations = [], [], []
         h = x
-        for linear, phi, clip in zip(self.linears, self.activations, self.clips, strict=True):
-            inputs.append(h)
-            z = nn.functional.linear(h, linear.weight.detach(), _detached(linear.bias))
-            pre_activations.append(z)
-            activations.append(phi.function(z))
-            h = clip(activations[-1]) if clip else activations[-1]
+        with torch.no_grad():
+            for linear, phi, clip in zip(self.linears, self.activations, self.clips, strict=True):
+                inputs.append(h)
+                z = nn.functional.linear(h, linear.weight, linear.bias)
+                pre_activations.append(z)
+                activations.append(phi.function(z))
+                h = clip(activations[-1]) if clip else activations[-1]
         return ForwardPass(inputs=inputs, pre_activations=pre_activations, activations=activations, output=h)
 
     def derivative(self, forward: ForwardPass, layer: int, *, through_clip: bool) -> Tensor | None:
@@ -137,7 +137,7 @@ class FullyConnected(LayeredNetwork):
 
         Args:
             forward: Values of the forward pass.
-            layer: Layer number, 0 .. L-1.
+            layer: Layer number, 0 .. L-1, or -1 for the last.
             through_clip: Whether a clipped neuron has slope 0, as in autograd, or phi'_l(z_l), as in eq. 8 of the PDFA
                 paper.
         """
@@ -205,10 +205,6 @@ def build_sequential(
             modules.append(ClippedNeurons(layer.n_outputs, layer.tau_h_max, layer.tau_h_min))
         fan_in = layer.n_outputs
     return nn.Sequential(*modules)
-
-
-def _detached(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.detach()
 
 
 def _split_layers(

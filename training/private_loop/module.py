@@ -334,7 +334,8 @@ class PrivateModule:
             self._gradients.seek(batch.step)
             for feedback in feedback_of(self.module):
                 feedback.seek(batch.step * _PASSES_A_STEP)
-            self._gradients.set_gradients_of_parts(self._recorded(batch, gradients, most - readings))
+            recorded = self._recorded(batch, gradients, most - readings)
+            self._gradients.set_gradients(tape.contributions for tape in recorded)
         except BaseException:
             for parameter in self._trained:
                 parameter.grad = None

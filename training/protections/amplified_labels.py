@@ -18,7 +18,7 @@ Source: docs/privacy-labels.md, section 3 (a secret batch and noise of a public 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,11 +28,12 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import bounded_factors, finite_rows
-from training.networks.network import FullyConnected
+from training.networks.contributions.sums import Contributions
 from training.protections.base import (
     PoissonProtection,
     PrivateGradients,
     central_noise,
+    linear_uses,
     noise_std,
     noise_work,
     rounds_exactly,
@@ -164,26 +165,26 @@ class AmplifiedLabels(PrivateGradients):
 
     def _write(
         self,
-        network: FullyConnected,
-        deltas: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        parts: Iterable[Contributions],
         *,
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
         """See PrivateGradients._write."""
-        biases = [linear.bias is not None for linear in network.linears]
-        rows = [with_constant(h, bias=bias) for h, bias in zip(inputs, biases, strict=True)]
+        (found,) = parts
+        uses = linear_uses(found)
+        deltas, biases = [use.delta[:, 0] for use in uses], [use.bias is not None for use in uses]
+        rows = [with_constant(use.h[:, 0], bias=bias) for use, bias in zip(uses, biases, strict=True)]
         metrics = self._metrics(public_inputs, biases)
         white = [metric.whiten(row) for metric, row in zip(metrics, rows, strict=True)]
         norms = _norms(deltas, white)
         factors = bounded_factors(norms, self._clip_norm)
         finite = torch.isfinite(norms)
-        for layer, (delta, row, metric) in enumerate(zip(deltas, white, metrics, strict=True)):
+        for use, delta, row, metric in zip(uses, deltas, white, metrics, strict=True):
             scaled = finite_rows(delta, finite) * factors[:, None]
             total = (scaled.t() @ finite_rows(row, finite)).float()  # (n_l, n_(l-1) + 1), whitened
             noisy = metric.colour(self._noise.add_rounded(total, self._noise_std))
-            write_gradient(network, layer, noisy.div_(self._divisor).float())
+            write_gradient(use, noisy.div_(self._divisor).float())
 
     def _metrics(self, public_inputs: Sequence[Tensor] | None, biases: Sequence[bool]) -> list[Metric]:
         """Return P_l of every layer, times the sum of fan-ins; a geometry that is due is computed, and kept."""

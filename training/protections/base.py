@@ -25,7 +25,8 @@ from opusim.files import OwnProcess
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.sections import ProtectionSection
-from training.networks.network import FullyConnected
+from training.networks.contributions.sums import Contributions
+from training.networks.contributions.uses import LinearUse
 from training.protections.planning import Plan, ProtectedAlgorithm, require_covered
 from training.runs.folder import RunFolder
 
@@ -297,9 +298,7 @@ class PrivateGradients(ABC):
 
     def set_gradients(
         self,
-        network: Any,
-        deltas: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        parts: Iterable[Contributions],
         *,
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
@@ -307,21 +306,18 @@ class PrivateGradients(ABC):
         """Write the private gradient of every parameter.
 
         Args:
-            network: The network whose gradients are written, of a class that the protection takes.
-            deltas: delta_l of each layer, shapes (batch, n_l).
-            inputs: What each layer's update takes for h_(l-1), shapes (batch, n_(l-1)).
+            parts: What the records of a batch add to the parameters (`LayeredNetwork.contributions`,
+                `RecordTape.contributions`): one, or one after another if the batch was computed in parts.
             records: Numbers of the batch's records in the training set, shape (batch,).
             public_inputs: h_(l-1) of the reference records, shapes (n, n_(l-1)).
         """
-        self._write(network, deltas, inputs, records=records, public_inputs=public_inputs)
+        self._write(parts, records=records, public_inputs=public_inputs)
         self.batches_written += 1
 
     @abstractmethod
     def _write(
         self,
-        network: Any,
-        deltas: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        parts: Iterable[Contributions],
         *,
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
@@ -360,16 +356,18 @@ class WrappedGradients(PrivateGradients):
         """See PrivateGradients.state."""
         return self._writer.state
 
-    def set_recorded_gradients(self, tape: Any, *, records: Tensor | None = None) -> None:
-        """Write the private gradient of every parameter of a module; see RecordGradients.
 
-        Raises:
-            TypeError: The other writer takes no module.
-        """
-        write = getattr(self._writer, "set_recorded_gradients", None)
-        if write is None:
-            raise TypeError(f"writer: {type(self._writer).__name__} takes fully connected networks only")
-        write(tape, records=records)
+def linear_uses(found: Contributions) -> list[LinearUse]:
+    """Return the use of each layer of a fully connected network, before its records are measured.
+
+    Raises:
+        TypeError: They are contributions to another network.
+    """
+    uses = [use for _, own in found.layers for use in own]
+    linear = [use for use in uses if type(use) is LinearUse and use.positions == 1]
+    if not len(linear) == len(uses) == len(found.layers):
+        raise TypeError("parts: this protection is about fully connected networks; give it the layers of one")
+    return linear
 
 
 def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0) -> float:
@@ -407,14 +405,13 @@ def with_constant(h: Tensor, *, bias: bool) -> Tensor:
     return torch.cat([h, h.new_ones(len(h), 1)], dim=1) if bias else h
 
 
-def write_gradient(network: FullyConnected, layer: int, gradient: Tensor) -> None:
+def write_gradient(use: LinearUse, gradient: Tensor) -> None:
     """Write the gradient of a layer, shape (n_l, n_(l-1) + 1) with a bias and (n_l, n_(l-1)) without."""
-    linear = network.linears[layer]
-    if linear.bias is None:
-        linear.weight.grad = gradient
+    if use.bias is None:
+        use.weight.grad = gradient
         return
-    linear.weight.grad = gradient[:, :-1].contiguous()
-    linear.bias.grad = gradient[:, -1].contiguous()
+    use.weight.grad = gradient[:, :-1].contiguous()
+    use.bias.grad = gradient[:, -1].contiguous()
 
 
 def creditable_law(

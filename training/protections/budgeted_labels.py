@@ -15,7 +15,7 @@ Source: docs/privacy-labels.md, sections 1 and 2 (leverage scores, a budget for 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -28,12 +28,13 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import scale_to_ball
-from training.networks.network import FullyConnected
+from training.networks.contributions.sums import Contributions
 from training.protections.base import (
     PrivateGradients,
     Protection,
     calibrated_once,
     central_noise,
+    linear_uses,
     noise_std,
     noise_work,
     with_constant,
@@ -87,7 +88,8 @@ class LabelBudgetProtection(Protection):
             noise_multiplier=self.noise_multiplier,
             floor=options.floor,
             noise=central_noise(self._plan, device),
-            output_gain=self._algorithm.updates.output_gain,
+            output_gain=self._algorithm.updates.output_gain
+            * self._plan.network.activations[-1].slope_bounds[1],
         )
 
     def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
@@ -124,8 +126,8 @@ class BudgetedLabels(PrivateGradients):
         noise_multiplier: z > 0.
         floor: lambda over the mean of the diagonal of H^T H, > 0.
         noise: Source of independent N(0, 1).
-        output_gain: By how much the feedback may stretch the distance of two errors before they reach the output
-            layer, >= 0; infinity if nothing bounds it.
+        output_gain: By how much the feedback and the slope of the output layer may stretch the distance of two errors
+            on their way to its signal, >= 0; infinity if nothing bounds it.
     """
 
     def __init__(
@@ -154,9 +156,7 @@ class BudgetedLabels(PrivateGradients):
 
     def _write(
         self,
-        network: FullyConnected,
-        deltas: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        parts: Iterable[Contributions],
         *,
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
@@ -164,20 +164,20 @@ class BudgetedLabels(PrivateGradients):
         """See PrivateGradients._write."""
         if records is None:
             raise ValueError("records is missing; the filter must know whose budget a batch spends")
-        rows = [
-            with_constant(h, bias=linear.bias is not None)
-            for h, linear in zip(inputs, network.linears, strict=True)
-        ]
+        (found,) = parts
+        uses = linear_uses(found)
+        rows = [with_constant(use.h[:, 0], bias=use.bias is not None) for use in uses]
         scores, ridges = self._leverages(rows)
-        keeps = self._charge(records, scores, network.activations[-1].slope_bounds[1])[:, None]
+        keeps = self._charge(records, scores)[:, None]
         divisor = max(len(records), 1)
-        for layer, (delta, row, ridge) in enumerate(zip(deltas, rows, ridges, strict=True)):
+        for use, row, ridge in zip(uses, rows, ridges, strict=True):
+            delta = use.delta[:, 0]
             finite = torch.isfinite(delta).all(dim=1, keepdim=True)  # a label must not decide what overflows
             signal = torch.where(keeps & finite, scale_to_ball(delta, self._clip_norm), 0.0)
             noisy = self._noise.add_rounded(signal, self._noise_std)
             total = noisy.t() @ row  # (n_l, n_(l-1) + 1)
             noisy = self._noise.add_rounded(total, ridge**0.5 * self._noise_std)
-            write_gradient(network, layer, noisy.div_(divisor))
+            write_gradient(use, noisy.div_(divisor))
 
     def _leverages(self, rows: Sequence[Tensor]) -> tuple[list[np.ndarray], list[float]]:
         """Return the leverages of every layer, shapes (batch, 1), and lambda."""
@@ -186,10 +186,10 @@ class BudgetedLabels(PrivateGradients):
         pairs = [batch_leverages(row, floor=self._floor) for row in rows]
         return [scores.cpu().numpy()[:, None] for scores, _ in pairs], [ridge for _, ridge in pairs]
 
-    def _charge(self, records: Tensor, scores: Sequence[np.ndarray], output_slope: float) -> Tensor:
-        """Return which records can pay, shape (batch,), bool; the slope bounds that of the output layer."""
+    def _charge(self, records: Tensor, scores: Sequence[np.ndarray]) -> Tensor:
+        """Return which records can pay, shape (batch,), bool."""
         distances = [2 * self._clip_norm] * len(scores)
-        distances[-1] = min(distances[-1], self._output_distance * output_slope)
+        distances[-1] = min(distances[-1], self._output_distance)
         mu = step_mu_bound(distances, scores, [self._noise_std] * len(scores))
         self._filter.restore(self._spent.numpy())
         keeps = self._filter.charge(records.cpu().numpy(), mu)

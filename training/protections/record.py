@@ -5,7 +5,7 @@ over all layers is known without forming it:
 
     ||g_i||^2 = sum_l ||delta_(l,i)||^2 (||h_(l-1,i)||^2 + 1),
 
-with the 1 for a bias (other layers measure themselves: `LayeredNetwork.squared_norms`). One factor
+with the 1 for a bias (other uses of parameters measure themselves: `Contributions.squared_norms`). One factor
 min(1, C / ||g_i||) scales all of a record's deltas. One matrix product per layer sums the records. N(0, (z C)^2) is
 added to every entry of the sum, and a constant divides it. On the processor a sum with its noise is one exactly rounded
 number (`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
@@ -48,7 +48,6 @@ from training.networks.clipping import (
     bounded_factors,
 )
 from training.networks.contributions.sums import Contributions
-from training.networks.layers import LayeredNetwork
 from training.networks.optimizers import rate_share
 from training.networks.record_gradients.tape import RecordTape
 from training.protections.base import (
@@ -140,7 +139,7 @@ class RecordProtection(PoissonProtection):
             ledger.pay_once(NEW_NOISE, step.repeated(self.section.bands - 1))
 
     def gradients(self, device: NoisyDevice | None) -> RecordGradients:
-        """See Protection.gradients; takes any layered network."""
+        """See Protection.gradients."""
         ranks = Ranks()
         return RecordGradients(
             clip_norm=self.section.clip,
@@ -331,31 +330,8 @@ def require_counted_sums(tape: RecordTape, expected: float, *, processes: int, n
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClippedSignals:
-    """A batch's signals as they are summed: sum_i f_i J_i^T delta_i for each layer.
-
-    Attributes:
-        deltas: delta_l of each layer, 0 for a record whose contribution is not finite.
-        inputs: h_(l-1) of each layer, 0 for such a record.
-        clips: The factors f_i of each layer.
-    """
-
-    deltas: Sequence[Tensor]
-    inputs: Sequence[Tensor]
-    clips: Sequence[Clip]
-
-
-def _places(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-    """Return an uninitialised float32 tensor for the sums of all parameters, and the views of it for each of them."""
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.empty(sum(sizes), device=parameters[0].device)
-    views = [part.view(p.shape) for part, p in zip(flat.split(sizes), parameters, strict=True)]
-    return flat, dict(zip(parameters, views, strict=True))
-
-
 class RecordGradients(PrivateGradients):
-    """Writes clipped, noised gradients into a network.
+    """Writes clipped, noised gradients of parameters.
 
     Guarantees, for every batch whatever it holds:
         - a record's contribution, as float32 arithmetic forms it, has norm at most C (1 + 1e-6), whatever finite
@@ -404,62 +380,30 @@ class RecordGradients(PrivateGradients):
         """See PrivateGradients.state: that of correlated noise."""
         return self._noise.state
 
+    def clips(self, found: Contributions) -> list[Clip]:
+        """Return the factor of each record in each layer."""
+        squares = found.squared_norms()
+        return Clip.of_layers(self._factors(squares), squares)
+
     def _write(
         self,
-        network: LayeredNetwork,
-        deltas: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        parts: Iterable[Contributions],
         *,
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See PrivateGradients._write; takes any layered network."""
-        self._write_sums([network.contributions(deltas, inputs)])
-
-    def clipped(
-        self, network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> ClippedSignals:
-        """Return signals and inputs with the factor of each record in each layer; arguments as in `set_gradients`."""
-        squares = network.contributions(deltas, inputs).squared_norms()
-        clips = Clip.of_layers(self._factors(squares), squares)
-        return ClippedSignals(
-            deltas=[clip.finite(delta) for clip, delta in zip(clips, deltas, strict=True)],
-            inputs=[clip.finite(h) for clip, h in zip(clips, inputs, strict=True)],
-            clips=clips,
-        )
-
-    def set_recorded_gradients(self, tape: RecordTape, *, records: Tensor | None = None) -> None:
-        """Write the private gradient of every parameter of a module, from the batch that a tape has recorded.
-
-        The same guarantees as for layered networks hold. A batch without records is recorded by `tape.recording(0)`.
-
-        Args:
-            tape: It recorded the forward and backward passes of the batch, of a loss that sums over records.
-            records: Numbers of the batch's records, for a writer that wraps this one; not used here.
-        """
-        self.set_gradients_of_parts([tape])
-
-    def set_gradients_of_parts(self, parts: Iterable[RecordTape]) -> None:
-        """Write the private gradient of every parameter of a module, from a batch that a tape recorded in parts.
-
-        The clipped sums of all parts are added, and the noise is added once. The same guarantees as above hold.
-
-        Args:
-            parts: The tape, once after each part that it recorded; at least once.
+        """See PrivateGradients._write. The clipped sums of all parts are added, and the noise is added once.
 
         Raises:
             ValueError: There is no part.
         """
-        self._write_sums(tape.contributions for tape in parts)
-        self.batches_written += 1
-
-    def _write_sums(self, parts: Iterable[Contributions]) -> None:
-        """Write the private gradients of all parameters from what the records of each part of a batch contribute."""
         flat: Tensor | None = None
-        several, gradients = False, dict[nn.Parameter, Tensor]()
+        several, parameters, sizes = False, list[nn.Parameter](), list[int]()
         for part in parts:
-            own, gradients = _places(part.parameters)
-            into = {id(parameter): place for parameter, place in gradients.items()}
+            parameters = part.parameters
+            sizes = [parameter.numel() for parameter in parameters]
+            own = torch.empty(sum(sizes), device=parameters[0].device)
+            into = {id(p): place.view_as(p) for place, p in zip(own.split(sizes), parameters, strict=True)}
             found = part.totals(self._factors(part.squared_norms()), into)
             formed = [(into[id(p)], total) for p, total in found if total is not into[id(p)]]
             if formed:
@@ -470,8 +414,7 @@ class RecordGradients(PrivateGradients):
             raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
         total = flat.float()
         self._finish(total, error=SUM_ERROR if several else 0.0)
-        sizes = [parameter.numel() for parameter in gradients]
-        for parameter, gradient in zip(gradients, total.split(sizes), strict=True):
+        for parameter, gradient in zip(parameters, total.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 
     def _finish(self, total: Tensor, *, error: float) -> None:
@@ -485,12 +428,14 @@ class RecordGradients(PrivateGradients):
             error: What one record may change the rounding of the sum by, over C; more noise makes up for it.
         """
         ranks = self._ranks
-        ranks.sum_on_first([total])
-        if ranks.is_first:
+        if ranks.world > 1:
+            ranks.sum_on_first([total])
+        if ranks.rank == 0:
             if self._noise_std:
                 self._noise.add_rounded(total, self._noise_std * (1 + error))
             total.div_(self._divisor)
-        ranks.broadcast_tensors([total])
+        if ranks.world > 1:
+            ranks.broadcast_tensors([total])
 
     def _factors(self, squares: Tensor) -> Tensor:
         """Return the factor of each layer of each record, float64, shape (layers, batch)."""

@@ -105,7 +105,7 @@ class PlainUpdate(Update):
             signals = [finite_rows(delta, used) for delta in signals]
             inputs = [finite_rows(h, used) for h in inputs]
         if self._protection is not None:
-            self._protection.set_gradients(network, signals, inputs, records=records)
+            self._protection.set_gradients([network.contributions(signals, inputs)], records=records)
             return used
         for layer, (delta, h) in enumerate(zip(signals, inputs, strict=True)):
             network.set_gradient(layer, delta, h, max(len(clean), 1))

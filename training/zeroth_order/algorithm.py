@@ -22,12 +22,12 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, Arrays, DeviceShape
 from training.errors import RunFolderError
+from training.networks.any_module import AnyModule
 from training.networks.base import (
     DescribedModule,
-    ModuleNetwork,
     Network,
-    build_module_network,
     parameters_digest,
+    require_class_scores,
     tensor_facts,
 )
 from training.networks.network import FullyConnected, build_network
@@ -79,7 +79,8 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         try:
             network = build_network(config, dataset, model)
         except (TypeError, ValueError):  # not fully connected, or in part frozen
-            network = build_module_network(model, dataset, records)
+            network = viewed = AnyModule(model, n_inputs=dataset.n_features)
+            require_class_scores(model, records.to(viewed.parameters[0].device), dataset.n_classes)
         if protected:
             place = next(iter(network.tensors.values())).device
             require_independent_records(network.model.eval(), records.to(place))
@@ -92,12 +93,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
             return FullyConnected.from_facts(facts)
         if model is None and "language" in facts:
             model = described_classifier(facts["language"])
-        if model is None:
-            raise RunFolderError(
-                f"the run trained a user-supplied {facts['module']}, which its folder cannot describe; give one "
-                "like it: opusim.load_run(path, model=...)"
-            )
-        return ModuleNetwork(model, facts["n_inputs"])
+        return AnyModule.from_facts(facts, model)
 
     @property
     def device_shape(self) -> DeviceShape:

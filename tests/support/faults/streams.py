@@ -60,7 +60,7 @@ def changed_noise(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) ->
     """Change the noise of a clipped sum, one tensor for each parameter, before the parameters receive it."""
 
     def changed(write: Callable[..., None]) -> Callable[..., None]:
-        def written(self: Any, parts: Any) -> None:
+        def written(self: Any, parts: Any, **options: Any) -> None:
             found = list(parts)
             parameters, std = found[0].parameters, self._noise_std
             self._noise_std = 0.0
@@ -74,7 +74,7 @@ def changed_noise(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) ->
 
         return written
 
-    with replaced("training.protections.record:RecordGradients._write_sums", changed):
+    with replaced("training.protections.record:RecordGradients._write", changed):
         yield
 
 

@@ -221,8 +221,8 @@ def watched_batches(found: list[np.ndarray]) -> Iterator[None]:
     """Keep what the protected steps were given."""
 
     def watching(write: Callable[..., Any]) -> Callable[..., Any]:
-        def written(self: Any, network: Any, deltas: Any, inputs: Any, **others: Any) -> None:
-            write(self, network, deltas, inputs, **others)
+        def written(self: Any, parts: Any, **others: Any) -> None:
+            write(self, parts, **others)
             found.append(others["records"].numpy())
 
         return written

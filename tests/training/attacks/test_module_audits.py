@@ -82,10 +82,11 @@ def _first_layer_unclipped(factors: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def _by_realised_batch(write: Callable[..., None]) -> Callable[..., None]:
-    def divided(self: Any, tape: Any, **options: Any) -> None:
-        stated, self._divisor = self._divisor, float(max(tape._records, 1))
+    def divided(self: Any, parts: Any, **options: Any) -> None:
+        (found,), stated = parts, self._divisor
+        self._divisor = float(max(found._records, 1))
         try:
-            write(self, tape, **options)
+            write(self, [found], **options)
         finally:
             self._divisor = stated
 
@@ -93,7 +94,7 @@ def _by_realised_batch(write: Callable[..., None]) -> Callable[..., None]:
 
 
 FACTORS = "training.protections.record:RecordGradients._factors"
-WRITER = "training.protections.record:RecordGradients.set_recorded_gradients"
+WRITER = "training.protections.record:RecordGradients.set_gradients"
 STEPS = {"a group norm's bias without noise": 40}
 """Steps of a planted fault that shows after fewer than 60."""
 FAULTS: dict[str, tuple[str, str, Callable[[], AbstractContextManager[None]]]] = {

@@ -163,7 +163,7 @@ def test_the_sum_that_leaves_a_step_has_the_noise_that_is_accounted(
         deltas, inputs = (
             [torch.zeros(0, size, device=gpu) for size in sizes] for sizes in ((180, 4), (99, 180))
         )
-        protection.set_gradients(network, deltas, inputs)
+        protection.set_gradients([network.contributions(deltas, inputs)])
         drawn.append(torch.cat([parameter.grad.flatten() for parameter in network.parameters]).double())
     z = torch.stack(drawn) / (multiplier * clip / divisor)
     assert is_standard_normal(z)

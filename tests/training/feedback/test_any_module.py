@@ -20,9 +20,9 @@ from training.config.sections import MODEL_NAMES, OptimizerConfig
 from training.data import from_arrays
 from training.engine.trainer import Trainer
 from training.errors import DataError, RunFolderError, TrainingDiverged
-from training.feedback.algorithm import feedback_points
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
-from training.feedback.module_trainer import ModuleTrainer
+from training.feedback.modules import ModuleGradients, feedback_points
 from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule, from_recipe
@@ -94,15 +94,17 @@ def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> 
         if closed_form:
             network = FullyConnected(mlp())
             optimizer = make_optimizer(network.parameters, OptimizerConfig())
-            trainer = FeedbackTrainer(network, optimizer, options, device=device)
+            trainer = FeedbackTrainer(ClosedForm(network, options, device=device), optimizer)
         else:
             view = AnyModule(mlp(), n_inputs=9, record_shape=(9,), recipe={})
-            trainer = ModuleTrainer(
-                view,
+            trainer = FeedbackTrainer(
+                ModuleGradients(
+                    view,
+                    Objective.named("cross-entropy", "class"),
+                    kind=options.kind,
+                    feedback=feedback_points(view, options, device if options.kind == "pdfa" else None),
+                ),
                 make_optimizer(view.parameters, OptimizerConfig()),
-                Objective.named("cross-entropy", "class"),
-                kind=options.kind,
-                feedback=feedback_points(view, options, device if options.kind == "pdfa" else None),
             )
         trainer.step(x, y, step=0, observe=False)
         found.append([p.grad.clone() for p in trainer.model.parameters() if p.grad is not None])
@@ -352,12 +354,14 @@ def test_a_device_that_fails_leaves_parameters_and_buffers(
     view = AnyModule(module(), n_inputs=16, record_shape=(1, 4, 4), recipe={})
     x, y = torch.randn(6, 16), torch.arange(6) % 3
     with open_device("gaussian", n_inputs=3, n_outputs=96, seed=3) as device:
-        trainer = ModuleTrainer(
-            view,
+        trainer = FeedbackTrainer(
+            ModuleGradients(
+                view,
+                Objective.named("cross-entropy", "class"),
+                kind="pdfa",
+                feedback=feedback_points(view, PdfaConfig(), device),
+            ),
             make_optimizer(view.parameters, OptimizerConfig()),
-            Objective.named("cross-entropy", "class"),
-            kind="pdfa",
-            feedback=feedback_points(view, PdfaConfig(), device),
         )
         empty = trainer.step(x[:0], y[:0], step=0, observe=False)
         assert (empty.n_records, device.usage.frames) == (0, 0)

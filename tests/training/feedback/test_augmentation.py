@@ -16,7 +16,8 @@ from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 from training.config.reading import merged
 from training.data.image_maps import Augmentation
-from training.feedback.module_trainer import ModuleTrainer, PrivateRecords
+from training.feedback.modules import ModuleGradients
+from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule
 from training.networks.objectives import Objective
 from training.networks.record_gradients.tape import RecordTape
@@ -53,21 +54,21 @@ def fixed(*moves: int) -> Fixed:
 def update(augmentation: Augmentation | None, *, clip: float = CLIP, noise: float = 0.0) -> Tensor:
     """The protected gradient of one step, all parameters."""
     net, (x, y) = conv_net(), images()
-    private = PrivateRecords(
-        tape=RecordTape(net, x[:2]),
-        writer=RecordGradients(
-            clip_norm=clip, noise_multiplier=noise, divisor=4.0, noise=SeededStream(1, "test")
-        ),
+    writer = RecordGradients(
+        clip_norm=clip, noise_multiplier=noise, divisor=4.0, noise=SeededStream(1, "test")
     )
     network = AnyModule(net, n_inputs=64, record_shape=(1, 8, 8), recipe={})
-    trainer = ModuleTrainer(
-        network,
+    trainer = FeedbackTrainer(
+        ModuleGradients(
+            network,
+            Objective.named("cross-entropy", "class"),
+            kind="bp",
+            seed=3,
+            augmentation=augmentation,
+            tape=RecordTape(net, x[:2]),
+        ),
         torch.optim.SGD(net.parameters(), lr=0.0),
-        Objective.named("cross-entropy", "class"),
-        kind="bp",
-        seed=3,
-        private=private,
-        augmentation=augmentation,
+        protection=writer,
     )
     trainer.step(x.flatten(1), y, step=0, observe=False)
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy, max_pool2d, relu
 
 import training
 from opusim import FeedbackAlignment
-from training.feedback.algorithm import feedback_points
 from training.feedback.choice import tell
 from training.feedback.config import DfaConfig
+from training.feedback.modules import feedback_points
 from training.networks.any_module import AnyModule
 from training.networks.sequence_models import TransformerEncoder, TransformerLM
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import training
 from opusim import FeedbackAlignment, open_device
 from training.feedback.diagnosis import Control, is_worse
-from training.feedback.module_trainer import ModuleTrainer
+from training.feedback.trainer import FeedbackTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, CLASSES = 12, 3
@@ -160,16 +160,16 @@ def test_only_runs_that_protect_nothing_have_a_control(
 ) -> None:
     """The first steps of at least 512."""
     change, build, expected = RUNS[name]
-    followed, step = [], ModuleTrainer.step
+    followed, step = [], FeedbackTrainer.step
 
-    def counted(self: ModuleTrainer, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: FeedbackTrainer, *args: Any, **kwargs: Any) -> Any:
         record = step(self, *args, **kwargs)
-        followed.append(self._control is not None)
+        followed.append(self.source._control is not None)
         if len(followed) > (BATCHES + 1 if expected else 0):
             raise KeyboardInterrupt
         return record
 
-    monkeypatch.setattr(ModuleTrainer, "step", counted)
+    monkeypatch.setattr(FeedbackTrainer, "step", counted)
     monkeypatch.setattr("training.feedback.algorithm.BATCHES", BATCHES)
     x, y = batch(0, 40)
     config = {"threads": 1, "epochs": 128, "trainer": {"kind": "dfa"}, "data": {"n_classes": CLASSES}}

@@ -12,6 +12,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.encodings import bit_planes, ternarize
 from training.config.kinds import TRAINERS
 from training.config.sections import OptimizerConfig
+from training.feedback.closed_form import ClosedForm
 from training.feedback.projection import (
     AbsoluteTernary,
     BitPlanes,
@@ -173,7 +174,8 @@ def trainer_of(
 ) -> FeedbackTrainer:
     config = TRAINERS.validated({"kind": kind, **options})
     return FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)), config, device=device
+        ClosedForm(network, config, device=device),
+        make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
     )
 
 
@@ -190,7 +192,7 @@ def test_from_the_feedback_the_last_hidden_layers_signal_is_backpropagations(
     """With one hidden layer the whole first update is; with two, that of the last hidden layer."""
     network = network_of(*widths)
     trainer = trainer_of(network, "dfa", gain=gain)
-    trainer.start_from_feedback()
+    trainer.source.start_from_feedback(torch.empty(0))
     assert not network.linears[-1].bias.any()
     trainer.step(*batch(), step=0)
     found = [network.gradients(layer).clone() for layer in range(network.depth)]
@@ -214,7 +216,7 @@ def test_a_noisy_devices_columns_are_means_of_readings(seed: int) -> None:
     """64 readings of each column: within five standard errors over the family, and not the matrix itself."""
     network = network_of(12)
     device = device_of(seed=seed % 2**31, n_outputs=12)
-    trainer_of(network, "pdfa", device=device).start_from_feedback()
+    trainer_of(network, "pdfa", device=device).source.start_from_feedback(torch.empty(0))
     off = network.linears[-1].weight.detach() * 12**0.5 - device.matrix().t()
     standard_error = SIGMA / 64**0.5
     assert float(off.abs().max()) < standard_error * norm.isf(norm.sf(5.0) / off.numel())
@@ -226,4 +228,4 @@ def test_without_a_feedback_matrix_or_a_hidden_layer_it_is_refused(
     kind: str, widths: tuple[int, ...]
 ) -> None:
     with pytest.raises(ValueError, match="model.initial_output = 'feedback' needs.*has none; use 'random'"):
-        trainer_of(network_of(*widths), kind).start_from_feedback()
+        trainer_of(network_of(*widths), kind).source.start_from_feedback(torch.empty(0))

@@ -14,6 +14,7 @@ from opusim.medium.transmission import Medium
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
 from training.errors import TrainingDiverged
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.functions import cross_entropy
@@ -47,11 +48,8 @@ def gradients(config: FeedbackConfig, *, sigma: float = 0.0, step: int = 0) -> l
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": sigma})
     trainer = FeedbackTrainer(
-        network,
+        ClosedForm(network, config, device=device, noise=noise_stream("experiment", 5, "digital-noise")),
         make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
-        config,
-        device=device,
-        noise=noise_stream("experiment", 5, "digital-noise"),
     )
     x, y = batch()
     trainer.step(x, y, step=step, observe=True)
@@ -149,10 +147,8 @@ def test_layers_get_disjoint_slices() -> None:
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": 50.0})
     trainer = FeedbackTrainer(
-        network,
+        ClosedForm(network, PdfaConfig(), device=device),
         make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
-        PdfaConfig(),
-        device=device,
     )
     x, y = batch()
     pairs = []
@@ -179,7 +175,9 @@ def test_the_output_layer_learns_from_the_error_itself() -> None:
 
 def test_diagnostics_of_backpropagation_are_perfect_alignment() -> None:
     network = new_network()
-    trainer = FeedbackTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), BpConfig())
+    trainer = FeedbackTrainer(
+        ClosedForm(network, BpConfig()), make_optimizer(network.parameters, OptimizerConfig())
+    )
     record = trainer.step(*batch(), step=0, observe=True)
     assert record.diagnostics["alignment"] == pytest.approx([1.0] * 3, abs=1e-6)
 
@@ -189,7 +187,8 @@ def test_reported_noise_norm_is_the_realised_one() -> None:
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), PdfaConfig(), device=device
+        ClosedForm(network, PdfaConfig(), device=device),
+        make_optimizer(network.parameters, OptimizerConfig()),
     )
     reported = trainer.step(*batch(), step=0, observe=True).diagnostics["noise_norm"]
     realised = device.draw((4000, 27)).split([12, 15], dim=1)
@@ -201,7 +200,9 @@ def test_reported_noise_norm_is_the_realised_one() -> None:
 
 def test_nan_in_the_error_stops_before_the_update() -> None:
     network = new_network()
-    trainer = FeedbackTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), DfaConfig())
+    trainer = FeedbackTrainer(
+        ClosedForm(network, DfaConfig()), make_optimizer(network.parameters, OptimizerConfig())
+    )
     x, y = batch()
     x[3, 2] = float("nan")
     before = [parameter.detach().clone() for parameter in network.parameters]
@@ -214,7 +215,8 @@ def test_an_empty_batch_moves_nothing() -> None:
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27)
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), PdfaConfig(), device=device
+        ClosedForm(network, PdfaConfig(), device=device),
+        make_optimizer(network.parameters, OptimizerConfig()),
     )
     before = [parameter.detach().clone() for parameter in network.parameters]
     record = trainer.step(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), step=0, observe=True)
@@ -226,10 +228,11 @@ def test_wrong_devices_are_refused() -> None:
     network = new_network()
     optimizer = make_optimizer(network.parameters, OptimizerConfig())
     with pytest.raises(ValueError, match="device is missing"):
-        FeedbackTrainer(network, optimizer, PdfaConfig())
+        FeedbackTrainer(ClosedForm(network, PdfaConfig()), optimizer)
     with pytest.raises(ValueError, match="n_inputs=4, n_outputs=27"):
         FeedbackTrainer(
-            network, optimizer, PdfaConfig(), device=open_device("gaussian", n_inputs=4, n_outputs=26)
+            ClosedForm(network, PdfaConfig(), device=open_device("gaussian", n_inputs=4, n_outputs=26)),
+            optimizer,
         )
 
 
@@ -237,7 +240,7 @@ def test_wrong_devices_are_refused() -> None:
 def test_every_optimizer_lowers_the_loss(name: str) -> None:
     network = new_network()
     optimizer = make_optimizer(network.parameters, OptimizerConfig(name=name, lr=0.03))
-    trainer = FeedbackTrainer(network, optimizer, DfaConfig())
+    trainer = FeedbackTrainer(ClosedForm(network, DfaConfig()), optimizer)
     x, y = batch()
     losses = [float(trainer.step(x, y, step=step).loss_sum) for step in range(200)]
     assert losses[-1] < 0.7 * losses[0]

@@ -21,8 +21,9 @@ from tests.support.record_models import Custom
 from training.config.sections import OptimizerConfig
 from training.data.samplers import PoissonSampler
 from training.engine.trainer import Trainer
-from training.feedback.module_trainer import ModuleTrainer, PrivateRecords
+from training.feedback.modules import ModuleGradients
 from training.feedback.points import FeedbackAlignment
+from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule
 from training.networks.objectives import Objective
 from training.networks.optimizers import make_optimizer
@@ -102,7 +103,7 @@ def test_every_built_in_model_trains_with_a_proven_statement(tmp_path: Path, nam
 
 def private_trainer(
     model: nn.Module, x: Tensor, *, kind: str = "bp", clip: float = 0.5, noise: float = 0.0, lr: float = 1.0
-) -> tuple[ModuleTrainer, RecordGradients]:
+) -> tuple[FeedbackTrainer, RecordGradients]:
     """A trainer whose private step divides by 8."""
     view = AnyModule(model, n_inputs=x[0].numel(), record_shape=x.shape[1:], recipe={})
     feedback = None
@@ -113,14 +114,12 @@ def private_trainer(
         clip_norm=clip, noise_multiplier=noise, divisor=8.0, noise=SeededStream(1, "test")
     )
     tape = RecordTape(model.train(), x[:3])
-    trainer = ModuleTrainer(
-        view,
+    trainer = FeedbackTrainer(
+        ModuleGradients(
+            view, Objective.named("cross-entropy", "class"), kind=kind, feedback=feedback, seed=3, tape=tape
+        ),
         make_optimizer(view.parameters, OptimizerConfig(lr=lr, momentum=0.0)),
-        Objective.named("cross-entropy", "class"),
-        kind=kind,
-        feedback=feedback,
-        seed=3,
-        private=PrivateRecords(tape=tape, writer=writer),
+        protection=writer,
     )
     return trainer, writer
 

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from opusim import FeedbackAlignment, Medium, open_device
 from opusim.devices.base import NoisyDevice
 from training.config.sections import OptimizerConfig
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
@@ -97,7 +98,7 @@ def test_an_mlp_has_the_gradients_of_the_closed_form(config: FeedbackConfig, opt
     network = FullyConnected(mlp())
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
     trainer = FeedbackTrainer(
-        network, optimizer, config, device=device(27, kind="ideal") if photonic else None
+        ClosedForm(network, config, device=device(27, kind="ideal") if photonic else None), optimizer
     )
     trainer.step(x, y, step=0)
     for found, expected in zip(model.parameters(), network.parameters, strict=True):

@@ -10,6 +10,7 @@ from torch import nn
 
 from opusim import FeedbackAlignment, open_device
 from training.config.sections import OptimizerConfig
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import DfaConfig, TdfaConfig
 from training.feedback.projection import BitPlanes, DenseProjection, Encoding, RelativeTernary
 from training.feedback.structured import HadamardProjection, digital_projection, hadamard_transform
@@ -87,8 +88,10 @@ def test_entries_have_mean_zero_and_variance_one_over_the_seeds() -> None:
 @pytest.mark.parametrize("options", [DfaConfig(projection="hadamard"), TdfaConfig(projection="hadamard")])
 def test_the_closed_form_takes_the_matrix(options: DfaConfig) -> None:
     network = FullyConnected(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)))
-    trainer = FeedbackTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), options)
-    trainer.start_from_feedback()
+    trainer = FeedbackTrainer(
+        ClosedForm(network, options), make_optimizer(network.parameters, OptimizerConfig())
+    )
+    trainer.source.start_from_feedback(torch.empty(0))
     columns = HadamardProjection(4, 9, options.feedback_seed).columns(4)
     found = network.linears[1].weight.detach()
     torch.testing.assert_close(found, columns * (found.norm() / columns.norm()))

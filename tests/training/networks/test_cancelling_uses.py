@@ -176,7 +176,7 @@ def test_the_noise_counts_the_sums_error(build: Any, several: bool, monkeypatch:
         return tape
 
     for batch in ([pairs(8, 1.0)], [pairs(0, 1.0)], [pairs(4, 1.0), pairs(3, 1.0)]):
-        writer.set_gradients_of_parts(recorded(x) for x in batch)
+        writer.set_gradients(recorded(x).contributions for x in batch)
     wanted = 3.0 * 0.5 * (1.01 if several else 1.0)  # of the sum, before the divisor
     assert drawn == pytest.approx([wanted] * len(drawn), rel=1e-12)
     assert len(drawn) == 3

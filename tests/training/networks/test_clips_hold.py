@@ -16,7 +16,7 @@ from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extr
 from tests.support.ulr_models import MODELS, Residual
 from training.convex.gated import GatedNetwork, GatedRelu
 from training.convex.trainer import ConvexTrainer, Descent, Objective
-from training.feedback.rules import _sum
+from training.feedback.closed_form import _add_scaled
 from training.networks.clipping import (
     ball_factors,
     bounded_factors,
@@ -92,7 +92,7 @@ def added(
     network: LayeredNetwork, protection: RecordGradients, deltas: list[Tensor], inputs: list[Tensor]
 ) -> Tensor:
     """What a batch adds to the gradients, float64, flat."""
-    protection.set_gradients(network, deltas, inputs)
+    protection.set_gradients([network.contributions(deltas, inputs)])
     return torch.cat([p.grad.double().flatten() for p in parameters(network)])
 
 
@@ -233,7 +233,7 @@ def test_one_record_does_not_change_how_others_are_scaled(
         batch = torch.cat([rows, torch.full((1, 10), value)])
         factors = operator(batch, 1.0)
         assert torch.equal((batch * factors).float()[:500], rows * operator(rows, 1.0))
-        summed, _ = _sum(batch.clone(), factors, noise.clone(), 1.0)
+        summed = _add_scaled(noise.clone(), batch.clone(), factors)
         assert torch.equal(summed[:500], noise[:500].addcmul(rows, operator(rows, 1.0)))
 
 
@@ -407,7 +407,7 @@ def test_no_record_adds_more_than_the_clip_in_the_geometry_of_public_features() 
             clip_norm=clip, noise_multiplier=0.0, divisor=1.0, floor=FLOOR, reference=public[0], equalise=False,
             noise=SystemStream(),
         )  # fmt: skip
-        protection.set_gradients(network, deltas, inputs, public_inputs=public)
+        protection.set_gradients([network.contributions(deltas, inputs)], public_inputs=public)
         worst = max(worst, whitened(protection, network, public) / clip)
     assert 0.5 < worst <= 1 + ROUNDING
 

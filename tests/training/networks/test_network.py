@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.feedback.rules import Backpropagation
+from training.feedback.closed_form import Backpropagation
 from training.networks.functions import ACTIVATIONS, LOSSES, activation_of
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 

@@ -71,7 +71,7 @@ def test_a_backward_pass_that_failed_is_done_again(tmp_path: Path, monkeypatch: 
     """Nothing was released by it; the loss of the failed attempt is refused."""
     with private_loop(tmp_path / "whole") as loop:
         _, wanted = trained_through(loop, {})
-    write = RecordGradients.set_gradients_of_parts
+    write = RecordGradients.set_gradients
     fails = iter([False, True, True, *itertools.repeat(False, 20)])
 
     def failing(self: RecordGradients, parts: Any) -> None:
@@ -79,7 +79,7 @@ def test_a_backward_pass_that_failed_is_done_again(tmp_path: Path, monkeypatch: 
         if next(fails):
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(RecordGradients, "set_gradients_of_parts", failing)
+    monkeypatch.setattr(RecordGradients, "set_gradients", failing)
     refused = 0
     with private_loop(tmp_path / "failed") as loop:
         while loop.step < len(loop.data_loader):

@@ -116,10 +116,10 @@ def test_the_clipped_sum_is_that_of_opacus(tmp_path: Path) -> None:
 class WithoutNoiseOnBiases(RecordGradients):
     """A planted fault."""
 
-    def set_gradients_of_parts(self, parts: Any) -> None:
-        tapes = list(parts)
-        super().set_gradients_of_parts(tapes)
-        for parameter in (p for layer in tapes[-1].layers for p in layer):
+    def set_gradients(self, parts: Any, **options: Any) -> None:
+        found = list(parts)
+        super().set_gradients(found, **options)
+        for parameter in found[-1].parameters:
             if parameter.ndim == 1 and parameter.grad is not None:
                 parameter.grad.zero_()
 

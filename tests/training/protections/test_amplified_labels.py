@@ -119,7 +119,7 @@ def test_without_noise_the_gradient_is_the_clipped_sum(bias: bool) -> None:
         for total, g in zip(expected, contribution, strict=True):
             total += g * min(1.0, CLIP / square**0.5) / DIVISOR
     assert 0 < clipped < 13  # both sides of the clip were looked at
-    protection().set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    protection().set_gradients([network.contributions(deltas, inputs)], public_inputs=public_inputs())
     for parameter, total in zip(network.parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, total, rtol=1e-4, atol=1e-7)
 
@@ -141,11 +141,11 @@ def test_every_contribution_lies_in_the_clip_and_two_labels_within_its_double(
         sums = []
         for deltas in labels:
             shield = protection(equalise=equalise)
-            shield.set_gradients(network, deltas, features, public_inputs=public_inputs())
+            shield.set_gradients([network.contributions(deltas, features)], public_inputs=public_inputs())
             assert np.linalg.norm(whitened(network, covariances)) <= CLIP * (1 + 1e-5)
             batch = [torch.cat(pair) for pair in zip(others, deltas, strict=True)]
             rows = [torch.cat(pair) for pair in zip(rest, features, strict=True)]
-            shield.set_gradients(network, batch, rows, public_inputs=public_inputs())
+            shield.set_gradients([network.contributions(batch, rows)], public_inputs=public_inputs())
             sums.append(whitened(network, covariances))
         gaps = [np.linalg.norm(a - b) for a in sums for b in sums]
         assert max(gaps) <= 2 * CLIP * (1 + 1e-4)
@@ -163,12 +163,14 @@ def test_a_kept_geometry_clips_and_colours_until_it_is_due_again() -> None:
         assert (shield.reference is not None) == (step in (0, 3))
         if step == 3:
             shown = [shown[0], *(3 * h for h in shown[1:])]
-        shield.set_gradients(network, deltas, inputs, public_inputs=shown if step in (0, 3) else None)
+        shield.set_gradients(
+            [network.contributions(deltas, inputs)], public_inputs=shown if step in (0, 3) else None
+        )
         norms.append(np.linalg.norm(whitened(network, geometry(public_inputs()))))
     np.testing.assert_allclose(norms[:3], CLIP, rtol=1e-5)
     assert norms[3] > 1.2 * CLIP  # another geometry, in which it was clipped
     with pytest.raises(ValueError, match="public_inputs is missing"):
-        shield.set_gradients(network, deltas, inputs)  # step 3 is due
+        shield.set_gradients([network.contributions(deltas, inputs)])  # step 3 is due
 
 
 @pytest.mark.parametrize("fault", [False, True])
@@ -176,7 +178,7 @@ def test_noise_at_a_kept_step_has_the_kept_factor(monkeypatch: pytest.MonkeyPatc
     """An empty batch releases the generator's draws, coloured by the factor that clips."""
     network, shield, empty = new_network(), protection(1.0, every=4), signals(1, 0)
     shield.seek(0)
-    shield.set_gradients(network, *empty, public_inputs=public_inputs())
+    shield.set_gradients([network.contributions(*empty)], public_inputs=public_inputs())
     if fault:  # noise of the rows of the moment, under a clip in the kept geometry
         later = Metric.of_rows(torch.eye(WIDTHS[1] + 1), floor=FLOOR)
         colour = Metric.colour
@@ -184,7 +186,7 @@ def test_noise_at_a_kept_step_has_the_kept_factor(monkeypatch: pytest.MonkeyPatc
             Metric, "colour", lambda self, white: colour(later if white.shape[1] == 8 else self, white)
         )
     shield.seek(1)
-    shield.set_gradients(network, *empty)
+    shield.set_gradients([network.contributions(*empty)])
     stream = noise_stream("experiment", 5, "central-noise")
     stream.seek(1)
     shapes = [(width, fan_in + 1) for fan_in, width in pairwise(WIDTHS)]
@@ -202,10 +204,10 @@ def test_noise_at_a_kept_step_has_the_kept_factor(monkeypatch: pytest.MonkeyPatc
 def test_the_clip_holds_in_a_kept_geometry_however_the_activations_moved(size: float) -> None:
     network, shield = new_network(), protection(every=4)
     shield.seek(0)
-    shield.set_gradients(network, *signals(1, 0), public_inputs=public_inputs())
+    shield.set_gradients([network.contributions(*signals(1, 0))], public_inputs=public_inputs())
     deltas, inputs = signals(1, 1, 1e15)
     shield.seek(2)
-    shield.set_gradients(network, deltas, [inputs[0], *(size * h for h in inputs[1:])])
+    shield.set_gradients([network.contributions(deltas, [inputs[0], *(size * h for h in inputs[1:])])])
     assert np.linalg.norm(whitened(network, geometry(public_inputs()))) == pytest.approx(CLIP, rel=1e-5)
 
 
@@ -246,7 +248,7 @@ def test_a_writer_that_resumes_between_two_computations_goes_on_as_if_it_had_not
     network, other, (deltas, inputs) = new_network(), new_network(), signals(1, 9)
     first, second = protection(1.0, every=4), protection(1.0, every=4)
     first.seek(0)
-    first.set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    first.set_gradients([network.contributions(deltas, inputs)], public_inputs=public_inputs())
     for name, tensor in first.state.items():
         second.state[name].copy_(tensor)
     changed = [public_inputs()[0], *(2 * h for h in public_inputs()[1:])]  # of weights that have moved
@@ -254,12 +256,12 @@ def test_a_writer_that_resumes_between_two_computations_goes_on_as_if_it_had_not
         for shield, target in ((first, network), (second, other)):
             shield.seek(step)
             shown = None if shield.reference is None else changed
-            shield.set_gradients(target, deltas, inputs, public_inputs=shown)
+            shield.set_gradients([target.contributions(deltas, inputs)], public_inputs=shown)
         for mine, resumed in zip(network.parameters, other.parameters, strict=True):
             assert torch.equal(mine.grad, resumed.grad)
     fresh = protection(1.0, every=4)  # planted fault: without the state it takes the new rows
     fresh.seek(3)
-    fresh.set_gradients(other, deltas, inputs, public_inputs=changed)
+    fresh.set_gradients([other.contributions(deltas, inputs)], public_inputs=changed)
     assert not all(
         torch.equal(a.grad, b.grad) for a, b in zip(network.parameters, other.parameters, strict=True)
     )
@@ -287,10 +289,10 @@ def test_a_record_that_is_not_finite_counts_as_zero(value: float, part: str) -> 
     deltas, inputs = signals(1, 6)
     shield = protection()
     without = [d[1:] for d in deltas], [h[1:] for h in inputs]
-    shield.set_gradients(network, *without, public_inputs=public_inputs())
+    shield.set_gradients([network.contributions(*without)], public_inputs=public_inputs())
     expected = [parameter.grad.clone() for parameter in network.parameters]
     (deltas if part == "delta" else inputs)[1][0, 2] = value
-    shield.set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    shield.set_gradients([network.contributions(deltas, inputs)], public_inputs=public_inputs())
     for parameter, total in zip(network.parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, total)
 
@@ -307,7 +309,9 @@ def covariance_deviation(seed: int) -> float:
     network = FullyConnected(nn.Sequential(nn.Linear(5, NOISE_WIDTH)))
     public = [public_inputs()[0]]
     shield = protection(NOISE_Z, seed=seed)
-    shield.set_gradients(network, [torch.zeros(0, NOISE_WIDTH)], [torch.zeros(0, 5)], public_inputs=public)
+    shield.set_gradients(
+        [network.contributions([torch.zeros(0, NOISE_WIDTH)], [torch.zeros(0, 5)])], public_inputs=public
+    )
     (linear,) = network.linears
     assert linear.weight.grad is not None
     assert linear.bias.grad is not None
@@ -345,7 +349,7 @@ def test_planted_faults_of_the_noise_are_caught(
 def test_an_empty_batch_takes_a_noisy_step() -> None:
     network = new_network()
     deltas, inputs = signals(1, 0)
-    protection(1.0).set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    protection(1.0).set_gradients([network.contributions(deltas, inputs)], public_inputs=public_inputs())
     assert all(float(parameter.grad.abs().max()) > 0 for parameter in network.parameters)
 
 
@@ -353,9 +357,9 @@ def test_hidden_layers_follow_the_weights_of_the_moment() -> None:
     """The geometry of the second call is that of the second call's public features."""
     network, shield = new_network(), protection()
     deltas, inputs = signals(1, 1, scale=100.0)
-    shield.set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    shield.set_gradients([network.contributions(deltas, inputs)], public_inputs=public_inputs())
     later = [public_inputs()[0], 0.1 * public_inputs()[1], 3.0 * public_inputs()[2]]
-    shield.set_gradients(network, deltas, inputs, public_inputs=later)
+    shield.set_gradients([network.contributions(deltas, inputs)], public_inputs=later)
     assert np.linalg.norm(whitened(network, geometry(later))) == pytest.approx(CLIP, rel=1e-4)
     assert np.linalg.norm(whitened(network, geometry(public_inputs()))) != pytest.approx(CLIP, rel=0.01)
 
@@ -375,7 +379,7 @@ def test_an_ordinary_record_has_whitened_features_of_norm_one() -> None:
 
 def test_public_features_are_required() -> None:
     with pytest.raises(ValueError, match="public_inputs is missing.*geometry of public records"):
-        protection().set_gradients(new_network(), *signals(1, 2))
+        protection().set_gradients([new_network().contributions(*signals(1, 2))])
 
 
 def test_leverages_equal_the_inverse() -> None:

@@ -24,8 +24,11 @@ from training.config import RunConfig, load_config
 from training.config.sections import OptimizerConfig
 from training.engine.plan import RunPlan, build_sampler
 from training.errors import RunFolderError, RunInterrupted
+from training.feedback.closed_form import ClosedForm
 from training.feedback.trainer import FeedbackTrainer
+from training.networks.contributions.sums import Contributions
 from training.networks.functions import ACTIVATIONS
+from training.networks.layers import LinearJacobian
 from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
 from training.protections import budgeted_labels
@@ -137,7 +140,7 @@ def charged_and_exact(
         device = open_device("ideal", n_inputs=n_classes, n_outputs=max(sum(widths[1:-1]), 1))
         optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
         trainer = FeedbackTrainer(
-            network, optimizer, config.trainer, loss=config.loss, device=device, protection=shield
+            ClosedForm(network, config.trainer, loss=config.loss, device=device), optimizer, protection=shield
         )
         trainer.step(x, y, step=0, records=torch.arange(m))
         means.append(released(network, m))
@@ -184,7 +187,7 @@ class Step:
         self.m, self.record, self.z = m, 0, z
         fan_ins, widths = (3, 4, 2), (4, 2, 3)
         linears = [nn.Linear(d, n * copies) for d, n in zip(fan_ins, widths, strict=True)]
-        self.network: Any = SimpleNamespace(linears=linears, activations=[ACTIVATIONS["identity"]])
+        self.network: Any = SimpleNamespace(linears=linears)
         self.inputs = [torch.from_numpy(generator.normal(size=(m, d))).float() for d in fan_ins]
         for h in self.inputs:
             h[0] *= 0.1
@@ -208,8 +211,14 @@ class Step:
         )
 
     def release(self, shield: BudgetedLabels, deltas: list[torch.Tensor]) -> list[np.ndarray]:
-        shield.set_gradients(self.network, deltas, self.inputs, records=torch.arange(self.m))
+        shield.set_gradients([self.contributions(deltas)], records=torch.arange(self.m))
         return released(self.network, self.m)
+
+    def contributions(self, deltas: list[torch.Tensor]) -> Contributions:
+        """Of layers that do not feed each other, as copies of a small one do not."""
+        layers = [LinearJacobian(linear) for linear in self.network.linears]
+        uses = [layer.use(*pair) for layer, *pair in zip(layers, deltas, self.inputs, strict=True)]
+        return Contributions([(use.wrt, [use]) for use in uses], self.m)
 
     def means(self, deltas: list[torch.Tensor]) -> list[np.ndarray]:
         """sum_i ball(delta_i) h_i^T, written out."""
@@ -307,7 +316,7 @@ def noise_deviation(seed: int, *, factor: float = 1.0, real_floor: float = FLOOR
         floor=real_floor,
         noise=noise_stream("experiment", seed, "central-noise"),
     )
-    shield.set_gradients(network, [torch.zeros(4, WIDE)], [h], records=torch.arange(4))
+    shield.set_gradients([network.contributions([torch.zeros(4, WIDE)], [h])], records=torch.arange(4))
     (noise,) = released(network, 4)
     p = covariance(with_constant(h), Z * 0.3)
     white = np.linalg.solve(np.linalg.cholesky(p), noise.T)
@@ -376,7 +385,7 @@ def test_an_empty_batch_takes_a_noisy_step_and_charges_nobody() -> None:
     network = network_of((3, 4, 2, 3))
     shield = Step(np.random.default_rng(0)).protection(noise_stream("experiment", 1, "central-noise"))
     deltas, inputs = [torch.zeros(0, n) for n in (4, 2, 3)], [torch.zeros(0, d) for d in (3, 4, 2)]
-    shield.set_gradients(network, deltas, inputs, records=torch.zeros(0, dtype=torch.int64))
+    shield.set_gradients([network.contributions(deltas, inputs)], records=torch.zeros(0, dtype=torch.int64))
     assert all(bool((parameter.grad != 0).all()) for parameter in network.parameters)
     assert not shield.state["label_spending"].any()
 
@@ -384,7 +393,7 @@ def test_an_empty_batch_takes_a_noisy_step_and_charges_nobody() -> None:
 def test_the_filter_must_know_the_records() -> None:
     step = Step(np.random.default_rng(0))
     with pytest.raises(ValueError, match="records is missing.*whose budget"):
-        step.protection(NoNoise()).set_gradients(step.network, step.own, step.inputs)
+        step.protection(NoNoise()).set_gradients([step.contributions(step.own)])
 
 
 LABEL = {

@@ -29,7 +29,7 @@ def attack(*, noise: SeededStream) -> AuditResult:
     writer = RecordGradients(clip_norm=1.0, noise_multiplier=MULTIPLIER, divisor=float(BATCH), noise=noise)
 
     def score(records: int) -> float:
-        writer.set_gradients(network, [torch.zeros(records, 100)], [torch.ones(records, 100)])
+        writer.set_gradients([network.contributions([torch.zeros(records, 100)], [torch.ones(records, 100)])])
         return -float(sum(p.grad.square().sum() for p in network.layer_parameters(0)))
 
     worlds = [np.array([score(records) for _ in range(TRIALS)]) for records in (BATCH + 1, BATCH)]

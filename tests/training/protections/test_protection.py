@@ -17,6 +17,7 @@ from opusim.randomness.streams import noise_stream
 from training.config.reading import merged
 from training.config.sections import OptimizerConfig
 from training.engine.plan import load_data
+from training.feedback.closed_form import ClosedForm
 from training.feedback.config import BpConfig, TdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
@@ -63,7 +64,7 @@ def test_clipped_sum_equals_loops_over_records(bias: bool) -> None:
         norm = torch.cat([g.flatten() for g in contribution]).norm()
         for total, g in zip(expected, contribution, strict=True):
             total += g * min(1.0, CLIP / float(norm)) / DIVISOR
-    protection().set_gradients(network, deltas, inputs)
+    protection().set_gradients([network.contributions(deltas, inputs)])
     for parameter, total in zip(network.parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, total)
 
@@ -81,7 +82,7 @@ def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
     factors = (CLIP / norms).clamp(max=1.0)
     assert (factors < 1).any()
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
-    trainer = FeedbackTrainer(network, optimizer, BpConfig(), protection=protection())
+    trainer = FeedbackTrainer(ClosedForm(network, BpConfig()), optimizer, protection=protection())
     trainer.step(x, y, step=0)
     for parameter, sample in zip(network.parameters, samples, strict=True):
         expected = torch.einsum("b,b...->...", factors, sample) / DIVISOR
@@ -95,7 +96,9 @@ def test_one_record_changes_the_sum_by_at_most_the_clip() -> None:
         deltas = [scale * delta for delta in deltas]
         totals = []
         for rows in (slice(None), slice(1, None)):
-            protection().set_gradients(network, [d[rows] for d in deltas], [h[rows] for h in inputs])
+            protection().set_gradients(
+                [network.contributions([d[rows] for d in deltas], [h[rows] for h in inputs])]
+            )
             totals.append(torch.cat([p.grad.double().flatten() for p in network.parameters]))
         assert float((totals[0] - totals[1]).norm()) * DIVISOR <= CLIP * (1 + 1e-5)
 
@@ -113,10 +116,10 @@ def test_planted_fault_bias_left_out_of_the_norm_is_caught() -> None:
 def test_a_record_that_is_not_finite_counts_as_zero(value: float) -> None:
     network = new_network()
     deltas, inputs = parts()
-    protection().set_gradients(network, [d[1:] for d in deltas], [h[1:] for h in inputs])
+    protection().set_gradients([network.contributions([d[1:] for d in deltas], [h[1:] for h in inputs])])
     expected = [parameter.grad.clone() for parameter in network.parameters]
     deltas[1][0, 2] = value
-    protection().set_gradients(network, deltas, inputs)
+    protection().set_gradients([network.contributions(deltas, inputs)])
     for parameter, total in zip(network.parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, total)
 
@@ -124,7 +127,7 @@ def test_a_record_that_is_not_finite_counts_as_zero(value: float) -> None:
 def test_an_empty_batch_takes_a_noisy_step() -> None:
     network = new_network()
     deltas, inputs = parts(0)
-    protection(noise_multiplier=2.7).set_gradients(network, deltas, inputs)
+    protection(noise_multiplier=2.7).set_gradients([network.contributions(deltas, inputs)])
     assert all(float(parameter.grad.abs().max()) > 0 for parameter in network.parameters)
 
 
@@ -133,7 +136,7 @@ def test_noise_has_the_stated_deviation() -> None:
     network = FullyConnected(nn.Sequential(nn.Linear(99, 180), nn.Tanh(), nn.Linear(180, 4)))
     inputs = [torch.zeros(0, 99), torch.zeros(0, 180)]
     deltas = [torch.zeros(0, 180), torch.zeros(0, 4)]
-    protection(noise_multiplier=2.7).set_gradients(network, deltas, inputs)
+    protection(noise_multiplier=2.7).set_gradients([network.contributions(deltas, inputs)])
     noise = torch.cat([p.grad.flatten() for p in network.parameters]).double()
     claimed = (2.7 * CLIP / DIVISOR) ** 2
     standard_error = claimed * (2 / len(noise)) ** 0.5
@@ -145,9 +148,8 @@ def test_noise_has_the_stated_deviation() -> None:
 def test_one_records_nan_does_not_stop_a_protected_step() -> None:
     network = new_network()
     trainer = FeedbackTrainer(
-        network,
+        ClosedForm(network, TdfaConfig()),
         make_optimizer(network.parameters, OptimizerConfig(lr=0.1)),
-        TdfaConfig(),
         protection=protection(noise_multiplier=0.5),
     )
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

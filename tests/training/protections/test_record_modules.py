@@ -36,7 +36,7 @@ def test_the_sum_of_clipped_records_is_that_of_a_loop_over_records() -> None:
     private = writer(0.0)
     with tape.recording(len(x)):
         net(x).square().sum().backward()
-    private.set_recorded_gradients(tape)
+    private.set_gradients([tape.contributions])
     for parameter, total in zip(net.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, total, rtol=1e-5, atol=1e-7)
     assert private.batches_written == 1
@@ -54,13 +54,13 @@ def test_a_batch_in_parts_adds_noise_once() -> None:
 
     for size in (7, 3, 1):
         private = writer(1.0)
-        private.set_gradients_of_parts(recorded(size))
+        private.set_gradients(one.contributions for one in recorded(size))
         gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
         assert private.batches_written == 1
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="parts: is empty"):
-        private.set_gradients_of_parts([])
+        private.set_gradients([])
 
 
 def test_a_record_that_is_not_finite_adds_nothing() -> None:
@@ -69,7 +69,7 @@ def test_a_record_that_is_not_finite_adds_nothing() -> None:
     for batch in (x, torch.cat([x, torch.full_like(x[:1], math.inf)])):
         with tape.recording(len(batch)):
             net(batch).square().sum().backward()
-        private.set_recorded_gradients(tape)
+        private.set_gradients([tape.contributions])
         gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-8)
 
@@ -80,7 +80,7 @@ def test_an_empty_batch_takes_noise_of_the_accounted_variance(multiplier: float)
     tape, private = RecordTape(net, torch.arange(6).view(2, 3)), writer(multiplier)
     with tape.recording(0):
         pass
-    private.set_recorded_gradients(tape)
+    private.set_gradients([tape.contributions])
     noise = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]).double()
     wanted = (2.0 * 0.5 / 8.0) ** 2
     standard_error = wanted * math.sqrt(2 / len(noise))

@@ -23,6 +23,8 @@ from accounting.labels.mechanisms import LabelAmplified, LabelBudget
 from accounting.mechanisms import Mechanism
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes, same_labels
 from training.engine.plan import RunPlan
+from training.networks.contributions.sums import Contributions
+from training.networks.contributions.uses import LinearUse
 from training.networks.network import FullyConnected
 from training.protections.amplified_labels import AmplifiedLabelProtection
 from training.protections.base import PrivateGradients
@@ -217,8 +219,9 @@ def written(writer: PrivateGradients, plan: RunPlan, step: int, signals: Tensor,
     writer.seek(step)
     reference = writer.reference
     public = None if reference is None else [reference]
-    writer.set_gradients(plan.network, [signals.clone()], [x[batch]], records=batch, public_inputs=public)
     (weight,) = plan.network.model.parameters()
+    found = Contributions([([weight], [LinearUse(signals.clone(), x[batch], weight)])], len(batch))
+    writer.set_gradients([found], records=batch, public_inputs=public)
     if weight.grad is None:
         raise TypeError("writer: wrote no gradient")
     gradient = weight.grad.double().numpy()  # (2, RECORDS)

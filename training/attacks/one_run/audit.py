@@ -357,7 +357,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
 
     def wrap(writer: PrivateGradients) -> PrivateGradients:
         observer.writer = CraftedGradients(
-            writer, canaries, clip_norm=clip, by_layer=algorithm.updates.by_layer
+            writer, joined.network, canaries, clip_norm=clip, by_layer=algorithm.updates.by_layer
         )
         return observer.writer
 

@@ -12,9 +12,9 @@ clip, the noise, the divisor, the optimizer and the ledger are the run's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
 from training.networks.any_module import AnyModule
 from training.networks.base import Network
-from training.networks.layers import LayeredNetwork
-from training.networks.record_gradients.tape import RecordTape
+from training.networks.contributions.sums import Contributions
+from training.networks.contributions.uses import ConvolutionUse, LinearUse, Use
+from training.networks.layers import LayeredNetwork, ModuleUse
 from training.protections.base import PrivateGradients, WrappedGradients
 
 _EXCESS = 2.0**10
@@ -43,7 +44,6 @@ class LayerEntries:
 
     Attributes:
         name: Name of the layer's weight among the network's tensors.
-        layer: Number of the layer, from 0.
         rows: Output of each canary's entry, shape (m,).
         columns: Input of each canary's entry, shape (m,).
         width: Inputs of the layer.
@@ -51,7 +51,6 @@ class LayerEntries:
     """
 
     name: str
-    layer: int
     rows: Tensor
     columns: Tensor
     width: int
@@ -136,11 +135,10 @@ def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
 
 
 def _entries(shape: tuple[int, str, int, int], count: int, generator: np.random.Generator) -> LayerEntries:
-    layer, name, rows, columns = shape
+    _, name, rows, columns = shape
     places = torch.from_numpy(generator.choice(rows * columns, count, replace=False))
     return LayerEntries(
         name=name,
-        layer=layer,
         rows=places // columns,
         columns=places % columns,
         width=columns,
@@ -156,16 +154,23 @@ class CraftedGradients(WrappedGradients):
 
     Args:
         writer: The run's own writer.
+        network: What is trained.
         canaries: The canaries.
         clip_norm: C.
         by_layer: Whether each layer's contribution is clipped to C / sqrt(layers).
     """
 
     def __init__(
-        self, writer: PrivateGradients, canaries: Canaries, *, clip_norm: float, by_layer: bool
+        self,
+        writer: PrivateGradients,
+        network: Network,
+        canaries: Canaries,
+        *,
+        clip_norm: float,
+        by_layer: bool,
     ) -> None:
         super().__init__(writer)
-        self._canaries = canaries
+        self._network, self._canaries = network, canaries
         self._clip_norm, self._by_layer = clip_norm, by_layer
         self._planted = canaries.planted
         self.others = np.zeros(len(canaries.inside))
@@ -175,9 +180,7 @@ class CraftedGradients(WrappedGradients):
 
     def _write(
         self,
-        network: Any,
-        deltas: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        parts: Iterable[Contributions],
         *,
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
@@ -187,100 +190,73 @@ class CraftedGradients(WrappedGradients):
             raise ValueError(
                 "records is missing: the trainer must tell its writer which records a batch holds"
             )
-        crafted = torch.nonzero(records >= self._canaries.first).flatten()
-        self.others = self._others(deltas, inputs, records < self._canaries.first)
-        numbers = self._planted[records[crafted].cpu() - self._canaries.first]
-        self.drawn = np.zeros(len(self.others))
-        self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
-        if len(crafted):
-            deltas, inputs = self._crafted(deltas, inputs, crafted, numbers)
-        self._writer.set_gradients(network, deltas, inputs, records=records, public_inputs=public_inputs)
-
-    def set_recorded_gradients(self, tape: RecordTape, *, records: Tensor | None = None) -> None:
-        """See WrappedGradients: plants the canaries' gradients in what a tape recorded of a module.
-
-        What the other records contribute is a clipped sum without noise, in which canaries have the factor 0.
-        """
-        records = torch.zeros(0, dtype=torch.int64) if records is None else records
+        (found,) = parts
         rows = torch.nonzero(records >= self._canaries.first).flatten()
         numbers = self._planted[records[rows].cpu() - self._canaries.first]
-        self.drawn = np.zeros(len(self._canaries.inside))
+        self.drawn = np.zeros(len(self.others))
         self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
         if len(rows):
-            self._plant(tape, len(records), rows, numbers)
-        squares = tape.squared_norms()
-        norms = squares.sum(dim=0).sqrt()
-        factors = (self._clip_norm / norms.clamp_min(1e-300)).clamp(max=1.0)
-        factors = torch.where(torch.isfinite(norms), factors, 0.0)
-        factors[rows] = 0.0
-        tape.set_gradients(factors.expand(len(squares), -1))
-        self.others = self._along_canaries(tape) / self._clip_norm
-        for parameter in (parameter for layer in tape.layers for parameter in layer):
-            parameter.grad = None
-        super().set_recorded_gradients(tape, records=records)
-        self.batches_written += 1
+            found = self._planting(found, len(records), rows, numbers)
+        self.others = self._others(found, rows)
+        self._writer.set_gradients([found], records=records, public_inputs=public_inputs)
 
-    def _plant(self, tape: RecordTape, count: int, rows: Tensor, numbers: Tensor) -> None:
-        """Add the gradients of the canaries of these numbers, rows of a recorded batch of `count` records."""
-        share = _MODULE_EXCESS * self._clip_norm / _STEEPNESS / math.sqrt(len(self._canaries.entries))
-        for entry in self._canaries.entries:
-            signals = torch.zeros(count, entry.height, device=rows.device)
-            inputs = torch.zeros(count, entry.width, device=rows.device)
-            signals[rows, entry.rows[numbers].to(rows.device)] = (
-                (share * self._canaries.signs[numbers]).float().to(rows.device)
-            )
-            inputs[rows, entry.columns[numbers].to(rows.device)] = _STEEPNESS
-            tape.plant(entry.name, signals, inputs)
+    def _planting(self, found: Contributions, count: int, rows: Tensor, numbers: Tensor) -> Contributions:
+        """Return what a batch of `count` records contributes if the canaries of these numbers stand in some rows.
 
-    def _along_canaries(self, tape: RecordTape) -> np.ndarray:
-        """Return the written gradients along each canary's direction, shape (m,)."""
-        written = {
-            name: parameter
-            for names, layer in zip(tape.names, tape.layers, strict=True)
-            for name, parameter in zip(names, layer, strict=True)
-        }
-        total = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
-        for entry in self._canaries.entries:
-            gradient = written[entry.name].grad
-            if gradient is not None:  # always, after set_gradients
-                total += gradient.flatten()[entry.flat.to(gradient.device)].double().cpu()
-        return (total / math.sqrt(len(self._canaries.entries))).numpy()
+        Their gradients replace those of the rows where each layer has one use, a linear map at the canaries' entries.
+        Elsewhere they are added to those of the blank records.
+        """
+        names = {tensor.data_ptr(): name for name, tensor in self._network.tensors.items()}
+        layers = [(parameters, list(uses)) for parameters, uses in found.layers]
+        at = {names[p.data_ptr()]: (p, uses) for parameters, uses in layers for p in parameters}
+        entries = self._canaries.entries
+        replaces = all(len(uses) == 1 and isinstance(uses[0], _REPLACED) for _, uses in layers)
+        replaces = replaces and all(isinstance(at[entry.name][1][0], LinearUse) for entry in entries)
+        if replaces:
+            for _, uses in layers:
+                uses[0] = _without(uses[0], rows)
+        excess = _EXCESS if replaces else _MODULE_EXCESS
+        share = excess * self._clip_norm / _STEEPNESS / math.sqrt(len(entries))
+        pushes = (share * self._canaries.signs[numbers]).float().to(rows.device)
+        for entry in entries:
+            weight, uses = at[entry.name]
+            signals, inputs = (torch.zeros(count, n, device=rows.device) for n in (entry.height, entry.width))
+            use = LinearUse(signals, inputs, weight)
+            if replaces and isinstance(uses[0], LinearUse):
+                use = uses[0]
+            else:
+                uses.append(use)
+            use.delta[rows, 0, entry.rows[numbers].to(rows.device)] = pushes
+            use.h[rows, 0, entry.columns[numbers].to(rows.device)] = _STEEPNESS
+        return Contributions(layers, count, several_uses=found.several_uses)
 
-    def _crafted(
-        self, deltas: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor, numbers: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the signals with the rows of the canaries of these numbers replaced."""
-        signals, sources = [delta.clone() for delta in deltas], [h.clone() for h in inputs]
-        for part in (*signals, *sources):
-            part[rows] = 0.0
-        share = _EXCESS * self._clip_norm / _STEEPNESS / math.sqrt(len(self._canaries.entries))
-        signs = self._canaries.signs[numbers]
-        for entry in self._canaries.entries:
-            delta, h = signals[entry.layer], sources[entry.layer]
-            delta[rows, entry.rows[numbers].to(rows.device)] = (share * signs).to(delta)
-            h[rows, entry.columns[numbers].to(rows.device)] = _STEEPNESS
-        return signals, sources
-
-    def _others(self, deltas: Sequence[Tensor], inputs: Sequence[Tensor], others: Tensor) -> np.ndarray:
-        """Return the clipped sum of the other records along each canary's direction, in units of C."""
-        parts = [(d[others].double(), h[others].double()) for d, h in zip(deltas, inputs, strict=True)]
-        if not len(parts[0][0]):
-            return np.zeros(len(self._canaries.inside))
-        norms = torch.stack([_norms(delta, h) for delta, h in parts])
+    def _others(self, found: Contributions, canaries: Tensor) -> np.ndarray:
+        """Return the clipped sum of the other records along each canary's direction, in units of C, shape (m,)."""
+        squares = found.squared_norms()
+        norms, bound = squares.sum(dim=0).sqrt().repeat(len(squares), 1), self._clip_norm
         if self._by_layer:
-            factors = self._clip_norm / math.sqrt(len(norms)) / norms.clamp_min(1e-300)
-        else:
-            factors = (self._clip_norm / norms.square().sum(dim=0).sqrt().clamp_min(1e-300)).expand_as(norms)
-        total = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
+            norms, bound = squares.sqrt(), bound / math.sqrt(len(squares))
+        factors = (bound / norms.clamp_min(1e-300)).clamp(max=1.0)
+        factors = torch.where(torch.isfinite(norms), factors, 0.0)
+        factors[:, canaries] = 0.0
+        sums = {parameter.data_ptr(): total for parameter, total in found.totals(factors)}
+        along = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
         for entry in self._canaries.entries:
-            delta, h = parts[entry.layer]
-            scaled = delta * factors[entry.layer].clamp(max=1.0)[:, None]
-            columns, rows = entry.columns.to(h.device), entry.rows.to(h.device)
-            total += (scaled[:, rows] * h[:, columns]).sum(dim=0).cpu()
-        return (total / math.sqrt(len(self._canaries.entries)) / self._clip_norm).numpy()
+            total = sums[self._network.tensors[entry.name].data_ptr()].flatten()
+            along += total[entry.flat.to(total.device)].double().cpu()
+        return (along / math.sqrt(len(self._canaries.entries)) / self._clip_norm).numpy()
 
 
-def _norms(delta: Tensor, h: Tensor) -> Tensor:
-    """Return the norm of each record's contribution to a layer with a bias, shape (batch,)."""
-    flat = h.flatten(1).square().sum(dim=1) + 1.0
-    return (delta.flatten(1).square().sum(dim=1) * flat).sqrt()
+_REPLACED = (LinearUse, ConvolutionUse, ModuleUse)
+"""Uses that keep nothing of the records but their signals and inputs."""
+
+
+def _without(use: Use, records: Tensor) -> Use:
+    """Return a use of `_REPLACED` with zeros for some records."""
+    found, shared = copy(use), {id(tensor) for tensor in use.wrt}
+    for name, value in vars(use).items():
+        if isinstance(value, Tensor) and id(value) not in shared:
+            kept = value.clone()
+            kept[records] = 0.0
+            setattr(found, name, kept)
+    return found

@@ -34,6 +34,7 @@ class Contributions:
     """What the records of a batch add to the gradients of parameters, layer by layer.
 
     Attributes:
+        layers: The layers as they were given, until their records are measured.
         several_uses: Whether a parameter is used several times, so that the sum's rounding counts (`SUM_ERROR`).
 
     Args:
@@ -57,6 +58,7 @@ class Contributions:
         self._layers = [
             _layer_of(parameters, uses, records) if records and uses else None for parameters, uses in layers
         ]
+        self.layers = layers
         self._squares: Tensor | None = None
 
     @property
@@ -70,6 +72,7 @@ class Contributions:
         float64; NaN or infinite if the gradient is not finite, or if float32 cannot hold it.
         """
         if self._squares is None:
+            self.layers = ()  # signals and inputs that are not needed any more are freed
             with self._arithmetic():
                 self._squares = self._measured()
         return self._squares

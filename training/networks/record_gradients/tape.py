@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from opusim import checks
 from training.networks.clipping import bounded_factors
 from training.networks.contributions.sums import Contributions
-from training.networks.contributions.uses import LinearUse, Use
+from training.networks.contributions.uses import Use
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
 from training.networks.record_gradients.recorder import Kinds, Recorder
@@ -178,23 +178,6 @@ class RecordTape:
             len(uses) > 1 for uses in self._uses
         ):  # longer records than the probe's may use a parameter again
             self.several_uses = True
-
-    def plant(self, name: str, signals: Tensor, inputs: Tensor) -> None:
-        """Add s_i u_i^T to what each record of the recorded batch adds to a weight, before any norm is measured.
-
-        An audit plants gradients of its choice by it.
-
-        Args:
-            name: The weight's, a matrix of shape (a, b).
-            signals: s, float32, shape (records, a); 0 for a record to which nothing is added.
-            inputs: u, float32, shape (records, b).
-        """
-        checks.shape((self._recorded(), None), signals=signals, inputs=inputs)
-        number = next(n for n, names in enumerate(self.names) if name in names)
-        weight = self.layers[number][self.names[number].index(name)]
-        if self._contributions is not None:
-            raise RuntimeError("the recorded batch was measured; plant gradients before that")
-        self._uses[number].append(LinearUse(signals, inputs, weight))
 
     @property
     def contributions(self) -> Contributions:

@@ -53,7 +53,9 @@ class SoftmaxTrainer(Trainer):
             self.network.set_gradient(0, loss.output_gradient, x, max(len(x), 1))
         else:
             self.gradients.seek(step)
-            self.gradients.set_gradients(self.network, [loss.output_gradient], [x], records=records)
+            self.gradients.set_gradients(
+                [self.network.contributions([loss.output_gradient], [x])], records=records
+            )
         self.optimizer.step()
         correct = (scores.argmax(dim=1) == y).sum()
         return StepRecord(loss_sum=loss.per_record.sum().double(), n_correct=correct, n_records=len(x))

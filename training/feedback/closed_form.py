@@ -1,0 +1,398 @@
+"""The gradients of a fully connected network in closed form, without autograd.
+
+Forward pass (eq. 2 of the PDFA paper), error, feedback to the hidden layers, then for each layer
+dW_l = (1/m) sum_i delta_(l,i) clip_c(offset_nu(h_(l-1,i)))^T (eq. 8).
+
+Symbols: e = dL/dz_L, the error (batch, n_L); delta_l = dL/dz_l or its replacement (batch, n_l);
+W_l weights (n_l, n_(l-1)); B feedback matrix (sum of hidden widths, n_L); g noise; m batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from opusim.devices.base import NoisyDevice
+from opusim.randomness.streams import NoiseStream
+from training.config.run import LossName
+from training.feedback.config import (
+    BpConfig,
+    DfaConfig,
+    EncodedConfig,
+    FeedbackConfig,
+    PdfaConfig,
+    TdfaConfig,
+)
+from training.feedback.projection import AbsoluteTernary, BitPlanes, DeviceProjection, Encoding, Projection
+from training.feedback.structured import digital_projection
+from training.feedback.trainer import Batch, GradientSource, Learned, require_finite
+from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
+from training.networks.functions import LOSSES
+from training.networks.network import ForwardPass, FullyConnected
+from training.networks.objectives import Objective
+
+Draw = Callable[[tuple[int, int]], Tensor]
+"""Returns fresh noise of shape (batch, width)."""
+
+
+Scale = Callable[..., Tensor]
+"""Returns the factors that scale rows v, times a public `gain`, to a norm, shape (batch, 1)."""
+
+
+class ClosedForm(GradientSource):
+    """Writes out what a fully connected network learns by one of the four feedbacks.
+
+    The diagnostics are alignment, signal_norm and noise_norm per layer.
+
+    Args:
+        network: The network.
+        config: Feedback, order of noise, clips.
+        loss: "cross-entropy" or "squared-error".
+        device: An open device; required by pdfa, ignored by the others.
+        noise: Digital noise; required where config.sigma > 0.
+
+    Raises:
+        ConfigError: A key is for other modules.
+        ValueError: pdfa without a device, a device of other widths, or sigma without a noise stream.
+    """
+
+    network: FullyConnected
+
+    def __init__(
+        self,
+        network: FullyConnected,
+        config: FeedbackConfig,
+        *,
+        loss: LossName = "cross-entropy",
+        device: NoisyDevice | None = None,
+        noise: NoiseStream | None = None,
+    ) -> None:
+        config.require_keys(closed_form=True)
+        self.kind, self.network, self.objective = config.kind, network, Objective.named(loss, "class")
+        self.device = device if config.kind == "pdfa" else None
+        self.noises = (self.device, noise)
+        self._loss, self._noise = LOSSES[loss], noise
+        self._before = 0  # records of the batch that processes of lower rank have
+        self._clipping = ActivationClipping(
+            tau_h_max=config.tau_h_max,
+            tau_h_min=config.tau_h_min,
+            layers=config.clipped_layers,
+            width=config.clip_width,
+        )
+        depth = network.depth
+        self._clips = any(self._clipping.applies_to(layer, depth) for layer in range(depth))
+        self._feedback = self._make_feedback(config)
+
+    def learn(self, batch: Batch) -> Learned:
+        """See GradientSource.learn."""
+        network, self._before = self.network, batch.before
+        forward = network.forward(batch.x)
+        value = self._loss(forward.output, batch.targets(forward.output))
+        derivative = network.derivative(forward, -1, through_clip=True)
+        error = value.output_gradient if derivative is None else value.output_gradient * derivative
+        loss_sum = value.per_record.sum(dtype=torch.float64)
+        protection = batch.protection
+        if protection is not None:  # stopping at a record's NaN would reveal that record
+            error = torch.where(torch.isfinite(error).all(dim=1, keepdim=True), error, 0.0)
+        else:
+            require_finite(loss_sum + error.sum(), batch.step)  # one NaN or infinity makes the sum so
+        if batch.size:  # with a shared device, a process without records takes part in the reading
+            deltas = self._feedback.deltas(network, forward, error, observe=batch.observe)
+        else:  # no gradient; momentum still moves the weights
+            layers = [torch.zeros_like(z) for z in forward.pre_activations]
+            deltas = Deltas(layers=layers, gains=[1.0] * len(layers))
+        inputs = self._update_inputs(forward) if self._clips else forward.inputs
+        diagnose = partial(self._diagnostics, forward, error, deltas)
+        pairs = zip(deltas.layers, deltas.gains, strict=True)
+        if protection is not None:
+            reference = protection.reference
+            return Learned(
+                output=forward.output,
+                loss_sum=loss_sum,
+                contributions=network.contributions([d if g == 1.0 else d * g for d, g in pairs], inputs),
+                public_inputs=None if reference is None else self._update_inputs(network.forward(reference)),
+                diagnose=diagnose,
+            )
+        for layer, ((delta, gain), h) in enumerate(zip(pairs, inputs, strict=True)):
+            network.set_gradient(layer, delta, h, max(batch.size, 1) / gain)
+        return Learned(output=forward.output, loss_sum=loss_sum, diagnose=diagnose)
+
+    def start_from_feedback(self, records: Tensor) -> None:
+        """See GradientSource.start_from_feedback; the output layer takes that of the last hidden layer."""
+        network = self.network
+        if not isinstance(self._feedback, Alignment) or network.depth == 1:
+            raise ValueError(
+                "model.initial_output = 'feedback' needs a feedback matrix and a hidden layer, but trainer.kind = "
+                f"{self.kind!r} with {network.depth - 1} hidden layers has none; use 'random'"
+            )
+        output = network.linears[-1]
+        with torch.no_grad():
+            output.weight.copy_(self._feedback.output_weights(network))
+            if output.bias is not None:
+                output.bias.zero_()
+
+    def _update_inputs(self, forward: ForwardPass) -> list[Tensor]:
+        """Return h_(l-1) for each layer's update, clipped as configured."""
+        depth, widths = self.network.depth, self.network.widths
+        return [
+            self._clipping(h, layer=layer, depth=depth, n_layer=widths[layer])
+            for layer, h in enumerate(forward.inputs)
+        ]
+
+    def _diagnostics(self, forward: ForwardPass, error: Tensor, deltas: Deltas) -> dict[str, list[float]]:
+        """Return norms, and the cosine of each layer's update with its backpropagation gradient (Figure 2, right)."""
+        network = self.network
+        updates = [network.gradients(layer) for layer in range(network.depth)]
+        reference = Backpropagation().deltas(network, forward, error, observe=False)
+        cosines = []
+        for layer, update in enumerate(updates):
+            gradient = reference.layers[layer].t() @ forward.inputs[layer]
+            flat = [gradient.flatten()]
+            if network.linears[layer].bias is not None:
+                flat.append(reference.layers[layer].sum(dim=0))
+            cosines.append(float(torch.cosine_similarity(update, torch.cat(flat), dim=0)))
+        return {"alignment": cosines, "signal_norm": deltas.signal_norms, "noise_norm": deltas.noise_norms}
+
+    def _make_feedback(self, config: FeedbackConfig) -> Backpropagation | Alignment:
+        draw, scale = self._digital_draw(config), None
+        if config.tau_b is not None:
+            scale = partial(ball_factors if config.scale == "ball" else sphere_factors, radius=config.tau_b)
+        if isinstance(config, BpConfig):
+            return Backpropagation(scale=scale, draw=draw, signal_gain=config.signal_gain)
+        widths = self.network.widths
+        if isinstance(config, PdfaConfig):
+            device = self._open_device()
+            projection: Projection = DeviceProjection(device, encoding=closed_form_encoding(config))
+            draw = device.draw if config.order == "published" else None
+        elif isinstance(config, DfaConfig | TdfaConfig):
+            projection = digital_projection(
+                config.projection,
+                widths[-1],
+                max(sum(widths[:-1]), 1),
+                config.feedback_seed,
+                place=self.network.linears[0].weight.device,
+                encoding=closed_form_encoding(config) if isinstance(config, TdfaConfig) else None,
+            )
+        else:
+            raise TypeError(f"trainer.kind = {config.kind!r} is no feedback; take bp, dfa, tdfa or pdfa")
+        return Alignment(
+            projection,
+            gain=1.0 if config.gain is None else config.gain,
+            signal_gain=config.signal_gain,
+            scale=scale,
+            draw=draw,
+            through_clip=config.through_clip,
+        )
+
+    def _open_device(self) -> NoisyDevice:
+        """Return the device of pdfa, once it fits the network."""
+        device, widths = self.device, self.network.widths
+        if device is None:
+            raise ValueError(
+                "device is missing; trainer.kind = 'pdfa' projects through one (opusim.open_device)"
+            )
+        wanted = (widths[-1], sum(widths[:-1]))
+        if (device.n_inputs, device.n_outputs) != wanted:
+            raise ValueError(
+                f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
+                f"network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, n_outputs={wanted[1]}"
+            )
+        return device
+
+    def _digital_draw(self, config: FeedbackConfig) -> Draw | None:
+        sigma = config.digital_sigma
+        if not sigma:
+            return None
+        stream = self._noise
+        if stream is None:
+            raise ValueError(f"noise is missing; trainer.sigma = {sigma} draws from a NoiseStream")
+        place = self.network.linears[0].weight.device
+
+        def draw(shape: tuple[int, int]) -> Tensor:
+            rows, width = shape  # a record's noise is the same whichever process has it
+            return stream.normal((self._before + rows, width), device=place)[self._before :].mul_(sigma)
+
+        return draw
+
+
+def closed_form_encoding(config: EncodedConfig) -> Encoding:
+    """Return how the error of a fully connected network is shown."""
+    return BitPlanes(config.planes) if config.encoding == "planes" else AbsoluteTernary(config.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deltas:
+    """delta_l of every layer, and norms for diagnostics.
+
+    Attributes:
+        layers: delta_1 / gain_1 .. delta_L / gain_L, shapes (batch, n_l).
+        gains: gain_1 .. gain_L, public constants that multiply the sums over records.
+        signal_norms: Mean norm over records of each hidden layer's signal before signal_gain. It excludes noise that is
+            added after the reading and includes the device's own noise. Empty unless observed.
+        noise_norms: Mean norm of the noise in it; for the noise of a reading, its expected norm.
+    """
+
+    layers: list[Tensor]
+    gains: list[float]
+    signal_norms: list[float] = field(default_factory=list)
+    noise_norms: list[float] = field(default_factory=list)
+
+
+class Backpropagation:
+    """delta_l = (delta_(l+1) W_(l+1)) * phi'_l(z_l), eq. 3 of the PDFA paper.
+
+    With noise, the error at the output is scaled into the ball and noise is added to it once, as in the private
+    baseline of the paper's section 4; all layers backpropagate that noisy error.
+
+    Args:
+        scale: Factors that bring the error to tau_B, or None.
+        draw: Source of the noise, or None.
+        signal_gain: Public constant that multiplies the noisy error.
+    """
+
+    def __init__(
+        self, *, scale: Scale | None = None, draw: Draw | None = None, signal_gain: float = 1.0
+    ) -> None:
+        self._scale = scale
+        self._draw = draw
+        self._signal_gain = signal_gain
+
+    def deltas(
+        self, network: FullyConnected, forward: ForwardPass, error: Tensor, *, observe: bool
+    ) -> Deltas:
+        """Return delta_1 .. delta_L for a batch.
+
+        Args:
+            network: The network that ran forward.
+            forward: Values of its forward pass.
+            error: e, shape (batch, n_L).
+            observe: Whether to measure norms as well.
+        """
+        delta = error if self._scale is None else (error * self._scale(error)).to(error.dtype)
+        signal_norms = [_mean_norm(delta)] if observe else []
+        noise_norms = [0.0] if observe else []
+        if self._draw is not None:
+            noise = self._draw((delta.shape[0], delta.shape[1]))
+            noise_norms = [_mean_norm(noise)] if observe else []
+            delta = delta + noise
+        layers = [delta]
+        for layer in range(network.depth - 2, -1, -1):
+            delta = delta @ network.linears[layer + 1].weight.detach()
+            delta = network.multiply_by_derivative(delta, forward, layer, through_clip=True)
+            layers.append(delta)
+        gains = [self._signal_gain] * network.depth
+        return Deltas(layers=layers[::-1], gains=gains, signal_norms=signal_norms, noise_norms=noise_norms)
+
+
+class Alignment:
+    """delta_l = s_l * phi'_l(z_l) with s_l from a random projection of the error (eqs. 4 and 8 of the PDFA paper).
+
+    With r_l the slice of the reading for layer l and the public constants gain_l = gain / sqrt(n_l), c = signal_gain:
+        hardware order:   s_l = c gain_l r_l                        (the noise is that of the reading)
+        published order:  s_l = c (scale_tau_B(gain_l r_l) + g_l)   (eq. 8 at c = 1; g_l from `draw`)
+
+    Args:
+        projection: Source of the readings.
+        gain: See above.
+        signal_gain: See above.
+        scale: Factors that bring a record's signal to tau_B, or None to keep its norm. Published order only.
+        draw: Source of g_l, or None if there is none. Published order only.
+        through_clip: Whether clipped neurons have slope 0 (see FullyConnected.derivative).
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        *,
+        gain: float,
+        signal_gain: float = 1.0,
+        scale: Scale | None = None,
+        draw: Draw | None = None,
+        through_clip: bool = False,
+    ) -> None:
+        self._projection = projection
+        self._gain = gain
+        self._signal_gain = signal_gain
+        self._scale = scale
+        self._draw = draw
+        self._through_clip = through_clip
+
+    def deltas(
+        self, network: FullyConnected, forward: ForwardPass, error: Tensor, *, observe: bool
+    ) -> Deltas:
+        """Return delta_1 .. delta_L for a batch; see Backpropagation.deltas."""
+        widths = network.widths[:-1]
+        if not widths:
+            return Deltas(layers=[error], gains=[1.0])
+        readings = self._projection.read(error).split(widths, dim=1)
+        noises: Sequence[Tensor | None] = [None] * len(widths)
+        if self._draw is not None:
+            noises = self._draw((error.shape[0], sum(widths))).split(widths, dim=1)
+        layers, gains = [], []
+        signal_norms: list[float] = []
+        noise_norms = self._noise_norms(error, widths, noises) if observe else []
+        for layer, (reading, noise) in enumerate(zip(readings, noises, strict=True)):
+            gain = self._gain / widths[layer] ** 0.5
+            factors = None if self._scale is None else self._scale(reading, gain=gain)
+            if observe:
+                signal_norms.append(_mean_norm(reading * (gain if factors is None else factors)))
+            left = gain if noise is None and factors is None else 1.0  # multiplies the sums over records
+            if noise is None:
+                signal = reading if factors is None else reading.mul_(factors)
+            else:
+                signal = (
+                    noise.add_(reading, alpha=gain)
+                    if factors is None
+                    else _add_scaled(noise, reading, factors)
+                )
+            layers.append(
+                network.multiply_by_derivative(signal, forward, layer, through_clip=self._through_clip)
+            )
+            gains.append(left * self._signal_gain)
+        return Deltas(
+            layers=[*layers, error],
+            gains=[*gains, 1.0],
+            signal_norms=signal_norms,
+            noise_norms=noise_norms,
+        )
+
+    def output_weights(self, network: FullyConnected) -> Tensor:
+        """Return gain / sqrt(n) B of the last hidden layer, transposed, shape (n_L, n_(L-1)).
+
+        With these weights in the output layer, backpropagation would send the last hidden layer the same signal.
+        """
+        widths = network.widths[:-1]
+        last = self._projection.columns(network.widths[-1])[:, -widths[-1] :]
+        return last * (self._gain / widths[-1] ** 0.5)
+
+    def _noise_norms(self, error: Tensor, widths: list[int], noises: Sequence[Tensor | None]) -> list[float]:
+        """Return the norm of each layer's noise: as drawn, or as expected of the reading if none is drawn."""
+        drawn = [_mean_norm(noise) for noise in noises if noise is not None]
+        if drawn:
+            return drawn
+        std = self._projection.noise_std(error).expand(sum(widths))
+        return [
+            self._gain / width**0.5 * float(torch.linalg.vector_norm(part))
+            for width, part in zip(widths, std.split(widths), strict=True)
+        ]
+
+
+def _add_scaled(noise: Tensor, reading: Tensor, factors: Tensor) -> Tensor:
+    """Add factors * reading to the noise, in place; a factor that float32 cannot hold changes only its own row."""
+    if factors.dtype == noise.dtype:
+        return noise.addcmul_(reading, factors)
+    single = factors.float()
+    apart = (single != factors).squeeze(1)
+    own = noise[apart].double() + reading[apart] * factors[apart]
+    noise.addcmul_(reading, single)
+    noise[apart] = own.to(noise.dtype)
+    return noise
+
+
+def _mean_norm(v: Tensor) -> float:
+    """Return the mean Euclidean norm of the rows, or 0 if there are none."""
+    return float(torch.linalg.vector_norm(v, dim=1).mean()) if len(v) else 0.0

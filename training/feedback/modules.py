@@ -1,0 +1,330 @@
+"""The gradients of any torch module by autograd: backpropagation, or feedback alignment at its feedback points.
+
+A forward pass in training mode, and a backward pass through the points of `training.feedback.points.FeedbackAlignment`:
+of the mean of the records' losses, or, under a protection of records, of their sum, whose uses of parameters a tape
+records.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opusim.devices.base import NoisyDevice
+from opusim.errors import ConfigError
+from opusim.randomness import derive_seed
+from training.data import Dataset
+from training.data.image_maps import Augmentation
+from training.feedback.config import (
+    BpConfig,
+    DfaConfig,
+    EncodedConfig,
+    FeedbackConfig,
+    PointsConfig,
+    TdfaConfig,
+)
+from training.feedback.diagnosis import Control
+from training.feedback.marking import OUTPUT
+from training.feedback.points import FeedbackAlignment
+from training.feedback.trainer import Batch, GradientSource, Learned, require_finite
+from training.networks.any_module import AnyModule
+from training.networks.base import seeded_torch
+from training.networks.memory import preserved_state
+from training.networks.objectives import Objective
+from training.networks.record_gradients.separation import restore_buffers
+from training.networks.record_gradients.tape import RecordTape
+
+
+class ModuleGradients(GradientSource):
+    """Differentiates a module, with feedback points or without.
+
+    What a module draws in a step, such as dropout, is keyed by the step, so that a resumed run draws the same. The
+    diagnostics are those of `opusim.FeedbackAlignment.diagnose`, a value per point. Private batches leave buffers as
+    they are.
+
+    Args:
+        network: The module.
+        objective: The loss and the kind of target.
+        kind: Name of the trainer.
+        feedback: The feedback points; None backpropagates.
+        seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
+        tape: Records the passes of private batches; None if there are none.
+        augmentation: Copies of the images of a step, over which a record's loss is the mean; None for the images.
+        new_control: Returns what follows the first batches of a run without feedback, in its first step; None for
+            nothing. It prints what depends on the records.
+    """
+
+    network: AnyModule
+
+    def __init__(
+        self,
+        network: AnyModule,
+        objective: Objective,
+        *,
+        kind: str,
+        feedback: FeedbackAlignment | None = None,
+        seed: int | None = None,
+        tape: RecordTape | None = None,
+        augmentation: Augmentation | None = None,
+        new_control: Callable[[], Control] | None = None,
+    ) -> None:
+        self.kind, self.network, self.objective = kind, network, objective
+        self.device = None if feedback is None else feedback.noisy_device
+        self.noises = (self.device, feedback)
+        self._feedback, self._seed, self._tape = feedback, seed, tape
+        self._augmentation, self._new_control = augmentation, new_control
+        self._control: Control | None = None
+        self._column_sum = (
+            None if self.device is None else torch.zeros(self.device.n_outputs)
+        )  # zeros until it is measured
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See GradientSource.state: B 1, which a resumed run does not measure again."""
+        measured = None if self._feedback is None else self._feedback.column_sum
+        if self._column_sum is None:
+            return {}
+        if measured is not None:
+            self._column_sum.copy_(measured)
+        return {"column_sum": self._column_sum}
+
+    def learn(self, batch: Batch) -> Learned:
+        """See GradientSource.learn."""
+        self._recall_column_sum()
+        if not len(batch.x):
+            return self._without_records(batch)
+        model, place = self.network.model, batch.x.device
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.train()
+        try:
+            with seeded_torch(self._seed_of(batch), place):
+                if batch.step == 0 and self._new_control is not None:
+                    with suppress(TypeError, RuntimeError):  # not every module can be copied
+                        self._control = self._new_control()
+                figures = self._diagnosed(lambda: self._losses(batch)[1].mean()) if batch.observe else {}
+                output, losses = self._differentiate(batch)
+        except Exception:  # the device failed: the parameters are those before, and so must the buffers be
+            restore_buffers(model, buffers)
+            raise
+        finally:
+            model.eval()
+        loss_sum = losses.detach().sum(dtype=torch.float64)
+        self._follow(batch, loss_sum / len(batch.x))
+        return Learned(
+            output=output.detach(),
+            loss_sum=loss_sum,
+            contributions=None if self._tape is None else self._tape.contributions,
+            diagnose=lambda: figures,
+        )
+
+    def start_from_feedback(self, records: Tensor) -> None:
+        """See GradientSource.start_from_feedback; the model names the layer."""
+        if self._feedback is not None:
+            self._feedback.shape(self.network.shaped(records))
+            self._feedback.start_from_feedback(feedback_start(self.network))
+
+    def measure(self, records: Tensor) -> None:
+        """See GradientSource.measure."""
+        self._recall_column_sum()
+        if self._feedback is not None:
+            self._feedback.measure(self.network.shaped(records))
+
+    def close(self) -> None:
+        """See GradientSource.close."""
+        if self._feedback is not None:
+            self._feedback.remove()
+
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the outputs and the loss of each record; with copies of it, their mean outputs and losses."""
+        shaped, augmentation = self.network.shaped(batch.x), self._augmentation
+        outputs: list[Tensor] = []
+        for _ in range(1 if augmentation is None else augmentation.copies):
+            images = shaped if augmentation is None else augmentation.copy_of(shaped)
+            # A pass on protected records leaves nothing in buffers and attributes.
+            with nullcontext() if self._tape is None else preserved_state(self.network.model):
+                outputs.append(self.network.model(images))
+        output = (
+            outputs[0] if len(outputs) == 1 else torch.stack([one.detach() for one in outputs]).mean(dim=0)
+        )
+        y = batch.targets(output.detach())
+        losses = [self.objective.per_record(one, y) for one in outputs]
+        return output, losses[0] if len(losses) == 1 else torch.stack(losses).mean(dim=0)
+
+    def _differentiate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Write the gradients of a batch, or record its uses of parameters; return outputs and losses."""
+        model = self.network.model
+        if self._tape is not None:
+            with self._tape.recording(len(batch.x)):
+                output, losses = self._losses(batch)
+                with preserved_state(model):  # hooks on tensors may keep what the backward pass brings
+                    losses.sum().backward()
+            return output, losses
+        output, losses = self._losses(batch)
+        loss = losses.mean() * (len(batch.x) / batch.size)
+        require_finite(loss.detach(), batch.step)
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.network.parameters]
+        sums = [gradient.sum(dtype=torch.float64) for gradient in gradients if gradient is not None]
+        if sums:
+            require_finite(torch.stack(sums).sum(), batch.step)
+        return output, losses
+
+    def _without_records(self, batch: Batch) -> Learned:
+        """Take part in a step of which other processes have all records, or nobody any."""
+        if batch.size and self._feedback is not None:
+            self._feedback.read_nothing()
+        for parameter in self.network.parameters:
+            parameter.grad = None if batch.size else torch.zeros_like(parameter)
+        contributions = None
+        if self._tape is not None:
+            with self._tape.recording(0):
+                pass
+            contributions = self._tape.contributions
+        zero = torch.zeros((), dtype=torch.float64, device=batch.y.device)
+        return Learned(output=None, loss_sum=zero, contributions=contributions)
+
+    def _follow(self, batch: Batch, found: Tensor) -> None:
+        """Train the control on a batch of the first steps, with the same draws."""
+        if self._control is None or not self._control.running:
+            self._control = None
+            return
+
+        def loss(model: nn.Module) -> Tensor:
+            with seeded_torch(self._seed_of(batch), batch.x.device):
+                return self.objective.per_record(model(self.network.shaped(batch.x)), batch.y).mean()
+
+        self._control.follow(loss, found)
+
+    def _recall_column_sum(self) -> None:
+        """Give the feedback what a checkpoint holds."""
+        feedback, kept = self._feedback, self._column_sum
+        if feedback is not None and feedback.column_sum is None and kept is not None and bool(kept.any()):
+            feedback.column_sum = kept.clone()
+
+    def _diagnosed(self, loss: Callable[[], Tensor]) -> dict[str, list[float]]:
+        """Return the alignment at each point; it takes another forward and backward pass through the points."""
+        if self._feedback is None or not self._feedback.gain:
+            return {}
+        found = self._feedback.diagnose(loss)
+        figures = {
+            "alignment": [point.update_alignment for point in found.points],
+            "signal_alignment": [point.signal_alignment for point in found.points],
+            "shown": [found.shown],
+        }
+        if all(math.isfinite(point.signal_to_noise) for point in found.points):
+            figures["signal_to_noise"] = [point.signal_to_noise for point in found.points]
+        return {name: [0.0 if math.isnan(v) else v for v in values] for name, values in figures.items()}
+
+    def _seed_of(self, batch: Batch) -> int | None:
+        process = f", process {batch.rank}" if batch.rank else ""
+        return None if self._seed is None else derive_seed(self._seed, f"step {batch.step}{process}")
+
+
+def feedback_start(network: AnyModule) -> nn.Linear:
+    """Return the linear layer of a model that can start as the feedback matrix.
+
+    Raises:
+        ValueError: The model names none by an attribute `feedback_start`.
+    """
+    name = getattr(network.model, "feedback_start", None)
+    layer = network.model.get_submodule(name) if isinstance(name, str) else None
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(
+            f"model.initial_output = 'feedback' needs a layer to start, and {type(network.model).__name__} names none; "
+            "use 'random', or give it an attribute feedback_start with the name of its last linear layer"
+        )
+    return layer
+
+
+def augmentation_of(options: FeedbackConfig, dataset: Dataset) -> Augmentation | None:
+    """Return what makes copies of the images of a step, or None for the images themselves.
+
+    Args:
+        options: The section `trainer`.
+        dataset: The records.
+
+    Raises:
+        ConfigError: The records are no images of such a size.
+    """
+    if not isinstance(options, BpConfig) or not options.augmented_copies:
+        return None
+    shape, key = dataset.record_shape, "trainer.augmented_copies"
+    if len(shape) != 3 or dataset.public_map is not None:
+        reason = f"is for images (c, h, w) without data.features, not for records of shape {tuple(shape)}; leave it out"
+        raise ConfigError("configuration", key, reason)
+    if options.augment_shift >= min(shape[1:]):
+        reason = (
+            f"{options.augment_shift} must be below the side of an image, here {min(shape[1:])}; lower it"
+        )
+        raise ConfigError("configuration", "trainer.augment_shift", reason)
+    return Augmentation(
+        copies=options.augmented_copies, mirror=options.augment_mirror, shift=options.augment_shift
+    )
+
+
+def feedback_points(
+    network: AnyModule,
+    options: FeedbackConfig,
+    device: NoisyDevice | None = None,
+    *,
+    draw_seed: int | None = None,
+    chooses: bool = False,
+) -> FeedbackAlignment | None:
+    """Return the feedback points of a module, or None for backpropagation.
+
+    Args:
+        network: The module; hooks are put on it, which `FeedbackAlignment.remove` takes off.
+        options: The section `trainer`.
+        device: The open device of pdfa.
+        draw_seed: Seed of what the encoding draws; None draws one from the system.
+        chooses: Whether the place of the error may be chosen. If not, an error_at of None is the place that the model
+            declares, else its output: folders of earlier versions name no other.
+
+    Raises:
+        ValueError: There are no such submodules.
+    """
+    if not isinstance(options, PointsConfig):
+        return None
+    given: dict[str, Any] = {"encoding": "real"}
+    if isinstance(options, EncodedConfig):
+        given = {
+            "encoding": options.encoding,
+            "threshold": options.relative_threshold,
+            "planes": options.planes,
+        }
+    if isinstance(options, DfaConfig | TdfaConfig):
+        given |= {"seed": options.feedback_seed, "projection": options.projection}
+    points, error_at = options.points, options.error_at
+    if error_at is None and not chooses:
+        error_at = getattr(network.model, "error_at", None) or OUTPUT
+    return FeedbackAlignment(
+        network.model,
+        points[0] if points is not None and len(points) == 1 else points,
+        device=device,
+        error_at=error_at,
+        rows=options.rows,
+        spread=options.spread,
+        slices=options.slices or "shared",
+        normalised=options.normalised,
+        gain=getattr(options, "gain", None),
+        draw_seed=secrets.randbits(64) if draw_seed is None else draw_seed,
+        **given,
+    )
+
+
+@contextmanager
+def points_on(network: AnyModule, options: FeedbackConfig, **how: Any) -> Iterator[FeedbackAlignment | None]:
+    """Put feedback points on a module for as long as the block runs; arguments as `feedback_points` takes them."""
+    points = feedback_points(network, options, **how)
+    try:
+        yield points
+    finally:
+        if points is not None:
+            points.remove()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from training.networks.record_gradients.followed import operators
-from training.networks.record_gradients.followed.draws import seed_pass
+from training.networks.record_gradients.followed.arguments import seed_pass
 from training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
 from training.networks.record_gradients.followed.tracking import RowTracker
 from training.networks.record_gradients.layout import Layout

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from training.networks.memory import preserved_attributes
-from training.networks.record_gradients.followed.draws import seed_pass
+from training.networks.record_gradients.followed.arguments import seed_pass
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
 from training.networks.record_gradients.followed.tracking import RowTracker, Survey
 from training.networks.record_gradients.layout import Layout, Rows

@@ -1,12 +1,16 @@
-"""What an operator is called with: its arguments by name, what it overwrites, and where tensors stand in memory."""
+"""What an operator is called with, where tensors stand in memory, and what leaves torch without an operator."""
 
 from __future__ import annotations
 
 import math
+import random
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -23,6 +27,16 @@ _STRIDED = frozenset({"as_strided", "new_empty_strided", "empty_strided"})
 _CUTS = frozenset({
     "slice", "split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes", "split_copy",
 })  # fmt: skip
+_SEED = 2**31 + 48611
+"""Seed of torch's generator in a pass that is followed; no module is likely to take it."""
+_METHODS = (
+    "numpy", "tolist", "untyped_storage", "storage", "apply_", "map_", "map2_", "__dlpack__",
+    "__reduce_ex__", "__repr__",
+)  # fmt: skip
+_PLACES = "tensor_split"
+"""Splits where a tensor says, which torch reads without an operator."""
+_SHAPE = "_shape_as_tensor"
+"""Writes the number of records into memory, without an operator."""
 _RESHAPES = frozenset({"squeeze", "unsqueeze", "t", "transpose", "as_strided"})
 """Operators that in place change the shape of a tensor, and no number."""
 memory = torch._C.TensorBase.untyped_storage
@@ -146,3 +160,72 @@ def _owners(key: Key, layout: Layout, records: int, width: int) -> tuple[Tensor,
     across[layout.dim] = -1
     owners = layout.owners(records).view(across).expand(shape)
     return parts.flatten() // width, owners.flatten().repeat_interleave(size // width)
+
+
+# Draws
+
+
+def seed_pass() -> None:
+    """Seed the global generators, so that passes draw alike."""
+    torch.manual_seed(_SEED)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
+
+
+def own_draws(op: Operation) -> bool:
+    """Whether an operator draws from a generator of the module's own, or from torch's after the module seeded it."""
+    if torch.Tag.nondeterministic_seeded not in op.func.tags or op["dropout_p"] == 0:
+        return False
+    given = [leaf for leaf in tree_leaves(op.arguments) if isinstance(leaf, torch.Generator)]
+    return any(each is not torch.default_generator for each in given) or torch.initial_seed() != _SEED
+
+
+# Ways out
+
+
+class _Asks(Protocol):
+    def require_inside(self, tensor: Tensor, method: str) -> None: ...
+
+
+@contextmanager
+def guarded(tracker: _Asks) -> Iterator[None]:
+    """Let methods that hand numbers to code outside of torch ask the tracker first, in this block.
+
+    They stand on the class of tensors, since autograd leaves modes of torch functions out of the backward pass.
+    """
+    found: list[tuple[Any, str, Callable[..., Any]]] = [
+        (Tensor, name, _guard(tracker, name, getattr(Tensor, name))) for name in _METHODS
+    ]
+    found += [(owner, _PLACES, _split(tracker, getattr(owner, _PLACES))) for owner in (Tensor, torch)]
+    found.append((torch, _SHAPE, lambda tensor: torch.tensor(list(tensor.shape))))
+    before = [vars(owner).get(name) for owner, name, _ in found]
+    for owner, name, method in found:
+        setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        for (owner, name, _), method in zip(found, before, strict=True):
+            if method is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, method)
+
+
+def _guard(tracker: _Asks, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tracker.require_inside(tensor, name)
+        return method(tensor, *args, **kwargs)
+
+    return asked
+
+
+def _split(tracker: _Asks, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, Tensor):
+                tracker.require_inside(each, _PLACES)
+        return method(tensor, *args, **kwargs)
+
+    return asked

@@ -236,5 +236,5 @@ def _written(op: Operation, target: Tensor, state: Held) -> State:
             [(target, state)], op.records, lambda coded: [coded[id(target)][places]], by_place=True
         )
         return found
-    found = _places(op, state)
-    return None if found.dim is None or found.layout is None else Held(found.layout._replace(dim=found.dim))
+    own = _places(op, state)
+    return None if own.dim is None or own.layout is None else Held(own.layout._replace(dim=own.dim))

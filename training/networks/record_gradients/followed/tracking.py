@@ -31,6 +31,7 @@ from training.networks.record_gradients.followed.arguments import (
     address,
     cuts_of,
     cuts_of_records,
+    guarded,
     keep_shape,
     memory,
     named_arguments,
@@ -39,11 +40,10 @@ from training.networks.record_gradients.followed.arguments import (
     outputs_of,
     overlap,
     overwritten,
+    own_draws,
     require_dense,
     same_owners,
 )
-from training.networks.record_gradients.followed.draws import own_draws
-from training.networks.record_gradients.followed.escapes import guarded
 from training.networks.record_gradients.followed.lookups import BY_PLACE, counts_on
 from training.networks.record_gradients.followed.operators import keeps_alike, rule_of
 from training.networks.record_gradients.followed.placement import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,61 @@ class Site:
     def layout(self, leaf: int) -> Layout | None:
         """Return where the records stand in an argument that is another tensor."""
         return self.layouts[self.others.index(leaf)] if leaf in self.others else None
+
+
+class Key(NamedTuple):
+    """A kind of use.
+
+    Attributes:
+        function: Name of the torch function.
+        names: Names of the parameters, or of the tensors that are computed from parameters only.
+        ndims: Numbers of dimensions of the other tensors.
+    """
+
+    function: str
+    names: tuple[str, ...]
+    ndims: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.function}({', '.join(repr(name) for name in self.names)})"
+
+
+class Slot(NamedTuple):
+    """Where the records stand in one tensor of a use, which has `ndim` dimensions."""
+
+    layout: Layout | None
+    ndim: int
+
+    @property
+    def kind(self) -> tuple[int | None, bool, bool, int]:
+        """What may not vary between calls; numbers of rows may."""
+        if self.layout is None:
+            return None, False, False, self.ndim
+        return self.layout.dim, self.layout.outer > 1, self.layout.inner > 1, self.ndim
+
+
+@dataclass(kw_only=True)
+class Kinds:
+    """What a probe found out about the uses of a model.
+
+    Attributes:
+        fixed: Uses that depend on no record, though other tensors than parameters take part.
+        copied: Uses of parameters only whose output holds a copy for each record.
+        slots: Where the records stand in all other uses: in the inputs, then in the outputs.
+        sites: Calls that steps have made, by function, parameters and options.
+        everything: Whether a step must see functions that take no parameter, too.
+    """
+
+    fixed: set[Key] = field(default_factory=set)
+    copied: set[Key] = field(default_factory=set)
+    slots: dict[Key, list[Slot]] = field(default_factory=dict)
+    sites: dict[tuple[Any, ...], Site] = field(default_factory=dict)
+    everything: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of uses that depend on no record."""
+        return len(self.fixed) + len(self.copied)
 
 
 class Call:

@@ -16,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from training.networks.memory import preserved_attributes
+from training.networks.record_gradients.calls import Key, Kinds, Site, Slot
 from training.networks.record_gradients.followed.arguments import seed_pass
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
 from training.networks.record_gradients.followed.tracking import RowTracker, Survey
 from training.networks.record_gradients.layout import Layout, Rows
-from training.networks.record_gradients.recorder import Kinds, Recorder
+from training.networks.record_gradients.recorder import Recorder
+from training.networks.record_gradients.uses import copies
 from training.networks.record_independence import MIXES_REMEDY, perturbed, preserved_generators
 
 _COUNTS = (6, 37)
@@ -67,7 +69,7 @@ def probe(
     with _restored(model, given.tensors[0].device), torch.enable_grad():
         seed_pass()
         args, kwargs = batches[0].values
-        with Recorder(named, kinds, probing=True):  # some models fill caches in their first pass
+        with _ProbeRecorder(named, kinds):  # some models fill caches in their first pass
             model(*args, **kwargs)
         for _ in range(_ROUNDS):
             first = _Pass(model, named, kinds, batches[0], None)
@@ -106,6 +108,108 @@ def _restored(model: nn.Module, place: torch.device) -> Iterator[None]:
             parameter.grad = gradient
 
 
+class _ProbeRecorder(Recorder):
+    """Catches all functions of a probe's pass, and notes of which kinds the uses of parameters are.
+
+    Args:
+        named: The parameters.
+        kinds: What is known about uses.
+        tracker: Knows where the records stand; None in a first pass, of which nothing is noted.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, tracker: RowTracker | None = None
+    ) -> None:
+        super().__init__(named, kinds, probing=True)
+        self._tracker = tracker
+        self._found: list[tuple[Key, list[Slot]]] = []
+        self._fixed, self._copied = set[Key](), set[Key]()
+
+    def is_settled(self) -> bool:
+        """Take uses that depend on no record for known, and return whether all were known before."""
+        kinds, before = self.kinds, self.kinds.size
+        kinds.fixed |= self._fixed
+        kinds.copied |= self._copied
+        return kinds.size == before
+
+    def settle(self) -> None:
+        """Take what a probe found about uses for known.
+
+        Raises:
+            ValueError: Two calls of a kind see records in different dimensions.
+        """
+        slots = self.kinds.slots
+        for key, found in self._found:
+            if key in self.kinds.fixed or [slot.kind for slot in slots.setdefault(key, found)] != [
+                slot.kind for slot in found
+            ]:
+                raise ValueError(
+                    f"model: {key} sees records in different dimensions in two calls, or constants in one; keep one"
+                )
+
+    def _state(self, key: Key, tensor: Tensor) -> State:
+        """Return what a tensor of a use holds.
+
+        Raises:
+            ValueError: It mixes records.
+        """
+        if self._tracker is None:
+            return None
+        state = self._tracker.state(tensor)
+        if isinstance(state, Mixed):
+            with self._tracker.noting():
+                raise ValueError(
+                    f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
+                )
+        return state
+
+    def _look(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        """Refuse uses within torch.vmap and torch.func, which hand out no tensors of the batch.
+
+        Raises:
+            ValueError: It is one.
+        """
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+            raise ValueError(
+                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; "
+                "call the module on the whole batch"
+            )
+
+    def _look_at_constant(self, key: Key, tensor: Tensor) -> None:
+        """Note whether a tensor that is computed from parameters only holds a copy for each record."""
+        if isinstance(self._state(key, tensor), Held):
+            self._copied.add(key)
+
+    def _layouts(self, key: Key, site: Site, tensors: Sequence[Tensor]) -> list[Layout | None]:
+        """Note where the records stand in the tensors of a use."""
+        if self._tracker is None:
+            return [None for _ in tensors]
+        states = [self._state(key, tensor) for tensor in tensors]
+        layouts = [state.layout if isinstance(state, Held) else None for state in states]
+        inputs = len(site.others)
+        if not any(layouts):
+            self._fixed.add(key)
+            return layouts
+        for layout in layouts:
+            if layout is not None and layout.outer > 1 and layout.inner > 1:
+                raise ValueError(
+                    f"model: {key} sees rows of a record both as neighbours and a whole batch apart; keep positions in "
+                    "a dimension of their own"
+                )
+        if None in layouts[inputs:]:
+            raise ValueError(
+                f"model: {key} mixes the records of a batch: its result has no rows for each record"
+            )
+        if site.func is copies and layouts[0] is not None and layouts[0].rows > 1:
+            raise ValueError(
+                f"model: {site.where} repeats parameters for each record within a dimension of positions; expand it by "
+                "record, into a dimension of its own"
+            )
+        slots = zip(layouts, tensors, strict=True)
+        self._found.append((key, [Slot(layout, tensor.ndim) for layout, tensor in slots]))
+        return layouts
+
+
 class _Pass:
     """One forward and one backward pass of the model on a batch.
 
@@ -130,7 +234,7 @@ class _Pass:
             if isinstance(leaf, Tensor):
                 self.tracker.note(leaf, Held(Layout(0)) if held else None)
         self._records = batch.records
-        self.recorder = Recorder(named, kinds, probing=True, tracker=None if first is None else self.tracker)
+        self.recorder = _ProbeRecorder(named, kinds, None if first is None else self.tracker)
         args, kwargs = batch.values
         seed_pass()
         try:

@@ -6,7 +6,6 @@ import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
@@ -17,9 +16,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from training.networks.record_gradients.calls import Call, FlatSpec, Site, real_tensors
-from training.networks.record_gradients.followed.placement import Held, Mixed, State
-from training.networks.record_gradients.followed.tracking import RowTracker
+from training.networks.record_gradients.calls import (
+    Call,
+    FlatSpec,
+    Key,
+    Kinds,
+    Site,
+    real_tensors,
+)
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.normalisation import group_norm
 from training.networks.record_gradients.recurrent import (
@@ -35,67 +39,12 @@ from training.networks.record_gradients.uses import CLOSED, copies, require_sepa
 _PLAIN = (Tensor, int, float, complex, str, slice, torch.dtype, torch.device)
 
 
-class Key(NamedTuple):
-    """A kind of use.
-
-    Attributes:
-        function: Name of the torch function.
-        names: Names of the parameters, or of the tensors that are computed from parameters only.
-        ndims: Numbers of dimensions of the other tensors.
-    """
-
-    function: str
-    names: tuple[str, ...]
-    ndims: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.function}({', '.join(repr(name) for name in self.names)})"
-
-
-class Slot(NamedTuple):
-    """Where the records stand in one tensor of a use, which has `ndim` dimensions."""
-
-    layout: Layout | None
-    ndim: int
-
-    @property
-    def kind(self) -> tuple[int | None, bool, bool, int]:
-        """What may not vary between calls; numbers of rows may."""
-        if self.layout is None:
-            return None, False, False, self.ndim
-        return self.layout.dim, self.layout.outer > 1, self.layout.inner > 1, self.ndim
-
-
 class _Known(NamedTuple):
     """A parameter, or a tensor computed from parameters only: its name and the parameters it comes from."""
 
     tensor: Tensor
     name: str
     roots: frozenset[int]
-
-
-@dataclass(kw_only=True)
-class Kinds:
-    """What a probe found out about the uses of a model.
-
-    Attributes:
-        fixed: Uses that depend on no record, though other tensors than parameters take part.
-        copied: Uses of parameters only whose output holds a copy for each record.
-        slots: Where the records stand in all other uses: in the inputs, then in the outputs.
-        sites: Calls that steps have made, by function, parameters and options.
-        everything: Whether a step must see functions that take no parameter, too.
-    """
-
-    fixed: set[Key] = field(default_factory=set)
-    copied: set[Key] = field(default_factory=set)
-    slots: dict[Key, list[Slot]] = field(default_factory=dict)
-    sites: dict[tuple[Any, ...], Site] = field(default_factory=dict)
-    everything: bool = False
-
-    @property
-    def size(self) -> int:
-        """Number of uses that depend on no record."""
-        return len(self.fixed) + len(self.copied)
 
 
 class _Everything(TorchFunctionMode):
@@ -173,19 +122,14 @@ class Recorder:
     Args:
         named: The parameters.
         kinds: What is known about uses.
-        probing: Whether uses of unknown kinds are accepted.
-        tracker: In a probe, knows where the records stand, so that kinds are noted; or None if nothing is noted.
+        probing: Whether uses of any kind are accepted, and all functions are handed over.
     """
 
     def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        kinds: Kinds,
-        *,
-        probing: bool = False,
-        tracker: RowTracker | None = None,
+        self, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, *, probing: bool = False
     ) -> None:
-        self.kinds, self._probing, self._tracker = kinds, probing, tracker
+        self.kinds = kinds
+        self._sites = None if probing else kinds.sites
         self._blocks: list[ExitStack] = []
         self._known = {id(p): _Known(p, name, frozenset({n})) for n, (name, p) in enumerate(named)}
         self._parameters = [parameter for _, parameter in named]
@@ -197,8 +141,6 @@ class Recorder:
         )
         self._anchor = _anchor(named[0][1].device)
         self.calls: list[Call] = []
-        self._found: list[tuple[Key, list[Slot]]] = []
-        self._fixed, self._copied = set[Key](), set[Key]()
 
     def __enter__(self) -> Self:
         block = ExitStack()
@@ -243,13 +185,13 @@ class Recorder:
                 return func(*args, **options)
             # 2. A call that an earlier step made, with the same parameters and options, is known.
             signature: tuple[Any, ...] | None = None
-            if closed and not self._probing and all(leaves[n].is_leaf for n in places):
+            if closed and self._sites is not None and all(leaves[n].is_leaf for n in places):
                 facts = [
                     id(leaf) if n in places else (Tensor, leaf.ndim) if isinstance(leaf, Tensor) else leaf
                     for n, leaf in enumerate(leaves)
                 ]
                 signature = func, spec, *(tuple(fact) if isinstance(fact, list) else fact for fact in facts)
-                if (site := self.kinds.sites.get(signature)) is not None:
+                if (site := self._sites.get(signature)) is not None:
                     call = Call(site, leaves)
                     return self._watched(call, _run(call, leaves))
             # 3. Any other one has to be of a kind that the probe has met.
@@ -280,7 +222,7 @@ class Recorder:
                 f"model: {key} mixes parameters and records in place; take an operation that returns a new tensor, "
                 "such as torch.cat"
             )
-        self._require_plain(key, tensors)
+        self._look(key, tensors)
         if not others or key in self.kinds.fixed:
             args, options = spec.unflatten(leaves)
             return self._constants(key, roots, func(*args, **options))
@@ -300,13 +242,11 @@ class Recorder:
         if not outputs:
             return result
         tensors = [*(call.leaves[n] for n in site.others), *outputs]
-        if self._probing:
-            site.layouts = self._noted(key, site, tensors)
-        else:
-            site.layouts = self._layouts(key, tensors)
+        site.layouts = self._layouts(key, site, tensors)
+        if self._sites is not None:
             site.made = CLOSED[site.func](site, call.leaves) if site.func in CLOSED else None
             if signature is not None:
-                self.kinds.sites[signature] = site
+                self._sites[signature] = site
         return self._watched(call, result)
 
     def _watched(self, call: Call, result: Any) -> Any:
@@ -388,89 +328,21 @@ class Recorder:
             self._known[id(leaf)] = _Known(leaf, name, roots)
             if self._mode is None:
                 leaf.__class__ = _WatchedTensor
-            if isinstance(self._state(key, leaf), Held):
-                self._copied.add(key)
+            self._look_at_constant(key, leaf)
         return tree_unflatten(leaves, spec)
 
-    def _state(self, key: Key, tensor: Tensor) -> State:
-        """Return what a tensor of a use holds, in a probe.
+    def _look(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        """Do nothing; a probe looks at the tensors of a use before its call."""
+
+    def _look_at_constant(self, key: Key, tensor: Tensor) -> None:
+        """Do nothing; a probe looks at tensors that are computed from parameters only."""
+
+    def _layouts(self, key: Key, site: Site, tensors: Sequence[Tensor]) -> list[Layout | None]:
+        """Return where the records stand in the tensors of a use.
 
         Raises:
-            ValueError: It mixes records.
+            ValueError: The probe has not met its kind.
         """
-        state = None if self._tracker is None else self._tracker.state(tensor)
-        if self._tracker is not None and isinstance(state, Mixed):
-            with self._tracker.noting():
-                raise ValueError(
-                    f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
-                )
-        return state
-
-    def _require_plain(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Refuse uses within torch.vmap and torch.func, which hand out no tensors of the batch.
-
-        Raises:
-            ValueError: It is one.
-        """
-        if self._probing and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
-            raise ValueError(
-                f"model: {key} runs within torch.vmap or torch.func, where the rows of records cannot be told; "
-                "call the module on the whole batch"
-            )
-
-    def _noted(self, key: Key, site: Site, tensors: Sequence[Tensor]) -> list[Layout | None]:
-        """Note where the records stand in the tensors of a use, in a probe."""
-        if self._tracker is None:
-            return [None for _ in tensors]
-        states = [self._state(key, tensor) for tensor in tensors]
-        layouts = [state.layout if isinstance(state, Held) else None for state in states]
-        inputs = len(site.others)
-        if not any(layouts):
-            self._fixed.add(key)
-            return layouts
-        for layout in layouts:
-            if layout is not None and layout.outer > 1 and layout.inner > 1:
-                raise ValueError(
-                    f"model: {key} sees rows of a record both as neighbours and a whole batch apart; keep positions in "
-                    "a dimension of their own"
-                )
-        if None in layouts[inputs:]:
-            raise ValueError(
-                f"model: {key} mixes the records of a batch: its result has no rows for each record"
-            )
-        if site.func is copies and layouts[0] is not None and layouts[0].rows > 1:
-            raise ValueError(
-                f"model: {site.where} repeats parameters for each record within a dimension of positions; expand it by "
-                "record, into a dimension of its own"
-            )
-        slots = zip(layouts, tensors, strict=True)
-        self._found.append((key, [Slot(layout, tensor.ndim) for layout, tensor in slots]))
-        return layouts
-
-    def is_settled(self) -> bool:
-        """Take uses that depend on no record for known, and return whether all were known before."""
-        kinds, before = self.kinds, self.kinds.size
-        kinds.fixed |= self._fixed
-        kinds.copied |= self._copied
-        return kinds.size == before
-
-    def settle(self) -> None:
-        """Take what a probe found about uses for known.
-
-        Raises:
-            ValueError: Two calls of a kind see records in different dimensions.
-        """
-        slots = self.kinds.slots
-        for key, found in self._found:
-            if key in self.kinds.fixed or [slot.kind for slot in slots.setdefault(key, found)] != [
-                slot.kind for slot in found
-            ]:
-                raise ValueError(
-                    f"model: {key} sees records in different dimensions in two calls, or constants in one; keep one"
-                )
-
-    def _layouts(self, key: Key, tensors: Sequence[Tensor]) -> list[Layout | None]:
-        """Return where the records stand in the tensors of a use."""
         slots = self.kinds.slots.get(key)
         if slots is None or [slot.ndim for slot in slots] != [tensor.ndim for tensor in tensors]:
             raise ValueError(

@@ -24,9 +24,10 @@ from opusim import checks
 from training.networks.clipping import bounded_factors
 from training.networks.contributions.sums import Contributions
 from training.networks.contributions.uses import Use
+from training.networks.record_gradients.calls import Kinds
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
-from training.networks.record_gradients.recorder import Kinds, Recorder
+from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.uses import use_of
 from training.networks.record_independence import preserved_generators
 

@@ -115,7 +115,8 @@ class Clip:
 
     def scaled(self, rows: Tensor) -> Tensor:
         """Return factors times rows, float32, shape (batch, ...); zeros for records that do not contribute."""
-        return self.finite(rows * by_record(self.rounded, rows))
+        scaled = rows * self.rounded.view(-1, *[1] * (rows.ndim - 1))
+        return scaled if self.kept is None else finite_rows(scaled, self.kept)
 
 
 def _are_all(kept: Tensor) -> bool:

@@ -115,7 +115,7 @@ class ConvolutionJacobian(Jacobian):
         """See Jacobian: the convolution's weight gradient."""
         ones = torch.ones(len(delta), dtype=torch.float64, device=delta.device)
         use = self.use(delta, h)
-        totals = use.totals(Clip(factors=ones, rounded=ones.float(), squares=ones, kept=None), torch.float32)
+        totals = use.totals(Clip(factors=ones, rounded=ones.float(), squares=ones, kept=None))
         for parameter, total in zip(use.wrt, totals, strict=True):
             parameter.grad = total.div_(divisor)
 

@@ -10,8 +10,8 @@ from tests.support.faults.base import FEEDBACKS, Fault, replaced
 
 
 def _without_a_clip(totals: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-    def summed(self: Any, *options: Any) -> list[torch.Tensor]:
-        found = totals(self, *options)
+    def summed(self: Any, *options: Any, **named: Any) -> list[torch.Tensor]:
+        found = totals(self, *options, **named)
         unclipped = self.delta.sum(dim=(0, 1))
         return [
             unclipped if tensor is self.bias else own for tensor, own in zip(self.wrt, found, strict=True)

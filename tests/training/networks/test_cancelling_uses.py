@@ -125,14 +125,12 @@ def test_positions_that_cancel_round_less_than_the_stated_sum(build: Any, ratio:
 def test_float32_sums_would_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault is what was done before."""
 
-    summed = uses.summed
+    totals = uses.OuterUse.totals
 
-    def float32(
-        products: Any, delta: Tensor, h: Tensor, clip: Any, kind: Any, positions: int
-    ) -> list[Tensor]:
-        return summed(products, delta, h, clip, torch.float32, positions)
+    def float32(self: Any, clip: Any, into: Any = uses.NOWHERE, **_: Any) -> list[Tensor]:
+        return totals(self, clip, into)
 
-    monkeypatch.setattr(uses, "summed", float32)
+    monkeypatch.setattr(uses.OuterUse, "totals", float32)
     monkeypatch.setattr(sums, "CANCELLED", 2.0**-20)
     monkeypatch.setattr(uses, "MILD", 0.0)
     assert error_of(build, pairs(1024, 1e5)) > 0.1

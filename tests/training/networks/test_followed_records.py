@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from training.networks.record_gradients.followed import operators
+from training.networks.record_gradients.followed.arguments import seed_pass
 from training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
-from training.networks.record_gradients.followed.tracking import RowTracker, seed_pass
+from training.networks.record_gradients.followed.tracking import RowTracker
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.tape import RecordTape
 
@@ -312,7 +313,7 @@ REFUSED: dict[str, tuple[Callable[..., Any] | nn.Module, tuple[Tensor, ...], str
         (),
         "repeat_interleave in Runs has no known rule",
     ),
-    "neighbour": (lambda m, x: m.f(x.roll(1, dims=0)), (), "roll in Runs moves the rows"),
+    "neighbour": (lambda m, x: m.f(x.roll(1, dims=0)), (), "roll in Runs works along the records"),
     "written one row down": (shifted, (), "slice in Runs moves the rows"),
     "other views of the memory": (in_other_order, (), "memory that holds them in another order"),
     "another order of merged rows": (

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.ulr_models import MODELS, new_network, records
-from training.networks.contributions import sums, uses
+from training.networks.clipping import measured
+from training.networks.contributions import uses
 from training.networks.contributions.sums import Contributions
 from training.networks.contributions.uses import LinearUse
 from training.networks.layers import (
@@ -82,7 +83,7 @@ def test_closed_forms_are_taken_where_there_are_some() -> None:
 
 
 @pytest.mark.parametrize("positions", [1, 40])
-def test_both_ways_to_a_norm_agree(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_to_a_norm_agree(positions: int) -> None:
     """Few positions take the Gram matrices, many the product; both against loops."""
     generator = torch.Generator().manual_seed(3)
     signal = torch.randn(5, 6, positions, generator=generator)
@@ -93,11 +94,10 @@ def test_both_ways_to_a_norm_agree(positions: int, monkeypatch: pytest.MonkeyPat
     ]
     wanted = torch.stack([m.double().norm() for m in expected])
     use = LinearUse(signal.mT, patch.mT, nn.Parameter(torch.zeros(6, 7)))
-    for gram in (False, True):
-        monkeypatch.setattr(uses, "_gram_is_cheaper", lambda positions, a, b, gram=gram: gram)
-        monkeypatch.setattr(sums, "_is_smaller", lambda found: False)
-        found = Contributions([([use.weight], [use])], 5).squared_norms()[0].sqrt()
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for found in (measured(use.matrices(slice(None))), uses._measured_by_gram(*use.pairs(slice(None)))):
+        torch.testing.assert_close(found.norms.double(), wanted, rtol=1e-5, atol=1e-6)
+    whole = Contributions([([use.weight], [use])], 5).squared_norms()[0].sqrt()
+    torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_records_are_taken_in_parts_without_changing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_records_are_taken_in_parts_without_changing_anything(monkeypatch: pytes
         deltas, inputs = signals(network)
         found = []
         for limit in (2**24, 1):
-            monkeypatch.setattr(sums, "_NUMBERS_LIMIT", limit)
+            monkeypatch.setattr(uses, "_NUMBERS_LIMIT", limit)
             found.append(network.jacobians[0].contributions(deltas[0], inputs[0]).squared_norms())
         torch.testing.assert_close(*found, rtol=1e-6, atol=0.0)
 

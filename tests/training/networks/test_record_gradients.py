@@ -85,8 +85,8 @@ GRAM = [
 def gram(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take Gram matrices whatever the sizes if the parameter asks for it."""
     if request.param:
-        monkeypatch.setattr(sums, "_is_smaller", lambda uses: False)
-        monkeypatch.setattr(uses, "_gram_is_cheaper", lambda positions, a, b: True)
+        monkeypatch.setattr(sums, "_GRAM_SHARE", 0.0)
+        monkeypatch.setattr(uses, "_GRAM_COST", 0)
 
 
 @pytest.mark.parametrize(
@@ -349,8 +349,8 @@ def test_planted_fault_a_bias_left_out_of_the_norm_is_caught(monkeypatch: pytest
     model = nn.Linear(4, 3)
     assert largest_share(model, features(4), scale=1e-3) <= 1 + ROUNDING
 
-    norms = uses.LinearUse.norms
-    monkeypatch.setattr(uses.LinearUse, "norms", lambda use, parts: norms(use, parts)[:1])
+    parts = uses.LinearUse.parts
+    monkeypatch.setattr(uses.LinearUse, "parts", lambda use: parts(use)[:1])
     assert largest_share(model, features(4), scale=1e-3) > 10
 
 
@@ -368,10 +368,8 @@ def test_planted_fault_uses_of_a_shared_weight_added_as_squares_are_caught(
         lambda layer: [
             part
             for half in (slice(0, 1), slice(1, 2))
-            for own in [
-                uses.LinearUse(layer.uses[0].delta[:, half], layer.uses[0].h[:, half], *layer.parameters)
-            ]
-            for part in own.norms([slice(None)])
+            for own in [uses.LinearUse(layer.uses[0].delta[:, half], layer.uses[0].h[:, half], *layer.wrt)]
+            for part in own.parts()
         ],
     )
     assert largest_share(model, features(40), scale=1.0) == pytest.approx(2**0.5, rel=1e-3)

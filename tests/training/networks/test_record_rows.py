@@ -15,7 +15,7 @@ from torch.nn import functional
 from tests.support.extreme_records import KINDS, SIZES, extreme
 from training.networks import clipping
 from training.networks.clipping import norm_bounds, row_norms
-from training.networks.contributions import sums
+from training.networks.contributions import sums, uses
 from training.networks.record_gradients.calls import Call
 from training.networks.record_gradients.normalisation import GroupNormUse
 from training.networks.record_gradients.tape import RecordTape
@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 @pytest.fixture(autouse=True)
 def formed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Form gradients whatever their sizes."""
-    monkeypatch.setattr(sums, "_is_smaller", lambda uses: True)
+    monkeypatch.setattr(sums, "_GRAM_SHARE", math.inf)
 
 
 def recorded(model: nn.Module, x: Tensor, signal: Tensor) -> RecordTape:
@@ -133,7 +133,7 @@ def test_rows_of_a_batch_in_parts_give_the_same_sum_and_are_kept(monkeypatch: py
     model, x, signal = batch("convolution", 8)
     found = []
     for limit in (2**24, 2**16):
-        monkeypatch.setattr(sums, "_NUMBERS_LIMIT", limit)
+        monkeypatch.setattr(uses, "_NUMBERS_LIMIT", limit)
         tape = recorded(model, x, signal)
         norms = tape.squared_norms()
         (layer,) = tape.contributions._layers
@@ -181,7 +181,7 @@ def test_a_group_norm_keeps_its_statistics_and_returns_the_bits_of_torch(offset:
     with recorder:
         output = model(inputs[1])
         (output * signal).sum().backward()
-    ((call, _),) = recorder.calls
+    (call,) = recorder.calls
     assert call.statistics is not None
     assert torch.equal(output, model(x))
     assert torch.equal(inputs[0].grad, inputs[1].grad)

@@ -6,7 +6,6 @@ at once, so that a step takes few operators and asks no tensor for a value.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -23,10 +22,10 @@ from training.networks.clipping import (
     measured,
     resolved,
 )
-from training.networks.contributions.uses import NOWHERE, LinearUse, OuterUse, Part, Use, joined
+from training.networks.contributions.uses import NOWHERE, LinearUse, OuterUse, Part, Use, chunked, joined
 
-_NUMBERS_LIMIT = 2**24
-"""Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32; on a card 16 times that."""
+_GRAM_SHARE = 1.0
+"""Products of a record's gradient, over those of its Gram matrices, up to which the gradient is formed."""
 _CACHE_LIMIT = 2**24
 """Numbers of per-record gradients that a layer keeps from its norms to its sum."""
 
@@ -78,9 +77,7 @@ class Contributions:
                 self._squares = self._measured()
         return self._squares
 
-    def totals(
-        self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE
-    ) -> list[tuple[nn.Parameter, Tensor]]:
+    def totals(self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with sum_i f_i g_i, in float32, or in float64 if products may cancel.
 
         Args:
@@ -89,14 +86,15 @@ class Contributions:
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
         """
         squares = self.squared_norms()
-        found: list[tuple[nn.Parameter, Tensor]] = []
+        found: list[tuple[Tensor, Tensor]] = []
         with self._arithmetic():
             clips = Clip.of_layers(factors, squares) if self._records else []
             for number, (parameters, layer) in enumerate(zip(self._parameters, self._layers, strict=True)):
-                if layer is None:
-                    found += [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
-                else:
-                    found += zip(parameters, layer.totals(clips[number], into), strict=True)
+                if layer is not None:
+                    found += zip(layer.wrt, layer.totals(clips[number], into), strict=True)
+                if layer is None or len(layer.wrt) < len(parameters):
+                    used = set() if layer is None else {id(tensor) for tensor in layer.wrt}
+                    found += [(p, torch.zeros_like(p)) for p in parameters if id(p) not in used]
         return found
 
     def record_gradients(self) -> Iterator[list[Tensor]]:
@@ -105,12 +103,13 @@ class Contributions:
         It forms what norms and totals need not, so it is for small models, diagnoses and tests.
         """
         for parameters, layer in zip(self._parameters, self._layers, strict=True):
-            with self._arithmetic():
-                parts = [] if layer is None else list(layer.rows())
-            if parts:
-                yield [torch.cat(rows) for rows in zip(*parts, strict=True)]
-            else:
+            if layer is None:
                 yield [parameter.new_zeros(self._records, parameter.numel()) for parameter in parameters]
+                continue
+            formed = _Formed(parameters, [layer], self._records) if isinstance(layer, OuterUse) else layer
+            with self._arithmetic():
+                parts = list(formed.rows())
+            yield [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
     def _measured(self) -> Tensor:
         """Return the squared norms."""
@@ -160,8 +159,8 @@ class Contributions:
             yield
 
 
-class _Layer(ABC):
-    """How a layer is measured and summed.
+class _Formed:
+    """A layer of which the gradient of each record is formed; those of the batch are kept if they fit `_CACHE_LIMIT`.
 
     Args:
         parameters: Of the layer.
@@ -171,46 +170,21 @@ class _Layer(ABC):
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], uses: Sequence[Use], records: int, *, several: bool
+        self, parameters: Sequence[nn.Parameter], uses: Sequence[Use], records: int, *, several: bool = False
     ) -> None:
-        self.parameters, self.uses, self.records, self.several = parameters, uses, records, several
-
-    @abstractmethod
-    def parts(self) -> list[Part]:
-        """Return the parts of each record's norm."""
-
-    @abstractmethod
-    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return sum_i f_i g_i, a tensor for each parameter; see Contributions.totals."""
-
-    def rows(self) -> Iterator[list[Tensor]]:
-        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter."""
-        needed = 4 * self._size + max(use.numbers for use in self.uses)
-        for part in _chunks(self.records, needed, self.parameters[0].device):
-            yield _rows_of(self.uses, self.parameters, part, several=self.several)
-
-    @property
-    def _size(self) -> int:
-        """Numbers of a record's gradient, counted in float32."""
-        return sum(parameter.numel() for parameter in self.parameters) * (1 + self.several)
-
-
-class _Formed(_Layer):
-    """The gradient of each record is formed; those of the batch are kept if they fit into `_CACHE_LIMIT`."""
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], uses: Sequence[Use], records: int, *, several: bool
-    ) -> None:
-        super().__init__(parameters, uses, records, several=several)
+        self.wrt, self.uses, self.records, self.several = parameters, uses, records, several
+        self._size = sum(parameter.numel() for parameter in parameters) * (1 + several)  # counted in float32
         self._kept: list[list[Tensor]] = []
 
     def rows(self) -> Iterator[list[Tensor]]:
-        """See _Layer."""
+        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter."""
         if self._kept:
             yield from self._kept
             return
         kept = []
-        for rows in super().rows():
+        needed = 4 * self._size + max(use.numbers for use in self.uses)
+        for part in chunked(self.records, needed, self.wrt[0].device):
+            rows = _rows_of(self.uses, self.wrt, part, several=self.several)
             if self.records * self._size <= _CACHE_LIMIT:
                 kept.append(rows)
             yield rows
@@ -219,50 +193,52 @@ class _Formed(_Layer):
             self.uses = ()  # the signals and the inputs are not needed any more
 
     def parts(self) -> list[Part]:
-        """See _Layer."""
+        """Return the parts of each record's norm."""
         found = [[measured(own) for own in rows] for rows in self.rows()]
-        return [Part(each[0] if len(each) == 1 else joined(each)) for each in zip(*found, strict=True)]
+        return [Part(own[0] if len(own) == 1 else joined(own)) for own in zip(*found, strict=True)]
 
     def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
-        """See _Layer. Gradients that were not kept are measured again, so that another rounding exceeds no norm."""
+        """Return sum_i f_i g_i, a tensor for each parameter.
+
+        Gradients that were not kept are measured again, so that another rounding exceeds no norm.
+        """
         start, again = 0, not self._kept
         totals: list[Tensor] = []
         for rows in self.rows():
-            own = clip.of_records(slice(start, start + len(rows[0])))
-            start += len(rows[0])
+            own = clip
+            if len(rows[0]) < self.records:
+                own = clip.of_records(slice(start, start + len(rows[0])))
+                start += len(rows[0])
             if again:
                 own = _remeasured(own, rows)
             factors = {torch.float32: own.rounded, torch.float64: own.factors}
             added = [factors[values.dtype] @ own.finite(values) for values in rows]
             pairs = zip(totals, added, strict=True)
             totals = [total.double() + more for total, more in pairs] if totals else added
-        return [total.view_as(p) for total, p in zip(totals, self.parameters, strict=True)]
+        return [total.view_as(p) for total, p in zip(totals, self.wrt, strict=True)]
 
 
-class _Single(_Layer):
-    """One use that adds outer products, measured without being formed."""
+class _Joint:
+    """A layer of several uses of one weight, whose products may cancel: measured as one sum, and summed in float64.
 
-    def parts(self) -> list[Part]:
-        """See _Layer."""
-        (use,) = self.uses
-        return _outer(use).norms(_chunks(self.records, use.numbers, self.parameters[0].device))
+    Args:
+        parameters: Of the layer.
+        uses: Of one weight, all with the same bias or none.
+        records: Number of records, at least 1.
+    """
 
-    def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
-        """See _Layer."""
-        (use,) = self.uses
-        totals = _outer(use).totals(clip, torch.float32, into)
-        found = {id(tensor): total for tensor, total in zip(use.wrt, totals, strict=True)}
-        return [found[id(p)] if id(p) in found else torch.zeros_like(p) for p in self.parameters]
+    def __init__(self, parameters: Sequence[nn.Parameter], uses: Sequence[OuterUse], records: int) -> None:
+        self.wrt, self.uses, self.records = parameters, uses, records
 
-
-class _Joint(_Layer):
-    """Several uses of one weight, whose products may cancel: measured as one sum, and summed in float64."""
+    def rows(self) -> Iterator[list[Tensor]]:
+        """See _Formed."""
+        return _Formed(self.wrt, self.uses, self.records, several=True).rows()
 
     def parts(self) -> list[Part]:
-        """See _Layer. The share `CANCELLED` of the products' magnitudes makes the rounding of the sum a bounded one."""
-        uses = [_outer(use) for use in self.uses]
+        """See _Formed; the share `CANCELLED` of the products' magnitudes bounds the rounding of the sum."""
+        uses = self.uses
         numbers = 4 * sum(use.numbers for use in uses)
-        found = [self._gram(part) for part in _chunks(self.records, numbers, self.parameters[0].device)]
+        found = [self._gram(part) for part in chunked(self.records, numbers, self.wrt[0].device)]
         positions = sum(use.positions for use in uses)
         a, b = uses[0].sizes
         gram = ((a + b + positions**2) * 2.0**-52) ** 0.5
@@ -272,7 +248,8 @@ class _Joint(_Layer):
             bounds = resolved([s, u])
             magnitudes.append(bounds[0] * bounds[1] * factor)
         size = Measured(torch.stack(magnitudes).sum(dim=0).float(), 2.0**-22, 0.0)
-        weight = Part(found[0] if len(found) == 1 else joined(found), size, None, CANCELLED + gram)
+        norms = found[0] if len(found) == 1 else joined(found)
+        weight = Part(norms, size, None, CANCELLED + gram)
         with_bias = [use for use in uses if use.bias is not None]
         if not with_bias:
             return [weight]
@@ -282,50 +259,47 @@ class _Joint(_Layer):
         return [weight, Part(measured(signals), own, None, CANCELLED + positions * 2.0**-23)]
 
     def totals(self, clip: Clip, into: Mapping[int, Tensor]) -> list[Tensor]:
-        """See _Layer."""
-        totals = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in self.parameters}
+        """See _Formed."""
+        totals = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in self.wrt}
         for use in self.uses:
-            for tensor, total in zip(use.wrt, _outer(use).totals(clip, torch.float64), strict=True):
+            for tensor, total in zip(use.wrt, use.totals(clip, kind=torch.float64), strict=True):
                 totals[id(tensor)] += total
-        return [totals[id(parameter)] for parameter in self.parameters]
+        return [totals[id(parameter)] for parameter in self.wrt]
 
     def _gram(self, part: slice) -> Measured:
         """Measure the joint sum of products of some records by Gram matrices in float64."""
-        s, u = _joined_pairs([_outer(use) for use in self.uses], part)
+        s, u = _joined_pairs(self.uses, part)
         squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-3, -2, -1)).clamp_min(0.0)
         return Measured(squares.sqrt().float(), 2.0**-22, 0.0)
 
 
-def _layer_of(parameters: Sequence[nn.Parameter], uses: Sequence[Use], records: int) -> _Layer:
-    """Return how a layer is measured."""
-    several, uses = len(uses) > 1, _merged(uses)
+def _layer_of(
+    parameters: Sequence[nn.Parameter], uses: Sequence[Use], records: int
+) -> OuterUse | _Formed | _Joint:
+    """Return how a layer is measured: by one use as it is, jointly, or by forming the gradients of records."""
+    several, uses = len(uses) > 1, _merged(uses) if len(uses) > 1 else uses
     outer = [use for use in uses if isinstance(use, OuterUse)]
-    leaf = all(tensor.is_leaf for use in outer for tensor in use.wrt)
-    biases = {id(use.bias) for use in outer if use.bias is not None}
-    same = len({id(use.weight) for use in outer}) == 1 and len(biases) <= 1
-    if len(outer) < len(uses) or not (leaf and same) or _is_smaller(outer):
-        return _Formed(parameters, uses, records, several=several)
-    return (_Joint if several else _Single)(parameters, uses, records, several=several)
+    # The number of records has no say: it would let one record decide how others are measured.
+    if len(outer) == len(uses):
+        s, u = outer[0].sizes
+        smaller = s * u <= _GRAM_SHARE * sum(use.positions for use in outer) * (s + u)
+        same = len({id(use.weight) for use in outer}) == 1
+        biases = {id(use.bias) for use in outer if use.bias is not None}
+        leaf = all(tensor.is_leaf for use in outer for tensor in use.wrt)
+        if leaf and same and len(biases) <= 1 and not smaller:
+            return _Joint(parameters, outer, records) if several else outer[0]
+    return _Formed(parameters, uses, records, several=several)
 
 
 def _merged(uses: Sequence[Use]) -> Sequence[Use]:
     """Join linear maps of one weight and bias into one at the positions of all."""
-    if len(uses) < 2 or not all(type(use) is LinearUse for use in uses):
+    if not all(type(use) is LinearUse for use in uses):
         return uses
     if len({(id(use.weight), id(use.bias)) for use in uses}) > 1:  # type: ignore[attr-defined]
         return uses
     first = uses[0]
     deltas, inputs = (torch.cat([getattr(use, name) for use in uses], dim=1) for name in ("delta", "h"))
     return [LinearUse(deltas, inputs, first.weight, first.bias)]  # type: ignore[attr-defined]
-
-
-def _is_smaller(uses: Sequence[OuterUse]) -> bool:
-    """Whether a record's gradient takes fewer products than its Gram matrices.
-
-    The number of records has no say: it would let one record decide how others are measured.
-    """
-    s, u = uses[0].sizes
-    return s * u <= sum(use.positions for use in uses) * (s + u)
 
 
 def _joined_pairs(uses: Sequence[OuterUse], part: slice) -> tuple[Tensor, Tensor]:
@@ -353,7 +327,8 @@ def _rows_of(
     sums: dict[int, Tensor] = {}
     for use in uses:
         for tensor, rows in zip(use.wrt, use.rows(part), strict=True):
-            for parameter, own in _pulled(tensor, rows, parameters):
+            leaf = isinstance(tensor, nn.Parameter)
+            for parameter, own in [(tensor, rows)] if leaf else _pulled(tensor, rows, parameters):
                 before, flat = sums.get(id(parameter)), own.reshape(len(own), -1)
                 sums[id(parameter)] = flat if before is None else before.double() + flat
     count = part.stop - part.start
@@ -364,9 +339,6 @@ def _pulled(
     tensor: Tensor, rows: Tensor, parameters: Sequence[nn.Parameter]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield gradients of records with respect to parameters from those with respect to a tensor computed from them."""
-    if isinstance(tensor, nn.Parameter):
-        yield tensor, rows
-        return
     with torch.enable_grad():
         found = torch.autograd.grad(
             tensor, list(parameters), rows.to(tensor.dtype), is_grads_batched=True, retain_graph=True, allow_unused=True
@@ -384,20 +356,6 @@ def _remeasured(clip: Clip, rows: Sequence[Tensor]) -> Clip:
     factors = torch.where(finite, shorter * clip.factors, 0.0)
     kept = finite if clip.kept is None else clip.kept & finite
     return Clip(factors=factors, rounded=factors.float(), squares=clip.squares, kept=kept)
-
-
-def _outer(use: Use) -> OuterUse:
-    """Return a use that adds outer products as what it is."""
-    if not isinstance(use, OuterUse):
-        raise TypeError(f"{type(use).__name__} adds no outer products")
-    return use
-
-
-def _chunks(records: int, numbers: int, place: torch.device) -> list[slice]:
-    """Cut a batch into parts whose numbers fit into memory; a card needs large ones to be busy."""
-    limit = _NUMBERS_LIMIT if place.type == "cpu" else 16 * _NUMBERS_LIMIT
-    step = max(1, limit // max(1, numbers))
-    return [slice(start, min(start + step, records)) for start in range(0, records, step)]
 
 
 @lru_cache(maxsize=512)

@@ -17,9 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from training.networks.clipping import MILD, Clip, Measured, by_record, measured, product_slack
+from training.networks.clipping import MILD, Clip, Measured, by_record, finite_rows, measured, product_slack
 
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
+_GRAM_COST = 2
+"""Time of products of Gram matrices, which need float64, in that of products in float32."""
+_EXACT_ROWS = 4096
+"""Rows whose products are summed at once in float64, so that the error does not grow with the batch's whole size."""
+_NUMBERS_LIMIT = 2**24
+"""Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32; on a card 16 times that."""
 NOWHERE: Mapping[int, Tensor] = {}
 """No tensors to write sums into."""
 
@@ -68,13 +74,17 @@ class OuterUse(Use):
 
     Attributes:
         weight: The matrix, of whatever shape.
-        bias: The bias, or None.
+        bias: The bias, or None; `wrt` holds the weight, then the bias.
         positions: Number of positions p of a record.
+        delta: Signals, float32, shape (records, ...).
+        h: Inputs, float32, or indices, shape (records, ...).
     """
 
     weight: Tensor
     bias: Tensor | None
     positions: int
+    delta: Tensor
+    h: Tensor
 
     @abstractmethod
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
@@ -85,14 +95,40 @@ class OuterUse(Use):
         """Return |s|, |u| and a factor, whose product bounds sum_p |s_p| |u_p| of the matrix, with bias if any."""
 
     @abstractmethod
-    def totals(self, clip: Clip, kind: torch.dtype, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
-        """Return sum_i f_i J_i^T delta_i, one tensor for each of `wrt`, formed in float32 or float64.
+    def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+        """Return the sums over records and positions of signals times inputs, one tensor for each of `wrt`.
+
+        Args:
+            delta: Signals of some records, as `delta`, float32 or float64.
+            h: Inputs, likewise.
+            into: Tensors of the same type that may be overwritten and returned, by the id of the parameter.
+        """
+
+    def totals(
+        self, clip: Clip, into: Mapping[int, Tensor] = NOWHERE, *, kind: torch.dtype = torch.float32
+    ) -> list[Tensor]:
+        """Return sum_i f_i J_i^T delta_i, one tensor for each of `wrt`.
 
         Args:
             clip: The factors.
-            kind: Precision of products and sums.
             into: Float32 tensors that may be overwritten and returned, by the id of the parameter.
+            kind: Precision of products and sums. float64 sums go by blocks of some thousand rows.
         """
+        kept, inputs = clip.kept, self.h
+        if kept is not None and inputs.is_floating_point():
+            inputs = finite_rows(inputs, kept)
+        if kind == torch.float32:
+            return self.products(clip.scaled(self.delta), inputs, into)
+        step = max(1, _EXACT_ROWS // self.positions)
+        totals: list[Tensor] = []
+        parts = clip.finite(self.delta).split(step), clip.factors.split(step), inputs.split(step)
+        for signals, factors, x in zip(*parts, strict=True):
+            own = signals.double() * by_record(factors, signals)
+            added = self.products(own, x.double() if x.is_floating_point() else x)
+            totals = (
+                [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
+            )
+        return totals
 
     def signals(self) -> Tensor:
         """Return the sum over positions that each record adds to the bias, shape (records, outputs)."""
@@ -101,7 +137,8 @@ class OuterUse(Use):
     @property
     def sizes(self) -> tuple[int, int]:
         """Numbers of a row of s and of u, over all groups of outputs."""
-        return len(self.weight), self.weight[0].numel() + (self.bias is not None)
+        rows = len(self.weight)
+        return rows, self.weight.numel() // rows + (self.bias is not None)
 
     @property
     def numbers(self) -> int:
@@ -117,46 +154,37 @@ class OuterUse(Use):
     def rows(self, part: slice) -> list[Tensor]:
         """See Use."""
         whole = self.matrices(part)
-        return self._ordered(
-            whole.reshape(len(whole), *self.weight.shape),
-            lambda: self.pairs(part)[0].sum(dim=-1).flatten(1),
-        )
+        weight = whole.reshape(len(whole), *self.weight.shape)
+        return [weight] if self.bias is None else [weight, self.pairs(part)[0].sum(dim=-1).flatten(1)]
 
-    def norms(self, parts: Sequence[slice]) -> list[Part]:
-        """Return the parts of the norm of each record's contribution as `totals` forms it in float32.
-
-        Args:
-            parts: Records that are measured at once.
-        """
-        a, b = len(self.weight), self.weight[0].numel()
-        formed = not _gram_is_cheaper(self.positions, a, b)
+    def parts(self) -> list[Part]:
+        """Return the parts of the norm of each record's contribution as `totals` forms it in float32."""
+        p, (a, b) = self.positions, self.sizes
+        chunks = chunked(self.records, self.numbers, self.weight.device)
+        formed = _GRAM_COST * p * (a + b) >= a * b
         if formed:
-            found = [measured(self.matrices(part)) for part in parts]
+            found = [measured(self.matrices(chunk)) for chunk in chunks]
         else:
-            found = [_measured_by_gram(*self.pairs(part)) for part in parts]
+            found = [_measured_by_gram(*self.pairs(chunk)) for chunk in chunks]
         s, u, factor = self.sizes_of()
-        slack = product_slack(self.positions) * (2 if formed else 1)  # the formed sum rounds too
+        rounding = product_slack(p)
+        slack = rounding * (2 if formed else 1)  # the formed sum rounds too
         if not formed:  # the square of the norm rounds, and may cancel
-            slack += ((a + b + self.positions**2) * 2.0**-52) ** 0.5
-        measured_sum = found[0] if len(found) == 1 else joined(found)
-        weight = Part(measured_sum, s, u, slack * factor, MILD * factor)
+            slack += ((a + b + p**2) * 2.0**-52) ** 0.5
+        formed_norms = found[0] if len(found) == 1 else joined(found)
+        weight = Part(formed_norms, s, u, slack * factor, MILD * factor)
         if self.bias is None:
             return [weight]
-        root = self.positions**0.5
-        bias = Part(measured(self.signals()), s, None, 2 * product_slack(self.positions) * root, MILD * root)
-        return [weight, bias]
-
-    def _ordered(self, weight: Tensor, signals: Callable[[], Tensor]) -> list[Tensor]:
-        """Return totals in the order of `wrt`."""
-        return [weight if tensor is self.weight else signals() for tensor in self.wrt]
+        root = p**0.5
+        return [weight, Part(measured(self.signals()), s, None, 2 * rounding * root, MILD * root)]
 
 
 class LinearUse(OuterUse):
     """v = W h + b at every position.
 
     Args:
-        delta: Gradient at the output, shape (records, positions, a) or (records, a).
-        h: Input, shape (records, positions, b) or (records, b).
+        delta: Gradient at the output, shape (records, ..., a); all dimensions between are positions.
+        h: Input, shape (records, ..., b).
         weight: W, shape (a, b).
         bias: b, or None.
     """
@@ -164,9 +192,10 @@ class LinearUse(OuterUse):
     def __init__(self, delta: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.wrt = [weight] if bias is None else [weight, bias]
-        self.records = len(delta)
-        self.delta, self.h = (_positions(values, self.records) for values in (delta, h))
-        self.positions = self.delta.shape[1]
+        self.records, width = len(delta), delta.shape[-1]
+        self.positions = math.prod(delta.shape[1:-1])
+        self.delta = delta.reshape(self.records, self.positions, width).float()
+        self.h = h.reshape(self.records, self.positions, h.shape[-1]).float()
 
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
         """See OuterUse."""
@@ -174,18 +203,17 @@ class LinearUse(OuterUse):
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """See OuterUse, by Cauchy and Schwarz."""
-        coarsely = self.positions != 1
-        return measured(self.delta, coarsely=coarsely), measured(self.h, coarsely=coarsely), 1.0
+        return measured(self.delta, coarsely=True), measured(self.h, coarsely=True), 1.0
 
     def signals(self) -> Tensor:
         """See OuterUse."""
         return self.delta.sum(dim=1) if self.positions > 1 else self.delta[:, 0]
 
-    def norms(self, parts: Sequence[slice]) -> list[Part]:
+    def parts(self) -> list[Part]:
         """See OuterUse; one position per record is a single product of norm |delta| |h|."""
         if self.positions != 1:
-            return super().norms(parts)
-        s, u, _ = self.sizes_of()
+            return super().parts()
+        s, u = measured(self.delta), measured(self.h)
         weight = Part(None, s, u, slack=1.0)
         return [weight] if self.bias is None else [weight, Part(s)]
 
@@ -195,18 +223,14 @@ class LinearUse(OuterUse):
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: a matrix product for each record, and a sum for its bias."""
-        return self._ordered(self.matrices(part), lambda: self.delta[part].sum(dim=1))
+        weight = self.matrices(part)
+        return [weight] if self.bias is None else [weight, self.delta[part].sum(dim=1)]
 
-    def totals(self, clip: Clip, kind: torch.dtype, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+    def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """See OuterUse: one matrix product, and a sum for the bias."""
-        place = into.get(id(self.weight)) if kind == torch.float32 else None
-
-        def products(delta: Tensor, h: Tensor) -> list[Tensor]:
-            signals = delta.flatten(0, 1)
-            weight = torch.mm(signals.t(), h.flatten(0, 1), out=place)
-            return self._ordered(weight, lambda: signals.sum(dim=0))
-
-        return summed(products, self.delta, self.h, clip, kind, self.positions)
+        signals = delta.flatten(0, 1)
+        weight = torch.mm(signals.t(), h.flatten(0, 1), out=into.get(id(self.weight)))
+        return [weight] if self.bias is None else [weight, signals.sum(dim=0)]
 
 
 class EmbeddingUse(OuterUse):
@@ -223,15 +247,15 @@ class EmbeddingUse(OuterUse):
 
     def __init__(self, delta: Tensor, ids: Tensor, weight: Tensor, padding: int | None = None) -> None:
         self.weight, self.wrt, self.records = weight, [weight], len(ids)
-        self.ids = ids.flatten(1)
+        self.h = ids.flatten(1)
         self.delta = delta.reshape(self.records, -1, delta.shape[-1]).float()
         if padding is not None:
-            self.delta = torch.where((self.ids == padding % len(weight))[..., None], 0.0, self.delta)
-        self.positions = self.ids.shape[1]
+            self.delta = torch.where((self.h == padding % len(weight))[..., None], 0.0, self.delta)
+        self.positions = self.h.shape[1]
 
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
         """See OuterUse; s is 1 at the id."""
-        once = functional.one_hot(self.ids[part], len(self.weight)).mT
+        once = functional.one_hot(self.h[part], len(self.weight)).mT
         return once[:, None].float(), self.delta[part].mT[:, None]
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
@@ -240,13 +264,13 @@ class EmbeddingUse(OuterUse):
         ones = Measured(torch.ones_like(found.norms), 0.0, 0.0)
         return found, ones, self.positions**0.5
 
-    def norms(self, parts: Sequence[slice]) -> list[Part]:
+    def parts(self) -> list[Part]:
         """See OuterUse; the signals of each id are added at the place of the first in the record's sorted ids."""
-        n, p = self.ids.shape
+        n, p = self.h.shape
         if p == 1:
             return [Part(measured(self.delta))]
-        ordered = self.ids.sort(dim=1).values
-        places = torch.searchsorted(ordered, self.ids.contiguous())
+        ordered = self.h.sort(dim=1).values
+        places = torch.searchsorted(ordered, self.h.contiguous())
         places += torch.arange(0, n * p, p, device=places.device)[:, None]
         sums = (
             torch.zeros_like(self.delta)
@@ -259,20 +283,16 @@ class EmbeddingUse(OuterUse):
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: signals are added to the rows of their ids."""
-        ids, delta = self.ids[part], self.delta[part]
+        ids, delta = self.h[part], self.delta[part]
         found = delta.new_zeros(len(ids), *self.weight.shape)
         first = torch.arange(len(ids), device=ids.device)[:, None] * len(self.weight)
         found.flatten(0, 1).index_add_(0, (first + ids).flatten(), delta.flatten(0, 1))
         return [found]
 
-    def totals(self, clip: Clip, kind: torch.dtype, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+    def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """See OuterUse: one indexed sum."""
-
-        def products(delta: Tensor, ids: Tensor) -> list[Tensor]:
-            total = delta.new_zeros(self.weight.shape)
-            return [total.index_add_(0, ids.flatten(), delta.flatten(0, 1))]
-
-        return summed(products, self.delta, self.ids, clip, kind, self.positions)
+        total = delta.new_zeros(self.weight.shape)
+        return [total.index_add_(0, h.flatten(), delta.flatten(0, 1))]
 
 
 class ConvolutionUse(OuterUse):
@@ -293,10 +313,10 @@ class ConvolutionUse(OuterUse):
         self.wrt = [weight] if bias is None else [weight, bias]
         self._dims, self.records = weight.ndim - 2, len(delta)
         images = [v if v.ndim == self._dims + 3 else v.unsqueeze(1) for v in (delta, h)]
-        self._delta, self._h = (values.float() for values in images)
+        self.delta, self.h = (values.float() for values in images)
         sides = {name: _per_dim(options[name], self._dims) for name in ("stride", "padding", "dilation")}
         self._options = {**sides, "groups": options["groups"]}
-        self.positions = math.prod(self._delta.shape[3:]) * self._delta.shape[1]
+        self.positions = math.prod(self.delta.shape[3:]) * self.delta.shape[1]
 
     @property
     def numbers(self) -> int:
@@ -306,53 +326,46 @@ class ConvolutionUse(OuterUse):
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
         """See OuterUse."""
         groups = self._options["groups"]
-        delta, h = self._delta[part], self._h[part]
+        delta, h = self.delta[part], self.h[part]
         patches = self._patches(h.flatten(0, 1)).unflatten(1, (groups, -1))
         signals = delta.flatten(0, 1).flatten(2).unflatten(1, (groups, -1))
         return _merged(signals, len(delta)), _merged(patches, len(delta))
 
     def factor_rows(self) -> Tensor:
         """Return the patch of each position with a last entry of 1 for a bias, (records, positions, inputs)."""
-        patches = self._patches(self._h.flatten(0, 1)).mT
+        patches = self._patches(self.h.flatten(0, 1)).mT
         rows = patches.unflatten(0, (self.records, -1)).flatten(1, 2)
         return rows if self.bias is None else torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """See OuterUse, by Cauchy and Schwarz; an input is in as many patches as the kernel has places."""
-        sizes = [measured(values, coarsely=True) for values in (self._delta, self._h)]
+        sizes = [measured(values, coarsely=True) for values in (self.delta, self.h)]
         return sizes[0], sizes[1], math.prod(self.weight.shape[2:]) ** 0.5
 
     def signals(self) -> Tensor:
         """See OuterUse."""
-        return self._delta.flatten(3).sum(dim=(1, 3))
+        return self.delta.flatten(3).sum(dim=(1, 3))
 
-    def totals(self, clip: Clip, kind: torch.dtype, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+    def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """See OuterUse: the convolution's weight gradient."""
-
-        def products(delta: Tensor, h: Tensor) -> list[Tensor]:
-            signals = delta.flatten(0, 1)
-            weight = _WEIGHT_GRADIENTS[self._dims](
-                h.flatten(0, 1), list(self.weight.shape), signals, **self._options
-            )
-            return self._ordered(weight, lambda: signals.transpose(0, 1).flatten(1).sum(dim=1))
-
-        return summed(products, self._delta, self._h, clip, kind, self.positions)
+        signals, size = delta.flatten(0, 1), list(self.weight.shape)
+        weight = _WEIGHT_GRADIENTS[self._dims](h.flatten(0, 1), size, signals, **self._options)
+        return [weight] if self.bias is None else [weight, signals.transpose(0, 1).flatten(1).sum(dim=1)]
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use: one convolution's weight gradient, where the channels of each record are groups of their own.
 
         Outside the processor, where torch takes the groups one by one, patches are multiplied instead.
         """
-        if self._delta.device.type != "cpu":
+        if self.delta.device.type != "cpu":
             return super().rows(part)
-        delta, h = (values[part].transpose(0, 1) for values in (self._delta, self._h))
+        delta, h = (values[part].transpose(0, 1) for values in (self.delta, self.h))
         records = delta.shape[1]
         size = [records * len(self.weight), *self.weight.shape[1:]]
         options = {**self._options, "groups": records * self._options["groups"]}
         weight = _WEIGHT_GRADIENTS[self._dims](h.flatten(1, 2), size, delta.flatten(1, 2), **options)
-        return self._ordered(
-            weight.unflatten(0, (records, -1)), lambda: delta.sum(dim=(0, *range(3, delta.ndim)))
-        )
+        rows = weight.unflatten(0, (records, -1))
+        return [rows] if self.bias is None else [rows, delta.sum(dim=(0, *range(3, delta.ndim)))]
 
     def _patches(self, h: Tensor) -> Tensor:
         """Shape (images, channels x kernel, positions)."""
@@ -370,39 +383,11 @@ class ConvolutionUse(OuterUse):
         return ordered.flatten(2 + self._dims).flatten(1, 1 + self._dims)
 
 
-_EXACT_ROWS = 4096
-"""Rows whose products are summed at once in float64, so that the error does not grow with the batch's whole size."""
-
-
-def summed(
-    products: Callable[[Tensor, Tensor], list[Tensor]],
-    delta: Tensor,
-    h: Tensor,
-    clip: Clip,
-    kind: torch.dtype,
-    positions: int,
-) -> list[Tensor]:
-    """Sum products of scaled signals and inputs over the records.
-
-    Args:
-        products: Maps signals and inputs to sums over records.
-        delta: Signals, shape (batch, ...).
-        h: Inputs, or indices, shape (batch, ...).
-        clip: The factors.
-        kind: Precision of products and sums. float64 sums go by blocks of some thousand rows.
-        positions: Products of each record.
-    """
-    inputs = clip.finite(h) if h.is_floating_point() else h
-    if kind == torch.float32:
-        return products(clip.scaled(delta), inputs)
-    step = max(1, _EXACT_ROWS // positions)
-    totals: list[Tensor] = []
-    parts = clip.finite(delta).split(step), clip.factors.split(step), inputs.split(step)
-    for signals, factors, x in zip(*parts, strict=True):
-        own = signals.double() * by_record(factors, signals)
-        added = products(own, x.double() if x.is_floating_point() else x)
-        totals = [total.add_(more) for total, more in zip(totals, added, strict=True)] if totals else added
-    return totals
+def chunked(records: int, numbers: int, place: torch.device) -> list[slice]:
+    """Cut a batch into parts whose numbers fit into memory; a card needs large ones to be busy."""
+    limit = _NUMBERS_LIMIT if place.type == "cpu" else 16 * _NUMBERS_LIMIT
+    step = max(1, limit // max(1, numbers))
+    return [slice(start, min(start + step, records)) for start in range(0, records, step)]
 
 
 def joined(found: Sequence[Measured]) -> Measured:
@@ -411,22 +396,11 @@ def joined(found: Sequence[Measured]) -> Measured:
     return Measured(torch.cat([each.norms for each in found]), first.relative, first.absolute)
 
 
-def _gram_is_cheaper(positions: int, a: int, b: int) -> bool:
-    """Whether Gram matrices, which need float64 and so twice the time, take less than the product itself."""
-    return 2 * positions * (a + b) < a * b
-
-
 def _measured_by_gram(s: Tensor, u: Tensor) -> Measured:
     """Measure sum_p s_p u_p^T of each record, over all groups, by Gram matrices in float64."""
     s, u = s.double(), u.double()
     squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-3, -2, -1)).clamp_min(0.0)
     return Measured(squares.sqrt().float(), 2.0**-22, 0.0)
-
-
-def _positions(values: Tensor, records: int) -> Tensor:
-    """Return (records, positions, entries) in float32."""
-    width = values.shape[-1]
-    return values.reshape(records, math.prod(values.shape[1:-1]), width).float()
 
 
 def _merged(columns: Tensor, records: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,75 +30,85 @@ class FlatSpec(NamedTuple):
         return tuple(leaves[: self.positional]), dict(zip(self.names, leaves[self.positional :], strict=True))
 
 
+@dataclass(slots=True)
+class Site:
+    """What all calls of one function on the same parameters have in common.
+
+    Attributes:
+        func: The function.
+        spec: How to put its flattened arguments together.
+        where: What the call is, for messages.
+        places: Which arguments are parameters, or computed from parameters only.
+        others: Which arguments are other tensors.
+        roots: Numbers of the parameters that the call leads to.
+        in_place: Whether the function overwrites its first argument.
+        layouts: Where the records stand in the other tensors among the arguments, then in the outputs; empty until it
+            is known.
+        made: Returns the use of a call, for functions of closed form; None for others.
+    """
+
+    func: Callable[..., Any]
+    spec: TreeSpec | FlatSpec
+    where: str
+    places: tuple[int, ...]
+    others: tuple[int, ...]
+    roots: frozenset[int]
+    in_place: bool = False
+    layouts: Sequence[Layout | None] = ()
+    made: Callable[[Call, int], Use] | None = None
+
+    def layout(self, leaf: int) -> Layout | None:
+        """Return where the records stand in an argument that is another tensor."""
+        return self.layouts[self.others.index(leaf)] if leaf in self.others else None
+
+
 class Call:
     """One call of a torch function on parameters, and the gradients at its outputs.
 
     Args:
-        func: The function.
-        leaves: Its arguments, flattened; parameters detached.
-        spec: How to put them together again.
-        places: Which leaves are parameters, or computed from parameters only.
-        where: What the call is, for messages.
-        in_place: Whether the function overwrites its first argument.
+        site: What it has in common with other calls.
+        leaves: Its arguments, flattened.
 
     Attributes:
-        deltas: The gradient at each output; None until one arrives.
+        wrt: The parameters among them, with the graph that led to them.
+        leaves: The arguments, detached.
+        deltas: The gradients that arrived at each output, one for each backward pass.
         autocast: Whether torch.autocast was on, and its type.
-        layouts: Where the records stand in the other tensors among the arguments, then in the outputs.
         statistics: Of a group norm, the mean and 1 / standard deviation of each group; None if they were not kept.
     """
 
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        leaves: Sequence[Any],
-        spec: TreeSpec | FlatSpec,
-        places: Sequence[int],
-        where: str,
-        *,
-        in_place: bool = False,
-    ) -> None:
-        self.func, self.spec, self.places, self.where = func, spec, tuple(places), where
-        self.wrt: list[Tensor] = [leaves[n] for n in places]
-        kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if in_place:
-            kept[0] = kept[0].clone()
-        self.leaves, self.in_place = kept, in_place
-        place = self.wrt[0].device.type
+    __slots__ = ("_versions", "autocast", "deltas", "leaves", "site", "statistics", "wrt")
+
+    def __init__(self, site: Site, leaves: Sequence[Any]) -> None:
+        self.site = site
+        self.wrt: list[Tensor] = [leaves[n] for n in site.places]
+        self.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if site.in_place:
+            self.leaves[0] = self.leaves[0].clone()
+        place = self.leaves[site.places[0]].device.type
         self.autocast = torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
-        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in kept]
-        self.deltas: list[Tensor | None] = []
-        self.layouts: list[Layout | None] = []
+        self._versions = [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.deltas: list[list[Tensor]] = []
         self.statistics: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def others(self) -> list[int]:
-        """Which leaves are tensors but no parameters."""
-        return [n for n, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and n not in self.places]
-
-    def receive(self, output: int, gradient: Tensor) -> None:
-        """Add a gradient at an output; backward calls it."""
-        before, new = self.deltas[output], gradient.detach()
-        self.deltas[output] = new if before is None else before + new
-
-    def check_inputs(self) -> None:
+    def require_inputs_kept(self) -> None:
         """Refuse inputs that were overwritten between the forward and the backward pass.
 
         Raises:
             RuntimeError: One was.
         """
-        for leaf, version in zip(self.leaves, self._versions, strict=True):
-            if isinstance(leaf, Tensor) and leaf._version != version:
-                raise RuntimeError(
-                    f"model: an input of {self.where} was modified in place after its use; take the operation that is "
-                    "not in place (inplace=False)"
-                )
+        if [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)] != self._versions:
+            raise RuntimeError(
+                f"model: an input of {self.site.where} was modified in place after its use; take the operation that is "
+                "not in place (inplace=False)"
+            )
 
     def output(self, number: int, records: int) -> Tensor:
         """Return the gradient at an output, record by record."""
-        delta, layout = self.deltas[number], self.layouts[len(self.others) + number]
-        if delta is None or layout is None:
-            raise RuntimeError(f"{self.where} has no gradient by record")
+        found, layout = self.deltas[number], self.site.layouts[len(self.site.others) + number]
+        if not found or layout is None:
+            raise RuntimeError(f"{self.site.where} has no gradient by record")
+        delta = found[0].detach() if len(found) == 1 else torch.stack(found).sum(dim=0)
         return split_records(delta, layout, records)
 
     def argument(self, leaf: int, records: int) -> Tensor:
@@ -106,11 +117,10 @@ class Call:
         Raises:
             ValueError: It belongs to no record.
         """
-        layout = self.layouts[self.others.index(leaf)]
+        layout = self.site.layouts[self.site.others.index(leaf)]
         if layout is None:
-            raise ValueError(f"model: the input of {self.where} holds no records")
-        values: Tensor = self.leaves[leaf]
-        return split_records(values, layout, records)
+            raise ValueError(f"model: the input of {self.site.where} holds no records")
+        return split_records(self.leaves[leaf], layout, records)
 
 
 class CallUse(Use):
@@ -131,28 +141,39 @@ class CallUse(Use):
         return sum(t.numel() for t in self.wrt) + sum(inputs) // max(1, self.records)
 
 
-def bound(
-    call: Call, names: Sequence[str], defaults: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return a call's arguments by name, and the positions of tensors among its leaves."""
-    args, kwargs = call.spec.unflatten(
-        [_Place(n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(call.leaves)]
-    )
-    found = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-    places = {name: value.number for name, value in found.items() if isinstance(value, _Place)}
-    return found, places
+class Bound(NamedTuple):
+    """The arguments of a call by name.
 
+    Attributes:
+        values: Those that are no tensors, and defaults.
+        places: Where the tensors stand among the flattened arguments.
+    """
 
-class _Place:
-    def __init__(self, number: int) -> None:
-        self.number = number
+    values: dict[str, Any]
+    places: dict[str, int]
 
+    @classmethod
+    def of(cls, site: Site, leaves: Sequence[Any], names: Sequence[str], defaults: dict[str, Any]) -> Bound:
+        """Bind flattened arguments to names.
 
-def affine(call: Call, places: dict[str, int]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weight and the bias that learn."""
-    by_place = dict(zip(call.places, call.wrt, strict=True))
-    weight, bias = (by_place.get(places.get(name, -1)) for name in ("weight", "bias"))
-    return weight, bias
+        Args:
+            site: The call's.
+            leaves: The arguments.
+            names: In the order of positional arguments.
+            defaults: Of the arguments that may be left out.
+        """
+        tensors = {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        positional, others = site.spec.unflatten(range(len(leaves)))
+        numbers = {**dict(zip(names, positional, strict=False)), **others}
+        return cls(
+            {**defaults, **{name: leaves[n] for name, n in numbers.items() if n not in tensors}},
+            {name: n for name, n in numbers.items() if n in tensors},
+        )
+
+    def learnt(self, site: Site, name: str) -> int | None:
+        """Return the number among a call's parameters of one that learns, or None."""
+        place = self.places.get(name)
+        return site.places.index(place) if place in site.places else None
 
 
 def real_tensors(values: Any) -> list[Tensor]:

@@ -132,13 +132,15 @@ def split_records(values: Tensor, layout: Layout, records: int) -> Tensor:
     Raises:
         RuntimeError: The size is no such multiple: the module did not run as it did when it was prepared.
     """
-    size = values.shape[layout.dim]
+    dim, outer, inner = layout
+    size = values.shape[dim]
     rows, rest = divmod(size, records)
-    if rest or (layout.rows == 1 and rows != 1):
+    if rest or (outer * inner == 1 and rows != 1):
         raise RuntimeError(
             f"model: an operator sees {size} rows for {records} records, other than when the model was prepared; let "
             "its Python code take the same path in every pass"
         )
-    if layout.outer > 1:
-        return values.unflatten(layout.dim, (rows, records)).movedim(layout.dim + 1, 0)
-    return values.unflatten(layout.dim, (records, rows)).movedim(layout.dim, 0)
+    if outer > 1:
+        return values.unflatten(dim, (rows, records)).movedim(dim + 1, 0)
+    apart = values.unflatten(dim, (records, rows))
+    return apart.movedim(dim, 0) if dim else apart

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.networks.record_gradients.calls import Call, CallUse, affine, bound
+from training.networks.record_gradients.calls import Bound, Call, CallUse, Site
 from training.networks.record_gradients.layout import split_records
 
 
@@ -70,7 +71,7 @@ class GroupNormUse(NormalisationUse):
             return functional.group_norm(values, groups, eps=eps)
 
         super().__init__(call, records, h, *parameters, normalise, 2)
-        layout = call.layouts[call.others.index(h)]
+        layout = call.site.layout(h)
         self._statistics: list[Tensor] | None = None
         if call.statistics is not None and layout is not None:
             self._statistics = [split_records(values, layout, records) for values in call.statistics]
@@ -128,21 +129,26 @@ def group_norm(
     return output
 
 
-def normalisation(call: Call, records: int) -> CallUse | None:
-    """Return the use of a norm's parameters, or None if the records stand in another dimension than the first."""
-    func = call.func
-    grouped, rms = func is functional.group_norm, func is functional.rms_norm
+def normalisation(site: Site, leaves: Sequence[Any]) -> Callable[[Call, int], CallUse] | None:
+    """Return the uses of a norm's parameters, or None if the records stand in another dimension than the first."""
+    grouped, rms = site.func is functional.group_norm, site.func is functional.rms_norm
     second = "num_groups" if grouped else "normalized_shape"
     names = ("input", second, "weight", "eps") if rms else ("input", second, "weight", "bias", "eps")
-    found, places = bound(call, names, {"eps": None if rms else 1e-5})
-    parameters, size, eps = affine(call, places), found[second], found["eps"]
-    layout = call.layouts[call.others.index(places["input"])] if places["input"] in call.others else None
+    found = Bound.of(site, leaves, names, {"eps": None if rms else 1e-5})
+    h, size, eps = found.places["input"], found.values[second], found.values["eps"]
+    weight, bias = (found.learnt(site, name) for name in ("weight", "bias"))
+    layout = site.layout(h)
     if layout is None or (grouped and layout.dim != 0):
         return None
-    if grouped:
-        return GroupNormUse(call, records, places["input"], parameters, size, eps)
-    shape = tuple(size)
     plain = functional.rms_norm if rms else functional.layer_norm
-    return NormalisationUse(
-        call, records, places["input"], *parameters, lambda h: plain(h, shape, eps=eps), -len(shape)
-    )
+
+    def made(call: Call, records: int) -> CallUse:
+        w, b = (None if n is None else call.wrt[n] for n in (weight, bias))
+        if grouped:
+            return GroupNormUse(call, records, h, (w, b), size, eps)
+        shape = tuple(size)
+        return NormalisationUse(
+            call, records, h, w, b, lambda values: plain(values, shape, eps=eps), -len(shape)
+        )
+
+    return made

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from training.networks.memory import preserved_attributes
+from training.networks.record_gradients.followed.arguments import seed_pass
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
-from training.networks.record_gradients.followed.tracking import RowTracker, Survey, seed_pass
+from training.networks.record_gradients.followed.tracking import RowTracker, Survey
 from training.networks.record_gradients.layout import Layout, Rows
 from training.networks.record_gradients.recorder import Kinds, Recorder
 from training.networks.record_independence import MIXES_REMEDY, perturbed, preserved_generators
@@ -79,8 +80,11 @@ def probe(
         second.differentiate(named, seeded)
         second.require_rows_of_signals()
         second.tracker.require_parameters_kept(model)
+        second.tracker.require_nothing_left()
+        after = _Pass(model, named, kinds, batches[1], first.tracker.survey)
+        after.require_rows(first)  # meets what the backward pass kept
     second.recorder.settle()
-    uses = [roots for _, roots in second.recorder.calls]
+    uses = [call.site.roots for call in second.recorder.calls]
     several = any(sum(n in roots for roots in uses) > 1 for n in range(len(named)))
     return _components(uses, len(named)), several
 
@@ -129,11 +133,14 @@ class _Pass:
         self.recorder = Recorder(named, kinds, probing=True, tracker=None if first is None else self.tracker)
         args, kwargs = batch.values
         seed_pass()
-        with self.tracker, self.recorder:
-            output = model(*args, **kwargs)
+        try:
+            with self.tracker, self.recorder:
+                output = model(*args, **kwargs)
+        finally:
+            self.tracker.require_unrefused()
         self.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for call, _ in self.recorder.calls:
-            call.check_inputs()
+        for call in self.recorder.calls:
+            call.require_inputs_kept()
 
     def require_rows(self, first: _Pass) -> None:
         """Refuse outputs that grow with the batch and mix records.
@@ -177,6 +184,7 @@ class _Pass:
             with self.tracker:
                 if roots:
                     torch.autograd.backward(roots, seeds)
+            self.tracker.require_unrefused()
         except CheckpointError as error:
             raise ValueError(
                 "model: recomputes activations in the backward pass (torch.utils.checkpoint), where uses of parameters "
@@ -192,15 +200,16 @@ class _Pass:
         Raises:
             ValueError: There is one.
         """
-        for call, _ in self.recorder.calls:
-            for delta, layout in zip(call.deltas, call.layouts[len(call.others) :], strict=True):
-                state: State = None if delta is None else self.tracker.state(delta)
+        for call in self.recorder.calls:
+            where, layouts = call.site.where, call.site.layouts[len(call.site.others) :]
+            for found, layout in zip(call.deltas, layouts, strict=True):
+                state: State = self.tracker.state(found[0]) if found else None
                 if isinstance(state, Mixed):
-                    raise mixes(f"the gradient at {call.where}", state)
+                    raise mixes(f"the gradient at {where}", state)
                 if isinstance(state, Held) and state.layout != layout and not state.free:
                     raise ValueError(
-                        f"model: the gradient at {call.where} holds the records in another order than its output, as "
-                        f"after a custom autograd function that mixes the records of a batch: {MIXES_REMEDY}"
+                        f"model: the gradient at {where} holds the records in another order than its output, as after "
+                        f"a custom autograd function that mixes the records of a batch: {MIXES_REMEDY}"
                     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from training.networks.record_gradients.calls import Call, FlatSpec
+from training.networks.record_gradients.calls import Call, FlatSpec, Site, real_tensors
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
 from training.networks.record_gradients.followed.tracking import RowTracker
 from training.networks.record_gradients.layout import Layout
@@ -29,7 +30,7 @@ from training.networks.record_gradients.recurrent import (
     unrolled_cell,
 )
 from training.networks.record_gradients.unread import unread_masks
-from training.networks.record_gradients.uses import closed_form, copies, require_separate_records
+from training.networks.record_gradients.uses import CLOSED, copies, require_separate_records
 
 _PLAIN = (Tensor, int, float, complex, str, slice, torch.dtype, torch.device)
 
@@ -81,11 +82,15 @@ class Kinds:
         fixed: Uses that depend on no record, though other tensors than parameters take part.
         copied: Uses of parameters only whose output holds a copy for each record.
         slots: Where the records stand in all other uses: in the inputs, then in the outputs.
+        sites: Calls that steps have made, by function, parameters and options.
+        everything: Whether a step must see functions that take no parameter, too.
     """
 
     fixed: set[Key] = field(default_factory=set)
     copied: set[Key] = field(default_factory=set)
     slots: dict[Key, list[Slot]] = field(default_factory=dict)
+    sites: dict[tuple[Any, ...], Site] = field(default_factory=dict)
+    everything: bool = False
 
     @property
     def size(self) -> int:
@@ -93,14 +98,77 @@ class Kinds:
         return len(self.fixed) + len(self.copied)
 
 
-class Recorder(TorchFunctionMode):
+class _Everything(TorchFunctionMode):
+    """Hands all torch functions of a block to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See Recorder.called."""
+        if not all(kind in _OWN for kind in types):
+            self._recorder.kinds.everything = True  # a tensor class of the user has functions of its own
+        return self._recorder.called(func, args, dict(kwargs or {}))
+
+
+class _Local(threading.local):
+    """The recorder of the thread's innermost block."""
+
+    recorder: Recorder | None = None
+
+
+_LOCAL = _Local()
+
+
+def _handed(
+    cls: type,
+    func: Any,
+    types: Collection[type],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Hand a torch function with a watched tensor among its arguments to the recorder."""
+    recorder = _LOCAL.recorder
+    if recorder is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    return recorder.called(func, args, kwargs or {})
+
+
+class _WatchedParameter(nn.Parameter):
+    """The class of a parameter within a recorder's block; outside it is an nn.Parameter again."""
+
+    __torch_function__: Any = classmethod(_handed)
+
+
+class _WatchedTensor(Tensor):
+    """A tensor that is computed from parameters only."""
+
+    __torch_function__: Any = classmethod(_handed)
+
+
+_OWN = (Tensor, nn.Parameter, _WatchedParameter, _WatchedTensor)
+
+
+class Recorder:
     """Catches the uses of parameters in a block.
 
     A use takes its parameters detached, so that autograd computes no gradients of theirs. Tensors that are computed
     from parameters only, such as a transposed weight, count as parameters; autograd keeps how they came about.
 
+    Within the block parameters are of a class that hands their functions over, so that functions without parameters run
+    as ever. A probe, and models with functions that have to be replaced though they take no parameter, hand over all.
+
     Attributes:
-        calls: Each use, and the numbers of the parameters it leads to.
+        kinds: What is known about uses.
+        calls: Each use.
 
     Args:
         named: The parameters.
@@ -117,52 +185,94 @@ class Recorder(TorchFunctionMode):
         probing: bool = False,
         tracker: RowTracker | None = None,
     ) -> None:
-        super().__init__()
-        self._kinds, self._probing, self._tracker = kinds, probing, tracker
-        self._masks = ExitStack()
-        self._known: dict[int, _Known] = {}  # by id; the tensors are kept, so that no other takes an id over
-        for number, (name, parameter) in enumerate(named):
-            self._note(parameter, name, frozenset({number}))
+        self.kinds, self._probing, self._tracker = kinds, probing, tracker
+        self._blocks: list[ExitStack] = []
+        self._known = {id(p): _Known(p, name, frozenset({n})) for n, (name, p) in enumerate(named)}
+        self._parameters = [parameter for _, parameter in named]
+        kinds.everything |= any(type(parameter) not in _OWN for parameter in self._parameters)
+        self._mode = _Everything(self) if probing or kinds.everything else None
+        # Begins a block in which torch functions are not handed over; those of a mode are not within its own function.
+        self._uncaught: Callable[[], AbstractContextManager[Any]] = (
+            torch._C.DisableTorchFunctionSubclass if self._mode is None else nullcontext
+        )
         self._anchor = _anchor(named[0][1].device)
-        self.calls: list[tuple[Call, frozenset[int]]] = []
+        self.calls: list[Call] = []
         self._found: list[tuple[Key, list[Slot]]] = []
         self._fixed, self._copied = set[Key](), set[Key]()
 
     def __enter__(self) -> Self:
-        self._masks.enter_context(unread_masks())
-        return super().__enter__()
+        block = ExitStack()
+        block.enter_context(unread_masks())
+        if self._mode is not None:
+            block.enter_context(self._mode)
+        else:
+            block.callback(self._unwatch, _LOCAL.recorder, [type(p) for p in self._parameters])
+            _LOCAL.recorder = self
+            for parameter in self._parameters:
+                parameter.__class__ = _WatchedParameter
+        self._blocks.append(block)
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._masks.close()
+        self._blocks.pop().close()
 
-    def __torch_function__(
+    def _unwatch(self, before: Recorder | None, kinds: Sequence[type[nn.Parameter]]) -> None:
+        _LOCAL.recorder = before
+        for parameter, kind in zip(self._parameters, kinds, strict=True):
+            parameter.__class__ = kind
+
+    def called(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Call a torch function, and record it if a parameter is among its arguments."""
+        if func in _REPLACED:
+            return self._replaced(func, args, options)
+        with self._uncaught():
+            if not torch.is_grad_enabled():
+                return func(*args, **options)
+            # 1. Flatten the arguments; functions of closed form take no tensors in containers.
+            closed = func in CLOSED
+            leaves: list[Any]
+            spec: FlatSpec | TreeSpec
+            if closed:
+                leaves, spec = [*args, *options.values()], FlatSpec(len(args), tuple(options))
+            elif self._mode is None or self._takes_known((args, options)):
+                leaves, spec = tree_flatten((args, options))
+            else:
+                return func(*args, **options)
+            places = tuple(n for n, leaf in enumerate(leaves) if id(leaf) in self._known)
+            if not places:
+                return func(*args, **options)
+            # 2. A call that an earlier step made, with the same parameters and options, is known.
+            signature: tuple[Any, ...] | None = None
+            if closed and not self._probing and all(leaves[n].is_leaf for n in places):
+                facts = [
+                    id(leaf) if n in places else (Tensor, leaf.ndim) if isinstance(leaf, Tensor) else leaf
+                    for n, leaf in enumerate(leaves)
+                ]
+                signature = func, spec, *(tuple(fact) if isinstance(fact, list) else fact for fact in facts)
+                if (site := self.kinds.sites.get(signature)) is not None:
+                    call = Call(site, leaves)
+                    return self._watched(call, _run(call, leaves))
+            # 3. Any other one has to be of a kind that the probe has met.
+            return self._settled(func, spec, leaves, places, signature)
+
+    def _settled(
         self,
         func: Any,
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        spec: FlatSpec | TreeSpec,
+        leaves: list[Any],
+        places: tuple[int, ...],
+        signature: tuple[Any, ...] | None,
     ) -> Any:
-        """Call a torch function, and record it if a parameter is among its arguments."""
-        options = dict(kwargs or {})
-        if func is functional.multi_head_attention_forward:
-            with self:
-                return _attention(*args, **options)
-        if func in RECURRENT:
-            require_no_packing(args)
-            return unrolled(self._linear, func, *args, **options)
-        if func in CELLS:
-            return unrolled_cell(self._linear, func, *args, **options)
-        if func is functional.one_hot and (classes := _classes(args, options)) is not None:
-            return (args[0].unsqueeze(-1) == torch.arange(classes, device=args[0].device)).long()
+        """Call a function with parameters at some places of its flattened arguments, and record it.
+
+        Raises:
+            ValueError: It mixes records, or the probe has not met its kind.
+        """
         name = getattr(func, "__name__", str(func))
-        if not torch.is_grad_enabled() or not self._takes_known((args, options)):
-            return func(*args, **options)
-        leaves, spec = _flattened(func, args, options)
-        places = [n for n, leaf in enumerate(leaves) if id(leaf) in self._known]
         facts = [self._known[id(leaves[n])] for n in places]
-        others = [leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in places]
-        key = Key(name, tuple(fact.name for fact in facts), tuple(leaf.ndim for leaf in others))
+        others = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in places)
+        tensors = [leaves[n] for n in others]
+        key = Key(name, tuple(fact.name for fact in facts), tuple(tensor.ndim for tensor in tensors))
         roots = frozenset[int]().union(*(fact.roots for fact in facts))
         in_place = name.endswith("_") and not name.startswith("__")
         if others and (name == "__setitem__" or (in_place and 0 in places)):
@@ -170,23 +280,76 @@ class Recorder(TorchFunctionMode):
                 f"model: {key} mixes parameters and records in place; take an operation that returns a new tensor, "
                 "such as torch.cat"
             )
-        self._require_plain(key, others)
-        if not others or key in self._kinds.fixed:
+        self._require_plain(key, tensors)
+        if not others or key in self.kinds.fixed:
+            args, options = spec.unflatten(leaves)
             return self._constants(key, roots, func(*args, **options))
-        call = Call(func, leaves, spec, places, str(key), in_place=in_place)
-        return self._recorded(call, key, roots, _run(call, leaves))
+        site = Site(func, spec, str(key), places, others, roots, in_place)
+        require_separate_records(site, leaves)
+        call = Call(site, leaves)
+        return self._recorded(call, key, _run(call, leaves), signature)
+
+    def _recorded(self, call: Call, key: Key, result: Any, signature: tuple[Any, ...] | None = None) -> Any:
+        """Find out where the records stand in the tensors of a call, and let it receive its gradients."""
+        site, outputs = call.site, real_tensors(result)
+        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(result)):
+            raise ValueError(
+                f"model: {key} returns complex numbers, at which no gradient of a parameter is taken; compute it from "
+                "real and imaginary parts (torch.view_as_real)"
+            )
+        if not outputs:
+            return result
+        tensors = [*(call.leaves[n] for n in site.others), *outputs]
+        if self._probing:
+            site.layouts = self._noted(key, site, tensors)
+        else:
+            site.layouts = self._layouts(key, tensors)
+            site.made = CLOSED[site.func](site, call.leaves) if site.func in CLOSED else None
+            if signature is not None:
+                self.kinds.sites[signature] = site
+        return self._watched(call, result)
+
+    def _watched(self, call: Call, result: Any) -> Any:
+        """Keep a call, and let it receive the gradients of its outputs."""
+        leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for place in places:
+            output = leaves[place]
+            if not output.requires_grad:
+                fresh = output.clone() if output._is_view() else output
+                output = _Anchored.apply(fresh, self._anchor)
+            elif len(places) > 1:  # one output may be computed from another, whose gradient here is its own
+                output = output.clone()
+            call.deltas.append([])
+            output.register_hook(call.deltas[-1].append)
+            leaves[place] = output
+        self.calls.append(call)
+        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
+
+    def _replaced(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Call what stands for a function whose own arithmetic does not show the uses of parameters."""
+        if func is functional.multi_head_attention_forward:
+            with nullcontext() if self._mode is None else self._mode:
+                return _attention(*args, **options)
+        with self._uncaught():
+            if func is functional.one_hot:
+                classes = args[1] if len(args) > 1 else options.get("num_classes", -1)
+                if not isinstance(classes, int) or classes <= 0 or not args:
+                    return func(*args, **options)
+                self.kinds.everything = True  # torch compares the classes with the largest number of a batch
+                return (args[0].unsqueeze(-1) == torch.arange(classes, device=args[0].device)).long()
+            if func in CELLS:
+                return unrolled_cell(self._linear, func, *args, **options)
+            require_no_packing(args)
+            return unrolled(self._linear, func, *args, **options)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a linear map whose weight and bias are uses."""
-        if torch.overrides.has_torch_function((x, weight)):  # a subclass has functions of its own
-            with self:
+        if self._mode is not None and torch.overrides.has_torch_function((x, weight)):
+            with self._mode:  # a subclass has functions of its own
                 return functional.linear(x, weight, bias)
-        output: Tensor = self.__torch_function__(functional.linear, (), (x, weight, bias))
+        output: Tensor = self.called(functional.linear, (x, weight, bias), {})
         return output
-
-    def _note(self, tensor: Tensor, name: str, roots: frozenset[int]) -> None:
-        """Take a tensor for a parameter, or for one computed from parameters only."""
-        self._known[id(tensor)] = _Known(tensor, name, roots)
 
     def _takes_known(self, arguments: Iterable[Any]) -> bool:
         """Whether a parameter, or a tensor computed from parameters only, is among arguments at any depth.
@@ -210,16 +373,21 @@ class Recorder(TorchFunctionMode):
 
     def _constants(self, key: Key, roots: frozenset[int], result: Any) -> Any:
         """Follow tensors that are computed from parameters only."""
+        if isinstance(result, _PLAIN) and not isinstance(result, Tensor):
+            return result
         leaves, spec = tree_flatten(result)
         for n, leaf in enumerate(leaves):
             if not (isinstance(leaf, Tensor) and leaf.requires_grad) or id(leaf) in self._known:
                 continue
             name = f"{key}[{n}]" if len(leaves) > 1 else str(key)
-            if key in self._kinds.copied:
-                call = Call(copies, [leaf], tree_flatten(((leaf,), {}))[1], [0], name)
-                leaves[n] = self._recorded(call, Key("copies", (name,)), roots, leaf.detach().clone())
+            if key in self.kinds.copied:
+                site = Site(copies, FlatSpec(1, ()), name, (0,), (), roots)
+                call = Call(site, [leaf])
+                leaves[n] = self._recorded(call, Key("copies", (name,)), _run(call, [leaf]))
                 continue
-            self._note(leaf, name, roots)
+            self._known[id(leaf)] = _Known(leaf, name, roots)
+            if self._mode is None:
+                leaf.__class__ = _WatchedTensor
             if isinstance(self._state(key, leaf), Held):
                 self._copied.add(key)
         return tree_unflatten(leaves, spec)
@@ -231,8 +399,11 @@ class Recorder(TorchFunctionMode):
             ValueError: It mixes records.
         """
         state = None if self._tracker is None else self._tracker.state(tensor)
-        if isinstance(state, Mixed):
-            raise ValueError(f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}")
+        if self._tracker is not None and isinstance(state, Mixed):
+            with self._tracker.noting():
+                raise ValueError(
+                    f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
+                )
         return state
 
     def _require_plain(self, key: Key, tensors: Sequence[Tensor]) -> None:
@@ -247,37 +418,13 @@ class Recorder(TorchFunctionMode):
                 "call the module on the whole batch"
             )
 
-    def _recorded(self, call: Call, key: Key, roots: frozenset[int], result: Any) -> Any:
-        """Keep a call, and let it receive the gradients of its outputs."""
-        leaves, spec = tree_flatten(result)
-        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        outputs = [leaves[n] for n in places]
-        if not outputs:
-            return result
-        call.deltas = [None] * len(outputs)
-        tensors = [*(call.leaves[n] for n in call.others), *outputs]
-        call.layouts = self._noted(key, call, tensors) if self._probing else self._layouts(key, tensors)
-        apart = len(outputs) > 1
-        for number, (place, output) in enumerate(zip(places, outputs, strict=True)):
-            if not output.requires_grad:
-                fresh = output.clone() if output._is_view() else output
-                output = _Anchored.apply(fresh, self._anchor)
-            elif apart:
-                output = (
-                    output.clone()
-                )  # one output may be computed from another, whose gradient here is its own
-            output.register_hook(_Receiver(call, number))
-            leaves[place] = output
-        self.calls.append((call, roots))
-        return tree_unflatten(leaves, spec)
-
-    def _noted(self, key: Key, call: Call, tensors: Sequence[Tensor]) -> list[Layout | None]:
+    def _noted(self, key: Key, site: Site, tensors: Sequence[Tensor]) -> list[Layout | None]:
         """Note where the records stand in the tensors of a use, in a probe."""
         if self._tracker is None:
             return [None for _ in tensors]
         states = [self._state(key, tensor) for tensor in tensors]
         layouts = [state.layout if isinstance(state, Held) else None for state in states]
-        inputs = len(call.others)
+        inputs = len(site.others)
         if not any(layouts):
             self._fixed.add(key)
             return layouts
@@ -291,9 +438,9 @@ class Recorder(TorchFunctionMode):
             raise ValueError(
                 f"model: {key} mixes the records of a batch: its result has no rows for each record"
             )
-        if call.func is copies and layouts[0] is not None and layouts[0].rows > 1:
+        if site.func is copies and layouts[0] is not None and layouts[0].rows > 1:
             raise ValueError(
-                f"model: {call.where} repeats parameters for each record within a dimension of positions; expand it by "
+                f"model: {site.where} repeats parameters for each record within a dimension of positions; expand it by "
                 "record, into a dimension of its own"
             )
         slots = zip(layouts, tensors, strict=True)
@@ -302,7 +449,7 @@ class Recorder(TorchFunctionMode):
 
     def is_settled(self) -> bool:
         """Take uses that depend on no record for known, and return whether all were known before."""
-        kinds, before = self._kinds, self._kinds.size
+        kinds, before = self.kinds, self.kinds.size
         kinds.fixed |= self._fixed
         kinds.copied |= self._copied
         return kinds.size == before
@@ -313,9 +460,9 @@ class Recorder(TorchFunctionMode):
         Raises:
             ValueError: Two calls of a kind see records in different dimensions.
         """
-        slots = self._kinds.slots
+        slots = self.kinds.slots
         for key, found in self._found:
-            if key in self._kinds.fixed or [slot.kind for slot in slots.setdefault(key, found)] != [
+            if key in self.kinds.fixed or [slot.kind for slot in slots.setdefault(key, found)] != [
                 slot.kind for slot in found
             ]:
                 raise ValueError(
@@ -324,7 +471,7 @@ class Recorder(TorchFunctionMode):
 
     def _layouts(self, key: Key, tensors: Sequence[Tensor]) -> list[Layout | None]:
         """Return where the records stand in the tensors of a use."""
-        slots = self._kinds.slots.get(key)
+        slots = self.kinds.slots.get(key)
         if slots is None or [slot.ndim for slot in slots] != [tensor.ndim for tensor in tensors]:
             raise ValueError(
                 f"model: {key} is a use of a parameter that the probe has not seen; probe the model in the mode and "
@@ -337,16 +484,6 @@ class Recorder(TorchFunctionMode):
 def _anchor(place: torch.device) -> Tensor:
     """Return a number that needs a gradient, and never gets one."""
     return torch.zeros((), requires_grad=True, device=place)
-
-
-class _Receiver(NamedTuple):
-    """Hook of an output."""
-
-    call: Call
-    number: int
-
-    def __call__(self, gradient: Tensor) -> None:
-        self.call.receive(self.number, gradient)
 
 
 class _Anchored(torch.autograd.Function):
@@ -365,40 +502,30 @@ class _Anchored(torch.autograd.Function):
 def _run(call: Call, leaves: Sequence[Any]) -> Any:
     """Call the function with its parameters detached.
 
+    Args:
+        call: The call.
+        leaves: Its arguments, flattened, with their graph.
+
     Raises:
-        ValueError: It mixes records, or it draws random numbers and would have to be called again for each record.
+        ValueError: It draws random numbers and would have to be called again for each record.
     """
-    require_separate_records(call)
-    free = [leaf.detach() if n in call.places else leaf for n, leaf in enumerate(leaves)]
-    args, kwargs = call.spec.unflatten(free)
-    if call.func is functional.group_norm:
+    func, free = call.site.func, list(leaves)
+    for n in call.site.places:
+        free[n] = call.leaves[n]
+    args, kwargs = call.site.spec.unflatten(free)
+    if func is functional.group_norm:
         return group_norm(call, *args, **kwargs)
-    if closed_form(call.func):
-        return call.func(*args, **kwargs)
+    if func in CLOSED:
+        return func(*args, **kwargs)
     place = call.wrt[0].device
     before = _random_state(place)
-    result = call.func(*args, **kwargs)
+    result = func(*args, **kwargs)
     if not _is_random_state(before, place):
         raise ValueError(
-            f"model: {call.where} draws random numbers, which a second call would not repeat; move dropout into a "
+            f"model: {call.site.where} draws random numbers, which a second call would not repeat; move dropout into a "
             "module of its own"
         )
     return result
-
-
-def _flattened(
-    func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[list[Any], FlatSpec | TreeSpec]:
-    """Flatten arguments; functions of closed form take no tensors in containers."""
-    if closed_form(func):
-        return [*args, *options.values()], FlatSpec(len(args), tuple(options))
-    return tree_flatten((args, options))
-
-
-def _classes(args: Sequence[Any], options: Mapping[str, Any]) -> int | None:
-    """Return a given number of classes of one_hot, which torch compares with the largest number of a batch."""
-    classes = args[1] if len(args) > 1 else options.get("num_classes", -1)
-    return classes if isinstance(classes, int) and classes > 0 and args else None
 
 
 def _random_state(place: torch.device) -> Tensor:
@@ -432,3 +559,4 @@ def _transparent(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _attention = _transparent(functional.multi_head_attention_forward)
+_REPLACED = {functional.multi_head_attention_forward, functional.one_hot, *RECURRENT, *CELLS}

@@ -1,18 +1,17 @@
 """Recurrent layers, with the products of their weights seen one by one and their backward pass written out.
 
 torch computes a whole nn.RNN, nn.GRU or nn.LSTM in one function, and a step of their cells in another one, whose
-per-record gradients would take one call for each record. Here the inputs of all positions are one call of `linear`, and
-so are the states that the recurrent weights multiply, which a scan without gradients finds first. Backwards, a scan
-goes from the last position to the first with what does not depend on gradients computed for all positions at once
-(backpropagation through time; Werbos 1990). Equations: those of the modules in torch's documentation; results agree
-with torch's up to rounding.
+per-record gradients would take one call for each record. Here torch's function finds the outputs without gradients;
+then the inputs of all positions are one call of `linear`, and so are the states that the recurrent weights multiply.
+Backwards, a scan goes from the last position to the first with what does not depend on gradients computed for all
+positions at once (backpropagation through time; Werbos 1990). Equations: those of the modules in torch's documentation.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,163 +21,161 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Input, weight and bias to output, as torch.nn.functional.linear, but seen."""
 
 
+class _Gradients(NamedTuple):
+    """Gradients of a scan: at W_x x_t + b_x and at W_h h_(t-1) + b_h, shape (T, batch, k n), and at the first state."""
+
+    inputs: Tensor
+    own: Tensor
+    first: list[Tensor]
+
+
 class _Cell(ABC):
     """The equations of a cell, of width n and k gates; tensors of all positions have shape (T, batch, ...).
 
-    `forward` and `backward` keep what they need in attributes, so that an object serves one scan.
+    Attributes:
+        function: torch's function of a layer of such cells.
     """
 
-    @abstractmethod
-    def forward(
-        self, xs: Tensor, weight: Tensor, bias: Tensor | None, state: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the outputs h_t of all positions, and the last state.
-
-        Args:
-            xs: W_x x_t + b_x, shape (T, batch, k n).
-            weight: W_h, shape (k n, n).
-            bias: b_h, or None.
-            state: h_0, and c_0 of an LSTM.
-        """
+    function: Callable[..., Any]
 
     @abstractmethod
     def backward(
-        self, deltas: Tensor, last: list[Tensor], weight: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return the gradients at the gates from the inputs and from the state, and those at the first state.
+        self,
+        deltas: Tensor,
+        last: list[Tensor],
+        weight: Tensor,
+        xs: Tensor,
+        own: Tensor,
+        outputs: Tensor,
+        state: list[Tensor],
+    ) -> _Gradients:
+        """Go back through a scan.
 
         Args:
             deltas: Gradients at h_t, shape (T, batch, n).
             last: Those at the last state, besides h_T.
-            weight: W_h.
+            weight: W_h, shape (k n, n).
+            xs: W_x x_t + b_x, shape (T, batch, k n).
+            own: W_h h_(t-1) + b_h, shape (T, batch, k n).
+            outputs: h_t, shape (T, batch, n).
+            state: h_0, and c_0 of an LSTM, shapes (batch, n).
         """
 
 
 class _Lstm(_Cell):
     """c_t = f c_(t-1) + i g and h_t = o tanh(c_t), with gates i, f, g, o = W_x x_t + b_x + W_h h_(t-1) + b_h."""
 
-    def forward(
-        self, xs: Tensor, weight: Tensor, bias: Tensor | None, state: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See _Cell."""
-        h, c = state
-        gates, news, tanhs, outputs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-        cells = [c]
-        recurrent = weight.t()
-        for x in (xs if bias is None else xs + bias).unbind(0):
-            z = torch.addmm(x, h, recurrent)
-            gate, new = torch.sigmoid(z), torch.tanh(z.chunk(4, dim=1)[2])
-            take, keep, _, show = gate.chunk(4, dim=1)
-            c = torch.addcmul(keep * c, take, new)
-            tanh = torch.tanh(c)
-            h = show * tanh
-            for kept, value in zip(
-                (gates, news, cells, tanhs, outputs), (gate, new, c, tanh, h), strict=True
-            ):
-                kept.append(value)
-        self._gates, self._news, self._tanhs = torch.stack(gates), torch.stack(news), torch.stack(tanhs)
-        self._cells = torch.stack(cells[:-1])
-        return torch.stack(outputs), [h, c]
+    function = staticmethod(torch.lstm)
 
     def backward(
-        self, deltas: Tensor, last: list[Tensor], weight: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        self,
+        deltas: Tensor,
+        last: list[Tensor],
+        weight: Tensor,
+        xs: Tensor,
+        own: Tensor,
+        outputs: Tensor,
+        state: list[Tensor],
+    ) -> _Gradients:
         """See _Cell."""
-        take, keep, _, show = self._gates.chunk(4, dim=2)
-        slope = show * (1 - self._tanhs.square())
-        factors = torch.stack(
+        # 1. The gates and the cells again, of which torch's function returns the last one only.
+        z = xs + own
+        gates = torch.sigmoid(z)
+        take, keep, _, show = gates.chunk(4, dim=2)
+        new = torch.tanh(z.chunk(4, dim=2)[2])
+        cells = [state[1]]
+        for added, kept in zip((take * new).unbind(0), keep.unbind(0), strict=True):
+            cells.append(torch.addcmul(added, kept, cells[-1]))
+        everything = torch.stack(cells)
+        tanhs = torch.tanh(everything[1:])
+        # 2. Factors: of dh_t in the gradient at o and in dc_t; of dc_t in those at i, f and g, and in dc_(t-1).
+        slopes = gates.addcmul(gates, gates, value=-1)
+        at_take, at_keep, _, at_show = slopes.chunk(4, dim=2)
+        by_output, by_cell = tanhs * at_show, torch.addcmul(show, show, tanhs.square(), value=-1)
+        of_cell = torch.stack(
             [
-                self._news * take * (1 - take),
-                self._cells * keep * (1 - keep),
-                take * (1 - self._news.square()),
-                self._tanhs * show * (1 - show),
+                new * at_take,
+                everything[:-1] * at_keep,
+                torch.addcmul(take, take, new.square(), value=-1),
+                keep,
             ],
             dim=2,
         )
-        (dc,), found = last, []
-        dh = deltas[-1]
-        for t in range(len(deltas) - 1, -1, -1):
-            dc = torch.addcmul(dc, dh, slope[t])
-            dz = (torch.stack([dc, dc, dc, dh], dim=1) * factors[t]).flatten(1)
-            found.append(dz)
-            dc = dc * keep[t]
-            dh = torch.addmm(deltas[t - 1], dz, weight) if t else dz @ weight
-        whole = torch.stack(found[::-1])
-        return whole, whole, [dh, dc]
+        # 3. From the last position to the first; o comes first, so that one product forms what stands beside dc_(t-1).
+        steps, batch, width = outputs.shape
+        found = outputs.new_empty(batch, steps, 5, width)  # records first, as their gradients are measured
+        ordered = torch.cat([weight[3 * width :], weight[: 3 * width]])
+        dh, (dc,) = deltas[-1], last
+        for t in range(steps - 1, -1, -1):
+            own_dz = found[:, t]
+            dc = torch.addcmul(dc, dh, by_cell[t])
+            torch.mul(dh, by_output[t], out=own_dz[:, 0])
+            torch.mul(dc.unsqueeze(1), of_cell[t], out=own_dz[:, 1:])
+            dc = own_dz[:, 4]
+            dz = own_dz[:, :4].flatten(1)
+            dh = torch.addmm(deltas[t - 1], dz, ordered) if t else dz @ ordered
+        whole = torch.cat([found[:, :, 1:4], found[:, :, :1]], dim=2).flatten(2).transpose(0, 1)
+        return _Gradients(whole, whole, [dh, dc])
 
 
 class _Gru(_Cell):
     """h_t = (1 - z) n + z h_(t-1), with n = tanh(x_n + r own_n), where own = W_h h_(t-1) + b_h."""
 
-    def forward(
-        self, xs: Tensor, weight: Tensor, bias: Tensor | None, state: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See _Cell."""
-        (h,) = state
-        width = h.shape[1]
-        gates, news, owns, befores = list[Tensor](), list[Tensor](), list[Tensor](), [h]
-        for x in xs.unbind(0):
-            own = functional.linear(h, weight, bias)
-            gate = torch.sigmoid(x[:, : 2 * width] + own[:, : 2 * width])
-            reset, update = gate.chunk(2, dim=1)
-            new = torch.tanh(torch.addcmul(x[:, 2 * width :], reset, own[:, 2 * width :]))
-            h = torch.lerp(new, h, update)
-            for kept, value in zip(
-                (gates, news, owns, befores), (gate, new, own[:, 2 * width :], h), strict=True
-            ):
-                kept.append(value)
-        self._gates, self._news, self._owns = torch.stack(gates), torch.stack(news), torch.stack(owns)
-        outputs = torch.stack(befores)
-        self._befores = outputs[:-1]
-        return outputs[1:], [h]
+    function = staticmethod(torch.gru)
 
     def backward(
-        self, deltas: Tensor, last: list[Tensor], weight: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        self,
+        deltas: Tensor,
+        last: list[Tensor],
+        weight: Tensor,
+        xs: Tensor,
+        own: Tensor,
+        outputs: Tensor,
+        state: list[Tensor],
+    ) -> _Gradients:
         """See _Cell; every gradient at a gate is dh_t times a factor."""
-        reset, update = self._gates.chunk(2, dim=2)
-        new = (1 - update) * (1 - self._news.square())
-        shared = [
-            new * self._owns * reset * (1 - reset),
-            (self._befores - self._news) * update * (1 - update),
-        ]
-        inputs, own = torch.stack([*shared, new], dim=2), torch.stack([*shared, new * reset], dim=2)
+        # 1. The gates again.
+        width = outputs.shape[2]
+        reset, update = torch.sigmoid(xs[..., : 2 * width] + own[..., : 2 * width]).chunk(2, dim=2)
+        owns = own[..., 2 * width :]
+        news = torch.tanh(torch.addcmul(xs[..., 2 * width :], reset, owns))
+        before = _shifted(state[0].unsqueeze(0), outputs)
+        # 2. Factors of dh_t in the gradients at the gates r, z and n.
+        new = (1 - update) * (1 - news.square())
+        shared = [new * owns * reset * (1 - reset), (before - news) * update * (1 - update)]
+        inputs, recurrent = torch.stack([*shared, new], dim=2), torch.stack([*shared, new * reset], dim=2)
+        # 3. From the last position to the first.
         found = []
         dh = deltas[-1]
         for t in range(len(deltas) - 1, -1, -1):
             found.append(dh)
-            dz = (dh.unsqueeze(1) * own[t]).flatten(1)
+            dz = (dh.unsqueeze(1) * recurrent[t]).flatten(1)
             dh = torch.addmm(dh * update[t], dz, weight)
             if t:
                 dh = dh + deltas[t - 1]
         whole = torch.stack(found[::-1]).unsqueeze(2)
-        return (whole * inputs).flatten(2), (whole * own).flatten(2), [dh]
+        return _Gradients((whole * inputs).flatten(2), (whole * recurrent).flatten(2), [dh])
 
 
 class _Rnn(_Cell):
     """h_t = phi(W_x x_t + b_x + W_h h_(t-1) + b_h), with phi tanh or ReLU."""
 
-    def __init__(self, phi: Callable[[Tensor], Tensor]) -> None:
-        self._phi = phi
-
-    def forward(
-        self, xs: Tensor, weight: Tensor, bias: Tensor | None, state: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See _Cell."""
-        (h,) = state
-        outputs, recurrent = [], weight.t()
-        for x in (xs if bias is None else xs + bias).unbind(0):
-            h = self._phi(torch.addmm(x, h, recurrent))
-            outputs.append(h)
-        self._outputs = torch.stack(outputs)
-        return self._outputs, [h]
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
 
     def backward(
-        self, deltas: Tensor, last: list[Tensor], weight: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        self,
+        deltas: Tensor,
+        last: list[Tensor],
+        weight: Tensor,
+        xs: Tensor,
+        own: Tensor,
+        outputs: Tensor,
+        state: list[Tensor],
+    ) -> _Gradients:
         """See _Cell."""
-        h = self._outputs
-        slope = 1 - h.square() if self._phi is torch.tanh else (h > 0).to(h.dtype)
+        is_tanh = self.function is torch.rnn_tanh
+        slope = 1 - outputs.square() if is_tanh else (outputs > 0).to(outputs.dtype)
         found = []
         dh = deltas[-1]
         for t in range(len(deltas) - 1, -1, -1):
@@ -186,7 +183,7 @@ class _Rnn(_Cell):
             found.append(dz)
             dh = torch.addmm(deltas[t - 1], dz, weight) if t else dz @ weight
         whole = torch.stack(found[::-1])
-        return whole, whole, [dh]
+        return _Gradients(whole, whole, [dh])
 
 
 class _Scan(torch.autograd.Function):
@@ -197,8 +194,9 @@ class _Scan(torch.autograd.Function):
         ctx: Any, cell: _Cell, weight: Tensor, outputs: Tensor, xs: Tensor, own: Tensor, *states: Tensor
     ) -> tuple[Tensor, ...]:
         """Return the outputs, and the last state besides h_T."""
-        ctx.cell, ctx.weight = cell, weight
         count = len(states) // 2
+        ctx.cell = cell
+        ctx.save_for_backward(weight, outputs, xs, own, *states[:count])
         return (outputs.clone(), *(state.clone() for state in states[count + 1 :]))
 
     @staticmethod
@@ -206,31 +204,57 @@ class _Scan(torch.autograd.Function):
         """Return the gradients at the gates and at the first state."""
         deltas, *last = gradients
         with torch.autocast(deltas.device.type, enabled=False):
-            inputs, own, first = ctx.cell.backward(deltas, last, ctx.weight.to(deltas.dtype))
-        return (None, None, None, inputs, own, *first, *(None for _ in first))
+            weight, outputs, xs, own, *state = (part.to(deltas.dtype) for part in ctx.saved_tensors)
+            inputs, recurrent, first = ctx.cell.backward(deltas, last, weight, xs, own, outputs, state)
+        return (None, None, None, inputs, recurrent, *first, *(None for _ in first))
 
 
-def _seen_scan(
-    linear: Linear, cell: _Cell, xs: Tensor, weight: Tensor, bias: Tensor | None, state: list[Tensor]
+def _seen_layer(
+    linear: Linear, cell: _Cell, steps: Tensor, weights: Sequence[Tensor | None], state: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs of all positions and the last state; the recurrent weights take part in one product."""
+    """Return the outputs of all positions and the last state of one layer in one direction.
+
+    Args:
+        linear: Takes part in the products with the weights.
+        cell: Of the layer.
+        steps: x_t, shape (T, batch, m).
+        weights: W_x, W_h, b_x and b_h; the biases may be None.
+        state: h_0, and c_0 of an LSTM.
+    """
+
+    def product(values: Tensor, number: int) -> Tensor:
+        """Apply a linear map with the records first, as their gradients are measured."""
+        weight, bias = weights[number], weights[number + 2]
+        return linear(values.transpose(0, 1), weight, bias).transpose(0, 1)  # type: ignore[arg-type]
+
+    xs = product(steps, 0)
     wide = xs.dtype if xs.dtype == torch.float64 else torch.float32  # also within torch.autocast
     with torch.no_grad(), torch.autocast(xs.device.type, enabled=False):
-        shift = None if bias is None else bias.to(wide)
-        outputs, last = cell.forward(xs.to(wide), weight.to(wide), shift, [part.to(wide) for part in state])
-        before = state[0].unsqueeze(0)
-        if len(outputs) > 1:
-            before = torch.cat([before, outputs[:-1]])
-    own = linear(before, weight, bias)  # only its gradient counts: the scan has used its numbers
-    found, *others = _Scan.apply(cell, weight.detach(), outputs, xs, own, *state, *last)
+        flat = [weight.to(wide) for weight in weights if weight is not None]
+        initial = [part.to(wide).unsqueeze(0) for part in state]
+        first = initial[0] if len(initial) == 1 else initial
+        outputs, *finals = cell.function(
+            steps.to(wide), first, flat, len(flat) == 4, 1, 0.0, False, False, False
+        )
+        before = _shifted(initial[0], outputs)
+    own = product(before, 1)
+    last = [part.squeeze(0) for part in finals]
+    found, *others = _Scan.apply(cell, weights[1].detach(), outputs, xs, own, *state, *last)  # type: ignore[union-attr]
     return found, [found[-1], *others]
+
+
+def _shifted(first: Tensor, outputs: Tensor) -> Tensor:
+    """Return h_(t-1) of all positions, with the records first in memory."""
+    if len(outputs) == 1:
+        return first
+    return torch.cat([first.transpose(0, 1), outputs[:-1].transpose(0, 1)], dim=1).transpose(0, 1)
 
 
 _CELLS: dict[Callable[..., Any], Callable[[], _Cell]] = {
     torch.gru: _Gru,
     torch.lstm: _Lstm,
-    torch.rnn_tanh: lambda: _Rnn(torch.tanh),
-    torch.rnn_relu: lambda: _Rnn(torch.relu),
+    torch.rnn_tanh: lambda: _Rnn(torch.rnn_tanh),
+    torch.rnn_relu: lambda: _Rnn(torch.rnn_relu),
 }
 RECURRENT = frozenset(_CELLS)
 """The functions that `unrolled` takes."""
@@ -329,8 +353,7 @@ def unrolled_cell(
         b_hh: For the state.
     """
     state = [initial] if isinstance(initial, Tensor) else list(initial)
-    inputs = linear(x, w_ih, b_ih)
-    _, found = _seen_scan(linear, CELLS[func](), inputs.unsqueeze(0), w_hh, b_hh, state)
+    _, found = _seen_layer(linear, CELLS[func](), x.unsqueeze(0), [w_ih, w_hh, b_ih, b_hh], state)
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -345,13 +368,12 @@ def _direction(
     backwards: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the outputs (T, batch, width) of one layer in one direction, and its last states."""
+    steps = steps.flip(0) if backwards else steps
     biases = weights[2:4] if has_biases else [None, None]
-    inputs = linear(steps, weights[0], biases[0])
-    inputs = inputs.flip(0) if backwards else inputs
     if len(weights) % 2:
-        outputs, last = _projected(linear, inputs, weights, biases[1], state)
+        outputs, last = _projected(linear, linear(steps, weights[0], biases[0]), weights, biases[1], state)
     else:
-        outputs, last = _seen_scan(linear, cell, inputs, weights[1], biases[1], state)
+        outputs, last = _seen_layer(linear, cell, steps, [*weights[:2], *biases], state)
     return outputs.flip(0) if backwards else outputs, last
 
 

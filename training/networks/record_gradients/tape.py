@@ -28,6 +28,7 @@ from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
 from training.networks.record_gradients.recorder import Kinds, Recorder
 from training.networks.record_gradients.uses import use_of
+from training.networks.record_independence import preserved_generators
 
 
 class RecordTape:
@@ -83,7 +84,7 @@ class RecordTape:
         self._followed = {self._signature(given)}
         self.layers: list[list[nn.Parameter]] = [[named[n][1] for n in group] for group in members]
         self.names: list[list[str]] = [[named[n][0] for n in group] for group in members]
-        self._layer_of = {id(p): number for number, layer in enumerate(self.layers) for p in layer}
+        self._layer_of = {n: number for number, group in enumerate(members) for n in group}
 
     def follow(self, args: Any, kwargs: Any) -> None:
         """Find out where the records stand for arguments of shapes that were not seen yet, on invented records.
@@ -99,7 +100,10 @@ class RecordTape:
         signature = self._signature(given)
         if signature in self._followed:
             return
-        members, several = probe(self.model, self._named, invented_rows(self.model, given), self._kinds)
+        rows = invented_rows(self.model, given)
+        with _uncaught(self.model):
+            _show(self.model, rows)
+            members, several = probe(self.model, self._named, rows, self._kinds)
         self.several_uses = self.several_uses or several
         if members != self._members:
             raise ValueError(
@@ -166,10 +170,10 @@ class RecordTape:
             raise ValueError(f"model: parameter {seen[0]!r} {UNSEEN}")
         self._records = records = self._begun
         self._uses = [[] for _ in self.layers]
-        for call, roots in recorder.calls if records else ():
+        for call in recorder.calls if records else ():
             use = use_of(call, records)
             if use is not None:
-                self._uses[self._layer_of[id(self._named[min(roots)][1])]].append(use)
+                self._uses[self._layer_of[min(call.site.roots)]].append(use)
         if any(
             len(uses) > 1 for uses in self._uses
         ):  # longer records than the probe's may use a parameter again
@@ -233,6 +237,23 @@ class RecordTape:
         if self._records is None:
             raise RuntimeError("no batch is recorded; run a forward and a backward pass in tape.recording(n)")
         return self._records
+
+
+@contextmanager
+def _uncaught(model: nn.Module) -> Iterator[None]:
+    """Let calls of a module be plain in this block: a loop that records them would take these for a training pass."""
+    caught, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = caught
+
+
+def _show(model: nn.Module, rows: Rows) -> None:
+    """Run a pass on invented records, from which a module may take what it keeps for records of a shape."""
+    args, kwargs = rows.values
+    with preserved_generators(rows.tensors[0].device), torch.no_grad():
+        model(*args, **kwargs)
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from training.networks.contributions.uses import ConvolutionUse, EmbeddingUse, LinearUse, Use
-from training.networks.record_gradients.calls import Call, CallUse, affine, bound, real_tensors
+from training.networks.record_gradients.calls import Bound, Call, CallUse, Site, real_tensors
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.normalisation import normalisation
 
@@ -32,10 +32,11 @@ class FunctionUse(CallUse):
 
     def __init__(self, call: Call, records: int) -> None:
         super().__init__(call, records)
-        self._used = [n for n, delta in enumerate(call.deltas) if delta is not None]
+        site = call.site
+        self._used = [n for n, found in enumerate(call.deltas) if found]
         self._deltas = [call.output(n, records) for n in self._used]
         self._varying = [
-            n for n, layout in zip(call.others, call.layouts, strict=False) if layout is not None
+            n for n, layout in zip(site.others, site.layouts, strict=False) if layout is not None
         ]
         self._values = [call.argument(n, records) for n in self._varying]
         self._vectorised = True
@@ -58,13 +59,13 @@ class FunctionUse(CallUse):
 
     def _outputs(self, wrt: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Call the function on one record."""
-        leaves = list(self.call.leaves)
-        for place, tensor in zip((*self.call.places, *self._varying), (*wrt, *values), strict=True):
-            leaves[place] = tensor.clone() if self.call.in_place and not place else tensor
-        args, kwargs = self.call.spec.unflatten(leaves)
+        site, leaves = self.call.site, list(self.call.leaves)
+        for place, tensor in zip((*site.places, *self._varying), (*wrt, *values), strict=True):
+            leaves[place] = tensor.clone() if site.in_place and not place else tensor
+        args, kwargs = site.spec.unflatten(leaves)
         enabled, dtype = self.call.autocast
         with torch.autocast(self.wrt[0].device.type, dtype, enabled, cache_enabled=False):
-            outputs = real_tensors(self.call.func(*args, **kwargs))
+            outputs = real_tensors(site.func(*args, **kwargs))
         return tuple(outputs[n] for n in self._used)
 
     def _of_record(self, deltas: list[Tensor], values: list[Tensor]) -> tuple[Tensor, ...]:
@@ -91,9 +92,11 @@ class CopiesUse(CallUse):
         single = delta.new_zeros(len(numbers), *delta.shape)
         for row, number in enumerate(numbers):
             single[row, number] = delta[number]
-        layout = self.call.layouts[-1]
+        layout = self.call.site.layouts[-1]
         if layout is None or layout.rows > 1:
-            raise ValueError(f"model: {self.call.where} merges records and positions; expand it by record")
+            raise ValueError(
+                f"model: {self.call.site.where} merges records and positions; expand it by record"
+            )
         return [_joined(single, layout)]
 
     @property
@@ -109,78 +112,86 @@ def _joined(single: Tensor, layout: Layout) -> Tensor:
 
 def use_of(call: Call, records: int) -> Use | None:
     """Return what the records add in a call, or None if no gradient reached it."""
-    if all(delta is None for delta in call.deltas):
+    if not any(call.deltas):
         return None
-    call.check_inputs()
-    if call.func is copies:
-        return CopiesUse(call, records)
-    closed = _CLOSED.get(call.func)
-    found = closed(call, records) if closed is not None else None
-    return FunctionUse(call, records) if found is None else found
+    call.require_inputs_kept()
+    site = call.site
+    return FunctionUse(call, records) if site.made is None else site.made(call, records)
 
 
 def copies(values: Tensor) -> Tensor:
-    """Stand for a tensor that holds a copy of parameters for each record."""
-    return values
+    """Return a tensor that holds a copy of parameters for each record."""
+    return values.clone()
 
 
-def require_separate_records(call: Call) -> None:
+def require_separate_records(site: Site, leaves: Sequence[Any]) -> None:
     """Refuse embeddings whose gradients are not sums over records of a matrix's size.
 
     Raises:
         ValueError: An embedding rescales its weights or its gradient by the batch, or has sparse gradients.
     """
-    names = {functional.embedding: _EMBEDDING, functional.embedding_bag: _BAG}.get(call.func)
+    names = {functional.embedding: _EMBEDDING, functional.embedding_bag: _BAG}.get(site.func)
     if names is None:
         return
-    found, _ = bound(call, names, {"max_norm": None, "scale_grad_by_freq": False, "sparse": False})
+    defaults = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+    found = Bound.of(site, leaves, names, defaults).values
     if found["max_norm"] is not None or found["scale_grad_by_freq"]:
         raise ValueError(
-            f"model: {call.where} is an embedding with max_norm or scale_grad_by_freq, which let one record change "
+            f"model: {site.where} is an embedding with max_norm or scale_grad_by_freq, which let one record change "
             "what others add; leave both out"
         )
     if found["sparse"]:
         raise ValueError(
-            f"model: {call.where} is an embedding with sparse gradients, whose noise would be dense; build it with "
+            f"model: {site.where} is an embedding with sparse gradients, whose noise would be dense; build it with "
             "sparse=False"
         )
 
 
-def closed_form(func: Callable[..., Any]) -> bool:
-    """Whether uses of a function are known; others are called again for each record."""
-    return func in _CLOSED or func is copies
+Made = Callable[[Call, int], Use]
+"""Returns the use of a call on a number of records."""
 
 
-def _linear(call: Call, records: int) -> Use | None:
-    _, places = bound(call, ("input", "weight", "bias"), {})
-    weight, bias = affine(call, places)
-    if weight is None or places["input"] in call.places:
+def _linear(site: Site, leaves: Sequence[Any]) -> Made | None:
+    found = Bound.of(site, leaves, ("input", "weight", "bias"), {})
+    h, weight, bias = found.places["input"], found.learnt(site, "weight"), found.learnt(site, "bias")
+    if weight is None or leaves[found.places["weight"]].ndim != 2 or h in site.places:
         return None
-    delta, h = (_by_position(v) for v in (call.output(0, records), call.argument(places["input"], records)))
-    return LinearUse(delta, h, weight, bias)
+
+    def made(call: Call, records: int) -> Use:
+        delta, inputs = call.output(0, records), call.argument(h, records)
+        return LinearUse(delta, inputs, call.wrt[weight], None if bias is None else call.wrt[bias])
+
+    return made
 
 
-def _embedding(call: Call, records: int) -> Use | None:
-    found, places = bound(call, _EMBEDDING, {"padding_idx": None})
-    ids, (weight,) = call.argument(places["input"], records), call.wrt
-    return EmbeddingUse(call.output(0, records), ids, weight, found["padding_idx"])
+def _embedding(site: Site, leaves: Sequence[Any]) -> Made | None:
+    found = Bound.of(site, leaves, _EMBEDDING, {"padding_idx": None})
+    ids, padding = found.places["input"], found.values["padding_idx"]
+    return lambda call, records: EmbeddingUse(
+        call.output(0, records), call.argument(ids, records), call.wrt[0], padding
+    )
 
 
-def _convolution(call: Call, records: int) -> Use | None:
+def _convolution(site: Site, leaves: Sequence[Any]) -> Made | None:
     defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    found, places = bound(call, ("input", "weight", "bias", *defaults), defaults)
-    weight, bias = affine(call, places)
-    if weight is None or places["input"] in call.places or isinstance(found["padding"], str):
+    found = Bound.of(site, leaves, ("input", "weight", "bias", *defaults), defaults)
+    h, weight, bias = found.places["input"], found.learnt(site, "weight"), found.learnt(site, "bias")
+    if weight is None or h in site.places or isinstance(found.values["padding"], str):
         return None
-    layout = call.layouts[call.others.index(places["input"])]
+    layout = site.layout(h)
     if layout is None or layout.dim != 0:
         return None
-    options = {name: found[name] for name in defaults}
-    delta, h = call.output(0, records), call.argument(places["input"], records)
-    return ConvolutionUse(delta, h, weight, bias, options)
+    options = {name: found.values[name] for name in defaults}
+
+    def made(call: Call, records: int) -> Use:
+        delta, inputs = call.output(0, records), call.argument(h, records)
+        own = None if bias is None else call.wrt[bias]
+        return ConvolutionUse(delta, inputs, call.wrt[weight], own, options)
+
+    return made
 
 
-_CLOSED: dict[Callable[..., Any], Callable[[Call, int], Use | None]] = {
+CLOSED: dict[Callable[..., Any], Callable[[Site, Sequence[Any]], Made | None]] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
     functional.conv1d: _convolution,
@@ -189,9 +200,6 @@ _CLOSED: dict[Callable[..., Any], Callable[[Call, int], Use | None]] = {
     functional.layer_norm: normalisation,
     functional.group_norm: normalisation,
     functional.rms_norm: normalisation,
+    copies: lambda site, leaves: CopiesUse,
 }
-
-
-def _by_position(values: Tensor) -> Tensor:
-    """Return (records, positions, entries) from (records, rows, ..., entries)."""
-    return values.flatten(1, -2)
+"""Functions whose uses are known, and what makes them; others are called again for each record."""

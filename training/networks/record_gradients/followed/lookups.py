@@ -12,12 +12,14 @@ from training.networks.record_gradients.followed.placement import (
     Mixed,
     Refused,
     State,
+    choices,
     joined,
     moved_state,
 )
 from training.networks.record_gradients.followed.rules import (
     ORDER_REMEDY,
     TABLE_REMEDY,
+    VIEWS,
     Operation,
     Outputs,
     dimensions,
@@ -25,6 +27,25 @@ from training.networks.record_gradients.followed.rules import (
     moved,
 )
 from training.networks.record_gradients.layout import Layout
+
+BY_PLACE = frozenset({
+    "index", "_unsafe_index", "index_put", "_index_put_impl", "_unsafe_index_put", "_embedding_bag",
+    "_embedding_bag_forward_only",
+})  # fmt: skip
+"""Operators whose rules know what numbers of the places in a batch mean to them."""
+_KEEPS = VIEWS | {
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "permute",
+    "transpose",
+    "t",
+    "alias",
+    "detach",
+    "clone",
+    "_to_copy",
+}
+"""Operators that leave numbers as they are."""
 
 
 def embedding(op: Operation, outputs: Outputs) -> State:
@@ -43,7 +64,7 @@ def embedding_bag(op: Operation, outputs: Outputs) -> State | list[State]:
     rows = state.layout.rows if isinstance(state, Held) else 0
     counted = torch.arange(op.records, device=offsets.device) * rows
     told = op.state(offsets)
-    fixed = told is None or (isinstance(told, Mixed) and told.placed)
+    fixed = told is None or (isinstance(told, Mixed) and told.counts)
     known = isinstance(state, Held) and state.layout.outer == 1 and fixed
     if not known or not torch.equal(offsets, counted.to(offsets)):
         raise Refused(
@@ -125,7 +146,7 @@ def _places(op: Operation, state: State) -> _Places:
         placed = op.state(index)
         if isinstance(placed, Mixed):
             at_records = isinstance(state, Held) and state.layout.dim == n and state.layout.rows == 1
-            dim = _counting_dimension(index, op.records) if placed.placed and at_records else None
+            dim = _counting_dimension(index, op.records) if placed.counts and at_records else None
             if dim is None:
                 raise Refused("takes rows by their place in the batch", TABLE_REMEDY)
             own = True
@@ -146,6 +167,16 @@ def _counting_dimension(index: Tensor, records: int) -> int | None:
     if dims == [] or len(dims) > 1 or not torch.equal(index.flatten(), counts.to(index)):
         return None
     return dims[0]
+
+
+def counts_on(op: Operation, output: Tensor) -> bool:
+    """Whether a result is 0, k, 2 k, ... as torch.arange makes it, in a type that holds the numbers of all batches."""
+    if output.dtype not in (torch.int32, torch.int64):
+        return False
+    if op.name == "arange":
+        return not op["start"]
+    given = list(op.states.values())
+    return op.name in _KEEPS and bool(given) and all(isinstance(s, Mixed) and s.counts for s in given)
 
 
 def _is_constant(op: Operation) -> bool:
@@ -184,25 +215,26 @@ def put(op: Operation, outputs: Outputs) -> State:
         raise Refused(
             "writes rows of records into a tensor without them", "begin with zeros for every record"
         )
+    shape = target.detach()[tuple(slice(None) if i is None else i for i in op["indices"])]
+    refusal = Refused("writes to the places of some records only", ORDER_REMEDY)
+    for (layout,) in choices([(target, state)]):
+        try:
+            within = _written(op, target, Held(layout)) if layout is not None else None
+            if isinstance(within, Held):
+                joined([(shape, within), (values, added)], shape.ndim)
+                return Held(layout)  # type: ignore[arg-type]
+        except Refused as error:
+            refusal = error
+    raise refusal
+
+
+def _written(op: Operation, target: Tensor, state: Held) -> State:
+    """Return the state of x[indices], where values are written."""
     if _is_constant(op):
-        shape = target.detach()[tuple(slice(None) if i is None else i for i in op["indices"])]
-        within = _moved_by_index(op, target, state)
-    else:
-        places = _places(op, state)
-        shape = target.detach()[tuple(slice(None) if i is None else i for i in op["indices"])]
-        within = (
-            None
-            if places.dim is None or places.layout is None
-            else Held(places.layout._replace(dim=places.dim))
+        places = tuple(slice(None) if index is None else index for index in op["indices"])
+        (found,) = moved_state(
+            [(target, state)], op.records, lambda coded: [coded[id(target)][places]], by_place=True
         )
-    if not isinstance(within, Held):
-        raise Refused("writes to the places of some records only", ORDER_REMEDY)
-    joined([(shape, within), (values, added)], shape.ndim)
-    return Held(state.layout, state.free and (added is None or added.free))  # type: ignore[union-attr]
-
-
-def _moved_by_index(op: Operation, target: Tensor, state: State) -> State:
-    """Return the state of x[indices] for constant indices."""
-    places = tuple(slice(None) if index is None else index for index in op["indices"])
-    (found,) = moved_state([(target, state)], op.records, lambda coded: [coded[id(target)][places]])
-    return found
+        return found
+    own = _places(op, state)
+    return None if own.dim is None or own.layout is None else Held(own.layout._replace(dim=own.dim))

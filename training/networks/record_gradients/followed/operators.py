@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from training.networks.record_gradients.followed import lookups, rules
-from training.networks.record_gradients.followed.rules import JOINS, VIEWS, Rule
+from training.networks.record_gradients.followed.rules import JOINS, VIEWS, Operation, Rule
 
 
 def _each(names: str, rule: Rule) -> Iterator[tuple[str, Rule]]:
@@ -81,6 +81,7 @@ RULES: dict[str, Rule] = {
     **dict(_each("addmm", rules.added(lambda op: rules.product(op, op["mat1"], op["mat2"])))),
     **dict(_each("baddbmm", rules.added(lambda op: rules.product(op, op["batch1"], op["batch2"])))),
     **dict(_each("linear", rules.linear)),
+    **dict(_each("mkldnn_rnn_layer _cudnn_rnn", rules.recurrent)),
     **dict(_each("_trilinear", rules.trilinear)),
     **dict(_each("convolution convolution_backward", rules.convolution)),
     **dict(_each("native_layer_norm native_layer_norm_backward", rules.layer_norm)),
@@ -108,6 +109,25 @@ RULES: dict[str, Rule] = {
     **dict(_each("zeros_like ones_like full_like empty_like rand_like randn_like randint_like", rules.like)),
 }
 """The rule of each operator, by its name in torch.ops.aten."""
+
+
+_PATTERNS = JOINS | {
+    "constant_pad_nd",
+    "tril",
+    "triu",
+    "slice_backward",
+    "select_backward",
+    "diagonal_backward",
+}
+"""Operators that put other numbers next to those that they move."""
+
+
+def keeps_alike(op: Operation) -> bool:
+    """Whether numbers that are alike at every place are so after an operator, in whatever rows a view puts them."""
+    if RULES.get(op.name) not in (rules.pointwise, rules.moved, rules.squeezed, rules.like):
+        return False
+    others = [tensor for tensor, state in op.pairs() if state is None]
+    return op.name not in _PATTERNS and all(tensor.numel() == 1 for tensor in others)
 
 
 def rule_of(name: str) -> Rule | None:

@@ -6,6 +6,7 @@ Data movement, such as a view, is followed by moving the numbers of the records 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ class Held:
 
     Attributes:
         layout: Which rows belong to a record.
-        free: Whether the numbers depend on no record either, as those of zeros and of random draws.
+        free: Whether the numbers depend on no record either, and are alike at every place, as those of zeros and of
+            random draws; they may then stand for rows in any order.
     """
 
     layout: Layout
@@ -38,11 +40,13 @@ class Mixed:
         remedy: What to write instead.
         placed: Whether they depend on no record, only on their order and number, such as 0, 1, ... up to the batch's
             size.
+        counts: Whether they are whole numbers 0, k, 2 k, ... that torch.arange made, and nothing has changed since.
     """
 
     reason: str
     remedy: str
     placed: bool = False
+    counts: bool = False
 
 
 State = Held | Mixed | None
@@ -106,18 +110,32 @@ def layouts(dim: int, rows: int) -> Iterator[Layout]:
             yield Layout(dim, rows // inner, inner)
 
 
-def codes(tensor: Tensor, layout: Layout, records: int) -> Tensor:
-    """Return a tensor of the same shape that holds the number of the record, from 1, at each place."""
+def codes(tensor: Tensor, layout: Layout, records: int, *, by_place: bool = False) -> Tensor:
+    """Return a tensor of the same shape that holds the number of the record, from 1, at each place.
+
+    Args:
+        tensor: Its shape is taken.
+        layout: Which rows belong to a record.
+        records: Number of records.
+        by_place: Whether each number of a record gets a code of its own, records x place + number of the record.
+    """
     shape = [1] * tensor.ndim
     shape[layout.dim] = -1
-    return (layout.owners(records) + 1).float().view(shape).expand(tensor.shape)
+    owners = (layout.owners(records) + 1).double().view(shape)
+    if not by_place:
+        return owners.expand(tensor.shape)
+    rows = torch.arange(layout.rows, dtype=torch.float64).view(layout.outer, 1, layout.inner)
+    own = rows.expand(-1, records, -1).reshape(shape)
+    rest = [size for dim, size in enumerate(tensor.shape) if dim != layout.dim]
+    others = torch.arange(math.prod(rest), dtype=torch.float64).view(rest).unsqueeze(layout.dim)
+    return owners + records * (own + layout.rows * others)
 
 
 def decoded(moved: Tensor, records: int) -> State:
-    """Return the state of a tensor from the numbers of records that were moved into it; 0 stands for none.
+    """Return the state of a tensor from the codes that were moved into it; 0 stands for no record.
 
     Raises:
-        Refused: The places of a record depend on which record it is, or records are left out.
+        Refused: The places of a record, or what it holds there, depend on which record it is, or records are left out.
     """
     if not moved.numel() or not bool(moved.any()):
         return None
@@ -125,13 +143,15 @@ def decoded(moved: Tensor, records: int) -> State:
         rows, rest = divmod(moved.shape[dim], records)
         if rest or not rows:
             continue
-        lines = moved.movedim(dim, 0).reshape(moved.shape[dim], -1)
+        coded = moved.movedim(dim, 0).reshape(moved.shape[dim], -1)
+        lines = torch.where(coded == 0, 0, (coded - 1) % records + 1)
         owner = lines.amax(dim=1)
         if not bool(((lines == owner[:, None]) | (lines == 0)).all()):
             continue
         for layout in layouts(dim, rows):
             wanted = layout.owners(records) + 1
-            apart = lines.unflatten(0, (layout.outer, records, layout.inner)) != 0
+            places = torch.where(coded == 0, -1, (coded - 1) // records)
+            apart = places.unflatten(0, (layout.outer, records, layout.inner))
             if bool(((owner == wanted) | (owner == 0)).all()) and bool((apart == apart[:, :1]).all()):
                 return Held(layout)
     raise Refused(
@@ -144,6 +164,8 @@ def moved_state(
     tensors: Sequence[tuple[Tensor, State]],
     records: int,
     move: Callable[[dict[int, Tensor]], list[Tensor]],
+    *,
+    by_place: bool = False,
 ) -> list[State]:
     """Return the states of what data movement returns, found by moving the numbers of the records.
 
@@ -151,13 +173,16 @@ def moved_state(
         tensors: What is moved, and the states; records or none.
         records: Number of records.
         move: Moves tensors that stand in the places of those of these ids.
+        by_place: Whether it may move other numbers of one record than of another.
     """
     frees = [state.free for _, state in tensors if isinstance(state, Held)]
     found: list[State] = []
     refusal: Refused | None = None
-    for choice in _choices(tensors):
+    for choice in choices(tensors):
         coded = {
-            id(tensor): torch.zeros(tensor.shape) if layout is None else codes(tensor, layout, records)
+            id(tensor): torch.zeros(tensor.shape)
+            if layout is None
+            else codes(tensor, layout, records, by_place=by_place)
             for (tensor, _), layout in zip(tensors, choice, strict=True)
         }
         try:
@@ -169,7 +194,7 @@ def moved_state(
     raise refusal or Refused("moves rows", "keep records in their order")
 
 
-def _choices(tensors: Sequence[tuple[Tensor, State]]) -> Iterator[list[Layout | None]]:
+def choices(tensors: Sequence[tuple[Tensor, State]]) -> Iterator[list[Layout | None]]:
     """Yield the layouts to try: those known, and others for numbers that depend on no record."""
     known = [state.layout if isinstance(state, Held) else None for _, state in tensors]
     yield known

@@ -23,6 +23,7 @@ from training.networks.record_gradients.followed.placement import (
     moved_state,
     strided_like,
 )
+from training.networks.record_gradients.layout import Layout
 
 REDUCE_REMEDY = (
     "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "
@@ -144,6 +145,9 @@ def moved(op: Operation, outputs: Outputs) -> State | list[State]:
     if mixed := first_mixed(given):
         return mixed
     as_strided = op.name == "as_strided"
+    along = _moves_along(op)
+    if any(isinstance(state, Held) and state.layout.dim in along for _, state in given):
+        raise Refused("works along the records", ORDER_REMEDY)
     if op.name in VIEWS and "size" not in op.arguments:
         raise Refused("reads the bits of numbers as another type", "convert numbers with Tensor.to")
 
@@ -165,7 +169,26 @@ def moved(op: Operation, outputs: Outputs) -> State | list[State]:
     fixed = [
         pair for pair in given if pair[0].dtype.is_floating_point or pair[1] is not None or op.name in JOINS
     ]
-    return moved_state(fixed, op.records, move)
+    return moved_state(fixed, op.records, move, by_place=_moves_by_place(op, fixed))
+
+
+def _moves_along(op: Operation) -> list[int]:
+    """Return the dimensions along which an operator moves numbers by their places, however many there are."""
+    if op.name not in ("roll", "diagonal", "tril", "triu"):
+        return []
+    ndim = op["self"].ndim
+    if op.name == "roll":
+        return dimensions(op, ndim, "dims")
+    return [ndim - 2, ndim - 1] if op.name != "diagonal" else [op["dim1"] % ndim, op["dim2"] % ndim]
+
+
+def _moves_by_place(op: Operation, tensors: Sequence[tuple[Tensor, State]]) -> bool:
+    """Whether an operator may move other numbers of one record than of another, as one with steps of its own does."""
+    if op.name in ("slice", "unfold"):
+        dim = op["dim" if op.name == "slice" else "dimension"] % max(op["self"].ndim, 1)
+        stepped = op.name == "unfold" or op["step"] != 1
+        return stepped and any(isinstance(state, Held) and state.layout.dim == dim for _, state in tensors)
+    return op.name in ("as_strided", "index", "_unsafe_index", "slice_backward", "diagonal_backward")
 
 
 def squeezed(op: Operation, outputs: Outputs) -> State | list[State]:
@@ -404,6 +427,21 @@ def first_dimension(op: Operation, outputs: Outputs) -> State:
 
 
 # Factories
+
+
+def recurrent(op: Operation, outputs: Outputs) -> State | list[State]:
+    """A layer of a recurrent network on inputs (T, records, n) and states (records, n) or (1, records, n)."""
+    inputs = [op[name] for name in ("input", "hx", "hx_", "cx", "cx_") if op[name] is not None]
+    for tensor, state in op.pairs():
+        if isinstance(state, Mixed):
+            return state
+        if state is not None and (
+            state.layout != Layout(tensor.ndim - 2) or not any(tensor is each for each in inputs)
+        ):
+            raise Refused("works along the records", ORDER_REMEDY)
+    if op.state(op["input"]) is None:
+        raise Refused("takes states of records with inputs of none", ORDER_REMEDY)
+    return [Held(Layout(t.ndim - 2)) if t is not None and n < 3 else None for n, t in enumerate(outputs)]
 
 
 def like(op: Operation, outputs: Outputs) -> State:

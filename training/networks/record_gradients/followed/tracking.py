@@ -7,22 +7,20 @@ have no known owner, is refused: nothing follows from the numbers that records h
 
 Numbers of a batch that a module draws from its size are found by comparing two passes on batches of two sizes. Not
 seen: Python code that takes another path in training than in these passes, by a count of its calls, a clock, random
-draws of its own, the size of a batch or an error that an operator raised and it caught; and native code or other
-threads that read or change a tensor's memory behind torch.
+draws of its own, the size of a batch, an error that an operator raised and it caught, or a question whether a tracker
+is there; native code or other threads that read or change a tensor's memory behind torch; states of generators that
+numbers of a batch become; and memory that is read before it is written.
 """
 
 from __future__ import annotations
 
-import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from types import FrameType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -30,10 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from training.networks.record_gradients.followed.arguments import (
-    PASS_SEED,
     address,
     cuts_of,
     cuts_of_records,
+    guarded,
+    keep_shape,
     memory,
     named_arguments,
     numbers,
@@ -45,7 +44,8 @@ from training.networks.record_gradients.followed.arguments import (
     require_dense,
     same_owners,
 )
-from training.networks.record_gradients.followed.operators import rule_of
+from training.networks.record_gradients.followed.lookups import BY_PLACE, counts_on
+from training.networks.record_gradients.followed.operators import keeps_alike, rule_of
 from training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
@@ -59,16 +59,16 @@ from training.networks.record_gradients.followed.rules import Operation, Outputs
 from training.networks.record_gradients.layout import Layout
 
 _LOGGED = 4096
-"""Numbers of a tensor without records that are kept to compare two passes."""
+"""Numbers of a tensor that Python's numbers make, which are kept to compare two passes."""
 _FACTORIES = frozenset({
     "zeros", "ones", "full", "empty", "empty_strided", "rand", "randn", "randint", "new_zeros", "new_ones", "new_full",
     "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
     "randint_like",
 })  # fmt: skip
 """Operators whose results are the same, or drawn alike, at every place."""
+_REPEATS = frozenset({"expand", "expand_copy", "repeat", "cat", "stack", "affine_grid_generator"})
+"""Operators whose results may hold a constant for each record."""
 _READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
-_ESCAPES = ("numpy", "tolist", "untyped_storage", "storage", "__dlpack__", "__reduce_ex__", "__repr__")
-"""Methods that hand numbers to code that no operator of torch shows."""
 _SHOWN = {"_local_scalar_dense": "item (or a condition of Python)"}
 _TENSOR_REMEDY = "compute with tensors, such as torch.where: a number in Python may depend on all records"
 _LIST = (
@@ -80,6 +80,7 @@ _NO_RULE = {
     "masked_select": "keep all positions and mask them with torch.where, a product or masked_fill",
     "masked_scatter": "write with torch.where",
     "bernoulli_backward": "detach the draw",
+    "_linalg_check_errors": "take the operator that reads nothing, such as torch.linalg.inv_ex or cholesky_ex",
 }
 
 
@@ -91,7 +92,7 @@ class _Step:
         name: The operator.
         numbers: Its arguments that are no tensors.
         shapes: The shapes of its results.
-        values: Copies of small results without records.
+        values: Copies of small tensors that Python's numbers make.
         cuts: Where it cuts a tensor, if it does.
     """
 
@@ -144,12 +145,14 @@ class RowTracker(TorchDispatchMode):
     Attributes:
         survey: The notes of this pass.
         backward: Whether the backward pass runs.
+        refused: The first refusal, which the module's code may have caught.
     """
 
     def __init__(self, model: nn.Module, records: int, first: Survey | None = None) -> None:
         super().__init__()
         self.survey, self._first, self._records = Survey(records), first, records
         self.backward = False
+        self.refused: ValueError | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._nodes: dict[int, str] = {}
         self._stack = ExitStack()
@@ -160,7 +163,7 @@ class RowTracker(TorchDispatchMode):
                 self._kept[memory(tensor)._cdata] = f"{kind} {name!r}"
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(_guarded(self))
+        self._stack.enter_context(guarded(self))
         _active.append(self)
         return super().__enter__()
 
@@ -206,9 +209,10 @@ class RowTracker(TorchDispatchMode):
     def _outside(self, tensor: Tensor, storage: Any, key: Any) -> State:
         """Return the state of a tensor that no operator of this pass has computed."""
         number = storage._cdata
-        if self._first is not None and number not in self._first.outside:
-            kept = self._first.states.get(number)
-            if kept is None or kept.get(key, True) is not None:
+        if self._first is not None:
+            kept = self._first.states.get(number, {})
+            outside = number in self._first.outside
+            if (not outside and kept.get(key, True) is not None) or (outside and any(kept.values())):
                 return Mixed(
                     f"{self._where()} takes a tensor that torch did not compute in this pass",
                     "compute it from the arguments by torch's operators, or register constants as buffers; leave "
@@ -228,11 +232,31 @@ class RowTracker(TorchDispatchMode):
         Raises:
             ValueError: It holds records, or what they share.
         """
-        if active_tracker() is self and self.state(tensor) is not None:
+        if active_tracker() is not self or self.state(tensor) is None:
+            return
+        with self.noting():
             raise ValueError(
                 f"model: {self._where(method)} hands numbers of the batch to code outside of torch, which may mix the "
                 f"records of a batch: {_TENSOR_REMEDY}"
             )
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note a refusal in this block, so that code which catches it does not hide it."""
+        try:
+            yield
+        except ValueError as error:
+            self.refused = self.refused or error
+            raise
+
+    def require_unrefused(self) -> None:
+        """Raise the first refusal again.
+
+        Raises:
+            ValueError: There was one.
+        """
+        if self.refused is not None:
+            raise self.refused
 
     # Operators
 
@@ -244,10 +268,12 @@ class RowTracker(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator, and note where the records stand in its results."""
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), self.noting():
             arguments = named_arguments(func, args, kwargs or {})
             name = operator_name(func)
             self._require_plain_pass(name)
+            self._require_plain_tensors(name, types)
+            keep_shape(func, name, arguments)
             tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
             try:
                 states = {id(t): None if name == "lift_fresh" else self.state(t) for t in tensors}
@@ -273,6 +299,16 @@ class RowTracker(TorchDispatchMode):
             raise ValueError(
                 f"model: {self._where()} computes directional derivatives in its forward pass (forward_ad or "
                 "torch.func.jvp), in which uses of parameters are not seen; compute them outside of the model"
+            )
+
+    def _require_plain_tensors(self, name: str, types: Collection[type]) -> None:
+        """Refuse tensors of classes whose operators are Python code, which runs where no tracker sees it."""
+        plain = Tensor.__torch_dispatch__
+        others = [kind.__name__ for kind in types if getattr(kind, "__torch_dispatch__", plain) is not plain]
+        if others:
+            raise ValueError(
+                f"model: {self._where(name)} takes a {others[0]}, a class of tensors with operators of its own "
+                "(__torch_dispatch__), which are not seen; compute with plain tensors"
             )
 
     def _require_unread(self, op: Operation) -> None:
@@ -308,6 +344,19 @@ class RowTracker(TorchDispatchMode):
             if kept is not None:
                 raise _keeps(kept, op.where)
 
+    def require_nothing_left(self) -> None:
+        """Refuse numbers of records that passes, which are over, wrote into a tensor that they had not computed.
+
+        Raises:
+            ValueError: There are some.
+        """
+        for number in self.survey.outside:
+            if any(self.survey.states[number].values()):
+                raise ValueError(
+                    "model: a training pass writes numbers of the batch into a tensor that it did not make, from which "
+                    "the next batch would read them; write into new tensors (torch.zeros_like)"
+                )
+
     def require_parameters_kept(self, model: nn.Module) -> None:
         """Refuse numbers of records that a pass, which is over, put in the place of a parameter; `memory` keeps others.
 
@@ -322,9 +371,9 @@ class RowTracker(TorchDispatchMode):
         """Note an operator of the first pass."""
         held = next((state for state in op.states.values() if state is not None), None)
         values = [
-            None
-            if output is None or held is not None or output.numel() > _LOGGED
-            else output.detach().clone()
+            output.detach().clone()
+            if output is not None and op.name == "lift_fresh" and output.numel() <= _LOGGED
+            else None
             for output in outputs
         ]
         shapes = [None if output is None else tuple(output.shape) for output in outputs]
@@ -368,12 +417,19 @@ class RowTracker(TorchDispatchMode):
                 raise
             found = op.mixed(refused.reason, refused.remedy)
         states = [
-            replace(state, placed=False) if isinstance(state, Mixed) else state  # records take part, too
+            replace(state, placed=False, counts=False)
+            if isinstance(state, Mixed)
+            else state  # records take part, too
             for state in (found if isinstance(found, list) else [found] * len(outputs))
         ]
-        shared = next((state for state in given if isinstance(state, Mixed) and not state.placed), None)
+        by_place = op.name in BY_PLACE
+        if not keeps_alike(op):
+            states = [replace(state, free=False) if isinstance(state, Held) else state for state in states]
+        shared = next((s for s in given if isinstance(s, Mixed) and not (s.placed and by_place)), None)
         if shared is not None:  # whatever the rule looks at
-            return [state if isinstance(state, Mixed) else shared for state in states]
+            return [
+                s if isinstance(s, Mixed) else replace(shared, placed=False, counts=False) for s in states
+            ]
         cuts = cuts_of_records(op) or ()
         fixed = [a for a, b in zip(cuts, step.cuts, strict=False) if a is not None and a == b]
         if fixed:  # also if it leaves nothing of the batches of these passes
@@ -407,7 +463,10 @@ class RowTracker(TorchDispatchMode):
             f"{op.where} makes numbers that depend on the number of records or on their order",
             "let no number depend on a record's place in the batch or on the batch's size",
             placed=True,
+            counts=counts_on(op, output),
         )
+        if "." in op.name and not op.name.startswith("prims."):
+            return op.mixed("is an operator of a package, which may see more than its arguments", _LIST)
         if shape is None:
             return placed
         same = agrees(numbers, step.numbers) and not any(_is_placed(state) for state in op.states.values())
@@ -415,9 +474,10 @@ class RowTracker(TorchDispatchMode):
             scaled = scaled_dimension(shape, tuple(output.shape), counts)
             if factory and scaled is not None and same:
                 return Held(Layout(scaled[0], 1, scaled[1]), free=True)
+            same = same and op.name in _REPEATS
             return (constant_state(output, shape, counts) if same else None) or placed
-        if same and op.name != "lift_fresh":
-            return None
+        if op.name != "lift_fresh":
+            return None if same else placed
         before = step.values[n]
         return None if before is not None and _same(before, output) else placed
 
@@ -474,7 +534,7 @@ class RowTracker(TorchDispatchMode):
                         "writes rows of records into memory that holds them in another order",
                         "write into a tensor of its own",
                     )
-                known[other] = Held(before.layout, before.free and state.free)
+                known[other] = Held(before.layout)
             elif before is None:
                 known[other] = Mixed(
                     f"{self._where()} writes rows of records into a tensor that holds none",
@@ -510,41 +570,6 @@ class RowTracker(TorchDispatchMode):
                 return f"{type(own).__name__} {name!r}" if name else type(own).__name__
             frame = frame.f_back
         return "the model"
-
-
-@contextmanager
-def _guarded(tracker: RowTracker) -> Iterator[None]:
-    """Let methods that hand numbers to code outside of torch ask the tracker first, in this block.
-
-    They stand on the class of tensors, since autograd leaves modes of torch functions out of the backward pass.
-    """
-    before = {name: vars(Tensor).get(name) for name in _ESCAPES}
-    for name in _ESCAPES:
-        setattr(Tensor, name, _guard(tracker, name, getattr(Tensor, name)))
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            if method is None:
-                delattr(Tensor, name)
-            else:
-                setattr(Tensor, name, method)
-
-
-def _guard(tracker: RowTracker, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        tracker.require_inside(tensor, name)
-        return method(tensor, *args, **kwargs)
-
-    return asked
-
-
-def seed_pass() -> None:
-    """Seed the global generators, so that passes draw alike."""
-    torch.manual_seed(PASS_SEED)
-    np.random.seed(0)  # noqa: NPY002
-    random.seed(0)
 
 
 def _keeps(kept: str, where: str) -> ValueError:

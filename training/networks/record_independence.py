@@ -1,45 +1,25 @@
-"""Probe whether a module mixes the records of a batch: change one record and compare the outputs of the others.
+"""Parts of the checks that a module keeps the records of a batch apart, and remembers none.
 
 A guarantee for records clips each record's contribution. If one record changes another's output, as with batch
-statistics, it changes all contributions and no clip bounds their sum. The probe runs the module in its current mode on
-a few records and
-
-- replaces the first or the last record by another, by one a thousand times as large, and by NaN;
-- removes the first or the last record, because an output must not depend on the number of records;
-- shows one of two batches, then a third, after which the module's Python attributes must not tell which it was.
-
-NaN reveals what finite values can hide: it passes through weights of 0 and saturated activations. Parameters are
-perturbed too, so that a branch with zero weights is not missed. Afterwards the generators of torch, numpy and Python
-are unchanged, and so are the module's parameters and buffers, but for what it sets in its first pass. Whatever it keeps
-of that pass is used without noise, so runs probe with invented records.
-
-No finite probe proves that a module processes all records independently, so the guarantee lists this as an assumption.
+statistics, it changes all contributions and no clip bounds their sum. Where the records stand follows from the
+operators that run (`training.networks.record_gradients.probe`); this file has what every check needs: invented records,
+generators that are put back, parameters that are perturbed, and tensors that no pass may change.
 """
 
 from __future__ import annotations
 
 import random
 import secrets
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opusim.errors import DeviceError
 from training.data import Dataset
 from training.data.dataset import PADDING
-from training.networks.memory import preserved_attributes, require_forgetful
 
-_BATCH_SIZES = (4, 33)
-"""Batch sizes to try: a few records, and more than a block of some batch-wise kernels."""
-_FULL_PROBE_LIMIT = 2**24
-"""Largest number of parameters for the full probe, which perturbs all of them at both batch sizes. In larger models, it
-perturbs only constant tensors (fresh scales, zeroed branches, LoRA's second factors), at the first batch size."""
-_SETTINGS = 3
 _RECORDS = 9
 """Invented records."""
 MIXES_REMEDY = (
@@ -48,45 +28,7 @@ MIXES_REMEDY = (
 )
 
 
-class _Change(NamedTuple):
-    """Records after a change, and the positions of the unchanged records now and before.
-
-    An odd change holds numbers that a module may refuse.
-    """
-
-    rows: Tensor
-    now: slice
-    before: slice
-    resized: bool = False
-    odd: bool = False
-
-
-def require_independent_records(model: nn.Module, records: Tensor) -> None:
-    """Refuse a module in which one record of a batch changes another's output; see the top of this file.
-
-    Args:
-        model: Maps records (batch, ...) to a tensor (batch, ...); in the mode in which it will be trained.
-        records: Valid records on the module's device, shape (n, ...), n at least 1.
-
-    Raises:
-        ValueError: A module computes batch statistics or changes a parameter or buffer, or another record's output
-            changed.
-    """
-    if found := batch_statistics(model):
-        raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
-    with preserved_generators(records.device):
-        require_fixed_tensors(model, records)
-        require_forgetful(model, lambda index, factor: seeded_output(model, _scaled(records, index, factor)))
-    small = sum(parameter.numel() for parameter in model.parameters()) <= _FULL_PROBE_LIMIT
-    settings, sizes = (_SETTINGS, _BATCH_SIZES) if small else (_SETTINGS - 1, _BATCH_SIZES[:1])
-    with preserved_generators(records.device), preserved_attributes(model), torch.no_grad():
-        for setting in range(settings):
-            state = _state(model, everything=small, setting=setting)
-            for count in sizes:
-                _probe(model, state, _first_records(records, count))
-
-
-def _scaled(records: Tensor, index: Tensor, factor: float) -> Tensor:
+def scaled(records: Tensor, index: Tensor, factor: float) -> Tensor:
     """Return some records, whole numbers as they are."""
     rows = records[index.to(records.device) % len(records)]
     return rows if bool((rows == rows.round()).all()) else factor * rows
@@ -151,7 +93,7 @@ def require_fixed_tensors(model: nn.Module, x: Tensor) -> Tensor:
     """
     seeded_output(model, first_half(x))
     before = {name: tensor.clone() for name, tensor in _tensors(model)}
-    for rows in (_scaled(x, torch.arange(len(x)), 3.0), x):
+    for rows in (scaled(x, torch.arange(len(x)), 3.0), x):
         with fixed_parameters(model):
             found = seeded_output(model, rows)
         for name, tensor in _tensors(model):
@@ -213,153 +155,24 @@ def seed_generators(seed: int = 0) -> None:
     random.seed(seed)
 
 
-def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:
-    """Probe one batch under one setting of the parameters."""
-    clean, again = _output(model, state, rows), _output(model, state, rows)
-    steady = not _differs(clean, again, steady=True)
-    if not steady:
-        warnings.warn(
-            f"model: {type(model).__name__} gives different outputs for the same records; whether it mixes the records "
-            "of a batch was tested with NaN only",
-            stacklevel=4,
-        )
-    resized = 0
-    for change in _changes(rows):
-        try:
-            found = _output(model, state, change.rows)
-        except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            if change.odd and not isinstance(error, DeviceError):
-                continue
-            raise
-        if not _differs(clean[change.before], found[change.now], steady=steady):
-            continue
-        resized += change.resized
-        if change.resized and resized < 2:
-            continue  # a quantiser may amplify the rounding that belongs to one batch size
-        culprit = _culprit(model, state, rows, change, steady=steady)
-        what = "outputs depend on their number" if change.resized else "one changes the output of another"
-        raise ValueError(f"model: {culprit} mixes the records of a batch ({what}): {MIXES_REMEDY}")
-
-
-def _changes(rows: Tensor) -> Iterator[_Change]:
-    """Yield the batch with the first or the last record replaced or removed."""
-    n = len(rows)
-    sides = ((0, slice(1, n)), (n - 1, slice(0, n - 1)))
-    for place, others in sides:
-        for number, value in enumerate(_replacements(rows, place)):
-            changed = rows.clone()
-            changed[place] = value
-            yield _Change(changed, others, others, odd=number > 0)
-    for _, others in sides:
-        yield _Change(rows[others], slice(None), others, resized=True)
-
-
-def _replacements(rows: Tensor, place: int) -> Iterator[Tensor]:
-    """Yield replacements of one record: another record of the batch, then odd values.
-
-    Whole numbers may be indices; a GPU must not look them up out of range, so they get no odd values there.
-    """
-    yield rows[len(rows) // 2]
-    whole = bool((rows == rows.round()).all())
-    if not rows.is_floating_point() or (whole and rows.device.type != "cpu"):
-        return
-    yield torch.randn(rows[place].shape).to(rows)
-    yield 1000 * rows[place] + 1000
-    yield torch.full_like(rows[place], torch.nan)
-
-
-def _differs(before: Tensor, after: Tensor, *, steady: bool) -> bool:
-    """Return whether outputs of unchanged records changed by more than rounding; compare only NaN if not steady."""
-    if before.shape != after.shape:
-        return True
-    if bool((before.isnan() != after.isnan()).any()):
-        return True
-    if not steady or not before.is_floating_point():
-        return steady and not torch.equal(before, after)
-    finite = before.isfinite() & after.isfinite()
-    if bool((before[~finite].nan_to_num() != after[~finite].nan_to_num()).any()):
-        return True
-    tolerance = min(1000 * torch.finfo(before.dtype).eps, 0.2)
-    a, b = before[finite].double(), after[finite].double()
-    return bool(len(a)) and float((a - b).abs().max()) > tolerance * float(a.abs().max())
-
-
-def _output(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> Tensor:
-    """Return the output under this state, with the same random numbers in every call and copies of the buffers."""
-    seed_generators()
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    output: Tensor = torch.func.functional_call(model, state | buffers, (rows.clone(),))
-    return output
-
-
-def _state(model: nn.Module, *, everything: bool, setting: int) -> dict[str, Tensor]:
-    """Return the parameters of a setting: none for the first, else perturbed in proportion to their size."""
-    generator = torch.Generator().manual_seed(setting)
-    state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        if setting and value.is_floating_point() and value.numel() and (everything or _constant(value)):
-            size = (
-                float(value.double().square().mean().sqrt())
-                or torch.atleast_1d(value)[..., :1].numel() ** -0.5
-            )
-            move = torch.randn(value.shape, generator=generator).mul_(0.5 * size)
-            state[name] = value + move.to(value)
-    return state
-
-
 @contextmanager
 def perturbed(model: nn.Module) -> Iterator[None]:
     """Perturb the parameters within the block, so that branches with zero weights show their gradients."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    state = _state(model, everything=True, setting=1)
-    named = dict(model.named_parameters())
+    named, generator = dict(model.named_parameters()), torch.Generator().manual_seed(1)
     try:
         with torch.no_grad():
-            for name, value in state.items():
-                named[name].copy_(value)
+            for name, value in before.items():
+                if value.is_floating_point() and value.numel():
+                    size = float(value.double().square().mean().sqrt())
+                    size = size or torch.atleast_1d(value)[..., :1].numel() ** -0.5
+                    move = torch.randn(value.shape, generator=generator).mul_(0.5 * size)
+                    named[name].add_(move.to(value))
         yield
     finally:
         with torch.no_grad():
             for name, value in before.items():
                 named[name].copy_(value)
-
-
-def _constant(value: Tensor) -> bool:
-    return bool(value.min() == value.max())
-
-
-def _first_records(records: Tensor, count: int) -> Tensor:
-    """Return `count` records, repeating the given ones if there are fewer."""
-    return records[torch.arange(count, device=records.device) % len(records)].clone()
-
-
-def _culprit(
-    model: nn.Module, state: dict[str, Tensor], rows: Tensor, change: _Change, *, steady: bool
-) -> str:
-    """Name the first module to finish with a changed output of an unchanged record, or else the model."""
-    seen: list[dict[str, Tensor]] = []
-    names = {id(module): name for name, module in model.named_modules()}
-
-    def keep(module: nn.Module, _: object, output: object) -> None:
-        if isinstance(output, Tensor) and output.ndim and len(output) == size:
-            seen[-1].setdefault(names[id(module)], output.detach().clone())
-
-    handles = [module.register_forward_hook(keep) for module in model.modules()]
-    try:
-        for batch in (rows, change.rows):
-            seen.append({})
-            size = len(batch)
-            _output(model, state, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    modules = dict(model.named_modules())
-    for name, output in seen[0].items():
-        other = seen[1].get(name)
-        if other is not None and _differs(output[change.before], other[change.now], steady=steady):
-            return _module_name(name, modules[name])
-    return type(model).__name__
 
 
 def _module_name(name: str, module: nn.Module) -> str:

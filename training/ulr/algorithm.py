@@ -23,7 +23,8 @@ from training.errors import RunFolderError
 from training.networks.base import require_class_scores
 from training.networks.network import FullyConnected, build_model
 from training.networks.optimizers import make_optimizer
-from training.networks.record_independence import invented_records, require_independent_records
+from training.networks.record_gradients.probe import require_separate_outputs
+from training.networks.record_independence import invented_records
 from training.protections.base import DeviceNormals, SoftLabels
 from training.protections.planning import Updates
 from training.ulr.config import UlrConfig
@@ -59,7 +60,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         place = network.parameters[0].device
         require_class_scores(model, torch.zeros(2, network.n_inputs, device=place), dataset.n_classes)
         if config.protection.protects == "records":
-            require_independent_records(model, invented_records(dataset, place)[0])
+            require_separate_outputs(model, invented_records(dataset, place)[0])
         return network
 
     @classmethod

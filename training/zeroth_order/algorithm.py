@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,8 @@ from training.networks.base import (
     tensor_facts,
 )
 from training.networks.network import FullyConnected, build_network
-from training.networks.record_independence import invented_records, require_independent_records
+from training.networks.record_gradients.probe import require_separate_outputs
+from training.networks.record_independence import invented_records
 from training.protections.base import DeviceNormals, SoftLabels, noise_work
 from training.runs.checkpoints import write_tensors
 from training.runs.folder import RunFolder
@@ -83,7 +85,8 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
             require_class_scores(model, records.to(viewed.parameters[0].device), dataset.n_classes)
         if protected:
             place = next(iter(network.tensors.values())).device
-            require_independent_records(network.model.eval(), records.to(place))
+            with model.whole_records() if isinstance(model, DescribedModule) else nullcontext():
+                require_separate_outputs(network.model.eval(), records.to(place))
         return network
 
     @classmethod

@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,7 @@ class PromptClassifier(DescribedModule):
         self.description = dict(description or {})
         self._mask_token = mask_token
         self._tokens = list(tokens)
+        self._shortens = True
         accepted = _accepted(model)
         self._takes_positions = "position_ids" in accepted and mask_token is None
         self._keeps_last = "logits_to_keep" in accepted and mask_token is None
@@ -223,10 +225,21 @@ class PromptClassifier(DescribedModule):
             row[place] = torch.tensor(words, dtype=torch.float32)
         return x
 
+    @contextmanager
+    def whole_records(self) -> Iterator[None]:
+        """See DescribedModule: the columns kept are those of invented records, whatever the batch holds."""
+        self._shortens = False
+        try:
+            yield
+        finally:
+            self._shortens = True
+
     def forward(self, x: Tensor) -> Tensor:  # (batch, L) -> (batch, n_classes)
         """Return class scores of encoded prompts."""
         present = x != PAD
-        used = present.any(dim=0)  # columns with a token of some record
+        used: Tensor | slice = present.any(dim=0)  # columns with a token of some record
+        if not self._shortens:
+            used = slice(-_LONGEST, None) if self._mask_token is None else slice(_LONGEST)
         x, present = x[:, used], present[:, used]
         ids, mask = torch.where(present, x, 0.0).long(), present.long()
         options: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}

@@ -18,7 +18,7 @@ from opusim.devices.kinds import register_device
 from opusim.errors import DeviceError, DeviceFault
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.errors import RunInterrupted
-from training.networks.record_independence import require_independent_records
+from training.networks.record_gradients.probe import require_separate_outputs
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.zeroth_order.step_log import LOG_FILE, LogContent, replay
@@ -187,7 +187,7 @@ def test_a_step_that_breaks_off_amid_the_parameters(
     whole = config(directions=2)
     training.train(whole, data=data(), model=Typed(torch.float32), folder=tmp_path / "whole")
     probed = Breaking(torch.float32, error, 0)
-    require_independent_records(probed, torch.from_numpy(data()[0][:33]).float())
+    require_separate_outputs(probed, torch.from_numpy(data()[0][:33]).float())
     looks = next(probed.looks) - 1  # before the first step
     broken, model = tmp_path / "broken", Breaking(torch.float32, error, looks + at_look)
     watcher = Snapshots(model)

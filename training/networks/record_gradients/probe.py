@@ -8,14 +8,14 @@ other records, follows from the operators, not from what the records hold.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from training.networks.memory import preserved_attributes
+from training.networks.memory import preserved_attributes, require_forgetful
 from training.networks.record_gradients.calls import Key, Kinds, Site, Slot
 from training.networks.record_gradients.followed.arguments import seed_pass
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
@@ -23,7 +23,15 @@ from training.networks.record_gradients.followed.tracking import RowTracker, Sur
 from training.networks.record_gradients.layout import Layout, Rows
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.uses import copies
-from training.networks.record_independence import MIXES_REMEDY, perturbed, preserved_generators
+from training.networks.record_independence import (
+    MIXES_REMEDY,
+    batch_statistics,
+    perturbed,
+    preserved_generators,
+    require_fixed_tensors,
+    scaled,
+    seeded_output,
+)
 
 _COUNTS = (6, 37)
 """Batch sizes of different remainders by every number up to 30, so that code which looks at one takes two paths.
@@ -64,8 +72,7 @@ def probe(
     Raises:
         ValueError: The model mixes records, or a use has no rows for each record.
     """
-    small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
-    batches = [given.repeated(count) for count in (_COUNTS[0], _COUNTS[1] if small else _FEW)]
+    batches = _batches(model, given)
     with _restored(model, given.tensors[0].device), torch.enable_grad():
         seed_pass()
         args, kwargs = batches[0].values
@@ -91,13 +98,52 @@ def probe(
     return _components(uses, len(named)), several
 
 
+def require_separate_outputs(model: nn.Module, x: Tensor) -> None:
+    """Refuse a module in which one record of a batch changes another's output.
+
+    Forward passes on two numbers of records are followed operator by operator, see the top of this file; parameters,
+    buffers and attributes must be as before after a pass. The module is as before afterwards, but for what its first
+    pass sets.
+
+    Args:
+        model: In the mode in which it will be trained.
+        x: Invented records as it takes them, shape (n, ...), n at least 1.
+
+    Raises:
+        ValueError: The module mixes records, remembers some, or returns no row for each.
+    """
+    if found := batch_statistics(model):
+        raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
+    with preserved_generators(x.device):
+        require_fixed_tensors(model, x)
+        require_forgetful(model, lambda index, factor: seeded_output(model, scaled(x, index, factor)))
+    batches = _batches(model, Rows.of(((x,), {})))
+    with _restored(model, x.device, move=False), torch.no_grad():
+        seed_pass()
+        model(*batches[0].values[0])
+        first = _Pass(model, [], Kinds(), batches[0], None)
+        second = _Pass(model, [], Kinds(), batches[1], first.tracker.survey)
+        second.require_rows(first, whole=True)
+        second.tracker.require_nothing_left()
+
+
+def _batches(model: nn.Module, given: Rows) -> list[Rows]:
+    """Return batches of two sizes."""
+    small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
+    return [given.repeated(count) for count in (_COUNTS[0], _COUNTS[1] if small else _FEW)]
+
+
 @contextmanager
-def _restored(model: nn.Module, place: torch.device) -> Iterator[None]:
-    """Perturb the parameters within the block, and restore everything on exit."""
+def _restored(model: nn.Module, place: torch.device, *, move: bool = True) -> Iterator[None]:
+    """Perturb the parameters within the block, or only keep them, and restore everything on exit."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with preserved_generators(place), preserved_attributes(model), perturbed(model):
+        with (
+            preserved_generators(place),
+            preserved_attributes(model),
+            perturbed(model) if move else nullcontext(),
+        ):
             yield
     finally:
         with torch.no_grad():
@@ -246,8 +292,12 @@ class _Pass:
         for call in self.recorder.calls:
             call.require_inputs_kept()
 
-    def require_rows(self, first: _Pass) -> None:
+    def require_rows(self, first: _Pass, *, whole: bool = False) -> None:
         """Refuse outputs that grow with the batch and mix records.
+
+        Args:
+            first: The pass on another size.
+            whole: Whether every output must have one row for each record, in their order.
 
         Raises:
             ValueError: There is one.
@@ -257,6 +307,11 @@ class _Pass:
             grows = number >= len(first.outputs) or first.outputs[number].shape != output.shape
             if isinstance(state, Mixed) and grows:
                 raise mixes("the model's output", state)
+            if whole and not (isinstance(state, Held) and state.layout == Layout(0)):
+                raise ValueError(
+                    f"model: its output of shape {tuple(output.shape)} has no row for each of {self._records} records; "
+                    "return one row per record, in the order of the batch"
+                )
 
     def seeded(self) -> list[int]:
         """Return which outputs hold records and lead to parameters."""

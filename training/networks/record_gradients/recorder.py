@@ -139,7 +139,7 @@ class Recorder:
         self._uncaught: Callable[[], AbstractContextManager[Any]] = (
             torch._C.DisableTorchFunctionSubclass if self._mode is None else nullcontext
         )
-        self._anchor = _anchor(named[0][1].device)
+        self._anchor = _anchor(named[0][1].device if named else torch.device("cpu"))
         self.calls: list[Call] = []
 
     def __enter__(self) -> Self:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accounting.errors import BudgetExceeded
-from accounting.records.mechanisms import RecordCentral
 from opusim.processes.ranks import Ranks
+from opusim.randomness.streams import derive_seed
 from training.data.samplers import PoissonSampler
 from training.engine.steps import PaidSteps
 from training.networks.record_independence import (
@@ -36,6 +37,7 @@ from training.networks.record_independence import (
 )
 from training.private_loop.inputs import first_records
 from training.private_loop.module import PrivateModule
+from training.private_loop.settings import PrivacySettings
 
 _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""
@@ -60,32 +62,22 @@ class PrivateLoader:
 
     Args:
         loader: The user's loader.
-        sampler: Draws the batches.
+        settings: How batches are drawn, and what a step releases.
         module: Trains on each batch that is handed out.
         steps: Where each batch is paid for, and the processes that share it.
-        mechanism: What a step releases.
-        seed: Of what the loader's workers draw, by epoch; None takes torch's own.
-        release: Whether what is drawn for a batch in this process comes from the system.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampler: PoissonSampler,
-        module: PrivateModule,
-        steps: PaidSteps,
-        *,
-        mechanism: RecordCentral,
-        seed: Callable[[int], int],
-        release: bool = False,
+        self, loader: DataLoader[Any], settings: PrivacySettings, module: PrivateModule, steps: PaidSteps
     ) -> None:
         self.dataset = loader.dataset
         self.batch_size = batch_size_of(loader)
-        self._source, self._sampler, self._module, self._steps = loader, sampler, module, steps
-        self._mechanism, self._seed, self._fresh = mechanism, seed, release
+        self._source, self._settings, self._module, self._steps = loader, settings, module, steps
         self._last: tuple[int, Any] = 0, None  # the batch at hand and the number of its records
         self._iterations = self._offers = 0
-        count = len(self.dataset)  # type: ignore[arg-type]
+        count, seed = len(self.dataset), settings.seed  # type: ignore[arg-type]
+        seed = None if seed is None else derive_seed(seed, "private-loop", "batches")
+        self._sampler = PoissonSampler(count, settings.sample_rate, seed=seed)
         one, two = (
             loader.collate_fn([self.dataset[index] for index in indices])
             for indices in ([0], [count - 1, count // 2])
@@ -117,9 +109,8 @@ class PrivateLoader:
         batches = iter(self._loader(first, last))
         for _ in range(first, last):
             with handing_errors():
-                with system_generators(
-                    torch.device("cpu"), fresh=self._fresh
-                ):  # the records' transforms draw too
+                fresh = self._settings.mode == "release"
+                with system_generators(torch.device("cpu"), fresh=fresh):  # the records' transforms draw too
                     self._last = next(batches)
                 if not self._hand_out(self._last[0], until=last):
                     return
@@ -158,7 +149,7 @@ class PrivateLoader:
         """
         self._module.paid_on_processor = exact = self._module.on_processor
         try:
-            self._steps.pay(replace(self._mechanism, exactly_rounded=exact), until=until)
+            self._steps.pay(replace(self._settings.mechanism, exactly_rounded=exact), until=until)
         except BudgetExceeded as error:
             self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}"
             warnings.warn(self._steps.stopped, stacklevel=3)
@@ -206,7 +197,7 @@ class PrivateLoader:
 
     def _loader(self, first: int, last: int) -> DataLoader[Any]:
         source = self._source
-        generator = torch.Generator().manual_seed(self._seed((last - 1) // len(self)))
+        generator = torch.Generator().manual_seed(self._seed_of_workers((last - 1) // len(self)))
         return DataLoader(
             _Indexed(source.dataset),
             batch_sampler=_Drawn(self._sampler, first, last, self._steps),
@@ -219,6 +210,13 @@ class PrivateLoader:
             multiprocessing_context=source.multiprocessing_context,
             prefetch_factor=source.prefetch_factor,
         )
+
+    def _seed_of_workers(self, epoch: int) -> int:
+        """Return the seed of what a process's workers draw, which is another one on each process."""
+        seed, rank = self._settings.seed, self._steps.ranks.rank
+        if seed is None:
+            return int.from_bytes(os.urandom(7), "little")
+        return derive_seed(seed, "private-loop", "workers", epoch, *((rank,) if rank else ())) >> 1
 
 
 def _require_same_norms(module: torch.nn.Module, ranks: Ranks) -> None:

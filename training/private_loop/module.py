@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from opusim.devices.shared import SharedDevice
-from opusim.files import OwnProcess
 from training.engine.steps import PaidSteps
 from training.networks.memory import preserved_state
 from training.networks.record_gradients.recorder import Recorder
@@ -119,7 +118,6 @@ class PrivateModule:
         self._probed = ProbedParts(module)
         for parameter in self._trained:
             parameter.grad = None  # of earlier training, which was not private
-        self._process = OwnProcess()
         self._batch: Batch | None = None
         self._writing = False
         self._plain = _UNSEEN
@@ -305,7 +303,7 @@ class PrivateModule:
 
     def _write(self, batch: Batch | None, gradients: Gradients, factor: float, attempt: int) -> None:
         """Write the private gradients of a batch, on top of those that were not stepped with or zeroed yet."""
-        self._process.require("the batch of the private loop")
+        self._steps.require_own()
         if batch is None or batch is not self._batch:
             raise RuntimeError(
                 "backward: the loss belongs to a batch that is over; call it once, before the next batch is drawn"

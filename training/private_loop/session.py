@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -17,8 +16,6 @@ from accounting.errors import NoGuarantee
 from accounting.ledger.journal import Witness
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.ledger.statement import LedgerFacts, Statement
-from opusim.randomness.streams import derive_seed
-from training.data.samplers import PoissonSampler
 from training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
 from training.private_loop.accountants import NamedAccountant
 from training.private_loop.criterion import PrivateCriterion
@@ -50,52 +47,36 @@ class PrivateTraining:
 
     def __init__(
         self,
-        *,
         private: PrivateModule,
         optimizer: torch.optim.Optimizer,
         criterion: Callable[..., Tensor],
         data_loader: DataLoader[Any],
+        *,
         settings: PrivacySettings,
         folder: Path,
-        stack: ExitStack,
         steps: PaidSteps,
-        accountant: NamedAccountant | None = None,
+        stack: ExitStack,
+        accountant: NamedAccountant | None,
+        resume: bool,
     ) -> None:
-        """Put the pieces together; `make_private` describes them. The stack holds what `close` ends."""
+        """Open the ledger, of a new private loop or of the one in the folder, and watch the optimizer.
+
+        `make_private` describes the arguments; the stack holds what `close` ends.
+        """
         self.module, self.optimizer, self.settings, self.folder = private.module, optimizer, settings, folder
         self.criterion = PrivateCriterion(criterion, private)
-        seed = settings.seed
-        sampler = PoissonSampler(
-            len(data_loader.dataset),  # type: ignore[arg-type]
-            settings.sample_rate,
-            seed=None if seed is None else derive_seed(seed, "private-loop", "batches"),
-        )
-        self._steps, self._accountant = steps, accountant
-        self.data_loader = PrivateLoader(
-            data_loader,
-            sampler,
-            private,
-            steps,
-            mechanism=settings.mechanism,
-            seed=lambda epoch: _loader_seed(seed, epoch, steps.ranks.rank),
-            release=settings.mode == "release",
-        )
+        self.data_loader = PrivateLoader(data_loader, settings, private, steps)
         self.extra: Any = None
-        self._private, self._stack, self._witnesses = private, stack, list[Witness]()
-
-    def open(self, *, resume: bool) -> None:
-        """Open the ledger, of a new private loop or of the one in the folder, and watch the optimizer."""
+        self._private, self._steps, self._accountant = private, steps, accountant
+        self._witnesses = list[Witness]()
         if resume:
             self._restore()
-        self._stack.callback(self._steps.close)
-        self._steps.open(partial(self._opened, resume=resume))
-        share_state(self._steps.ranks, [*self.module.parameters(), *self.module.buffers()], self.optimizer)
-        for handle in (
-            self.optimizer.register_step_pre_hook(self.before_step),
-            self.optimizer.register_step_post_hook(self.after_step),
-        ):
-            self._stack.callback(handle.remove)
-        self._stack = self._stack.pop_all()  # from here on `close` ends it, and no longer the caller
+        stack.callback(steps.close)
+        steps.open(partial(self._opened, resume=resume))
+        share_state(steps.ranks, [*self.module.parameters(), *self.module.buffers()], optimizer)
+        stack.callback(optimizer.register_step_pre_hook(self.before_step).remove)
+        stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
+        self._stack = stack.pop_all()  # from here on `close` ends it, and no longer the caller
 
     def _opened(self, *, resume: bool) -> Ledger:
         """Return the open ledger, in the folder of a new private loop or of one that resumes."""
@@ -257,10 +238,3 @@ class PrivateTraining:
         self._witnesses = [Witness(name=CHECKPOINT_FILE, position=position)]
         if state["generators"] is not None and self._steps.ranks.is_first:
             set_generator_states(state["generators"])
-
-
-def _loader_seed(seed: int | None, epoch: int, rank: int) -> int:
-    """Return the seed of a process's workers, which draw other numbers than those of the first."""
-    if seed is None:
-        return int.from_bytes(os.urandom(7), "little")
-    return derive_seed(seed, "private-loop", "workers", epoch, *((rank,) if rank else ())) >> 1

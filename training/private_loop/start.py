@@ -161,30 +161,36 @@ def make_private(
         require_arguments(module, args, kwargs)
         if example_inputs is None:
             args, kwargs = invented_arguments(module, args, kwargs)
+        gradients = RecordGradients(
+            clip_norm=settings.max_grad_norm,
+            noise_multiplier=settings.noise_multiplier,
+            divisor=float(settings.batch_size),
+            noise=noise_stream(settings.mode, settings.seed, "private-loop"),
+            ranks=ranks,
+        )
         private = PrivateModule(
             module,
             args,
             kwargs,
-            gradients=_gradients(settings, ranks),
+            gradients=gradients,
             steps=steps,
             max_physical_batch_size=max_physical_batch_size,
             release=mode == "release",
         )
         stack.callback(private.close)
         require_counted_sums(private.tape, batch_size, processes=ranks.world, name="data_loader.batch_size")
-        loop = PrivateTraining(
-            private=private,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
+        return PrivateTraining(
+            private,
+            optimizer,
+            criterion,
+            data_loader,
             settings=settings,
             folder=place,
-            stack=stack,
             steps=steps,
+            stack=stack,
             accountant=other,
+            resume=resume,
         )
-        loop.open(resume=resume)
-    return loop
 
 
 def _settings(
@@ -208,16 +214,6 @@ def _settings(
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
     return settings.require_same(folder, found=found)
-
-
-def _gradients(settings: PrivacySettings, ranks: Ranks) -> RecordGradients:
-    return RecordGradients(
-        clip_norm=settings.max_grad_norm,
-        noise_multiplier=settings.noise_multiplier,
-        divisor=float(settings.batch_size),
-        noise=noise_stream(settings.mode, settings.seed, "private-loop"),
-        ranks=ranks,
-    )
 
 
 def _another_call(given: Mapping[str, Any], ranks: Ranks, differing: Mapping[str, Any]) -> ValueError:

@@ -19,7 +19,7 @@ from opusim.processes.ranks import Ranks
 from training.config.run import RunConfig
 from training.data import Split
 from training.engine.plan import RunPlan, fingerprint
-from training.engine.steps import require_same, share_state
+from training.engine.steps import share_state
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import RunFolderError
 from training.runs.checkpoints import held_by_devices, hold_on_devices
@@ -77,17 +77,9 @@ def require_same_plan(plan: RunPlan, ranks: Ranks) -> None:
     Raises:
         RunFolderError: One of them was; on every process, before anything is written.
     """
-    if ranks.world == 1:
-        return
-    mine = {"configuration": plan.config.digest(), "data set": fingerprint(plan.dataset.train)}
-    place = f"process {ranks.rank} of {ranks.world}"
-    require_same(
-        ranks,
-        mine,
-        lambda differing: RunFolderError(
-            f"{place} has another {' and '.join(differing)} than process 0; start all with the same"
-        ),
-    )
+    if ranks.world > 1:
+        mine = {"configuration": (plan.config.digest(),), "data": (fingerprint(plan.dataset.train),)}
+        ranks.require_same(mine, RunFolderError)
 
 
 def share_trainer(trainer: Trainer, ranks: Ranks) -> None:

@@ -1,17 +1,17 @@
 """The steps of a run or of a private loop: each is paid for in the ledger before it is taken, and counted.
 
 `train` takes the steps with a trainer (`training.engine.loop`), `make_private` with a user's loop
-(`training.private_loop.session`). Of several processes that train together, some follow the first one
-(`training.engine.leading`), or all run the same loop. The latter compare what they are about to do, so that loops that
-differ end in an error instead of in mixed-up exchanges.
+(`training.private_loop.session`). Several processes that train together either follow the first one
+(`training.engine.leading`) or all run the same loop. In a loop they compare what they are about to do, so that loops
+that differ end in an error instead of in mixed-up exchanges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -198,27 +198,10 @@ class PaidSteps:
         return indices[self.ranks.part(len(indices))]
 
 
-def require_same(
-    ranks: Ranks, facts: Mapping[str, Any], error: Callable[[Mapping[str, Any]], Exception]
-) -> None:
-    """Refuse processes that were started otherwise than the first, before anything is written.
-
-    Args:
-        ranks: The processes.
-        facts: What must be equal, by name; picklable.
-        error: Returns the error for those of the first process's facts that differ; it is raised on every process.
-    """
-    if ranks.world == 1:
-        return
-    differing = ranks.differing(facts)
-    wrong = error(differing) if differing else None
-    ranks.meet(wrong)
-    if wrong is not None:
-        raise wrong
-
-
 def share_state(ranks: Ranks, tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
     """Give every process the first one's tensors, such as parameters, to the bit, and its optimizer's state."""
+    if ranks.world == 1:
+        return
     ranks.broadcast_tensors(tensors)
     state = ranks.on_first(lambda: tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()))
     if not ranks.is_first:

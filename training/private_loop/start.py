@@ -7,7 +7,6 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from opusim import checks
 from opusim.devices.shared import SharedDevice
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
-from training.engine.steps import PaidSteps, require_same
+from training.engine.steps import PaidSteps
 from training.networks.base import require_fresh_noise
 from training.networks.record_independence import preserved_generators
 from training.private_loop.accountants import NamedAccountant
@@ -146,7 +145,7 @@ def make_private(
         if ranks.world > 1:
             call: dict[str, Any] = {**given, **_facts(module, optimizer, data_loader)}
             call |= {"data_loader.batch_size": batch_size, "resume": resume, "accountant": accountant}
-            require_same(ranks, call, partial(_another_call, call, ranks))
+            ranks.require_same(call)
             require_devices_of_all(module, ranks.world)
         require_own_readings(module)
         if mode == "release":
@@ -214,17 +213,6 @@ def _settings(
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
     return settings.require_same(folder, found=found)
-
-
-def _another_call(given: Mapping[str, Any], ranks: Ranks, differing: Mapping[str, Any]) -> ValueError:
-    """Return the error of a process that calls `make_private` with other arguments than the first."""
-    name, theirs = next(iter(differing.items()))
-    what, who = given[name], f"process {ranks.rank} of {ranks.world} was given"
-    if isinstance(what, tuple) or isinstance(theirs, tuple):
-        wrong = f"{name}: {who} another one than process 0"
-    else:
-        wrong = f"{name} = {what!r}: {who} this, and process 0 {theirs!r}"
-    return ValueError(f"{wrong}; make the same call on every process, with the whole data set")
 
 
 def require_devices_of_all(module: nn.Module, world: int) -> None:

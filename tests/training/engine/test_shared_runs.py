@@ -53,7 +53,7 @@ REFUSED = {
     "label budget": "protection.kind: 'label-budget' holds in one process; take 'none' or 'record'",
     "device noise": "protection.noise: 'device' is read by one process; take 'digital'",
     "batch norm": "model.name: Sequential has a batch norm, '1', whose statistics",
-    "other data": "process 1 of 2 has another data set than process 0",
+    "other data": "data: process 1 of 2 was given another one than process 0; make the same call",
 }
 FAILED = {
     "budget": "BudgetExceeded: budget: the next step would cost more",

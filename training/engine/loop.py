@@ -113,34 +113,28 @@ class Engine:
         self._files = self._folder.digests(configuration)
         self.checkpoint()
 
-    def resume(self, *, moved: bool = False) -> str:
-        """Restore the newest checkpoint.
-
-        Args:
-            moved: Whether the user confirms that no copy of this folder resumes.
+    def resume(self) -> str:
+        """Restore the newest checkpoint of a folder that can be resumed (`RunFolder.require_resumable`).
 
         Returns:
             Digest of that checkpoint.
 
         Raises:
-            RunFolderError: There is none, it is damaged, it is of another network or configuration, or a file of the
-                folder was changed.
+            RunFolderError: It is damaged, or of another network or configuration.
         """
-        seal = self._folder.require_resumable(moved=moved).seal
-        checkpoints = list_checkpoints(self._folder.checkpoints)
-        checkpoint = read_checkpoint(checkpoints[-1])
+        newest = list_checkpoints(self._folder.checkpoints)[-1]
+        checkpoint = read_checkpoint(newest)
         if checkpoint.progress.get("identity") != self._identity:
             raise RunFolderError(
-                f"{self._folder.config_file} is not the configuration that {checkpoints[-1].name} was written under; "
+                f"{self._folder.config_file} is not the configuration that {newest.name} was written under; "
                 "restore it, or start a new folder"
             )
-        restore(self._trainer, self._average, checkpoint, checkpoints[-1])
+        restore(self._trainer, self._average, checkpoint, newest)
         self.steps.step = checkpoint.step
         self._vouched = int(checkpoint.progress.get(VOUCHED, -1))
         self._sums.load(checkpoint.progress["sums"])
         self._earlier_usage = Usage.from_json(checkpoint.progress["usage"])
-        if seal is not None:
-            self._folder.drop_metrics_behind(seal)
+        self._folder.drop_metrics_behind(checkpoint.header.seal)
         return checkpoint.header.digest
 
     def run(self, interrupted: threading.Event) -> None:
@@ -389,6 +383,9 @@ class Engine:
     def checkpoint(self) -> str:
         """Write a checkpoint of the steps done so far; returns its digest."""
         self._trainer.before_checkpoint()
+        vouched = {}  # up to where checks confirm the noise, which an alarm after a kill needs
+        if self._certified is not None:
+            vouched[VOUCHED] = vouched_step(self._certified, self.step, self._vouched)
         header = save_checkpoint(
             self._folder.checkpoints,
             step=self.step,
@@ -398,18 +395,12 @@ class Engine:
                 "identity": self._identity,
                 "sums": self._sums.dump(),
                 "usage": self._usage().to_json(),
-                **self._vouched_for(),
+                **vouched,
             },
             seal=self._seal(),
             keep=self._plan.config.checkpoint.keep,
         )
         return header.digest
-
-    def _vouched_for(self) -> dict[str, int]:
-        """Return up to where checks speak for the noise, which an alarm after a kill needs; nothing if uncertified."""
-        if self._certified is None:
-            return {}
-        return {VOUCHED: vouched_step(self._certified, self.step, self._vouched)}
 
     def _usage(self) -> Usage:
         """Return the device's usage; nothing in a private run, since it reveals batch sizes."""

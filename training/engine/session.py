@@ -175,7 +175,7 @@ def train_on(
         folder.require_resumable(moved=moved)
         _check_keys(folder, for_this_machine(config))
         plan = RunPlan.resolve(config, records, model=model, folder=folder)
-        _train_in(folder, plan, watcher, resume=True, moved=moved)
+        _train_in(folder, plan, watcher, resume=True)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
@@ -188,7 +188,7 @@ def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Watcher | None =
         watcher: Receives the progress.
     """
     with folder.writing(new=True, private=plan.config.mode == "release"):
-        _train_in(folder, plan, watcher, resume=False, moved=False)
+        _train_in(folder, plan, watcher, resume=False)
 
 
 def _follow(
@@ -219,9 +219,7 @@ def _follow(
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
-def _train_in(
-    folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resume: bool, moved: bool
-) -> None:
+def _train_in(folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resume: bool) -> None:
     """Train in a folder whose lock is held."""
     ranks = Ranks()
     if ranks.world > 1:
@@ -242,7 +240,7 @@ def _train_in(
                 _check_same(folder, facts)
                 if plan.certificate is not None and folder.ledger_file.exists():
                     require_undoubted(folder.read_ledger(), folder)
-                resumed_from = engine.resume(moved=moved)
+                resumed_from = engine.resume()
                 if device is not None and folder.baseline_file.exists():
                     device.compare_with(Baseline.from_array(read_array(folder.baseline_file)), engine.step)
             if forecast is not None:

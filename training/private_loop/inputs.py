@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from opusim.devices.shared import SharedDevice
 from training.feedback.points import FeedbackAlignment
 from training.networks.memory import preserved_attributes
 from training.networks.record_gradients.layout import Rows
@@ -83,14 +84,26 @@ def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
     return list(found.values())
 
 
-def require_own_readings(module: nn.Module) -> None:
-    """Refuse a feedback device whose description says that a reading may hold another's frame.
+def require_own_readings(module: nn.Module, processes: int) -> None:
+    """Refuse feedback devices whose readings may hold another's frame, or that the processes cannot read together.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A description says that frames repeat, or shared devices are those of other processes, or several,
+            whose calls could not be kept in order.
     """
-    for points in feedback_of(module):
-        device = points.noisy_device
+    devices = [points.noisy_device for points in feedback_of(module)]
+    shared = [device for device in devices if isinstance(device, SharedDevice)]
+    if processes > 1 and len(shared) > 1:
+        raise ValueError(
+            "module has several FeedbackAlignment with shared devices, whose readings several processes cannot "
+            "keep in order; take one FeedbackAlignment, or train in one process"
+        )
+    if processes > 1 and shared and shared[0].world != processes:
+        raise ValueError(
+            f"device {shared[0].name!r} is shared by {shared[0].world} processes, and {processes} train together; call "
+            "init_process_group before open_shared_device"
+        )
+    for device in devices:
         if device is not None and device.description.joins_readings:
             raise ValueError(
                 f"module: device {device.name!r} repeats frames (camera.transfer.repeated), so that one record "

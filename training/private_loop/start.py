@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from accounting.large_delta import large_delta
 from opusim import checks
-from opusim.devices.shared import SharedDevice
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
 from training.engine.steps import PaidSteps
@@ -146,8 +145,7 @@ def make_private(
             call: dict[str, Any] = {**given, **_facts(module, optimizer, data_loader)}
             call |= {"data_loader.batch_size": batch_size, "resume": resume, "accountant": accountant}
             ranks.require_same(call)
-            require_devices_of_all(module, ranks.world)
-        require_own_readings(module)
+        require_own_readings(module, ranks.world)
         if mode == "release":
             require_fresh_noise(module)
             for points in feedback_of(module):
@@ -213,27 +211,6 @@ def _settings(
         return settings
     found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
     return settings.require_same(folder, found=found)
-
-
-def require_devices_of_all(module: nn.Module, world: int) -> None:
-    """Refuse shared devices that the processes of a loop cannot read together.
-
-    Raises:
-        ValueError: Feedback points read a shared device of other processes, or several, whose calls could not be kept
-            in order.
-    """
-    found = [points.noisy_device for points in feedback_of(module)]
-    devices = [device for device in found if isinstance(device, SharedDevice)]
-    if len(devices) > 1:
-        raise ValueError(
-            "module has several FeedbackAlignment with shared devices, whose readings several processes cannot "
-            "keep in order; take one FeedbackAlignment, or train in one process"
-        )
-    if devices and devices[0].world != world:
-        raise ValueError(
-            f"device {devices[0].name!r} is shared by {devices[0].world} processes, and {world} train together; call "
-            "init_process_group before open_shared_device"
-        )
 
 
 def _facts(

@@ -8,7 +8,7 @@ that the parameters of all processes are the same, to the bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -25,19 +25,12 @@ from training.errors import RunFolderError
 from training.runs.checkpoints import held_by_devices, hold_on_devices
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """A step that the first process has paid for.
-
-    Attributes:
-        step: Its number.
-        rates: Learning rate of each group of parameters.
-        records: Numbers of the batch's records in the training set, shape (batch,), on the CPU.
-    """
+class _Order(NamedTuple):
+    """A step that the first process has paid for."""
 
     step: int
-    rates: tuple[float, ...]
-    records: Tensor
+    rates: tuple[float, ...]  # of each group of parameters
+    records: Tensor  # numbers of the batch's records in the training set, shape (batch,), on the CPU
 
 
 def leads_steps(config: RunConfig) -> bool:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
-
-import torch
 
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.ledger.evidence import Alarm
@@ -434,42 +431,3 @@ def _rounded(usage: Usage) -> dict[str, float]:
     """Return usage to the microsecond and microjoule, so that the order of additions does not show."""
     times = {"seconds": usage.seconds, "joules": usage.joules, "host_seconds": usage.host_seconds}
     return {"frames": usage.frames, **{name: round(amount, 6) for name, amount in times.items()}}
-
-
-@contextmanager
-def torch_threads(wanted: int | None) -> Iterator[int]:
-    """Set torch's thread count for the run and put it back.
-
-    Args:
-        wanted: Threads, or None for torch's own number.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
-    try:
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def deferred_interrupt() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event that is checked between steps; a second one acts at once.
-
-    Enter it before the ledger is opened. Opening uses up the last clean stop, so a process that ended without another
-    one could not resume under a label budget.
-    """
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def remember(number: int, frame: Any) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, previous)
-
-    signal.signal(signal.SIGINT, remember)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous)

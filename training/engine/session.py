@@ -41,7 +41,7 @@ from training.engine.leading import (
     require_shareable,
     share_trainer,
 )
-from training.engine.loop import Engine, deferred_interrupt, torch_threads
+from training.engine.loop import Engine
 from training.engine.plan import (
     RunPlan,
     default_inputs,
@@ -51,7 +51,7 @@ from training.engine.plan import (
     to_device,
     with_own_data,
 )
-from training.engine.steps import STEPS_PAID_AT_ONCE
+from training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, torch_threads
 from training.errors import RunFolderError
 from training.networks.any_module import with_own_module
 from training.networks.record_independence import system_generators

@@ -8,10 +8,12 @@ that differ end in an error instead of in mixed-up exchanges.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -206,3 +208,42 @@ def share_state(ranks: Ranks, tensors: Iterable[Tensor], optimizer: torch.optim.
     state = ranks.on_first(lambda: tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()))
     if not ranks.is_first:
         optimizer.load_state_dict(state)
+
+
+@contextmanager
+def torch_threads(wanted: int | None) -> Iterator[int]:
+    """Set torch's thread count for the run and put it back.
+
+    Args:
+        wanted: Threads, or None for torch's own number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or before)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event that is checked between steps; a second one acts at once.
+
+    Enter it before the ledger is opened. Opening uses up the last clean stop, so a process that ended without another
+    one could not resume under a label budget.
+    """
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def remember(number: int, frame: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, previous)
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -160,10 +160,24 @@ class Ranks:
             raise self._handed
         return codes
 
-    def differing(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the first process's facts that differ on this one, by name; their values are picklable."""
-        first = self.on_first(lambda: dict(facts))
-        return {name: first.get(name) for name, value in facts.items() if value != first.get(name)}
+    def require_same(self, facts: Mapping[str, Any], kind: type[Exception] = ValueError) -> None:
+        """Refuse processes that were started otherwise than the first; the error is raised on every process.
+
+        Args:
+            facts: What must be equal, by name. The message shows numbers and texts, and no tuples.
+            kind: Class of the error.
+        """
+        wrong: Exception | None = None
+        for name, theirs in self.on_first(lambda: dict(facts)).items():
+            if facts[name] != theirs and wrong is None:
+                ours, who = facts[name], f"process {self.rank} of {self.world} was given"
+                shown = f"{name}: {who} another one than process 0"
+                if not isinstance(ours, tuple):
+                    shown = f"{name} = {ours!r}: {who} this, and process 0 {theirs!r}"
+                wrong = kind(f"{shown}; make the same call on every process, with the whole data set")
+        self.meet(wrong)
+        if wrong is not None:
+            raise wrong
 
     def on_first(self, act: Callable[[], Result]) -> Result:
         """Return on every process what the first one computes, or raise its error on every process.

@@ -29,8 +29,8 @@ from torch import nn
 import training
 from accounting.ledger.ledger import Ledger, read_ledger
 from tests.support.killing import Killer, Moment, read_moments, skip_syncs, start_child, status_of
-from training.engine import session
 from training.engine.loop import Engine
+from training.engine.steps import STEPS_PAID_AT_ONCE
 from training.errors import RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.runs.folder import RunFolder
@@ -230,18 +230,13 @@ def at_random(
 def pay_after_the_step() -> None:
     """The fault that this program is there to find."""
     advance = Engine._advance
-    later: list[tuple[Ledger, Any]] = []
-
-    def remember(engine: Engine, ledger: Ledger, mechanisms: Any) -> None:
-        later.append((ledger, mechanisms))
 
     def compute_then_pay(engine: Engine) -> None:
-        step = engine._step
+        step = engine.step
         advance(engine)
-        ledger, mechanisms = later.pop()
-        ledger.pay(step, *mechanisms, until=engine.total_steps)
+        engine.steps.ledger.pay(step, *engine.mechanisms, until=engine.total_steps)
 
-    Engine._pay, Engine._advance = remember, compute_then_pay  # type: ignore[method-assign]
+    Engine._pay, Engine._advance = lambda engine: None, compute_then_pay  # type: ignore[method-assign]
 
 
 def return_one_step_too_many() -> None:
@@ -261,7 +256,7 @@ def main() -> int:
     torch.set_num_threads(1)
     if seed is None:
         skip_syncs()
-    session._STEPS_PAID_AT_ONCE = dict.fromkeys(MODES, BLOCK)
+    STEPS_PAID_AT_ONCE.update(dict.fromkeys(MODES, BLOCK))
     train(root / "warm", "release")  # imports and compiles in the parent, once for all children
     counts = Counts(STEPS * LONG)
     counts.watch()

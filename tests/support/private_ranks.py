@@ -27,7 +27,7 @@ from tests.support.killing import skip_syncs
 from tests.support.private_loops import parts, private_loop, records
 from tests.support.ranks import preload, run_ranks
 from tests.support.shared_runs import both_draw, own_divisor
-from training.private_loop.sharing import SharedSteps
+from training.engine.steps import PaidSteps
 
 N_RECORDS, NOISE = 60, 50.0
 """Number of records, and a noise multiplier at which a step is noise, up to some millionths of its variance."""
@@ -132,7 +132,7 @@ def failing_ledger(rank: int) -> None:
 
 def leave_early(private: opusim.PrivateTraining, until: int) -> None:
     """The second process takes fewer batches of the first epoch, and begins the next."""
-    run_loop(private, 4 if private.data_loader._shared.ranks.rank else 6)
+    run_loop(private, 4 if private.data_loader._steps.ranks.rank else 6)
     run_loop(private, until)
 
 
@@ -142,7 +142,7 @@ def backward_twice(private: opusim.PrivateTraining, until: int) -> None:
     for number, (x, y) in enumerate(loader):
         loss = criterion(model(x), y)
         loss.backward(retain_graph=True)
-        if number == 3 and private.data_loader._shared.ranks.rank:
+        if number == 3 and private.data_loader._steps.ranks.rank:
             loss.backward()
         private.optimizer.step()
 
@@ -159,14 +159,14 @@ def wrapped(private: opusim.PrivateTraining, until: int) -> None:
 
 def another_rate(private: opusim.PrivateTraining, until: int) -> None:
     """The second process has a scheduler of its own."""
-    private.optimizer.param_groups[0]["lr"] = 0.5 / (1 + private.data_loader._shared.ranks.rank)
+    private.optimizer.param_groups[0]["lr"] = 0.5 / (1 + private.data_loader._steps.ranks.rank)
     run_loop(private, until)
 
 
 def end_by_itself(private: opusim.PrivateTraining, until: int) -> None:
     """The second process fails in code of its own."""
     run_loop(private, 4)
-    if private.data_loader._shared.ranks.rank:
+    if private.data_loader._steps.ranks.rank:
         raise ZeroDivisionError("of the loop")
     run_loop(private, until)
 
@@ -177,11 +177,11 @@ def end_by_itself(private: opusim.PrivateTraining, until: int) -> None:
 def own_batches(rank: int) -> None:
     """Each process draws a batch of the stated size from its half of the records, accounted as one from all."""
 
-    def part(self: SharedSteps, step: int, draw: Callable[[int], Tensor]) -> list[int]:
+    def part(self: PaidSteps, step: int, draw: Callable[[int], Tensor]) -> list[int]:
         drawn = {*draw(step).tolist(), *draw(step).tolist()}
         return sorted(n for n in drawn if n % 2 == rank)
 
-    SharedSteps.part = part  # type: ignore[method-assign]
+    PaidSteps.part = part  # type: ignore[method-assign]
 
 
 NOISY: Options = {"sample_rate": 1.0, "noise_multiplier": NOISE}
@@ -247,21 +247,21 @@ def log_steps(private: opusim.PrivateTraining, file: Path) -> None:
     """Write the records of every step to a file when they are handed out, before they are computed."""
     numbered = Numbered(records(len(private.data_loader.dataset)))  # type: ignore[arg-type]
     collate = private.data_loader._collate
-    user, hand_out = collate._collate, private.hand_out
+    user, hand_out = collate._collate, private.data_loader._hand_out
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def collated(rows: list[Any]) -> Any:
         numbered(rows)
         return user(rows)
 
-    def handed(count: int) -> bool:
-        taken, step = hand_out(count), private.step - 1
+    def handed(count: int, *, until: int) -> bool:
+        taken, step = hand_out(count, until=until), private.step - 1
         if taken:
             os.write(descriptor, (json.dumps([step, numbered.last if count else []]) + "\n").encode())
         return taken
 
     collate._collate = collated
-    private.hand_out = handed  # type: ignore[method-assign]
+    private.data_loader._hand_out = handed  # type: ignore[method-assign]
 
 
 def found(private: opusim.PrivateTraining, start: Tensor) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def fixed_seed(sampler: type[PoissonSampler]) -> Callable[..., PoissonSampler]:
     [
         (None, True),
         pytest.param(
-            lambda: replaced("training.private_loop.session:PoissonSampler", fixed_seed),
+            lambda: replaced("training.private_loop.loader:PoissonSampler", fixed_seed),
             False,
             marks=pytest.mark.slow,
         ),

@@ -38,8 +38,8 @@ from training.attacks.replay import (
 from training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
 from training.data import Dataset
 from training.engine.algorithm import Arrays
-from training.engine.loop import torch_threads
 from training.engine.plan import RunPlan
+from training.engine.steps import torch_threads
 from training.errors import RunFolderError
 from training.feedback.config import FeedbackConfig, PdfaConfig
 from training.networks.clipping import ActivationClipping

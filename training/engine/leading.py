@@ -8,11 +8,10 @@ that the parameters of all processes are the same, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from opusim.errors import ConfigError
 from opusim.processes import launched_rank
@@ -20,25 +19,18 @@ from opusim.processes.ranks import Ranks
 from training.config.run import RunConfig
 from training.data import Split
 from training.engine.plan import RunPlan, fingerprint
+from training.engine.steps import share_state
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import RunFolderError
-from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors
 from training.runs.checkpoints import held_by_devices, hold_on_devices
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """A step that the first process has paid for.
-
-    Attributes:
-        step: Its number.
-        rates: Learning rate of each group of parameters.
-        records: Numbers of the batch's records in the training set, shape (batch,), on the CPU.
-    """
+class _Order(NamedTuple):
+    """A step that the first process has paid for."""
 
     step: int
-    rates: tuple[float, ...]
-    records: Tensor
+    rates: tuple[float, ...]  # of each group of parameters
+    records: Tensor  # numbers of the batch's records in the training set, shape (batch,), on the CPU
 
 
 def leads_steps(config: RunConfig) -> bool:
@@ -72,27 +64,18 @@ def require_shareable(config: RunConfig, ranks: Ranks) -> None:
         raise ConfigError("configuration", "protection.noise", reason)
 
 
-def require_same(plan: RunPlan, ranks: Ranks) -> None:
+def require_same_plan(plan: RunPlan, ranks: Ranks) -> None:
     """Refuse processes that were started with another configuration or other data than the first.
 
     Raises:
         RunFolderError: One of them was; on every process, before anything is written.
     """
-    if ranks.world == 1:
-        return
-    mine = {"configuration": plan.config.digest(), "data set": fingerprint(plan.dataset.train)}
-    wrong = " and ".join(ranks.differing(mine))
-    if not wrong:
-        ranks.meet()
-        return
-    error = RunFolderError(
-        f"process {ranks.rank} of {ranks.world} has another {wrong} than process 0; start all with the same"
-    )
-    ranks.meet(error)
-    raise error
+    if ranks.world > 1:
+        mine = {"configuration": (plan.config.digest(),), "data": (fingerprint(plan.dataset.train),)}
+        ranks.require_same(mine, RunFolderError)
 
 
-def share_state(trainer: Trainer, ranks: Ranks) -> None:
+def share_trainer(trainer: Trainer, ranks: Ranks) -> None:
     """Give every process the first one's parameters, optimizer, trainer's state, and what its devices hold.
 
     Of the state only what another process has too: earlier noise stays with the process that draws it.
@@ -101,23 +84,12 @@ def share_state(trainer: Trainer, ranks: Ranks) -> None:
         return
     names = ranks.on_first(lambda: list(trainer.state))
     others = ranks.rows([name in trainer.state for name in names])[1:] if names else []
-    shared = {name for name, found in zip(names, zip(*others, strict=True), strict=True) if any(found)}
-    sent = ranks.on_first(
-        lambda: (
-            _on_cpu(trainer.tensors),
-            _on_cpu({name: held for name, held in trainer.state.items() if name in shared}),
-            _on_cpu(optimizer_tensors(trainer.optimizer)),
-            {name: _on_cpu(held) for name, held in held_by_devices(trainer.model).items()},
-        )
-    )
-    if ranks.is_first:
-        return
-    with torch.no_grad():
-        for own, values in ((trainer.tensors, sent[0]), (trainer.state, sent[1])):
-            for name, tensor in own.items():
-                tensor.copy_(values[name])
-    load_optimizer_tensors(trainer.optimizer, sent[2])
-    hold_on_devices(trainer.model, sent[3])
+    shared = [name for name, found in zip(names, zip(*others, strict=True), strict=True) if any(found)]
+    tensors = [*trainer.tensors.values(), *(trainer.state[name] for name in shared)]
+    share_state(ranks, tensors, trainer.optimizer)
+    held = ranks.on_first(lambda: tree_map(Tensor.cpu, held_by_devices(trainer.model)))
+    if not ranks.is_first:
+        hold_on_devices(trainer.model, held)
 
 
 def lead(
@@ -175,7 +147,3 @@ def _do(order: _Order, trainer: Trainer, split: Split, ranks: Ranks) -> StepReco
         n_records=len(order.records),
         n_judged=int(judged_by_all),
     )
-
-
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}

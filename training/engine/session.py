@@ -37,11 +37,11 @@ from training.engine.leading import (
     end,
     follow,
     leads_steps,
-    require_same,
+    require_same_plan,
     require_shareable,
-    share_state,
+    share_trainer,
 )
-from training.engine.loop import Engine, deferred_interrupt, torch_threads
+from training.engine.loop import Engine
 from training.engine.plan import (
     RunPlan,
     default_inputs,
@@ -51,6 +51,7 @@ from training.engine.plan import (
     to_device,
     with_own_data,
 )
+from training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, torch_threads
 from training.errors import RunFolderError
 from training.networks.any_module import with_own_module
 from training.networks.record_independence import system_generators
@@ -59,8 +60,6 @@ from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import read_array, write_array
 
-_STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
-"""Steps that one synced line of the ledger reserves; a killed release run loses what is left of them."""
 _NO_FOLDER = "resume needs folder, that of the run to resume"
 
 
@@ -176,7 +175,7 @@ def train_on(
         folder.require_resumable(moved=moved)
         _check_keys(folder, for_this_machine(config))
         plan = RunPlan.resolve(config, records, model=model, folder=folder)
-        _train_in(folder, plan, watcher, resume=True, moved=moved)
+        _train_in(folder, plan, watcher, resume=True)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
@@ -189,7 +188,7 @@ def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Watcher | None =
         watcher: Receives the progress.
     """
     with folder.writing(new=True, private=plan.config.mode == "release"):
-        _train_in(folder, plan, watcher, resume=False, moved=False)
+        _train_in(folder, plan, watcher, resume=False)
 
 
 def _follow(
@@ -203,7 +202,7 @@ def _follow(
 ) -> Run:
     """Do this process's part of a run that the first process leads, and return the run from its folder."""
     plan = RunPlan.resolve(config, records, model=model, folder=folder if resume else None)
-    require_same(plan, ranks)
+    require_same_plan(plan, ranks)
     with torch_threads(plan.config.threads) as threads, plan.opened_device(ranks) as device:
         plan = plan.started(threads=threads, device=device)
         plan.network.model.to(plan.config.torch_device)
@@ -211,7 +210,7 @@ def _follow(
         with closing(trainer), deferred_interrupt():  # the first process decides when Ctrl-C ends the run
             if not resume:
                 plan.algorithm.initialise(trainer)
-            share_state(trainer, ranks)
+            share_trainer(trainer, ranks)
             folder = RunFolder(ranks.on_first(Path))
             plan.algorithm.prepare(trainer, folder)
             dataset = to_device(plan.dataset, plan.config.torch_device)
@@ -220,14 +219,12 @@ def _follow(
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
-def _train_in(
-    folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resume: bool, moved: bool
-) -> None:
+def _train_in(folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resume: bool) -> None:
     """Train in a folder whose lock is held."""
     ranks = Ranks()
     if ranks.world > 1:
         ranks = ranks if leads_steps(plan.config) else Ranks.one()
-        require_same(plan, ranks)
+        require_same_plan(plan, ranks)
     ledger_of = partial(_ledger, plan.config, folder)
     notes = nullcontext() if plan.certificate is None else noted_alarms(folder, partial(ledger_of, None))
     with notes, torch_threads(plan.config.threads) as threads, plan.opened_device(ranks) as device:
@@ -243,7 +240,7 @@ def _train_in(
                 _check_same(folder, facts)
                 if plan.certificate is not None and folder.ledger_file.exists():
                     require_undoubted(folder.read_ledger(), folder)
-                resumed_from = engine.resume(moved=moved)
+                resumed_from = engine.resume()
                 if device is not None and folder.baseline_file.exists():
                     device.compare_with(Baseline.from_array(read_array(folder.baseline_file)), engine.step)
             if forecast is not None:
@@ -254,19 +251,20 @@ def _train_in(
                 _warn_of_large_delta(plan)
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
-            share_state(trainer, ranks)
+            share_trainer(trainer, ranks)
             ranks.on_first(folder.path.resolve)
-            with deferred_interrupt() as interrupted, ledger_of(resumed_from, device) as ledger:
+            with deferred_interrupt() as interrupted, closing(engine.steps) as steps:
+                steps.open(partial(ledger_of, resumed_from, device), covered=bool(engine.mechanisms))
                 if plan.certificate is not None and device is not None:
-                    ledger.note_certificate(facts_of(plan.certificate, device))
+                    steps.ledger.note_certificate(facts_of(plan.certificate, device))
                 try:
-                    protection.pay_upfront(ledger, device, folder)
+                    protection.pay_upfront(steps.ledger, device, folder)
                 except BudgetExceeded as error:
-                    if not (resume and plan.mechanisms):
+                    if not (resume and engine.mechanisms):
                         raise
-                    raise engine.ended_by(error, ledger) from error
+                    raise engine.ended_by(error) from error
                 algorithm.prepare(trainer, folder)
-                engine.run(ledger, plan.mechanisms, interrupted)
+                engine.run(interrupted)
     end(ranks)
 
 
@@ -448,7 +446,7 @@ def _ledger(
         mode=config.mode,
         delta=config.protection.delta,
         enforced=True,
-        block=_STEPS_PAID_AT_ONCE[config.mode] if repeatable else 1,
+        block=STEPS_PAID_AT_ONCE[config.mode] if repeatable else 1,
         repeatable=repeatable,
         budget=config.budget,
         witnesses=folder.witnesses(),

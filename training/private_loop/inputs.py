@@ -15,6 +15,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from opusim.devices.shared import SharedDevice
+from training.feedback.points import FeedbackAlignment
 from training.networks.memory import preserved_attributes
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.probe import invented_rows
@@ -26,9 +28,9 @@ from training.networks.record_independence import (
     preserved_generators,
     same,
 )
-from training.private_loop.loader import examples
-from training.private_loop.sharing import feedback_of
 
+_EXAMPLES = 7
+"""Records that are read once to probe the module and the loader."""
 _COUNTS = (7, 5)
 """Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -73,14 +75,35 @@ def warn_of_parameters_left_out(optimizer: torch.optim.Optimizer, module: nn.Mod
         )
 
 
-def require_own_readings(module: nn.Module) -> None:
-    """Refuse a feedback device whose description says that a reading may hold another's frame.
+def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
+    """Return the feedback points in a module or on it."""
+    found: dict[int, FeedbackAlignment] = {}
+    for inner in module.modules():
+        owners = [getattr(hook, "__self__", None) for hook in inner._forward_pre_hooks.values()]
+        found |= {id(owner): owner for owner in (inner, *owners) if isinstance(owner, FeedbackAlignment)}
+    return list(found.values())
+
+
+def require_own_readings(module: nn.Module, processes: int) -> None:
+    """Refuse feedback devices whose readings may hold another's frame, or that the processes cannot read together.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A description says that frames repeat, or shared devices are those of other processes, or several,
+            whose calls could not be kept in order.
     """
-    for points in feedback_of(module):
-        device = points.noisy_device
+    devices = [points.noisy_device for points in feedback_of(module)]
+    shared = [device for device in devices if isinstance(device, SharedDevice)]
+    if processes > 1 and len(shared) > 1:
+        raise ValueError(
+            "module has several FeedbackAlignment with shared devices, whose readings several processes cannot "
+            "keep in order; take one FeedbackAlignment, or train in one process"
+        )
+    if processes > 1 and shared and shared[0].world != processes:
+        raise ValueError(
+            f"device {shared[0].name!r} is shared by {shared[0].world} processes, and {processes} train together; call "
+            "init_process_group before open_shared_device"
+        )
+    for device in devices:
         if device is not None and device.description.joins_readings:
             raise ValueError(
                 f"module: device {device.name!r} repeats frames (camera.transfer.repeated), so that one record "
@@ -134,13 +157,18 @@ def require_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
         ) from error
 
 
+def first_records(loader: DataLoader[Any]) -> list[Any]:
+    """Return the first records of a loader's data set."""
+    dataset: Any = loader.dataset
+    return [dataset[index] for index in range(min(_EXAMPLES, len(dataset)))]
+
+
 def example_of(
     loader: DataLoader[Any], given: Sequence[Any] | Mapping[str, Any] | None, place: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of the module for a few records."""
     if given is None:
-        batch = examples(loader)
-        given = batch
+        given = batch = loader.collate_fn(first_records(loader))
         if isinstance(batch, Mapping):
             given = {
                 key: value for key, value in batch.items() if key not in ("label", "labels", "label_ids")

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,47 +24,29 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from accounting.errors import BudgetExceeded
+from opusim.processes.ranks import Ranks
+from opusim.randomness.streams import derive_seed
 from training.data.samplers import PoissonSampler
+from training.engine.steps import PaidSteps
 from training.networks.record_independence import (
     preserved_generators,
     same,
     seed_generators,
     system_generators,
 )
-from training.private_loop.sharing import SharedSteps
+from training.private_loop.inputs import first_records
+from training.private_loop.module import PrivateModule
+from training.private_loop.settings import PrivacySettings
 
-_EXAMPLES = 7
-"""Records that are read once to probe the module."""
 _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""
 _OFFERS = 3
 """How often a batch that was left without a backward pass is handed out again."""
 _SEEDED = "accelerate.data_loader.SeedableRandomSampler"
 """The permutation of a loader that Accelerate or the Hugging Face Trainer has prepared."""
-
-
-class Steps(Protocol):
-    """What a loader asks of its private loop."""
-
-    @property
-    def step(self) -> int:
-        """Number of the next step."""
-
-    @property
-    def left(self) -> bool:
-        """Whether the last batch was handed out, and no backward pass on it was done."""
-
-    def open_epoch(self) -> None:
-        """Start to hand out batches, or raise if the budget was spent before."""
-
-    def hand_out(self, records: int) -> bool:
-        """Pay for the next batch; returns False if the budget is spent."""
-
-    def hand_out_again(self, records: int) -> None:
-        """Take the last batch, which is paid for, as the one at hand."""
-
-    def require_trained(self) -> None:
-        """Refuse to leave a batch that was not trained on."""
+_DRIFT = 1e-3
+"""By how much of its norm a parameter may differ between processes at the start of an epoch: rounding is far below."""
 
 
 class PrivateLoader:
@@ -77,31 +62,26 @@ class PrivateLoader:
 
     Args:
         loader: The user's loader.
-        sampler: Draws the batches.
-        steps: The private loop.
-        seed: Of what the loader's workers draw, by epoch; None takes torch's own.
-        shared: The processes that share each batch.
-        release: Whether what is drawn for a batch in this process comes from the system.
+        settings: How batches are drawn, and what a step releases.
+        module: Trains on each batch that is handed out.
+        steps: Where each batch is paid for, and the processes that share it.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampler: PoissonSampler,
-        steps: Steps,
-        *,
-        seed: Callable[[int], int],
-        shared: SharedSteps,
-        release: bool = False,
+        self, loader: DataLoader[Any], settings: PrivacySettings, module: PrivateModule, steps: PaidSteps
     ) -> None:
         self.dataset = loader.dataset
         self.batch_size = batch_size_of(loader)
-        self._source, self._sampler, self._steps, self._seed = loader, sampler, steps, seed
-        self._shared, self._fresh = shared, release
+        self._source, self._settings, self._module, self._steps = loader, settings, module, steps
         self._last: tuple[int, Any] = 0, None  # the batch at hand and the number of its records
         self._iterations = self._offers = 0
-        count = len(self.dataset)  # type: ignore[arg-type]
-        one, two = (_batch(loader, indices) for indices in ([0], [count - 1, count // 2]))
+        count, seed = len(self.dataset), settings.seed  # type: ignore[arg-type]
+        seed = None if seed is None else derive_seed(seed, "private-loop", "batches")
+        self._sampler = PoissonSampler(count, settings.sample_rate, seed=seed)
+        one, two = (
+            loader.collate_fn([self.dataset[index] for index in indices])
+            for indices in ([0], [count - 1, count // 2])
+        )
         require_separate_rows(loader)
         self._collate = _CollateCounted(loader.collate_fn, empty_batch(one, two))
 
@@ -116,26 +96,67 @@ class PrivateLoader:
             RuntimeError: A batch was not trained on when the next one was asked for, or another iteration began.
         """
         self._iterations += 1
-        number, again = self._iterations, self._steps.left
-        self._steps.open_epoch()
+        number, again = self._iterations, not self._module.trained
+        self._begin_iteration()
         first = self._steps.step
         last = ((first - again) // len(self) + 1) * len(self)
+        handing_errors = self._steps.ranks.handing_errors
         if again:
-            with self._shared.handing_errors():
+            with handing_errors():
                 self._offer_again(first - 1)
             yield self._last[1]
             self._end_step(number)
         batches = iter(self._loader(first, last))
         for _ in range(first, last):
-            with self._shared.handing_errors():
-                with system_generators(
-                    torch.device("cpu"), fresh=self._fresh
-                ):  # the records' transforms draw too
+            with handing_errors():
+                fresh = self._settings.mode == "release"
+                with system_generators(torch.device("cpu"), fresh=fresh):  # the records' transforms draw too
                     self._last = next(batches)
-                if not self._steps.hand_out(self._last[0]):
+                if not self._hand_out(self._last[0], until=last):
                     return
             yield self._last[1]
             self._end_step(number)
+
+    def _begin_iteration(self) -> None:
+        """Refuse to hand out batches after the budget, or if other processes do or hold something else.
+
+        Raises:
+            BudgetExceeded: The budget was spent before.
+            RuntimeError: The loop is closed, or the process group or a parameter is not that of the others.
+        """
+        self._steps.require_open()
+        if self._steps.stopped is not None:
+            raise BudgetExceeded(self._steps.stopped)
+        ranks = self._steps.ranks
+        with ranks.handing_errors():
+            if Ranks().world != ranks.world:
+                raise RuntimeError(
+                    f"{Ranks().world} processes train together, and make_private was called in a group of "
+                    f"{ranks.world}; call init_process_group before make_private, and keep the group"
+                )
+            if ranks.world > 1:
+                self._steps.agree("iterates over the loader")
+                _require_same_norms(self._module.module, ranks)
+        if self._module.trained:
+            self._module.drop()
+
+    def _hand_out(self, records: int, *, until: int) -> bool:
+        """Pay for the next batch and take it as the one at hand; returns False if the budget is spent.
+
+        Args:
+            records: Its size.
+            until: Number of the first step of the next epoch.
+        """
+        self._module.paid_on_processor = exact = self._module.on_processor
+        try:
+            self._steps.pay(replace(self._settings.mechanism, exactly_rounded=exact), until=until)
+        except BudgetExceeded as error:
+            self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}"
+            warnings.warn(self._steps.stopped, stacklevel=3)
+            return False
+        self._module.begin(self._steps.step, records)
+        self._steps.step += 1
+        return True
 
     def _offer_again(self, step: int) -> None:
         """Take the batch at hand once more; refuse if it was left too often, such as by a loop that would skip it.
@@ -150,7 +171,7 @@ class PrivateLoader:
                 "times; which batches are left out may tell of their records, so the loop ends here: mend the error, "
                 "or resume from the last save with a smaller max_physical_batch_size if memory ran out"
             )
-        self._steps.hand_out_again(self._last[0])
+        self._module.begin(step, self._last[0])
 
     def _end_step(self, iteration: int) -> None:
         """Refuse to go on before the batch at hand was trained on, or in an iteration that another one took over from.
@@ -158,21 +179,28 @@ class PrivateLoader:
         Raises:
             RuntimeError: See above.
         """
-        with self._shared.handing_errors():
+        with self._steps.ranks.handing_errors():
             if iteration != self._iterations:
                 raise RuntimeError(
                     "data_loader: another iteration over it began meanwhile, which hands out the batches now; take "
                     "them from one iterator at a time"
                 )
-            self._steps.require_trained()
+            self._steps.require_own()
+            if not self._module.trained:
+                raise RuntimeError(
+                    f"step {self._steps.step - 1}: its batch was left without a backward pass, and which batches are "
+                    "left out may tell of their records; call backward on the loss of every batch, also of an empty "
+                    "one, before the next is drawn (a framework that accumulates gradients may draw ahead: give "
+                    "max_physical_batch_size instead)"
+                )
         self._last, self._offers = (0, None), 0
 
     def _loader(self, first: int, last: int) -> DataLoader[Any]:
         source = self._source
-        generator = torch.Generator().manual_seed(self._seed((last - 1) // len(self)))
+        generator = torch.Generator().manual_seed(self._seed_of_workers((last - 1) // len(self)))
         return DataLoader(
             _Indexed(source.dataset),
-            batch_sampler=_Drawn(self._sampler, first, last, self._shared),
+            batch_sampler=_Drawn(self._sampler, first, last, self._steps),
             collate_fn=self._collate,
             generator=generator,
             num_workers=source.num_workers,
@@ -183,16 +211,36 @@ class PrivateLoader:
             prefetch_factor=source.prefetch_factor,
         )
 
+    def _seed_of_workers(self, epoch: int) -> int:
+        """Return the seed of what a process's workers draw, which is another one on each process."""
+        seed, rank = self._settings.seed, self._steps.ranks.rank
+        if seed is None:
+            return int.from_bytes(os.urandom(7), "little")
+        return derive_seed(seed, "private-loop", "workers", epoch, *((rank,) if rank else ())) >> 1
+
+
+def _require_same_norms(module: torch.nn.Module, ranks: Ranks) -> None:
+    """Refuse parameters that differ from those of the first process by more than rounding."""
+    named = list(module.named_parameters())
+    norms = [float(p.detach().norm()) for _, p in named]
+    for (name, _), ours, theirs in zip(named, norms, ranks.broadcast(norms), strict=True):
+        if abs(ours - theirs) > _DRIFT * abs(theirs):
+            raise RuntimeError(
+                f"parameter {name!r} has norm {ours:g} on process {ranks.rank} and {theirs:g} on process 0; "
+                "change parameters and learning rates on every process alike"
+            )
+    ranks.meet()
+
 
 class _Drawn(BatchSampler):
     """The indices of this process in some steps; a step is drawn once, when a worker may fetch it."""
 
-    def __init__(self, sampler: PoissonSampler, first: int, last: int, shared: SharedSteps) -> None:
-        self._poisson, self._first, self._last, self._shared = sampler, first, last, shared
+    def __init__(self, sampler: PoissonSampler, first: int, last: int, steps: PaidSteps) -> None:
+        self._poisson, self._first, self._last, self._steps = sampler, first, last, steps
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self._first, self._last):
-            yield self._shared.part(step, self._poisson.indices)
+            yield self._steps.part(step, self._poisson.indices)
 
     def __len__(self) -> int:
         return self._last - self._first
@@ -306,11 +354,6 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
     return batches.batch_size
 
 
-def examples(loader: DataLoader[Any], count: int = _EXAMPLES) -> Any:
-    """Return the first records of a loader's data set as a batch."""
-    return _batch(loader, range(min(count, len(loader.dataset))))  # type: ignore[arg-type]
-
-
 def require_separate_rows(loader: DataLoader[Any]) -> None:
     """Refuse a collate function that mixes records, as mixup does: another record would change a record's row.
 
@@ -320,9 +363,8 @@ def require_separate_rows(loader: DataLoader[Any]) -> None:
     Raises:
         ValueError: There is such a row.
     """
-    dataset: Any = loader.dataset
     with preserved_generators(torch.device("cpu")):
-        records = [dataset[index] for index in range(min(_EXAMPLES, len(dataset)))]
+        records = first_records(loader)
     count = len(records)
     for place, seed in itertools.product((0, count - 1), range(_COLLATED)):
         others = [record for number, record in enumerate(records) if number != place]
@@ -357,8 +399,3 @@ def _rows_agree(one: Sequence[Tensor], two: Sequence[Tensor], count: int, place:
     kept = torch.arange(count) != place
     pairs = [(a, b) for a, b in zip(one, two, strict=False) if a.ndim and len(a) == count]
     return all(same(a.cpu()[kept], b.cpu()[kept]) for a, b in pairs if a.shape == b.shape)
-
-
-def _batch(loader: DataLoader[Any], indices: Sequence[int]) -> Any:
-    dataset: Any = loader.dataset
-    return loader.collate_fn([dataset[index] for index in indices])

@@ -36,7 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from opusim.files import OwnProcess
+from opusim.devices.shared import SharedDevice
+from training.engine.steps import PaidSteps
 from training.networks.memory import preserved_state
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
@@ -50,6 +51,7 @@ from training.private_loop.batch import Batch, Gradients, Pass
 from training.private_loop.inputs import (
     ProbedParts,
     cut_rows,
+    feedback_of,
     require_recordable,
     require_rows,
     require_steady,
@@ -58,7 +60,6 @@ from training.private_loop.inputs import (
     template_of,
 )
 from training.private_loop.saves import generator_states, set_generator_states
-from training.private_loop.sharing import Act, SharedSteps, feedback_of
 from training.protections.record import RecordGradients
 
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
@@ -78,7 +79,7 @@ class PrivateModule:
         gradients: Clips, sums and noises.
         max_physical_batch_size: Records in one forward and backward pass at most, or None for all. Larger batches run
             in parts, and forward passes twice.
-        shared: The processes that share each batch, as those of `gradients`; None for one.
+        steps: The processes that share each batch, as those of `gradients`.
         release: Whether what the module draws in a step, such as dropout, comes from the system.
 
     Raises:
@@ -92,8 +93,8 @@ class PrivateModule:
         kwargs: Mapping[str, Any],
         *,
         gradients: RecordGradients,
+        steps: PaidSteps,
         max_physical_batch_size: int | None = None,
-        shared: SharedSteps | None = None,
         release: bool = False,
     ) -> None:
         require_recordable(module)
@@ -104,9 +105,9 @@ class PrivateModule:
         self.unused_gradients = 0
         """Batches whose gradients were written since the last step of the optimizer."""
         self.paid_on_processor: bool | None = None
-        """Where the parameters were when the step was paid for; None in a process that pays for nothing."""
+        """Where the parameters were when the step was paid for; None before the first."""
         self._gradients, self._limit = gradients, max_physical_batch_size
-        self._shared = shared or SharedSteps()
+        self._steps = steps
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
         require_rows((args, kwargs), rows_of(args, kwargs) or 0)
         show_invented(module, args, kwargs)
@@ -117,7 +118,6 @@ class PrivateModule:
         self._probed = ProbedParts(module)
         for parameter in self._trained:
             parameter.grad = None  # of earlier training, which was not private
-        self._process = OwnProcess()
         self._batch: Batch | None = None
         self._writing = False
         self._plain = _UNSEEN
@@ -295,7 +295,7 @@ class PrivateModule:
         attempt = 0 if batch is None else batch.failed
 
         def write(factor: float) -> None:
-            with self._shared.handing_errors():
+            with self._steps.ranks.handing_errors():
                 self._write(batch, gradients, factor, attempt)
 
         loss: Tensor = _PrivateLoss.apply(self._anchor, value, write)
@@ -303,7 +303,7 @@ class PrivateModule:
 
     def _write(self, batch: Batch | None, gradients: Gradients, factor: float, attempt: int) -> None:
         """Write the private gradients of a batch, on top of those that were not stepped with or zeroed yet."""
-        self._process.require("the batch of the private loop")
+        self._steps.require_own()
         if batch is None or batch is not self._batch:
             raise RuntimeError(
                 "backward: the loss belongs to a batch that is over; call it once, before the next batch is drawn"
@@ -328,7 +328,7 @@ class PrivateModule:
         for parameter in self._trained:
             parameter.grad = None
         readings = self._readings(batch, gradients)
-        most = max(self._shared.agree(Act.WRITE, batch.step, readings))
+        most = max(self._steps.agree("calls backward on the batch", readings, step=batch.step))
         self._writing, batch.written = True, True
         try:
             self._gradients.seek(batch.step)
@@ -364,7 +364,9 @@ class PrivateModule:
     def _recorded(self, batch: Batch, gradients: Gradients, readings_of_others: int) -> Iterator[RecordTape]:
         """Run the backward pass of a batch, and take part in what else other processes read."""
         yield from self._recorded_parts(batch, gradients)
-        self._shared.read_nothing(self.module, readings_of_others)
+        for points in feedback_of(self.module):
+            for _ in range(readings_of_others if isinstance(points.noisy_device, SharedDevice) else 0):
+                points.read_nothing()
 
     def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[RecordTape]:
         """Run the backward pass of a batch and yield the tape; once for each part if it runs in parts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +12,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from accounting.large_delta import large_delta
 from opusim import checks
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
+from training.engine.steps import PaidSteps
 from training.networks.base import require_fresh_noise
+from training.networks.record_independence import preserved_generators
 from training.private_loop.accountants import NamedAccountant
 from training.private_loop.inputs import (
     example_of,
+    feedback_of,
     invented_arguments,
     require_arguments,
     require_own_parameters,
@@ -31,15 +36,11 @@ from training.private_loop.loader import batch_size_of
 from training.private_loop.module import PrivateModule
 from training.private_loop.session import PrivateTraining
 from training.private_loop.settings import PrivacySettings
-from training.private_loop.sharing import (
-    SharedSteps,
-    feedback_of,
-    loader_facts,
-    module_facts,
-    optimizer_facts,
-)
 from training.protections.record import RecordGradients, require_counted_sums
 from training.runs.storage import only_writer
+
+_PROBES = 5
+"""Records by which the data sets of the processes are compared."""
 
 
 def make_private(
@@ -118,7 +119,8 @@ def make_private(
         RunFolderError: The folder is in use, or holds other work.
     """
     init_process_group()
-    shared = SharedSteps(Ranks())
+    ranks = Ranks()
+    steps = PaidSteps(ranks, "the private loop")
     given = {
         "max_grad_norm": max_grad_norm,
         "target_delta": target_delta,
@@ -130,7 +132,7 @@ def make_private(
         "relation": str(relation),
         "sample_rate": sample_rate,
     }
-    with ExitStack() as stack, shared.handing_errors():
+    with ExitStack() as stack, ranks.handing_errors():
         checks.instance(nn.Module, module=module)
         checks.instance(torch.optim.Optimizer, optimizer=optimizer)
         if max_physical_batch_size is not None:
@@ -139,61 +141,53 @@ def make_private(
         batch_size = batch_size_of(data_loader)
         require_own_parameters(optimizer, module)
         warn_of_parameters_left_out(optimizer, module)
-        if shared.several:
-            own = {
-                "module": module_facts(module),
-                "optimizer": optimizer_facts(optimizer),
-                "data_loader": loader_facts(data_loader),
-            }
-            shared.require_same_call(
-                {
-                    **given,
-                    **own,
-                    "data_loader.batch_size": batch_size,
-                    "resume": resume,
-                    "accountant": accountant,
-                }
-            )
-        shared.require_devices_of_all(module)
-        require_own_readings(module)
+        if ranks.world > 1:
+            call: dict[str, Any] = {**given, **_facts(module, optimizer, data_loader)}
+            call |= {"data_loader.batch_size": batch_size, "resume": resume, "accountant": accountant}
+            ranks.require_same(call)
+        require_own_readings(module, ranks.world)
         if mode == "release":
             require_fresh_noise(module)
             for points in feedback_of(module):
-                points.draw_from(shared.ranks.on_first(lambda: secrets.randbits(64)))
+                points.draw_from(ranks.on_first(lambda: secrets.randbits(64)))
         place = Path(folder)
-        settings = shared.ranks.on_first(
+        settings = ranks.on_first(
             lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)
         )
         args, kwargs = example_of(data_loader, example_inputs, next(module.parameters()).device)
         require_arguments(module, args, kwargs)
         if example_inputs is None:
             args, kwargs = invented_arguments(module, args, kwargs)
+        gradients = RecordGradients(
+            clip_norm=settings.max_grad_norm,
+            noise_multiplier=settings.noise_multiplier,
+            divisor=float(settings.batch_size),
+            noise=noise_stream(settings.mode, settings.seed, "private-loop"),
+            ranks=ranks,
+        )
         private = PrivateModule(
             module,
             args,
             kwargs,
-            gradients=_gradients(settings, shared.ranks),
+            gradients=gradients,
+            steps=steps,
             max_physical_batch_size=max_physical_batch_size,
-            shared=shared,
             release=mode == "release",
         )
         stack.callback(private.close)
-        require_counted_sums(
-            private.tape, batch_size, processes=shared.ranks.world, name="data_loader.batch_size"
-        )
-        loop = PrivateTraining(
-            private=private,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
+        require_counted_sums(private.tape, batch_size, processes=ranks.world, name="data_loader.batch_size")
+        return PrivateTraining(
+            private,
+            optimizer,
+            criterion,
+            data_loader,
             settings=settings,
             folder=place,
+            steps=steps,
             stack=stack,
-            shared=shared,
             accountant=other,
+            resume=resume,
         )
-        loop.open(resume=resume)
-    return loop
 
 
 def _settings(
@@ -219,11 +213,38 @@ def _settings(
     return settings.require_same(folder, found=found)
 
 
-def _gradients(settings: PrivacySettings, ranks: Ranks) -> RecordGradients:
-    return RecordGradients(
-        clip_norm=settings.max_grad_norm,
-        noise_multiplier=settings.noise_multiplier,
-        divisor=float(settings.batch_size),
-        noise=noise_stream(settings.mode, settings.seed, "private-loop"),
-        ranks=ranks,
-    )
+def _facts(
+    module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
+) -> dict[str, tuple[Any, ...]]:
+    """Return what the arguments of all processes have in common.
+
+    A data set that draws numbers is compared by the number of its records only.
+    """
+    parameters = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()
+    ]
+    groups = [
+        (len(group["params"]), *((name, repr(value)) for name, value in group.items() if name != "params"))
+        for group in optimizer.param_groups
+    ]
+    dataset: Any = loader.dataset
+    count = len(dataset)
+    places = sorted({place * (count - 1) // (_PROBES - 1) for place in range(_PROBES)})
+    with preserved_generators(torch.device("cpu")):
+        first, again = (_digest([loader.collate_fn([dataset[n]]) for n in places]) for _ in range(2))
+    records = count, loader.num_workers, loader.prefetch_factor, first if first == again else ""
+    return {
+        "module": (type(module).__qualname__, *parameters, *(name for name, _ in module.named_buffers())),
+        "optimizer": (type(optimizer).__qualname__, *groups),
+        "data_loader": records,
+    }
+
+
+def _digest(records: list[Any]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in tree_leaves(records):
+        if isinstance(leaf, Tensor):
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, str | int | float):
+            found.update(repr(leaf).encode())
+    return found.hexdigest()

@@ -18,7 +18,7 @@ from opusim.processes.ranks import Ranks
 from tests.support.ranks import run_ranks
 from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of
 from tests.support.shared_runs import N_RECORDS, NOISE, RUNS
-from training.engine.leading import share_state
+from training.engine.leading import share_trainer
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 SAME = [
@@ -53,7 +53,7 @@ REFUSED = {
     "label budget": "protection.kind: 'label-budget' holds in one process; take 'none' or 'record'",
     "device noise": "protection.noise: 'device' is read by one process; take 'digital'",
     "batch norm": "model.name: Sequential has a batch norm, '1', whose statistics",
-    "other data": "process 1 of 2 has another data set than process 0",
+    "other data": "data: process 1 of 2 was given another one than process 0; make the same call",
 }
 FAILED = {
     "budget": "BudgetExceeded: budget: the next step would cost more",
@@ -288,12 +288,14 @@ class Rowed:
 
 def test_earlier_noise_stays_with_the_process_that_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> None:
-        ranks, received = Ranks(), []
-        on_first = ranks.on_first
-        monkeypatch.setattr(ranks, "on_first", lambda act: received.append(on_first(act)) or received[-1])
+        ranks, sent = Ranks(), []
+        broadcast = ranks.broadcast_tensors
+        monkeypatch.setattr(
+            ranks, "broadcast_tensors", lambda tensors: broadcast(sent.extend(tensors) or sent)
+        )
         trainer = Rowed(first=rank == 0)
-        share_state(trainer, ranks)  # type: ignore[arg-type]
-        assert set(received[-1][1]) == {"spent"}
+        share_trainer(trainer, ranks)  # type: ignore[arg-type]
+        assert [tensor.numel() for tensor in sent] == [2, 1, 3]  # the parameters and what was spent
         assert trainer.state["spent"].tolist() == [1.0] * 3
 
     assert run_ranks(work) == [0, 0]

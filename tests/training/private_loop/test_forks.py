@@ -48,9 +48,7 @@ def test_a_child_does_not_release_the_batch_at_hand_again(tmp_path: Path) -> Non
             return [p.grad for p in module.parameters()]
 
         if number < 2:
-            assert in_forked_process(backward).startswith(
-                "RuntimeError: the batch of the private loop belongs"
-            )
+            assert in_forked_process(backward).startswith("RuntimeError: the private loop belongs")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -33,7 +33,7 @@ def step(loop: Loop, x: Tensor, y: Tensor) -> None:
 def trained_through(loop: Loop, leave: dict[int, str]) -> tuple[list[Tensor], Tensor]:
     """Train an epoch, and leave some batches the first time: by a break, by an error, or after the forward pass."""
     seen: list[Tensor] = []
-    while loop.step < len(loop.data_loader) or loop.data_loader._steps.left:
+    while loop.step < len(loop.data_loader) or not loop.data_loader._module.trained:
         try:
             for x, y in loop.data_loader:
                 seen.append(x)

@@ -19,9 +19,10 @@ import opusim
 from accounting.errors import NoGuarantee
 from tests.support.killing import skip_syncs, start_child
 from tests.support.private_loops import Parts, parts, private_loop, run_epoch
+from training.engine.steps import STEPS_PAID_AT_ONCE
 from training.errors import FolderBusy
+from training.private_loop.loader import PrivateLoader
 from training.private_loop.saves import read_save
-from training.private_loop.session import PrivateTraining
 
 
 def steps_paid(folder: Path) -> int:
@@ -189,14 +190,14 @@ def test_an_older_ledger_is_refused(tmp_path: Path) -> None:
 # Kills
 
 
-class PaysLate(PrivateTraining):
+class PaysLate(PrivateLoader):
     """A planted fault: every third batch is handed out before it is paid for, and never paid if the process dies."""
 
-    def hand_out(self, records: int) -> bool:
-        if self.step % 3:
-            return super().hand_out(records)
-        self._private.begin(self.step, records)
-        self.step += 1
+    def _hand_out(self, records: int, *, until: int) -> bool:
+        if self._steps.step % 3:
+            return super()._hand_out(records, until=until)
+        self._module.begin(self._steps.step, records)
+        self._steps.step += 1
         return True
 
 
@@ -258,8 +259,8 @@ def test_a_killed_loop_never_used_more_than_it_paid(tmp_path: Path, mode: str, k
 
 
 def test_a_loop_that_pays_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.private_loop.start.PrivateTraining", PaysLate)
-    monkeypatch.setattr("training.private_loop.session._STEPS_PAID_AT_ONCE", {"experiment": 1, "release": 1})
+    monkeypatch.setattr("training.private_loop.session.PrivateLoader", PaysLate)
+    monkeypatch.setitem(STEPS_PAID_AT_ONCE, "release", 1)
     with pytest.raises(AssertionError, match=r"assert False"):
         require_covered(tmp_path, "release", 1)
 

@@ -22,8 +22,8 @@ from accounting.ledger.journal import Journal
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import mechanism_from_json
 from training.cli import main
-from training.engine import session
 from training.engine.loop import Engine
+from training.engine.steps import STEPS_PAID_AT_ONCE
 from training.errors import RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.reports.run_report import write_report
@@ -278,7 +278,7 @@ def unpaid(events: list[tuple[str, Any]], *, mode: str) -> list[int]:
 def test_every_step_is_written_and_synced_before_it_is_computed(
     tmp_path: Path, mode: str, block: int, monkeypatch: pytest.MonkeyPatch, stop_at: type
 ) -> None:
-    monkeypatch.setattr(session, "_STEPS_PAID_AT_ONCE", {mode: block})
+    monkeypatch.setitem(STEPS_PAID_AT_ONCE, mode, block)
     recorder = Recorder(monkeypatch)
     config = {**RECORD, "mode": mode}
     with pytest.raises(KeyboardInterrupt):
@@ -292,15 +292,13 @@ def test_every_step_is_written_and_synced_before_it_is_computed(
 
 def _pay_late(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = Engine._advance
-    later: list[Any] = []
 
     def compute_then_pay(engine: Engine) -> None:
-        step = engine._step
+        step = engine.step
         advance(engine)
-        ledger, mechanisms = later.pop()
-        ledger.pay(step, *mechanisms, until=engine.total_steps)
+        engine.steps.ledger.pay(step, *engine.mechanisms, until=engine.total_steps)
 
-    monkeypatch.setattr(Engine, "_pay", lambda self, ledger, mechanisms: later.append((ledger, mechanisms)))
+    monkeypatch.setattr(Engine, "_pay", lambda self: None)
     monkeypatch.setattr(Engine, "_advance", compute_then_pay)
 
 
@@ -334,7 +332,7 @@ def test_planted_faults_of_the_order_are_caught(
     monkeypatch: pytest.MonkeyPatch,
     stop_at: type,
 ) -> None:
-    monkeypatch.setattr(session, "_STEPS_PAID_AT_ONCE", {"release": 1})
+    monkeypatch.setitem(STEPS_PAID_AT_ONCE, "release", 1)
     recorder = Recorder(monkeypatch)
     fault(monkeypatch)
     config = {**RECORD, "mode": "release"}
@@ -374,7 +372,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, stop_at: type) -> Path:
     """A run that was stopped after 5 of 8 steps, with a line of the ledger for each pair of them."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(session, "_STEPS_PAID_AT_ONCE", {"experiment": 2})
+        monkeypatch.setitem(STEPS_PAID_AT_ONCE, "experiment", 2)
         with pytest.raises(KeyboardInterrupt):
             training.train(RECORD, data=data(), folder=folder, watcher=stop_at(5))
     return folder

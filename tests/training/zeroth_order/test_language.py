@@ -173,7 +173,7 @@ def test_the_command_goes_on_with_a_language_model(
     begun[begun.index("whole")] = "broken"
 
     def killed(self: Engine) -> None:
-        if self._step == 5:
+        if self.step == 5:
             self.checkpoint()
             raise ConnectionAbortedError
         advance(self)

@@ -1,0 +1,249 @@
+"""The steps of a run or of a private loop: each is paid for in the ledger before it is taken, and counted.
+
+`train` takes the steps with a trainer (`training.engine.loop`), `make_private` with a user's loop
+(`training.private_loop.session`). Several processes that train together either follow the first one
+(`training.engine.leading`) or all run the same loop. In a loop they compare what they are about to do, so that loops
+that differ end in an error instead of in mixed-up exchanges.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from accounting.ledger.content import LedgerContent
+from accounting.ledger.journal import Position
+from accounting.ledger.ledger import Ledger
+from accounting.mechanisms import Mechanism
+from opusim.files import OwnProcess
+from opusim.processes.ranks import Ranks
+
+Result = TypeVar("Result")
+Act = Literal[
+    "opens the loop",
+    "iterates over the loader",
+    "asks for the batch",
+    "receives the batch",
+    "calls backward on the batch",
+]
+"""What all processes of a loop do together."""
+_ACTS: tuple[Act, ...] = get_args(Act)
+STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
+"""Steps that one synced line of the ledger reserves; a killed release run loses what is left of them."""
+
+
+class PaidSteps:
+    """The steps of a run or of a private loop, and the ledger in which the first process pays for them.
+
+    Attributes:
+        step: Steps taken, which is the number of the next one.
+        ranks: The processes that make the same calls in the same order.
+        stopped: Why the budget ended the steps, or None.
+
+    Args:
+        ranks: See above.
+        name: Whose steps they are, for messages, such as "the private loop".
+    """
+
+    def __init__(self, ranks: Ranks, name: object) -> None:
+        self.ranks, self.step = ranks, 0
+        self.stopped: str | None = None
+        self._name, self._process, self._closed = name, OwnProcess(), False
+        self._ledger: Ledger | None = None  # of the first process
+        self._content: LedgerContent | None = None
+
+    def require_own(self) -> None:
+        """Refuse a process that was forked from the one that takes the steps.
+
+        Raises:
+            RuntimeError: This is one.
+        """
+        self._process.require(self._name)
+
+    def require_open(self) -> None:
+        """Refuse a forked process, and steps after `close`.
+
+        Raises:
+            RuntimeError: See above.
+        """
+        self.require_own()
+        if self._closed:
+            raise RuntimeError(f"{self._name} is closed; resume it from its folder, with resume=True")
+
+    # The ledger
+
+    def open(self, ledger: Callable[[], Ledger], *, covered: bool = True) -> None:
+        """Open the ledger on the first process; every process learns what was paid for.
+
+        Args:
+            ledger: Opens it.
+            covered: Whether each step is paid for by itself, so that the ledger must cover those taken.
+
+        Raises:
+            LedgerCorrupt: It does not.
+        """
+
+        def opened() -> LedgerContent:
+            self._ledger = ledger()
+            if covered:
+                self._ledger.require_covers(self.step)
+            return self._ledger.content
+
+        self._content = self.on_first("opens the loop", opened)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The open ledger, on the first process."""
+        if self._ledger is None:
+            raise RuntimeError(f"the ledger of {self._name} is not open")
+        return self._ledger
+
+    @property
+    def content(self) -> LedgerContent:
+        """What was paid for so far, on every process."""
+        if self._ledger is not None or self._content is None:
+            return self.ledger.content
+        return self._content
+
+    @property
+    def position(self) -> Position:
+        """How far the ledger reaches, on every process."""
+        if self._ledger is not None:
+            return self._ledger.position
+        return Position() if self._content is None else self._content.position
+
+    def pay(self, *mechanisms: Mechanism, until: int) -> None:
+        """Ensure that the next step is paid for; when this returns, every process may take it.
+
+        Args:
+            *mechanisms: What the step releases.
+            until: Number of a step that no line of the ledger reserves.
+
+        Raises:
+            BudgetExceeded: It would exceed the budget.
+            OSError: The ledger cannot be written.
+            RuntimeError: See `require_open`.
+        """
+        added = self.on_first("receives the batch", lambda: self._pay(mechanisms, until))
+        if added is not None and self._content is not None:
+            self._content = replace(added, payments=self._content.payments + added.payments)
+
+    def _pay(self, mechanisms: tuple[Mechanism, ...], until: int) -> LedgerContent | None:
+        """Pay, and return what other processes do not know yet, with the new payments only."""
+        self.require_open()
+        self.ledger.pay(self.step, *mechanisms, until=until)
+        known = self._content
+        if self.ranks.world == 1 or known is None or self.position == known.position:
+            return None
+        content = self.ledger.content
+        return replace(content, payments=content.payments[len(known.payments) :])
+
+    def return_unused(self) -> None:
+        """Return steps that were reserved and not taken; if the disk is full, they stay paid for."""
+        if self._ledger is not None:
+            with suppress(OSError):
+                self._ledger.return_unused()
+
+    def close(self) -> None:
+        """Close the ledger; `content` stays."""
+        self._closed = True
+        if self._ledger is not None:
+            self._content = self._ledger.content
+            self._ledger.close()
+            self._ledger = None
+
+    # Processes that run the same loop
+
+    def agree(self, act: Act, number: int = 0, *, step: int | None = None) -> list[int]:
+        """Return a number of each process, in the order of ranks, once all of them do the same.
+
+        Args:
+            act: What this process is about to do.
+            number: What the others receive of this process.
+            step: With which step; None for the next one.
+
+        Raises:
+            RuntimeError: The processes do different things; on each of them.
+        """
+        rank = self.ranks.rank
+        found = self.ranks.rows([_ACTS.index(act), self.step if step is None else step, number])
+        for other, theirs in enumerate(found):
+            if theirs[:2] != found[rank][:2]:
+                raise RuntimeError(
+                    f"process {rank} {act} of step {found[rank][1]}, and process {other} {_ACTS[theirs[0]]} of step "
+                    f"{theirs[1]}; run the same loop on every process, which leaves an epoch at the same batch"
+                )
+        return [row[2] for row in found]
+
+    def on_first(self, act: Act, work: Callable[[], Result], *, step: int | None = None) -> Result:
+        """Return on every process what the first one computes for an act of all; see `agree`."""
+        if self.ranks.world > 1:
+            self.agree(act, step=step)
+        return self.ranks.on_first(work)
+
+    def part(self, step: int, draw: Callable[[int], Tensor]) -> list[int]:
+        """Return this process's part of the batch that the first one draws.
+
+        Args:
+            step: The number of the step, which may not be paid for yet.
+            draw: Draws its batch over the whole data set; called on the first process.
+        """
+        indices: list[int] = self.on_first("asks for the batch", lambda: draw(step).tolist(), step=step)
+        return indices[self.ranks.part(len(indices))]
+
+
+def share_state(ranks: Ranks, tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Give every process the first one's tensors, such as parameters, to the bit, and its optimizer's state."""
+    if ranks.world == 1:
+        return
+    ranks.broadcast_tensors(tensors)
+    state = ranks.on_first(lambda: tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()))
+    if not ranks.is_first:
+        optimizer.load_state_dict(state)
+
+
+@contextmanager
+def torch_threads(wanted: int | None) -> Iterator[int]:
+    """Set torch's thread count for the run and put it back.
+
+    Args:
+        wanted: Threads, or None for torch's own number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or before)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event that is checked between steps; a second one acts at once.
+
+    Enter it before the ledger is opened. Opening uses up the last clean stop, so a process that ended without another
+    one could not resume under a label budget.
+    """
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def remember(number: int, frame: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, previous)
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -354,9 +354,9 @@ def _best_threshold(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPl
     """The threshold with the largest bound on the half that is spent on choosing; midway between two scores.
 
     A threshold at a score itself would lose fresh scores next to it although the worlds are far apart. Of thresholds
-    with equal bounds, the one in the widest gap is taken. For the Gaussian estimator, all of whose thresholds tell the
-    same mu, the largest bound of many is often luck at few errors; a hundredth of the level there makes few errors weigh
-    less, unless it leaves no bound at all.
+    with equal bounds, the one in the widest gap is taken. All thresholds of the Gaussian estimator tell the same mu, so
+    that the largest bound of many is often luck at few errors; a hundredth of the level makes few errors weigh less
+    there, unless it leaves no bound at all.
     """
     points = np.unique(np.concatenate([scores_in, scores_out]))
     candidates = np.concatenate([points[:1], (points[:-1] + points[1:]) / 2])

@@ -81,12 +81,16 @@ def replaced(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    before = owner.__dict__[name] if name in vars(owner) else getattr(owner, name)
+    inherits = name not in vars(owner)
+    before = getattr(owner, name) if inherits else owner.__dict__[name]
     setattr(owner, name, make(before))
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if inherits:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 @contextmanager

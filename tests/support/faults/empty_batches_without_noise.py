@@ -8,10 +8,10 @@ from tests.support.faults.base import FEEDBACKS, Fault, all_replaced
 
 
 def _only_for_records(write: Callable[..., None]) -> Callable[..., None]:
-    def written(self: Any, network: Any, deltas: Any, inputs: Any, **others: Any) -> None:
-        before = self._noise_std
-        self._noise_std = before if len(deltas[0]) else 0.0
-        write(self, network, deltas, inputs, **others)
+    def written(self: Any, parts: Any, **others: Any) -> None:
+        before, found = self._noise_std, list(parts)
+        self._noise_std = before if any(part.squared_norms().numel() for part in found) else 0.0
+        write(self, found, **others)
         self._noise_std = before
 
     return written

@@ -264,7 +264,6 @@ def test_a_run_in_place_does_not_resume_without_devices(tmp_path: Path, stop_at:
         training.train(folder=tmp_path, resume=True, model=model)
 
 
-@pytest.mark.filterwarnings("ignore:model. Sequential gives different outputs for the same records")
 def test_a_release_run_takes_only_devices_whose_noise_cannot_be_rebuilt(tmp_path: Path) -> None:
     """The checkpoint of a run on other devices would hold how far noise was drawn from a seed."""
     model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
+from opusim.devices.base import NoisyDevice
 from training.networks.memory import preserved_attributes, require_forgetful
 from training.networks.record_gradients.calls import Key, Kinds, Site, Slot
 from training.networks.record_gradients.followed.arguments import seed_pass
@@ -114,17 +118,32 @@ def require_separate_outputs(model: nn.Module, x: Tensor) -> None:
     """
     if found := batch_statistics(model):
         raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
-    with preserved_generators(x.device):
+    with preserved_generators(x.device), _without_readings(model, x):
         require_fixed_tensors(model, x)
         require_forgetful(model, lambda index, factor: seeded_output(model, scaled(x, index, factor)))
     batches = _batches(model, Rows.of(((x,), {})))
-    with _restored(model, x.device, move=False), torch.no_grad():
+    with _restored(model, x.device, move=False), _without_readings(model, x), torch.no_grad():
         seed_pass()
         model(*batches[0].values[0])
         first = _Pass(model, [], Kinds(), batches[0], None)
         second = _Pass(model, [], Kinds(), batches[1], first.tracker.survey)
         second.require_rows(first, whole=True)
         second.tracker.require_nothing_left()
+
+
+@contextmanager
+def _without_readings(model: nn.Module, x: Tensor) -> Iterator[None]:
+    """Let layers that read a device multiply digitally within the block: a device takes and gives rows one by one."""
+    layers = [layer for layer in model.modules() if isinstance(getattr(layer, "device", None), NoisyDevice)]
+    for layer in layers:
+        device: Any = layer.device
+        weight = torch.zeros(device.n_outputs, device.n_inputs, device=x.device)
+        layer.forward = partial(functional.linear, weight=weight)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def _batches(model: nn.Module, given: Rows) -> list[Rows]:

@@ -177,7 +177,7 @@ class ModuleGradients(GradientSource):
         return output, losses
 
     def _without_records(self, batch: Batch) -> Learned:
-        """Take part in a step of which other processes have all records, or nobody any."""
+        """Take part in a step without records, of which other processes may have some."""
         if batch.size and self._feedback is not None:
             self._feedback.read_nothing()
         for parameter in self.network.parameters:

@@ -21,6 +21,24 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Input, weight and bias to output, as torch.nn.functional.linear, but seen."""
 
 
+class _Forward(NamedTuple):
+    """What the forward pass of a scan leaves.
+
+    Attributes:
+        weight: W_h, shape (k n, n).
+        xs: W_x x_t + b_x, shape (T, batch, k n).
+        own: W_h h_(t-1) + b_h, shape (T, batch, k n).
+        outputs: h_t, shape (T, batch, n).
+        state: h_0, and c_0 of an LSTM, shapes (batch, n).
+    """
+
+    weight: Tensor
+    xs: Tensor
+    own: Tensor
+    outputs: Tensor
+    state: list[Tensor]
+
+
 class _Gradients(NamedTuple):
     """Gradients of a scan: at W_x x_t + b_x and at W_h h_(t-1) + b_h, shape (T, batch, k n), and at the first state."""
 
@@ -39,26 +57,13 @@ class _Cell(ABC):
     function: Callable[..., Any]
 
     @abstractmethod
-    def backward(
-        self,
-        deltas: Tensor,
-        last: list[Tensor],
-        weight: Tensor,
-        xs: Tensor,
-        own: Tensor,
-        outputs: Tensor,
-        state: list[Tensor],
-    ) -> _Gradients:
+    def backward(self, deltas: Tensor, last: list[Tensor], scan: _Forward) -> _Gradients:
         """Go back through a scan.
 
         Args:
             deltas: Gradients at h_t, shape (T, batch, n).
             last: Those at the last state, besides h_T.
-            weight: W_h, shape (k n, n).
-            xs: W_x x_t + b_x, shape (T, batch, k n).
-            own: W_h h_(t-1) + b_h, shape (T, batch, k n).
-            outputs: h_t, shape (T, batch, n).
-            state: h_0, and c_0 of an LSTM, shapes (batch, n).
+            scan: What the forward pass left.
         """
 
 
@@ -67,17 +72,9 @@ class _Lstm(_Cell):
 
     function = staticmethod(torch.lstm)
 
-    def backward(
-        self,
-        deltas: Tensor,
-        last: list[Tensor],
-        weight: Tensor,
-        xs: Tensor,
-        own: Tensor,
-        outputs: Tensor,
-        state: list[Tensor],
-    ) -> _Gradients:
+    def backward(self, deltas: Tensor, last: list[Tensor], scan: _Forward) -> _Gradients:
         """See _Cell."""
+        weight, xs, own, outputs, state = scan
         # 1. The gates and the cells again, of which torch's function returns the last one only.
         z = xs + own
         gates = torch.sigmoid(z)
@@ -123,17 +120,9 @@ class _Gru(_Cell):
 
     function = staticmethod(torch.gru)
 
-    def backward(
-        self,
-        deltas: Tensor,
-        last: list[Tensor],
-        weight: Tensor,
-        xs: Tensor,
-        own: Tensor,
-        outputs: Tensor,
-        state: list[Tensor],
-    ) -> _Gradients:
+    def backward(self, deltas: Tensor, last: list[Tensor], scan: _Forward) -> _Gradients:
         """See _Cell; every gradient at a gate is dh_t times a factor."""
+        weight, xs, own, outputs, state = scan
         # 1. The gates again.
         width = outputs.shape[2]
         reset, update = torch.sigmoid(xs[..., : 2 * width] + own[..., : 2 * width]).chunk(2, dim=2)
@@ -163,17 +152,9 @@ class _Rnn(_Cell):
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
-    def backward(
-        self,
-        deltas: Tensor,
-        last: list[Tensor],
-        weight: Tensor,
-        xs: Tensor,
-        own: Tensor,
-        outputs: Tensor,
-        state: list[Tensor],
-    ) -> _Gradients:
+    def backward(self, deltas: Tensor, last: list[Tensor], scan: _Forward) -> _Gradients:
         """See _Cell."""
+        weight, outputs = scan.weight, scan.outputs
         is_tanh = self.function is torch.rnn_tanh
         slope = 1 - outputs.square() if is_tanh else (outputs > 0).to(outputs.dtype)
         found = []
@@ -205,7 +186,8 @@ class _Scan(torch.autograd.Function):
         deltas, *last = gradients
         with torch.autocast(deltas.device.type, enabled=False):
             weight, outputs, xs, own, *state = (part.to(deltas.dtype) for part in ctx.saved_tensors)
-            inputs, recurrent, first = ctx.cell.backward(deltas, last, weight, xs, own, outputs, state)
+            scan = _Forward(weight, xs, own, outputs, state)
+            inputs, recurrent, first = ctx.cell.backward(deltas, last, scan)
         return (None, None, None, inputs, recurrent, *first, *(None for _ in first))
 
 

@@ -115,6 +115,10 @@ WITHOUT_NOISE = (
     ),
 )
 ALL = CALIBRATED + WITHOUT_NOISE
+QUICK = [
+    pytest.param(m, marks=pytest.mark.slow) if isinstance(m, RejectionGaussian) else m for m in CALIBRATED
+]
+"""Those that can be calibrated; that of rejected batches takes 10 s and more."""
 
 
 def _name(mechanism: Mechanism) -> str:
@@ -182,7 +186,7 @@ def test_merging_keeps_the_sum_of_steps(mechanism: Mechanism) -> None:
     assert merged == mechanism.repeated(mechanism.steps + 5)
 
 
-@pytest.mark.parametrize("mechanism", CALIBRATED, ids=_name)
+@pytest.mark.parametrize("mechanism", QUICK, ids=_name)
 def test_calibration_reaches_its_target_from_below(mechanism: Mechanism) -> None:
     found, guarantee = calibrate_noise(mechanism, target_epsilon=1.5, delta=DELTA)
     assert guarantee.is_proven
@@ -205,7 +209,7 @@ def test_a_claim_or_no_guarantee_never_meets_a_target_or_a_budget(
         assert not ledger.content.payments
 
 
-@pytest.mark.parametrize("mechanism", CALIBRATED, ids=_name)
+@pytest.mark.parametrize("mechanism", QUICK, ids=_name)
 def test_a_budget_stops_every_kind(mechanism: Mechanism, tmp_path: Path) -> None:
     step, _ = calibrate_noise(mechanism.repeated(1), target_epsilon=0.8, delta=DELTA)
     with Ledger(
@@ -273,6 +277,7 @@ def test_a_certificate_of_central_noise_takes_its_share_of_delta() -> None:
     )
 
 
+@pytest.mark.slow
 def test_events_say_what_the_accountants_say() -> None:
     """dp_accounting's own accountant on the event, under the relation that the event's docstring names."""
     relations = dp_accounting.NeighboringRelation
@@ -312,9 +317,7 @@ _factor = st.floats(1.05, 3)
 
 @settings(max_examples=6)
 @given(_noise, _factor, st.integers(1, 20), st.integers(1, 20))
-@pytest.mark.parametrize(
-    "mechanism", [m for m in CALIBRATED if not isinstance(m, RandomizedResponse)], ids=_name
-)
+@pytest.mark.parametrize("mechanism", [m for m in QUICK if not isinstance(m, RandomizedResponse)], ids=_name)
 def test_more_noise_never_raises_and_more_steps_never_lower(
     mechanism: Mechanism, noise: float, factor: float, steps: int, more: int
 ) -> None:

@@ -83,7 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
     ),
 }
 
-SLOW = ("zo, Laplace", "convex, every update", "tdfa, amplified labels")
+SLOW = ("dfa, add or remove", "zo, Laplace", "convex, every update", "tdfa, amplified labels")
 
 
 def config_of(name: str, **changes: Any) -> RunConfig:

@@ -174,6 +174,7 @@ def test_gaussian_readings_compose_and_use_the_smallest_deviation() -> None:
     assert math.isinf(device_readings_guarantee(silent, DELTA).epsilon)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.floats(0.5, 50), st.floats(1.0, 3.0), st.integers(1, 50))
 def test_more_dark_light_never_raises_and_more_readings_never_lower(rate: float, more: float, n: int) -> None:

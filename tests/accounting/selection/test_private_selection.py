@@ -108,6 +108,7 @@ def test_the_exact_instance_of_20_trials() -> None:
         assert found == pytest.approx(expected, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "claimed", "expected"), [(1.33, 2.88, 3.63), (4.76, 8.91, 12.37)])
 def test_the_papers_numbers_are_refuted_by_an_exact_instance(
     base: float, claimed: float, expected: float

@@ -231,6 +231,7 @@ def watched_batches(found: list[np.ndarray]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_trials_of_a_pass_are_independent() -> None:
     """Scores of neighbouring records are uncorrelated, although one update holds them all."""
     for game in (benchmark.budget(), benchmark.amplified(), benchmark.released_model()):
@@ -245,6 +246,7 @@ def test_trials_of_a_pass_are_independent() -> None:
         assert np.mean(shared[:, 1:] * shared[:, :-1]) > 5 / np.sqrt(scores[:, 1:].size)
 
 
+@pytest.mark.slow
 def test_budgets_are_spent_in_full_and_batches_are_the_samplers() -> None:
     game = benchmark.budget()
     assert isinstance(game, BudgetGame)
@@ -310,6 +312,7 @@ def test_the_last_weights_follow_the_linear_recursion(make: Callable[[], LastIte
     assert game.exact_share <= 1
 
 
+@pytest.mark.slow
 def test_every_audited_kind_has_a_game_or_its_reason() -> None:
     """What a statement calls audited has a line in the table; what it calls not audited has its reason there."""
     classes = mechanism_classes()

@@ -105,6 +105,7 @@ def test_a_correct_run_is_not_refuted_and_the_bounds_come_near_the_claim(pdfa: P
     assert "not refuted" in one_run_paragraphs(found)[-1]
 
 
+@pytest.mark.slow
 def test_correlated_noise_is_undone_before_it_is_scored(tmp_path: Path) -> None:
     """As tight as independent noise; half of it is found, and an attacker who ignores the correlation sees less."""
     folder = trained(tmp_path / "run", trainer={"kind": "bp"}, protection={**RUN["protection"], "bands": 4})
@@ -257,6 +258,7 @@ def test_more_canaries_than_weights_are_refused(pdfa: Path) -> None:
         audited(pdfa, canaries=5000)
 
 
+@pytest.mark.slow
 def test_the_command_audits_one_training(pdfa: Path, tmp_path: Path) -> None:
     arrays, runner = tmp_path / "records.npz", CliRunner()
     np.savez(arrays, x=data()[0], y=data()[1])

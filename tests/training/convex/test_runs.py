@@ -239,6 +239,7 @@ def test_sigkill_and_resume_from_outside(tmp_path: Path) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_gates_and_noise_of_a_device_learn_like_those_of_a_seed(tmp_path: Path) -> None:
     """Means of five seeds on digits, each source with its own; tolerance five standard errors of the difference."""
     accuracies: dict[str, list[float]] = {"seed": [], "device": []}

@@ -279,7 +279,7 @@ def certificate_of(device: NoisyDevice, folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("kept", ["counts", "argmax", "reading"])
+@pytest.mark.parametrize("kept", ["counts", pytest.param("argmax", marks=pytest.mark.slow), "reading"])
 def test_a_certificate_takes_the_light_of_training_and_its_beta(kept: str, tmp_path: Path) -> None:
     target, description = 2.0, load_description("camera_low_light")
     with open_device("camera_low_light", n_inputs=3, n_outputs=18) as device:

@@ -32,6 +32,7 @@ def rows() -> dict[str, EffectRow]:
     return {effect.name: table.row(effect) for effect in table.effects if effect.name in SHOWN}
 
 
+@pytest.mark.slow
 def test_the_sound_camera_is_the_measure(rows: dict[str, EffectRow]) -> None:
     sound = rows["none"]
     assert sound.correlation > 0.97

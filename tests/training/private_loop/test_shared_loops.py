@@ -223,6 +223,7 @@ def test_the_first_process_writes_the_only_folder(folder: Path) -> None:
 # Kills
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_every_step_is_paid_for(tmp_path: Path) -> None:
     require_kills_are_paid(tmp_path, "loop", seed=5, kills=2)
 

@@ -508,6 +508,7 @@ def harness(tmp_path: Path, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_sigkill_never_leaves_a_computed_step_unpaid(tmp_path: Path) -> None:
     assert int(harness(tmp_path).split()[0]) > 100
 

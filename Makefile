@@ -51,6 +51,7 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.examples
 	$(BIN)/python -m benchmarks.speed.convolution_rows
 	$(BIN)/python -m benchmarks.speed.noise_threads
+	$(BIN)/python -m benchmarks.speed.fixed_batches
 	$(BIN)/python -m benchmarks.speed.rounded_noise
 	$(BIN)/python -m benchmarks.speed.served
 	$(BIN)/python -m benchmarks.speed.operators

@@ -28,6 +28,7 @@ MORE = [
     "feedback=3",
     "feedback=2+1",
     "in parts=2+1",
+    "fixed=2+1",
 ]
 ALIKE = ["budget", "wrapped", "other starts", "feedback in parts", "release=2+2"]
 NOISES = ["noise", "noise in release"]

@@ -32,6 +32,7 @@ from benchmarks.results_file import load_results
 
 MODULE, NAME = "benchmarks.known_models.nanogpt", "nanogpt"
 BP, TOP, DFA, TDFA, PDFA = "backpropagation", "top only", "dfa", "tdfa", "pdfa, gaussian"
+READOUT = "learnt read-out"
 CAMERA, FITTED = "pdfa, camera", "pdfa, camera_fitted"
 SIGMAS = (0.3, 1.0, 3.0, 10.0)
 ENCODINGS = ("ternary", "planes", "sign")
@@ -49,6 +50,10 @@ ROWS: dict[str, Row] = {
         for sigma in SIGMAS
     },
     **{f"pdfa, gaussian, {name}": Row(feedback={"encoding": name}, device="gaussian") for name in ENCODINGS},
+    READOUT: Row(readout=100, seeds=3),
+    f"{READOUT}, gaussian": Row(device="gaussian", readout=100, seeds=3),
+    f"{READOUT}, gaussian, 4 times the outputs": Row(device="gaussian", readout=100, outputs=4),
+    f"{READOUT}, camera, 4 times the outputs": Row(device="camera", readout=100, outputs=4),
     "dfa, points inside blocks": Row(feedback={"points": INSIDE}),
     "dfa, one batch in 100 backpropagated": Row(backpropagated=100, seeds=3),
 }

@@ -31,6 +31,8 @@ class Row:
         device: Name of the device; None projects digitally.
         sections: Sections of the device's description that are laid over the packaged ones.
         backpropagated: One batch in so many is learnt from by backpropagation; 0 for none.
+        readout: The read-out is fitted to one batch in so many, and to three more in the first of these; 0 for never.
+        outputs: Outputs of the device in units of those that the points need; the read-out takes all.
         seeds: How many seeds are run.
     """
 
@@ -38,6 +40,8 @@ class Row:
     device: str | None = None
     sections: dict[str, Any] = field(default_factory=dict)
     backpropagated: int = 0
+    readout: int = 0
+    outputs: int = 1
     seeds: int = 1
 
 
@@ -126,6 +130,8 @@ class Training:
             self.progress = Progress(**kept["progress"])
             if self.feedback is not None:
                 self.feedback.column_sum = kept["columns"]
+            if self.feedback is not None and kept["readout"] is not None:
+                self.feedback.readout.load_state_dict(kept["readout"])
 
     def _points(self) -> FeedbackAlignment | None:
         """Put feedback points on the model."""
@@ -140,7 +146,7 @@ class Training:
             found.noisy_device = open_device(
                 row.device,
                 n_inputs=shape.n_inputs,
-                n_outputs=shape.n_outputs,
+                n_outputs=row.outputs * shape.n_outputs,
                 seed=self._seed,
                 torch_device=str(self._task.place),
                 **sections,
@@ -183,8 +189,10 @@ class Training:
             with feedback.backpropagating():
                 self._task.loss(self.model, x, y).backward()
         else:
-            feedback.seek(step)
             before = feedback.usage
+            if row.readout and (step % row.readout == 0 or step in _early(row.readout)):
+                feedback.fit_readout(lambda: self._task.loss(self.model, x, y))
+            feedback.seek(step)
             self._task.loss(self.model, x, y).backward()
             used = feedback.usage - before
             self.progress.frames += used.frames
@@ -200,9 +208,17 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "progress": vars(self.progress),
             "columns": None if self.feedback is None else self.feedback.column_sum,
+            "readout": self.feedback.readout.state_dict()
+            if self.feedback is not None and self._row.readout
+            else None,
         }
         torch.save(state, self._file.with_suffix(".new"))
         self._file.with_suffix(".new").replace(self._file)
+
+
+def _early(every: int) -> tuple[int, ...]:
+    """Return the steps before the first `every` ones are over, at which a read-out is fitted as well."""
+    return every // 10, every // 4, every // 2
 
 
 Work = tuple[Task, str, Row, int]

@@ -154,6 +154,9 @@ def make_private(
             call |= {"fixed_batches": fixed_batches, "max_physical_batch_size": max_physical_batch_size}
             ranks.require_same(call)
         require_own_readings(module, ranks.world)
+        for points in feedback_of(module):
+            points.private = True
+            stack.callback(setattr, points, "private", False)
         if mode == "release":
             require_fresh_noise(module)
             for points in feedback_of(module):

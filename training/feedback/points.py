@@ -435,7 +435,7 @@ class FeedbackAlignment(Choosing):
     def readout(self) -> LearntReadout:
         """The learnt read-out of the device's outputs; it exists from the first use on, and starts as plain feedback.
 
-        Its `state_dict` belongs into a checkpoint beside the model's.
+        Its `state_dict` belongs into a checkpoint with the model's.
 
         Raises:
             RuntimeError: The sizes are unknown, because neither `shape` nor the model was called.

@@ -497,7 +497,7 @@ class FeedbackAlignment(Choosing):
         )
         # 3. Fit the matrix of each call.
         for number, (part, h, own) in enumerate(zip(self._slices, outputs, true, strict=True)):
-            rows = "sum" if self._rows == "sum" else "each"
+            rows: Rows = "sum" if self._rows == "sum" else "each"
             readout.fit(number, *self._pairs(reading, part, h, own, Extent(*error.shape), rows))
         readout.updates += 1
 

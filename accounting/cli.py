@@ -17,14 +17,18 @@ import typer
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.convex.mechanisms import ConvexLastIterate
-from accounting.convex.planning import least_regularisation, most_epochs, priced_descents
-from accounting.devices.readings import DeviceReadings, device_readings_guarantee
 from accounting.errors import NoGuarantee
-from accounting.explanation import explain_theorem, guarantees_text
+from accounting.explanation import explain_theorem, guarantees_text, large_delta
 from accounting.guarantee import Guarantee
-from accounting.large_delta import large_delta
-from accounting.mechanisms import Mechanism, Parameter, mechanism_classes, parameters_of
+from accounting.mechanism import Mechanism, mechanism_classes
+from accounting.mechanisms.convex import (
+    ConvexLastIterate,
+    least_regularisation,
+    most_epochs,
+    priced_descents,
+)
+from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
+from accounting.parameters import Parameter, parameters_of
 from accounting.tables import number, print_rows
 from accounting.theorems import known_theorems, theorem
 from opusim import checks

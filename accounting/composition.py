@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim import checks
 
 
@@ -38,16 +38,22 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
     merged = [*merge(one for one in ran if one.additive), *sorted(apart, key=_text)]
     if not merged:
         raise NoGuarantee("mechanisms: there is none, nothing was paid for; name at least one")
-    accountants = {_accountant(type(mechanism)) for mechanism in merged}
+    # the class whose guarantees hold together: one that says so, one with `guarantees` of its own, else the kind
+    accountants = {
+        next(
+            (
+                base
+                for base in kind.__mro__
+                if base is not Mechanism and {"joint", "guarantees"} & vars(base).keys()
+            ),
+            kind,
+        )
+        for kind in map(type, merged)
+    }
     if len(accountants) != 1:
         kinds = ", ".join(sorted({mechanism.kind for mechanism in merged}))
         raise NoGuarantee(f"mechanisms {kinds}: no accountant covers them together; state each separately")
     return accountants.pop().guarantees(merged, delta=delta, enforced=enforced)
-
-
-def _accountant(kind: type[Mechanism]) -> type[Mechanism]:
-    """The class whose `guarantees` a kind uses; mechanisms that share it compose."""
-    return next(base for base in kind.__mro__ if "guarantees" in vars(base))
 
 
 def merge(mechanisms: Iterable[Mechanism]) -> list[Mechanism]:

@@ -1,4 +1,7 @@
-"""Guarantees and theorems in plain words: who is protected from whom, what epsilon means, and what it rests on."""
+"""Guarantees and theorems in plain words: who is protected from whom, what epsilon means, and what it rests on.
+
+`large_delta` is the one rule of every command and statement for a delta that is too large for the number of records.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,15 @@ import math
 from collections.abc import Sequence
 
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
+from accounting.mechanism import Mechanism
 from accounting.tables import guarantee_rows, number
 from accounting.theorems import Theorem
 from opusim.tables import table_text, wrapped
+
+LARGE_DELTA = (
+    "delta is at least 1 / records, so a mechanism that publishes one whole record or more, on average, can have the "
+    "same delta at an epsilon of 0; choose a delta well below 1 / records"
+)
 
 
 def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
@@ -151,3 +160,22 @@ def _conditions(assumptions: Sequence[Assumption]) -> list[str]:
 
 def _listed(heading: str, texts: Sequence[str]) -> list[str]:
     return [heading, *(f"- {text}" for text in texts)] if texts else []
+
+
+def large_delta(delta: float, mechanisms: Sequence[Mechanism], *, records: float | None = None) -> str | None:
+    """Return one line that warns of a delta of at least 1 / n, or None.
+
+    A mechanism that publishes each record in full with probability delta is (0, delta)-differentially private, and
+    expects to publish n delta of n records. From delta = 1 / n on, a statement therefore allows that a whole record is
+    published.
+
+    Args:
+        delta: Of the statement, in [0, 1).
+        mechanisms: What is paid for. Their public constants tell n, if they have any (`Mechanism.public_records`).
+        records: n, only if it is public; None takes the least that the mechanisms tell.
+    """
+    told = [one.public_records for one in mechanisms] if records is None else [records]
+    n = min((float(number) for number in told if number is not None), default=None)
+    if n is None or delta * n < 1 - 1e-9:
+        return None
+    return f"delta = {delta:g} with {n:,.6g} records (1 / records is {1 / n:.2g}): {LARGE_DELTA}"

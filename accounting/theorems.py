@@ -163,22 +163,13 @@ def about_rounding(exactly_rounded: bool, *, enforced: bool, what: str = "number
     Args:
         exactly_rounded: Whether every release went through `opusim.randomness.rounded` with noise of exact law.
         enforced: Whether the code that ran did so.
-        what: Which released numbers that is about; others rest on a theorem of their own.
+        what: Which released numbers that is about; others rest on a theorem of their own. The contributions to
+            `NOISY_SUM` are rounded besides.
     """
-    if exactly_rounded:
-        return assumptions((_EXACTLY_ROUNDED.format(what=what),), enforced=enforced)
-    return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
-
-
-def about_noisy_sums(exactly_rounded: bool, *, enforced: bool) -> tuple[Assumption, ...]:
-    """Return what a statement about noisy sums of contributions assumes about rounding.
-
-    Args:
-        exactly_rounded: Whether every entry went through `NoiseStream.add_rounded` with noise of exact law.
-        enforced: Whether the code that ran did so.
-    """
-    rounding = about_rounding(exactly_rounded, enforced=enforced, what=NOISY_SUM)
-    return (*rounding, Assumption(text=_SUMS_ROUND)) if exactly_rounded else rounding
+    if not exactly_rounded:
+        return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
+    stated = assumptions((_EXACTLY_ROUNDED.format(what=what),), enforced=enforced)
+    return (*stated, Assumption(text=_SUMS_ROUND)) if what == NOISY_SUM else stated
 
 
 def weaker(relations: Iterable[Adjacency]) -> Adjacency:

@@ -20,7 +20,7 @@ Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta`
 | `first_step`, `steps`, `mechanisms` | a block of steps is paid for; the descriptions are of a single step |
 | `name`, `mechanisms` | a release that happens once is paid for |
 | `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
-| `certificate` | mechanisms that name its digest rest on it (`accounting.ledger.evidence`) |
+| `certificate` | mechanisms that name its digest rest on it (`accounting.ledger.content`) |
 | `alarm`: `step`, `since`, `found`, `covered` | the device's monitor stopped the run before a step |
 | `stopped`: `step`, `checkpoint` | the run stopped cleanly, and this checkpoint holds all that it did |
 | `resumed`: `checkpoint` | the ledger was reopened, from this checkpoint or none; a `stopped` counts once |
@@ -46,6 +46,8 @@ from accounting.composition import Budget, merge
 from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Guarantee
 from accounting.ledger.content import (
+    Alarm,
+    CertificateFacts,
     Coverage,
     LedgerContent,
     Mode,
@@ -54,9 +56,8 @@ from accounting.ledger.content import (
     require_certified,
     shortened,
 )
-from accounting.ledger.evidence import Alarm, CertificateFacts
 from accounting.ledger.journal import Journal, Position, Witness, read_positioned
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim import checks
 from opusim.files import OwnProcess
 

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from accounting.explanation import guarantees_text
+from accounting.explanation import LARGE_DELTA, guarantees_text, large_delta
 from accounting.guarantee import Guarantee, Release, from_json, to_json
-from accounting.large_delta import LARGE_DELTA, large_delta
-from accounting.ledger.content import LedgerContent, Mode
-from accounting.ledger.evidence import Alarm, CertificateFacts
-from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.ledger.content import Alarm, CertificateFacts, LedgerContent, Mode
+from accounting.mechanism import Mechanism, mechanism_from_json
 from accounting.theorems import known_theorems
 from opusim import checks
 from opusim.tables import wrapped

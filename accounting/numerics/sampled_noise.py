@@ -36,8 +36,7 @@ from scipy.special import logsumexp
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds
 from accounting.numerics.closed_forms import gaussian_bounds, renyi_to_epsilon
-from accounting.numerics.loss_laws import Direction, GaussianLaw, LaplaceLaw, MixedLaw
-from accounting.numerics.lower_polygon import LARGEST_LOSS
+from accounting.numerics.loss_laws import LARGEST_LOSS, Direction, GaussianLaw, LaplaceLaw, MixedLaw
 from accounting.numerics.privacy_loss import NoisyStep, compose_bounds, compose_upper, composed_curve
 
 _ORDERS = (

@@ -27,7 +27,7 @@ from scipy.special import ndtr, ndtri
 
 from accounting import numerics
 from accounting.audit import clopper_pearson_upper
-from accounting.devices.counts import certified_confusion
+from accounting.mechanisms.counts import certified_confusion
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.devices.registry import open_device

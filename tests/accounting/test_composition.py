@@ -11,10 +11,9 @@ import pytest
 from accounting.composition import Budget, guarantees, merge
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Unit
-from accounting.labels.mechanisms import LabelBudget
 from accounting.mechanisms import Mechanism
-from accounting.records.additive_noise import PoissonGaussian
-from accounting.records.mechanisms import Unprotected
+from accounting.mechanisms.labels import LabelBudget
+from accounting.mechanisms.records import PoissonGaussian, Unprotected
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 OTHER = replace(STEP, noise_multiplier=3.0)

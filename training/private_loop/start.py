@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from accounting.large_delta import large_delta
+from accounting.explanation import large_delta
 from opusim import checks
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream

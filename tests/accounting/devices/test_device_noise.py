@@ -12,8 +12,10 @@ from dp_accounting import get_epsilon_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.devices.counts import known_counts_guarantee
-from accounting.devices.readings import (
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Status
+from accounting.mechanisms.counts import known_counts_guarantee
+from accounting.mechanisms.readings import (
     ORDERS,
     DeviceReadings,
     box_rdp,
@@ -24,8 +26,6 @@ from accounting.devices.readings import (
     pattern_rdp,
     poisson_divergence,
 )
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
 from opusim.noise import GaussianNoise, PhotonCountNoise
 from tests.support.discrete_noise import DiscreteNoise
 

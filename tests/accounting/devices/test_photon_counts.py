@@ -14,7 +14,10 @@ from scipy.stats import norm, poisson
 from accounting import numerics
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.devices.counts import (
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Status
+from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
+from accounting.mechanisms.counts import (
     LabelArgmax,
     LabelCounts,
     argmax_epsilon,
@@ -22,12 +25,9 @@ from accounting.devices.counts import (
     confusion_matrix,
     known_counts_guarantee,
 )
-from accounting.devices.readings import epsilon_of_divergence, pattern_rdp
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
-from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
+from accounting.mechanisms.readings import epsilon_of_divergence, pattern_rdp
 from accounting.numerics import poisson_loss
-from accounting.numerics.lower_polygon import polygon_below
+from accounting.numerics.poisson_loss import polygon_below
 from accounting.numerics.poisson_pairs import RenyiBounds
 
 DELTA = 1e-5

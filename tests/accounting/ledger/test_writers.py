@@ -16,7 +16,7 @@ import pytest
 from accounting.ledger import journal
 from accounting.ledger.journal import Journal, read_journal
 from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.records.additive_noise import PoissonGaussian
+from accounting.mechanisms.records import PoissonGaussian
 from tests.support.forked import in_forked_process
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from accounting.composition import guarantees
 from accounting.guarantee import Status
-from accounting.pdfa.mechanisms import (
+from accounting.mechanisms.pdfa import (
     PdfaWithoutFormula,
     PublishedLayer,
     PublishedPdfa,

@@ -26,18 +26,10 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
-from accounting.mechanisms import (
-    Count,
-    Mechanism,
-    Positive,
-    SamplingProbability,
-    counted,
-    described,
-    no_guarantee,
-    proven_guarantee,
-)
-from accounting.theorems import Theorem, about_relation
+from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status, Unit
+from accounting.mechanism import Mechanism, counted, described, no_guarantee
+from accounting.parameters import Count, Positive, SamplingProbability
+from accounting.theorems import Theorem
 from opusim import checks
 
 _ORDERS = tuple((1.0 + np.logspace(-2.0, 3.0, 800)).tolist())
@@ -58,7 +50,7 @@ BATCH_NOISE = Theorem(
     proof="A record with a loss above the others', or with an input that the others lack, changes the covariance of "
     "the noise without bound; clipped averages lie on a sphere, so a record that is the only one in some "
     "direction shows with the probability that it is in the batch.",
-    code="accounting.ulr.mechanisms.PublishedUlr",
+    code="accounting.mechanisms.ulr.PublishedUlr",
     page="ulr.md, section 4",
 )
 REJECTION_SAMPLING = Theorem(
@@ -76,7 +68,7 @@ REJECTION_SAMPLING = Theorem(
     "f(J) and f(J' and the new record) then differ by at most C, or 2 C. Divergences are jointly convex, and "
     "the mixture's hockey-stick divergences are the mixture of both, so it composes as a privacy loss "
     "distribution.",
-    code="accounting.ulr.mechanisms.mixture_of",
+    code="accounting.mechanisms.ulr.mixture_of",
     page="ulr.md, section 3",
     checked_by_code=(
         "each record's contribution is clipped to norm C before the sum, across all layers together",
@@ -130,7 +122,17 @@ class PublishedUlr(Mechanism):
 
         `enforced` changes nothing: every hypothesis that can be checked is, against the run's own constants.
         """
-        return [_whole_record_guarantee(mechanisms, delta), published_guarantee(mechanisms, delta)]
+        whole = no_guarantee(
+            mechanisms,
+            delta=delta,
+            unit=Unit.RECORD,
+            adjacency=Adjacency.ADD_OR_REMOVE_ONE,
+            source=BATCH_NOISE.citation,
+            reason="no noise level bounds it over all data: the noise is made of the batch's own losses and inputs, so "
+            "a record with a loss or an input that the others lack shows; use trainer.form = 'proven' and --protect "
+            "record",
+        )
+        return [whole, published_guarantee(mechanisms, delta)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,8 @@ class RejectionGaussian(Mechanism):
 
     kind: ClassVar[str] = "rejection_gaussian"
     noise_field: ClassVar[str | None] = "noise_multiplier"
+    theorem = REJECTION_SAMPLING
+    adjacency = Adjacency.ADD_OR_REMOVE_ONE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,22 +169,9 @@ class RejectionGaussian(Mechanism):
         )
 
     @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return epsilon of all steps together, add_or_remove_one, both directions."""
-        relation = Adjacency.ADD_OR_REMOVE_ONE
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=REJECTION_SAMPLING,
-                bounds=numerics.mixture_bounds([one.as_mixture() for one in mechanisms], delta),
-                delta=delta,
-                adjacency=relation,
-                assumptions=(
-                    *REJECTION_SAMPLING.assumptions(enforced=enforced),
-                    *about_relation(relation, enforced=enforced),
-                ),
-            )
-        ]
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+        """Return epsilon of all steps together, both directions."""
+        return numerics.mixture_bounds([one.as_mixture() for one in mechanisms], delta)
 
 
 def _require_possible_batch(n_records: int, min_batch_size: int) -> None:
@@ -306,17 +297,4 @@ def published_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee
         assumptions=(*checked, *dict.fromkeys(item for run in runs for item in gaps(run))),
         formula_value=published_value(runs, delta, checked=False),
         reason=reason,
-    )
-
-
-def _whole_record_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee:
-    """Status none for whole records (theorem ulr-batch-noise)."""
-    return no_guarantee(
-        runs,
-        delta=delta,
-        unit=Unit.RECORD,
-        adjacency=Adjacency.ADD_OR_REMOVE_ONE,
-        source=BATCH_NOISE.citation,
-        reason="no noise level bounds it over all data: the noise is made of the batch's own losses and inputs, so a "
-        "record with a loss or an input that the others lack shows; use trainer.form = 'proven' and --protect record",
     )

@@ -17,16 +17,8 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
-from accounting.mechanisms import (
-    Count,
-    Mechanism,
-    NonNegative,
-    Positive,
-    counted,
-    described,
-    no_guarantee,
-    require_text,
-)
+from accounting.mechanism import Mechanism, counted, described, no_guarantee
+from accounting.parameters import Count, NonNegative, Positive, require_text
 from accounting.theorems import Theorem
 from opusim import checks
 
@@ -54,7 +46,7 @@ ROW_SPACE = Theorem(
     proof="With m below the fan-in and the width at least m, the update's row space is the span of the batch's "
     "inputs, whatever sigma: the part of an input outside it is 0 for a member and not for an outsider. With m "
     "above the fan-in the covariances of neighbours still differ by a rank-one term that scales with sigma.",
-    code="accounting.pdfa.mechanisms.PublishedPdfa",
+    code="accounting.mechanisms.pdfa.PublishedPdfa",
     page="privacy-records.md, section 4",
 )
 
@@ -123,7 +115,14 @@ class PdfaRun(Mechanism):
         `enforced` changes nothing: every hypothesis that can be checked is, against the run's own constants.
         """
         published = [mechanism for mechanism in mechanisms if isinstance(mechanism, PublishedPdfa)]
-        whole = whole_record_guarantee(mechanisms, delta)
+        whole = no_guarantee(
+            mechanisms,
+            delta=delta,
+            unit=Unit.RECORD,
+            adjacency=Adjacency.REPLACE_ONE,
+            source=ROW_SPACE.citation,
+            reason="the noise of an update lies in the span of the batch's inputs, so membership shows at every sigma",
+        )
         return (
             [whole, published_guarantee(published, delta)] if len(published) == len(mechanisms) else [whole]
         )
@@ -368,16 +367,4 @@ def published_guarantee(runs: Sequence[PublishedPdfa], delta: float) -> Guarante
         assumptions=(*checked, *_GAPS, outputs),
         formula_value=formula,
         reason=reason,
-    )
-
-
-def whole_record_guarantee(mechanisms: Sequence[Mechanism], delta: float) -> Guarantee:
-    """Return status none for whole records, whatever sigma (theorem pdfa-row-space)."""
-    return no_guarantee(
-        mechanisms,
-        delta=delta,
-        unit=Unit.RECORD,
-        adjacency=Adjacency.REPLACE_ONE,
-        source=ROW_SPACE.citation,
-        reason="the noise of an update lies in the span of the batch's inputs, so membership shows at every sigma",
     )

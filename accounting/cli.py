@@ -118,25 +118,19 @@ def convex_plan(
         noise_multiplier=1.0 if noise_multiplier is None else noise_multiplier,
         final_noise=math.sqrt(batches - 1),
     )
-    answer = _show_least_noise if noise_multiplier is None else _show_what_a_noise_allows
-    answer(start, target_epsilon=target_epsilon, delta=delta)
-
-
-def _show_least_noise(start: ConvexLastIterate, *, target_epsilon: float, delta: float) -> None:
-    found = priced_descents(start, target_epsilon=target_epsilon, delta=delta, epochs=_EPOCHS_SHOWN)
-    rows = [
-        {
-            "epochs": str(one.mechanism.epochs),
-            "noise multiplier": f"{one.mechanism.noise_multiplier:.4g}",
-            "noise on a weight [C / records]": f"{one.weight_noise:.4g}",
-            "epsilon": number(one.epsilon),
-        }
-        for one in found
-    ]
-    print_rows(rows)
-
-
-def _show_what_a_noise_allows(start: ConvexLastIterate, *, target_epsilon: float, delta: float) -> None:
+    if noise_multiplier is None:
+        found = priced_descents(start, target_epsilon=target_epsilon, delta=delta, epochs=_EPOCHS_SHOWN)
+        rows = [
+            {
+                "epochs": str(one.mechanism.epochs),
+                "noise multiplier": f"{one.mechanism.noise_multiplier:.4g}",
+                "noise on a weight [C / records]": f"{one.weight_noise:.4g}",
+                "epsilon": number(one.epsilon),
+            }
+            for one in found
+        ]
+        print_rows(rows)
+        return
     for label, name, solve in (
         ("least regularisation", "regularisation", least_regularisation),
         ("most epochs", "epochs", most_epochs),

@@ -320,7 +320,10 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
     for number, entry in enumerate(entries, start=1):
         try:
             if number == 1:
-                mode, delta, enforced = _opening(entry)
+                mode, delta, enforced = entry["mode"], entry["delta"], entry["enforced"]
+                checks.choice(get_args(Mode), mode=mode)
+                checks.in_unit_interval(closed="left", delta=delta)
+                checks.instance(bool, enforced=enforced)
             elif "returned" in entry:
                 if mode != "release" or not block_before:
                     raise ValueError("returns steps, but the line before reserves none in release mode")
@@ -339,7 +342,7 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
         block_before = "first_step" in entry
     return LedgerContent(
         mode=mode,
-        delta=delta,
+        delta=float(delta),
         enforced=enforced,
         payments=tuple(payments),
         certificates=tuple(certificates),
@@ -383,14 +386,6 @@ def shortened(payment: Payment, first_step: int, steps: int) -> Payment:
             "block in the line before"
         )
     return replace(payment, steps=first_step - begin)
-
-
-def _opening(entry: dict[str, Any]) -> tuple[Mode, float, bool]:
-    mode, delta, enforced = entry["mode"], entry["delta"], entry["enforced"]
-    checks.choice(get_args(Mode), mode=mode)
-    checks.in_unit_interval(closed="left", delta=delta)
-    checks.instance(bool, enforced=enforced)
-    return mode, float(delta), enforced
 
 
 def _payment(entry: dict[str, Any]) -> Payment:

@@ -153,17 +153,13 @@ class Statement:
             "unwitnessed": not self.ledger.checked_against,
             "unaudited": any(guarantee.is_proven for guarantee in self.guarantees)
             and not all(mechanism.audited for mechanism in self.mechanisms),
-            "large-delta": self._has_large_delta,
+            "large-delta": any(
+                guarantee.is_proven
+                and large_delta(guarantee.delta, self.mechanisms, records=self.run and self.run.records)
+                for guarantee in self.guarantees
+            ),
         }
         return tuple(code for code, holds in found.items() if holds)
-
-    @property
-    def _has_large_delta(self) -> bool:
-        records = None if self.run is None else self.run.records
-        return any(
-            guarantee.is_proven and large_delta(guarantee.delta, self.mechanisms, records=records) is not None
-            for guarantee in self.guarantees
-        )
 
     def text(self, *, without: Sequence[WarningCode] = ()) -> str:
         """Return the guarantees as a table and paragraphs, as `opusim account run` prints them, with the warnings.
@@ -181,14 +177,21 @@ class Statement:
         return self.text()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document as plain JSON values, keys in a fixed order; infinity becomes the string "inf"."""
+        """Return the document as plain JSON values, keys in a fixed order; infinity becomes the string "inf".
+
+        A guarantee has the theorem that its source cites, or None if it cites no known one.
+        """
+        shown = ("name", "title", "statement", "reference", "code", "page")
+        theorems = {one.name: {key: getattr(one, key) for key in shown} for one in known_theorems()}
         return {
             "schema": SCHEMA,
             "version": VERSION,
             "mode": self.mode,
             "seed_stored": self.mode == "experiment",
             "warnings": [{"code": code, "text": WARNINGS[code]} for code in self.warnings],
-            "guarantees": [_with_theorem(guarantee) for guarantee in self.guarantees],
+            "guarantees": [
+                {**one.to_json(), "theorem": theorems.get(one.theorem or "")} for one in self.guarantees
+            ],
             "mechanisms": [
                 {**mechanism.to_json(), "description": mechanism.describe()} for mechanism in self.mechanisms
             ],
@@ -236,12 +239,3 @@ class Statement:
             raise ValueError(
                 f"a key is missing or holds another type ({error}); restore the document"
             ) from error
-
-
-def _with_theorem(guarantee: Guarantee) -> dict[str, Any]:
-    """Return a guarantee with the theorem that its source cites, or None if it cites no known one."""
-    cited = guarantee.theorem
-    theorem = next((one for one in known_theorems() if one.name == cited), None)
-    shown = ("name", "title", "statement", "reference", "code", "page")
-    facts = None if theorem is None else {key: getattr(theorem, key) for key in shown}
-    return {**guarantee.to_json(), "theorem": facts}

@@ -23,11 +23,11 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
-from accounting.mechanism import CertifiedMechanism, counted, proven_status
+from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
+from accounting.mechanism import CertifiedMechanism, counted
 from accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
 from accounting.mechanisms.observations import keep_probability
-from accounting.mechanisms.readings import FLUCTUATING_LIGHT
+from accounting.mechanisms.readings import FLUCTUATING_LIGHT, readings_guarantee
 from accounting.parameters import Absent, Positive
 from accounting.theorems import Theorem
 from opusim import checks
@@ -115,24 +115,15 @@ def known_counts_guarantee(
     checks.positive(brightest=brightest)
     left = _left_of(delta, beta, power_error)
     bounds = _known_bounds(at_brightest(rates, brightest=brightest, dark_low=dark_low), left)
-    infinite = math.isinf(bounds.upper)
-    return Guarantee(
-        epsilon=bounds.upper,
+    return readings_guarantee(
+        bounds,
+        POISSON_LOSS,
         delta=delta,
+        beta=beta,
         unit=unit,
-        adjacency=Adjacency.REPLACE_ONE,
-        release=Release.EVERY_READING,
-        status=proven_status(bounds.upper, device_model=True),
         mechanism=f"one reading of {len(rates)} possible inputs by {np.shape(rates)[1]:,} photon counts",
-        source=f"{POISSON_LOSS.citation}; {bounds.method}",
-        assumptions=(
-            Assumption(text=POISSON_LOSS.trusted[0]),
-            *(Assumption(text=text) for text in _fluctuating(power_error)),
-            Assumption(text=f"the law's numbers are right, but for a probability of {beta:g}"),
-            Assumption(text="what is released is a function of the readings"),
-        ),
-        epsilon_lower=None if infinite else bounds.lower,
-        reason=_NO_EPSILON if infinite else None,
+        also=_fluctuating(power_error),
+        reason=_NO_EPSILON,
     )
 
 

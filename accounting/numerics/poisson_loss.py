@@ -178,7 +178,14 @@ def _worst(rates: np.ndarray, delta: float) -> tuple[tuple[int, int], float]:
 def _worst_of(content: bytes, patterns: int, delta: float) -> tuple[tuple[int, int], float]:
     """`_worst` of rates in row order, kept because a search asks first for the pair and then for the bounds."""
     rates = np.frombuffer(content).reshape(patterns, -1)
-    bounds, level = _first_bounds(rates, delta)
+    bounds, level = (
+        np.full((patterns, patterns), np.inf),
+        _FAIR,
+    )  # upper bounds, and the number of the next finer grid
+    if patterns > 2:
+        renyi = RenyiBounds.of(rates, delta)
+        few = np.count_nonzero(renyi.bounds > _CLOSE * renyi.bounds.max()) <= _MANY
+        bounds, level = (renyi.bounds, 0) if few else (tilted_bounds(rates, delta, renyi), _FAIR)
     bounded = [(-bounds[i, j], level, i, j) for i, j in permutations(range(len(rates)), 2)]
     heapify(bounded)
     while bounded[0][1] < len(_WINDOWS):
@@ -191,16 +198,6 @@ def _worst_of(content: bytes, patterns: int, delta: float) -> tuple[tuple[int, i
             heapreplace(bounded, (max(-found, before), grids + 1, i, j))
     upper, _, i, j = bounded[0]
     return (i, j), -upper
-
-
-def _first_bounds(rates: np.ndarray, delta: float) -> tuple[np.ndarray, int]:
-    """Upper bounds of all ordered pairs (none of two patterns), and the number of the grid that sharpens them."""
-    if len(rates) == 2:
-        return np.full((2, 2), np.inf), _FAIR
-    renyi = RenyiBounds.of(rates, delta)
-    if np.count_nonzero(renyi.bounds > _CLOSE * renyi.bounds.max()) <= _MANY:
-        return renyi.bounds, 0
-    return tilted_bounds(rates, delta, renyi), _FAIR
 
 
 def _upper(pair: _Pair, delta: float, window: int) -> tuple[float, bool]:
@@ -232,8 +229,21 @@ def _lower(pair: _Pair, delta: float) -> float:
     if not _can_follow(pair, left):
         return 0.0
     jumps = pair.jumps()
-    routed = _routed(pair, jumps, _interval(pair, jumps, left, _FINE_WINDOW)[0])
-    return 0.0 if routed is None else _epsilon(routed, pair.shift, left, above=False)
+    interval = _interval(pair, jumps, left, _FINE_WINDOW)[0]
+    grid = np.arange(math.floor(jumps.min() / interval) - 1, math.ceil(jumps.max() / interval) + 2)
+    order = np.argsort(jumps)
+    places = np.searchsorted(jumps[order], (grid[:-1] + 0.5) * interval)
+    tails = [np.append(np.cumsum(rates[order][::-1])[::-1], 0.0)[places] for rates in (pair.a, pair.b)]
+    total_a, total_b = float(np.sum(pair.a)), float(np.sum(pair.b))
+    points = np.exp(grid * interval) * (total_b / total_a)
+    if not np.all(np.diff(points) > 0):  # doubles do not tell neighbouring ratios apart
+        return 0.0
+    found = polygon_below(points, tails[0] / total_a, tails[1] / total_b)
+    if found is None:
+        return 0.0
+    first, masses = found
+    routed = _merged(grid[first : first + len(masses)], masses * (total_a / masses.sum()), interval)
+    return _epsilon(routed, pair.shift, left, above=False)
 
 
 def _finite_share(pair: _Pair, delta: float) -> float:
@@ -289,23 +299,6 @@ def _split(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid:
     upper = np.clip(np.expm1(below * interval - jumps) / math.expm1(-interval), 0.0, 1.0)
     numbers = np.concatenate([below, below + 1]).astype(np.int64)
     return _merged(numbers, np.concatenate([pair.a * lower, pair.a * upper]), interval)
-
-
-def _routed(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid | None:
-    """The polygon below the intensities' curve, or None."""
-    grid = np.arange(math.floor(jumps.min() / interval) - 1, math.ceil(jumps.max() / interval) + 2)
-    order = np.argsort(jumps)
-    places = np.searchsorted(jumps[order], (grid[:-1] + 0.5) * interval)
-    tails = [np.append(np.cumsum(rates[order][::-1])[::-1], 0.0)[places] for rates in (pair.a, pair.b)]
-    total_a, total_b = float(np.sum(pair.a)), float(np.sum(pair.b))
-    points = np.exp(grid * interval) * (total_b / total_a)
-    if not np.all(np.diff(points) > 0):  # doubles do not tell neighbouring ratios apart
-        return None
-    found = polygon_below(points, tails[0] / total_a, tails[1] / total_b)
-    if found is None:
-        return None
-    first, masses = found
-    return _merged(grid[first : first + len(masses)], masses * (total_a / masses.sum()), interval)
 
 
 def polygon_below(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[int, np.ndarray] | None:
@@ -383,21 +376,15 @@ def _least_epsilon(losses: np.ndarray, masses: np.ndarray, interval: float, delt
     if losses.size == 0:
         return 0.0
     beyond = np.cumsum(masses[::-1])[::-1]  # P(L >= l)
-    discounted = _discounted(masses, interval)  # E[e^(l - L); L >= l]
-    if beyond[0] - math.exp(-losses[0]) * discounted[0] <= delta:
-        return 0.0
-    at = int(np.argmax(beyond - discounted <= delta))
-    return max(0.0, float(losses[at] + np.log((beyond[at] - delta) / discounted[at])))
-
-
-def _discounted(masses: np.ndarray, interval: float) -> np.ndarray:
-    """Return sum over k >= i of p_k e^(-(k - i) h), for every i, by blocks in which no exponential overflows."""
-    block = max(1, int(_DISCOUNT / interval))
-    found, later = np.empty_like(masses), 0.0
+    # E[e^(l - L); L >= l], by blocks in which no exponential overflows
+    block, later, discounted = max(1, int(_DISCOUNT / interval)), 0.0, np.empty_like(masses)
     for start in reversed(range(0, len(masses), block)):
         part = masses[start : start + block]
         decay = np.exp(-interval * np.arange(len(part)))
         sums = np.cumsum((part * decay)[::-1])[::-1] + later * math.exp(-interval * len(part))
-        found[start : start + block] = sums / decay
-        later = float(found[start])
-    return found
+        discounted[start : start + block] = sums / decay
+        later = float(discounted[start])
+    if beyond[0] - math.exp(-losses[0]) * discounted[0] <= delta:
+        return 0.0
+    at = int(np.argmax(beyond - discounted <= delta))
+    return max(0.0, float(losses[at] + np.log((beyond[at] - delta) / discounted[at])))

@@ -95,9 +95,7 @@ def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | 
             lower, upper = max(lower, low), max(upper, high)
     except NoGuarantee:
         return None
-    if plans is None:
-        return None
-    if math.isinf(upper):
+    if plans is None or math.isinf(upper):
         return None
     return EpsilonBounds(lower=min(lower, upper), upper=upper, method=_method(plans))
 
@@ -119,14 +117,6 @@ def _enclosed(plan: Plan, delta: float, least: float) -> tuple[float, float]:
             break
         plan = replace(plan, interval=interval)
     return low, high
-
-
-def compose_upper(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
-    """Return `compose_bounds` with a lower bound of 0, for steps whose law is an upper bound itself."""
-    found = composed_curve(parts, [delta])
-    if found is None or math.isinf(upper := found.epsilon(delta)):
-        return None
-    return EpsilonBounds(lower=0.0, upper=upper, method=found.method)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +186,8 @@ def plan_of(laws: Sequence[LossLaw], steps: Sequence[int], delta: float) -> Plan
     if not planner.deviation > 0:
         return None
     scores = (planner.logs + np.log(largest_weight(planner.tilts) / delta)) / planner.tilts
-    guess, at, tail, interval = (
-        max(float(scores.min()), 0.0),
-        min(int(np.argmin(scores)), _TILTS - 2),
-        _TRIAL_TAIL,
-        0.0,
-    )
+    guess, at = max(float(scores.min()), 0.0), min(int(np.argmin(scores)), _TILTS - 2)
+    tail, interval = _TRIAL_TAIL, 0.0
     for points in _TRIALS:
         trial = planner.plan(at, guess, tail, None, points)
         guess = min(guess, composed(trial, trial.above()).estimate(delta))
@@ -231,7 +217,13 @@ class _Planner:
         high: float,
     ) -> None:
         self.laws, self.steps, self.roundings, self.low, self.high = laws, steps, roundings, low, high
-        self.bins = [_coarse(law, low, high) for law in laws]
+        # masses and losses of bins whose widths are in proportion to their distance from 0
+        sides = [np.geomspace(1e-9 * end, end, _BINS) if end > 0 else np.zeros(0) for end in (-low, high)]
+        edges, self.bins = np.concatenate([-sides[0][::-1], sides[1]]), []
+        for law in laws:
+            masses, losses = law.bins(edges)
+            some = (masses > 0) & np.isfinite(losses)
+            self.bins.append((masses[some], losses[some]))
         self.deviation = math.sqrt(
             sum(n * float(p @ np.square(loss)) for n, (p, loss) in zip(steps, self.bins, strict=True))
         )
@@ -243,10 +235,9 @@ class _Planner:
         self.negative_logs = self._logs(self.negative)
 
     def _logs(self, tilts: np.ndarray) -> np.ndarray:
-        return np.sum(
-            [n * _log_moments(p, loss, tilts) for n, (p, loss) in zip(self.steps, self.bins, strict=True)],
-            axis=0,
-        )
+        """Log of the mean of e^(t l) of all steps, for each tilt t."""
+        parts = zip(self.steps, self.bins, strict=True)
+        return np.sum([n * np.log(np.exp(np.outer(tilts, loss)) @ p) for n, (p, loss) in parts], axis=0)
 
     def best_tilt(self, epsilon: float, delta: float) -> tuple[int, float, float]:
         """Return the number of the tilt with the smallest window, the mass that may lie beyond it, and the interval.
@@ -329,16 +320,3 @@ class _Planner:
         most = max(accuracy, 2 * float(moved[0]))  # the points far from 0 move it at any interval
         found = float(intervals[max(int(np.searchsorted(moved, most)) - 1, 0)])
         return min(found, self.high, _FEWEST * max(epsilon, self.deviation, _LEAST_ACCURACY))
-
-
-def _coarse(law: LossLaw, low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
-    """Masses and losses of bins whose widths are in proportion to their distance from 0."""
-    sides = [np.geomspace(1e-9 * end, end, _BINS) if end > 0 else np.zeros(0) for end in (-low, high)]
-    masses, losses = law.bins(np.concatenate([-sides[0][::-1], sides[1]]))
-    some = (masses > 0) & np.isfinite(losses)
-    return masses[some], losses[some]
-
-
-def _log_moments(masses: np.ndarray, losses: np.ndarray, tilts: np.ndarray) -> np.ndarray:
-    """Log of the mean of e^(t l), for each t."""
-    return np.log(np.exp(np.outer(tilts, losses)) @ masses)

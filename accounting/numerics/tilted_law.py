@@ -107,72 +107,51 @@ def grid_above(law: LossLaw, low: float, high: float, interval: float) -> LossGr
 
 def grid_below(law: LossLaw, low: float, high: float, interval: float) -> LossGrid:
     """Return a law whose divergence curve is nowhere above that of a step; arguments as in `grid_above`."""
-    numbers, offset = _points(low, high, interval), _offset(law, interval, most_is_low=high > -low)
+    # one point is the loss of all outcomes up to h, or of all from -h on: the offset is that less a multiple of h
+    most_is_low = high > -low
+    masses, own = law.bins(np.array([interval if most_is_low else -interval]))
+    loss = float(own[0 if most_is_low else 1])
+    known = masses.min() > 0 and math.isfinite(loss)
+    offset = loss - interval * round(loss / interval) if known else 0.0
+    numbers = _points(low, high, interval)
     losses = offset + numbers * interval
+    # masses and losses of the bins below the first point, between points and middles, and above the last point
     edges = np.empty(2 * len(losses) - 1)
     edges[::2], edges[1::2] = losses, (losses[1:] + losses[:-1]) / 2
     masses, own = law.bins(edges)
-    inside = np.clip(own, np.concatenate([[-np.inf], edges]), np.concatenate([edges, [np.inf]]))
-    masses = _below(masses, inside, losses)
-    return LossGrid(offset=offset, interval=interval, numbers=numbers, masses=masses, beyond=0.0)
-
-
-def _offset(law: LossLaw, interval: float, *, most_is_low: bool) -> float:
-    """The loss of all outcomes up to h, or of all from -h on, less a multiple of h."""
-    masses, own = law.bins(np.array([interval if most_is_low else -interval]))
-    loss = float(own[0 if most_is_low else 1])
-    return loss - interval * round(loss / interval) if masses.min() > 0 and math.isfinite(loss) else 0.0
-
-
-def _points(low: float, high: float, interval: float) -> np.ndarray:
-    up, down = (max(1, math.ceil(end / interval)) for end in (high, -low))
-    return np.concatenate([-_side(down)[:0:-1], _side(up)])
-
-
-def _side(count: int) -> np.ndarray:
-    """Numbers from 0 to count."""
-    if count <= _FINE:
-        return np.arange(count + 1)
-    growth = np.log1p(1 / _FINE)
-    far = _FINE * np.exp(growth * np.arange(1, int(np.log(count / _FINE) / growth) + 1))
-    return np.unique(np.concatenate([np.arange(_FINE + 1), far.astype(np.int64), [count]]))
-
-
-def _below(masses: np.ndarray, own: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Masses of P at the points.
-
-    Args:
-        masses: Of the bins below the first point, between points and middles, and above the last point.
-        own: Their losses.
-        losses: The points.
-    """
-    groups = _between_tangents(masses, own, losses)
-    count = len(losses)
-    q = np.bincount(groups, weights=masses * np.exp(-own), minlength=count)
-    w = np.bincount(groups, weights=masses * np.expm1(losses[groups] - own), minlength=count)
-    gaps, kept = np.diff(losses), np.minimum(w[1:], 0) + np.maximum(w[:-1], 0)
-    found = np.exp(losses) * q
-    terms, moved = (
-        found.copy(),
-        np.maximum(w[:-1], 0) - np.minimum(w[1:], 0),
-    )  # rounding of w is that of losses
-    found[:-1] += kept / np.expm1(gaps)
-    found[1:] += kept / np.expm1(-gaps)
-    terms[:-1] += moved / np.expm1(gaps)
-    terms[1:] -= moved / np.expm1(-gaps)
-    _drop_concave(losses, found, terms)
-    return np.maximum(found - _ROUNDING * terms, 0.0)
-
-
-def _between_tangents(masses: np.ndarray, own: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """The number of the corner to which each bin belongs."""
+    own = np.clip(own, np.concatenate([[-np.inf], edges]), np.concatenate([edges, [np.inf]]))
+    # the number of the corner to which each bin belongs
     x, other = np.exp(losses), masses * np.exp(-own)
     negative = np.cumsum(masses[::-1])[::-1][2::2] < x[1:] * np.cumsum(other[::-1])[::-1][2::2]
     exceeded = np.cumsum(masses)[1:-1:2] > x[:-1] * np.cumsum(other)[1:-1:2]
     groups = np.arange(len(masses)) // 2
     groups[1:-1:2] += exceeded & (losses[:-1] < 0)
     groups[2::2] -= negative & (losses[1:] > 0)
-    return groups
+    # masses of P at the corners
+    q = np.bincount(groups, weights=other, minlength=len(losses))
+    w = np.bincount(groups, weights=masses * np.expm1(losses[groups] - own), minlength=len(losses))
+    gaps, kept = np.diff(losses), np.minimum(w[1:], 0) + np.maximum(w[:-1], 0)
+    moved = np.maximum(w[:-1], 0) - np.minimum(w[1:], 0)  # rounding of w is that of losses
+    found = x * q
+    terms = found.copy()
+    found[:-1] += kept / np.expm1(gaps)
+    found[1:] += kept / np.expm1(-gaps)
+    terms[:-1] += moved / np.expm1(gaps)
+    terms[1:] -= moved / np.expm1(-gaps)
+    _drop_concave(losses, found, terms)
+    found = np.maximum(found - _ROUNDING * terms, 0.0)
+    return LossGrid(offset=offset, interval=interval, numbers=numbers, masses=found, beyond=0.0)
+
+
+def _points(low: float, high: float, interval: float) -> np.ndarray:
+    """Numbers of the points from low to high: neighbours near 0, and ever farther apart beyond."""
+    sides = []
+    for count in (max(1, math.ceil(end / interval)) for end in (high, -low)):
+        near, growth = np.arange(min(count, _FINE) + 1), np.log1p(1 / _FINE)
+        doublings = int(np.log(max(count / _FINE, 1.0)) / growth)
+        far = (_FINE * np.exp(growth * np.arange(1, doublings + 1))).astype(np.int64)
+        sides.append(np.unique(np.concatenate([near, far, [count]])))
+    return np.concatenate([-sides[1][:0:-1], sides[0]])
 
 
 def _drop_concave(losses: np.ndarray, masses: np.ndarray, terms: np.ndarray) -> None:

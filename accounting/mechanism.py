@@ -69,7 +69,7 @@ class Mechanism(ABC):
 
     A subclass annotates each field with `Annotated[type, Doc("meaning"), rule]`: the meaning becomes the help of its
     option in `opusim account`, and a rule is called as `rule(field=value)` and raises ValueError. Its guarantee follows
-    from its `theorem`, its `adjacency` and `bounds`; a subclass without a theorem overrides `guarantees`.
+    from its `theorem`, its `adjacency` and `bounds`; a subclass that states more overrides `guarantees`.
 
     Attributes:
         kind: Its name in ledgers; a subclass that sets it is registered, and none may inherit it.
@@ -81,6 +81,7 @@ class Mechanism(ABC):
             the class names no noisy sum.
         device_assumption: What a guarantee assumes of a device's noise, if that is credited.
         rounded: What is exactly rounded, in a statement's words; None if its statements say nothing of rounding.
+        refuted: Why no epsilon is finite, with the remedy, if that is all that its theorem says; else None.
         joint: Whether its subclasses compose with each other; otherwise a kind composes only with itself, or with
             those that inherit the `guarantees` of its own.
         priced: Whether `opusim account` has a command for it.
@@ -99,6 +100,7 @@ class Mechanism(ABC):
     noise_law: ClassVar[Literal["gaussian", "laplace", "mu"] | None] = None
     device_assumption: ClassVar[str] = DEVICE_NOISE_IS_GAUSSIAN
     rounded: ClassVar[str | None] = None
+    refuted: ClassVar[str | None] = None
     joint: ClassVar[bool] = False
     priced: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = False
@@ -138,9 +140,9 @@ class Mechanism(ABC):
         """Return what ran, in a few words."""
 
     @property
-    def theorem(self) -> Theorem:
-        """What proves its guarantee."""
-        raise NoGuarantee(f"mechanism {self.kind!r}: names no theorem; set one in {type(self).__name__}")
+    def theorem(self) -> Theorem | None:
+        """What proves its guarantee, or refutes that there is one."""
+        return None
 
     @property
     def adjacency(self) -> Adjacency:
@@ -176,9 +178,26 @@ class Mechanism(ABC):
         """
         adjacency = cls.common_adjacency(mechanisms)
         # of several theorems the one whose hypotheses contain the others': one about sampling before one without
-        theorem = max(
-            (one.theorem for one in mechanisms), key=lambda each: (len(each.checked_by_code), each.name)
-        )
+        theorems = [one.theorem for one in mechanisms if one.theorem is not None]
+        theorem = max(theorems, key=lambda each: (len(each.checked_by_code), each.name), default=None)
+        if cls.refuted is not None:
+            return [
+                Guarantee(
+                    epsilon=math.inf,
+                    delta=delta,
+                    unit=mechanisms[0].unit,
+                    adjacency=adjacency,
+                    release=mechanisms[0].release,
+                    status=Status.NONE,
+                    mechanism=described(mechanisms),
+                    source="no theorem" if theorem is None else theorem.citation,
+                    reason=cls.refuted,
+                )
+            ]
+        if theorem is None:
+            raise NoGuarantee(
+                f"mechanism {mechanisms[0].kind!r}: names no theorem; set one in {cls.__name__}"
+            )
         bounds, reason = spend_certificates(
             delta, cls.delta_errors(mechanisms), lambda left: cls.bounds(mechanisms, adjacency, left)
         )
@@ -472,38 +491,6 @@ def counted(number: int, word: str) -> str:
 def described(mechanisms: Sequence[Mechanism]) -> str:
     """Return the descriptions of several mechanisms in one line."""
     return "; ".join(mechanism.describe() for mechanism in mechanisms)
-
-
-def no_guarantee(
-    mechanisms: Sequence[Mechanism],
-    *,
-    delta: float,
-    unit: Unit,
-    adjacency: Adjacency,
-    source: str,
-    reason: str,
-) -> Guarantee:
-    """Return a statement of status none about all updates of these mechanisms together.
-
-    Args:
-        mechanisms: What ran.
-        delta: delta of the statement.
-        unit: What is not protected.
-        adjacency: The relation.
-        source: The theorem that says so, or "no theorem".
-        reason: Why no epsilon is finite, with the remedy.
-    """
-    return Guarantee(
-        epsilon=math.inf,
-        delta=delta,
-        unit=unit,
-        adjacency=adjacency,
-        release=Release.EVERY_UPDATE,
-        status=Status.NONE,
-        mechanism=described(mechanisms),
-        source=source,
-        reason=reason,
-    )
 
 
 def proven_status(epsilon: float, *, device_model: bool) -> Status:

@@ -3,11 +3,6 @@
 Both are for inputs that can be listed, such as labels. Counts that are kept are accounted by the exact law of their
 privacy loss (`accounting.numerics.poisson_loss`). If only the argmax over groups of pixels is kept, the release has as
 many values as there are groups, and the full matrix of its probabilities gives a pure epsilon.
-
-| kept | mechanism | epsilon |
-| --- | --- | --- |
-| counts | `LabelCounts` | exact law of the loss between known rates, the largest over pairs of labels |
-| argmax | `LabelArgmax` | largest log ratio in a column of the confusion matrix; if symmetrised, that of its mean |
 """
 
 from __future__ import annotations

@@ -364,7 +364,7 @@ class RandomizedResponse(Mechanism):
         """
         checks.positive(epsilon=epsilon)
         checks.integer(minimum=2, n_classes=n_classes)
-        keep = 1 / (1 + (n_classes - 1) * math.exp(-epsilon))
+        keep = keep_probability(epsilon, n_classes)
         if keep == 1:
             raise ValueError(f"epsilon = {epsilon:g}: is so large that the label always stays; ask for less")
         return cls(keep_probability=keep, n_classes=n_classes, steps=steps)

@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
-from accounting.mechanism import Mechanism, counted, described, no_guarantee
+from accounting.mechanism import Mechanism, counted, described
 from accounting.parameters import Count, NonNegative, Positive, require_text
 from accounting.theorems import Theorem
 from opusim import checks
@@ -107,24 +107,20 @@ class PublishedLayer:
 class PdfaRun(Mechanism):
     """A run of photonic DFA, with or without the constants that the paper's formula needs."""
 
+    theorem = ROW_SPACE
+    refuted = (
+        "the noise of an update lies in the span of the batch's inputs, so membership shows at every sigma"
+    )
+
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return status none for whole records, and the paper's claim if all mechanisms have its constants.
 
         `enforced` changes nothing: every hypothesis that can be checked is, against the run's own constants.
         """
+        whole = super().guarantees(mechanisms, delta=delta, enforced=enforced)
         published = [mechanism for mechanism in mechanisms if isinstance(mechanism, PublishedPdfa)]
-        whole = no_guarantee(
-            mechanisms,
-            delta=delta,
-            unit=Unit.RECORD,
-            adjacency=Adjacency.REPLACE_ONE,
-            source=ROW_SPACE.citation,
-            reason="the noise of an update lies in the span of the batch's inputs, so membership shows at every sigma",
-        )
-        return (
-            [whole, published_guarantee(published, delta)] if len(published) == len(mechanisms) else [whole]
-        )
+        return [*whole, published_guarantee(published, delta)] if len(published) == len(mechanisms) else whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,8 @@
 """Guarantees from a device's own noise, by its law; a law without a theorem is refused by name.
 
-D_alpha(Poisson(a) || Poisson(b)) = (a^alpha b^(1-alpha) - alpha a + (alpha - 1) b) / (alpha - 1), summed over pixels
-and frames (theorem photon-counts). Whatever happens to counts later (gain, read noise, full well, rounding, linear
-recovery) is post-processing.
-
-| law | readings |
-| --- | --- |
-| Gaussian | mu = Delta sqrt(readings) / sigma_min |
-| photon counts | exact Poisson Renyi divergence over boxes of rates; 0 if total variation is at most delta |
-| fluctuating photon counts | the same at the brightest light of the use, whose probability is taken off delta |
-| discrete | refused: masses at one offset are no guarantee |
+The divergences of photon counts are summed over pixels and frames. Whatever happens to counts later (gain, read noise,
+full well, rounding, linear recovery) is post-processing. A discrete law is refused: masses at one offset are no
+guarantee.
 """
 
 from __future__ import annotations

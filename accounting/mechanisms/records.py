@@ -1,21 +1,11 @@
 """Mechanisms that protect whole records: noise on a sum over a batch, clipped updates, and no protection at all.
 
-**Textbook mechanisms.**
-
-| mechanism | delta = 0 | delta > 0 |
-| --- | --- | --- |
-| Gaussian, no sampling | none | exact: mu^2 = sum of (k / z)^2, epsilon of mu-GDP |
-| Poisson-sampled Gaussian | none | privacy loss distribution in both directions; Renyi where doubles fail |
-| Poisson-sampled Laplace | closed form | the smaller of closed form and privacy loss distribution |
-
 k is 1 if a record is added, removed or made null, and 2 if one is replaced (its sum moves by 2 C). The numbers come
 from `accounting.numerics`; what cannot be computed raises `NoGuarantee` or is infinite with a reason.
 
-**Clipped updates.** Under direct feedback alignment the update of record i is u_i = (s_i * phi'_i) (h_i, 1)^T at each
-layer and e_i (h_i, 1)^T at the output, a rank-one matrix, so ||u_i||^2 = sum_l ||s_l * phi'_l||^2 (||h_(l-1)||^2 + 1)
-is known without forming it. A step releases [sum over a Poisson(q) batch of min(1, C / ||u_i||) u_i + N(0, (z C)^2)] /
-divisor. The noise of several steps may be correlated: row t of inverse(C) Z for a banded matrix C (theorem
-banded-records).
+Under direct feedback alignment the update of record i is u_i = (s_i * phi'_i) (h_i, 1)^T at each layer and e_i (h_i,
+1)^T at the output, a rank-one matrix, so ||u_i||^2 = sum_l ||s_l * phi'_l||^2 (||h_(l-1)||^2 + 1) is known without
+forming it.
 """
 
 from __future__ import annotations
@@ -28,8 +18,8 @@ from typing import Annotated, ClassVar, Self
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.guarantee import Adjacency, Assumption, Guarantee
-from accounting.mechanism import CertifiedMechanism, Mechanism, counted, no_guarantee
+from accounting.guarantee import Adjacency, Assumption
+from accounting.mechanism import CertifiedMechanism, Mechanism, counted
 from accounting.parameters import (
     Absent,
     DeviceNoise,
@@ -405,21 +395,9 @@ class Unprotected(Mechanism):
 
     kind: ClassVar[str] = "unprotected"
     priced: ClassVar[bool] = False
+    adjacency = Adjacency.ADD_OR_REMOVE_ONE
+    refuted = "records are neither clipped nor covered by central noise; protect them with --protect record"
 
     def describe(self) -> str:
         """Return what ran, in a few words."""
         return f"{self.what}, {counted(self.steps, 'step')}"
-
-    @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return one statement of status none; `enforced` changes nothing, since nothing is assumed."""
-        return [
-            no_guarantee(
-                mechanisms,
-                delta=delta,
-                unit=mechanisms[0].unit,
-                adjacency=Adjacency.ADD_OR_REMOVE_ONE,
-                source="no theorem",
-                reason="records are neither clipped nor covered by central noise; protect them with --protect record",
-            )
-        ]

@@ -1,12 +1,8 @@
 """Choosing the best of a random number of trials by a noised score.
 
 With Q the density of a trial's (output, score) and a(y) = Q(score > y), a search over K ~ Poisson(m) trials releases
-the density A(y) = m e^(-m a(y)) Q(y).
-
-- Trials that are mu-GDP: of three bounds on the hockey-stick divergence of A the least counts (theorem
-  private-selection).
-- Other trials, such as sampled Gaussian noise: the lesser of two bounds, from their curve delta(epsilon) and from their
-  Renyi divergences (theorem selection-of-noisy-sums).
+the density A(y) = m e^(-m a(y)) Q(y). Theorem private-selection bounds it for trials that are mu-GDP, and theorem
+selection-of-noisy-sums for others, such as sampled Gaussian noise.
 """
 
 from __future__ import annotations
@@ -262,25 +258,16 @@ class PrivateSelection(CertifiedMechanism):
     @classmethod
     def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
         """Return the sum of all searches' least bounds at equal shares of delta."""
-        share = delta / sum(mechanism.steps for mechanism in mechanisms)
-        found = [(one.steps, search_bounds(one, share)) for one in mechanisms]
-        epsilon = math.fsum(steps * bounds.upper for steps, bounds in found)
+        share, found = delta / sum(mechanism.steps for mechanism in mechanisms), []
+        for one in mechanisms:  # of each search the larger epsilon: that of its scores or that of its models
+            cost = selection_bounds(one.mu, one.mean, share)
+            if one.trials:
+                models = models_bounds(one.trials, adjacency, one.mean, share)
+                cost = max(models, cost, key=lambda each: each.upper)
+            found.append(cost)
+        epsilon = math.fsum(one.steps * cost.upper for one, cost in zip(mechanisms, found, strict=True))
         lower = 0.0 if math.isfinite(epsilon) else math.inf
-        return EpsilonBounds(lower=lower, upper=epsilon, method=found[0][1].method)
-
-
-def search_bounds(one: PrivateSelection, delta: float) -> EpsilonBounds:
-    """Return the epsilon of one search: the larger of that of its scores and that of its models.
-
-    Args:
-        one: The search.
-        delta: In [0, 1).
-    """
-    scores = selection_bounds(one.mu, one.mean, delta)
-    if not one.trials:
-        return scores
-    models = models_bounds(one.trials, one.adjacency, one.mean, delta)
-    return max(models, scores, key=lambda bounds: bounds.upper)
+        return EpsilonBounds(lower=lower, upper=epsilon, method=found[0].method)
 
 
 def models_bounds(

@@ -27,7 +27,7 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status, Unit
-from accounting.mechanism import Mechanism, counted, described, no_guarantee
+from accounting.mechanism import Mechanism, counted, described
 from accounting.parameters import Count, Positive, SamplingProbability
 from accounting.theorems import Theorem
 from opusim import checks
@@ -103,6 +103,12 @@ class PublishedUlr(Mechanism):
     ] = False
 
     kind: ClassVar[str] = "ulr_published"
+    theorem = BATCH_NOISE
+    adjacency = Adjacency.ADD_OR_REMOVE_ONE
+    refuted = (
+        "no noise level bounds it over all data: the noise is made of the batch's own losses and inputs, so a record "
+        "with a loss or an input that the others lack shows; use trainer.form = 'proven' and --protect record"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,17 +128,8 @@ class PublishedUlr(Mechanism):
 
         `enforced` changes nothing: every hypothesis that can be checked is, against the run's own constants.
         """
-        whole = no_guarantee(
-            mechanisms,
-            delta=delta,
-            unit=Unit.RECORD,
-            adjacency=Adjacency.ADD_OR_REMOVE_ONE,
-            source=BATCH_NOISE.citation,
-            reason="no noise level bounds it over all data: the noise is made of the batch's own losses and inputs, so "
-            "a record with a loss or an input that the others lack shows; use trainer.form = 'proven' and --protect "
-            "record",
-        )
-        return [whole, published_guarantee(mechanisms, delta)]
+        whole = super().guarantees(mechanisms, delta=delta, enforced=enforced)
+        return [*whole, published_guarantee(mechanisms, delta)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,7 @@ With standard deviation z (in units of C) and sampling probability q the pairs a
     add_or_remove_one, zero_out:  (1 - q) N(0, z^2) + q N(1, z^2)   against   N(0, z^2)
     replace_one:                  (1 - q) N(0, z^2) + q N(1, z^2)   against   (1 - q) N(0, z^2) + q N(-1, z^2)
 
-and likewise with Laplace noise. Closed forms for Laplace noise of scale b at delta = 0: a step costs
-log(1 + q (e^(1/b) - 1)) for the first two relations, since the ratio of the sampled densities is at most
-1 - q + q e^(1/b) when the record leaves, and its inverse at most 1 / (1 - q + q e^(-1/b)), which is less. For
-replace_one both sums contain the record with probability q, so a step costs
-log((1 - q + q e^(1/b)) / (1 - q + q e^(-1/b))).
+and likewise with Laplace noise, which has a closed form at delta = 0 (theorem sampled-laplace).
 
 dp_accounting's RDP and PLD accountants read a replace_one event differently, so an event never goes to both: the Renyi
 bound for replace_one is built here from add_or_remove_one through the data set without the record, by the weak triangle

@@ -99,10 +99,12 @@ class Budget:
         if not merged:
             return 0.0
         if merged not in self._known:
-            proven = [
-                guarantee for guarantee in guarantees(merged, delta=self.delta) if self._counts(guarantee)
+            counted = [
+                one.epsilon
+                for one in guarantees(merged, delta=self.delta)
+                if one.is_proven and self.unit in (None, one.unit) and self.adjacency in (None, one.adjacency)
             ]
-            self._known[merged] = min((guarantee.epsilon for guarantee in proven), default=math.inf)
+            self._known[merged] = min(counted, default=math.inf)
         return self._known[merged]
 
     def would_exceed(self, paid: Sequence[Mechanism], more: Sequence[Mechanism]) -> bool:
@@ -165,8 +167,3 @@ class Budget:
             f"budget: the next step would cost more than epsilon {self.epsilon:g} at delta {self.delta:g} "
             f"(spent {self.spent(paid):.4g}); it was not taken. Use more noise, fewer steps or a larger budget"
         )
-
-    def _counts(self, guarantee: Guarantee) -> bool:
-        fits_unit = self.unit is None or guarantee.unit is self.unit
-        fits_relation = self.adjacency is None or guarantee.adjacency is self.adjacency
-        return guarantee.is_proven and fits_unit and fits_relation

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 from accounting.composition import guarantees, merge
 from accounting.errors import LedgerCorrupt
-from accounting.guarantee import Assumption, Guarantee, Release, Status, from_json, to_json
+from accounting.guarantee import Assumption, Guarantee, Release, Status, from_json
 from accounting.ledger.journal import Position
 from accounting.mechanism import CertifiedMechanism, Mechanism, mechanism_from_json
 from opusim import checks
@@ -79,15 +79,6 @@ class CertificateFacts:
         )
         return tuple(Assumption(text=text) for text in texts)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
-        """Read back what `to_json` returned; raises ValueError."""
-        return from_json(cls, content)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
@@ -125,15 +116,6 @@ class Alarm:
     def doubts(self) -> bool:
         """Whether something was released under noise that may have been too weak."""
         return not self.covered and self.since < self.step
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
-        """Read back what `to_json` returned; raises ValueError."""
-        return from_json(cls, content)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,9 +312,9 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
                 returned = entry["returned"]
                 payments[-1] = shortened(payments[-1], returned["first_step"], returned["steps"])
             elif "certificate" in entry:
-                certificates.append(CertificateFacts.from_json(entry["certificate"]))
+                certificates.append(from_json(CertificateFacts, entry["certificate"]))
             elif "alarm" in entry:
-                alarms.append(Alarm.from_json(entry["alarm"]))
+                alarms.append(from_json(Alarm, entry["alarm"]))
             elif "stopped" not in entry and "resumed" not in entry:
                 payments.append(_payment(entry))
                 require_certified(payments[-1].mechanisms, certificates)

@@ -44,7 +44,7 @@ from typing import Any, NoReturn, Self
 
 from accounting.composition import Budget, merge
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, to_json
 from accounting.ledger.content import (
     Alarm,
     CertificateFacts,
@@ -279,7 +279,7 @@ class Ledger:
         """Record a certificate that mechanisms will name; one that is known already writes no line."""
         self._require_current()
         if all(known.digest != certificate.digest for known in self._certificates):
-            self._journal.append({"certificate": certificate.to_json()})
+            self._journal.append({"certificate": to_json(certificate)})
             self._certificates.append(certificate)
             self._noted()
 
@@ -290,7 +290,7 @@ class Ledger:
             OSError: The line could not be written.
         """
         self._require_current()
-        self._journal.append({"alarm": alarm.to_json()})
+        self._journal.append({"alarm": to_json(alarm)})
         self._alarms.append(alarm)
         self._noted()
 

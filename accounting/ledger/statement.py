@@ -195,8 +195,8 @@ class Statement:
             "mechanisms": [
                 {**mechanism.to_json(), "description": mechanism.describe()} for mechanism in self.mechanisms
             ],
-            "certificates": [certificate.to_json() for certificate in self.certificates],
-            "alarms": [alarm.to_json() for alarm in self.alarms],
+            "certificates": [to_json(certificate) for certificate in self.certificates],
+            "alarms": [to_json(alarm) for alarm in self.alarms],
             "ledger": to_json(self.ledger),
             "run": None if self.run is None else to_json(self.run),
             "versions": dict(self.versions),
@@ -228,9 +228,9 @@ class Statement:
                 guarantees=tuple(Guarantee.from_json(guarantee) for guarantee in content["guarantees"]),
                 mechanisms=tuple(mechanism_from_json(mechanism) for mechanism in mechanisms),
                 certificates=tuple(
-                    CertificateFacts.from_json(one) for one in content.get("certificates", ())
+                    from_json(CertificateFacts, one) for one in content.get("certificates", ())
                 ),
-                alarms=tuple(Alarm.from_json(one) for one in content.get("alarms", ())),
+                alarms=tuple(from_json(Alarm, one) for one in content.get("alarms", ())),
                 ledger=from_json(LedgerFacts, content["ledger"]),
                 run=None if content["run"] is None else from_json(RunFacts, content["run"]),
                 versions=dict(content["versions"]),

@@ -435,26 +435,3 @@ def _wins(*, own: np.ndarray, others: np.ndarray) -> np.ndarray:
             rest = np.prod(np.delete(beaten, group, axis=1), axis=1)
             found[:, group] += weight * np.sum(own[:, group] * rest, axis=1)
     return found
-
-
-def certified_confusion(counts: np.ndarray, *, beta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return Clopper-Pearson limits of all entries together from readings, wrong with probability at most beta.
-
-    Args:
-        counts: How often each label (row) gave each answer (column), integers, shape (k, k); independent readings.
-        beta: In (0, 1); each limit takes beta / (2 k^2).
-
-    Returns:
-        Lower and upper limits, each of shape (k, k).
-    """
-    checks.in_unit_interval(closed="neither", beta=beta)
-    checks.shape((None, None), counts=counts)
-    found = np.asarray(counts)
-    if found.dtype.kind not in "iu" or found.min() < 0 or not np.all(found.sum(axis=1) > 0):
-        raise ValueError(
-            "counts: must be whole numbers of at least 0, with at least one reading of each label"
-        )
-    level, trials = beta / (2 * found.size), np.broadcast_to(found.sum(axis=1, keepdims=True), found.shape)
-    lower = numerics.beta_quantile(level, np.maximum(found, 1), trials - found + 1)
-    upper = numerics.beta_quantile(1 - level, found + 1, np.maximum(trials - found, 1))
-    return np.where(found == 0, 0.0, lower), np.where(found == trials, 1.0, upper)

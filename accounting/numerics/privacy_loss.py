@@ -110,7 +110,8 @@ def _enclosed(plan: Plan, delta: float, least: float) -> tuple[float, float]:
         wanted = max(_GAP * high, _LARGE_GAP if len(above.losses) >= _LARGE else _LEAST_GAP)
         if gap <= wanted:
             break
-        by_grid = above.without_error().largest_epsilon(delta) - below.without_error().least_epsilon(delta)
+        exact = replace(above, error=0.0), replace(below, error=0.0)  # as if the transforms were
+        by_grid = exact[0].largest_epsilon(delta) - exact[1].least_epsilon(delta)
         share = max(0.5 * wanted / gap, 0.1) if by_grid > 0.5 * gap else _COARSER
         interval = max(plan.interval * share, plan.finest)
         if 0.9 < interval / plan.interval < 1.1:

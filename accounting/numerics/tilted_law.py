@@ -40,8 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
@@ -278,10 +277,6 @@ class TiltedLaw:
         if not good.size and not found >= self._loss_before(at):  # the window begins above epsilon
             return 0.0
         return float(np.clip(found, self._loss_before(at), self.losses[at])) - self.shift
-
-    def without_error(self) -> Self:
-        """Return the law as if its transform were exact."""
-        return replace(self, error=0.0)
 
     def _loss_before(self, at: int) -> float:
         return max(float(self.losses[at]) - self.interval, 0.0)

@@ -22,7 +22,6 @@ from accounting.mechanisms.counts import (
     LabelArgmax,
     LabelCounts,
     argmax_epsilon,
-    certified_confusion,
     confusion_matrix,
     known_counts_guarantee,
 )
@@ -30,6 +29,7 @@ from accounting.mechanisms.readings import epsilon_of_divergence
 from accounting.numerics import poisson_loss
 from accounting.numerics.poisson_loss import polygon_below
 from accounting.numerics.poisson_pairs import RenyiBounds
+from benchmarks.devices.count_attack import certified_confusion
 
 DELTA = 1e-5
 PAIRS = [

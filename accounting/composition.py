@@ -38,18 +38,7 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
     merged = [*merge(one for one in ran if one.additive), *sorted(apart, key=_text)]
     if not merged:
         raise NoGuarantee("mechanisms: there is none, nothing was paid for; name at least one")
-    # the class whose guarantees hold together: one that says so, one with `guarantees` of its own, else the kind
-    accountants = {
-        next(
-            (
-                base
-                for base in kind.__mro__
-                if base is not Mechanism and {"joint", "guarantees"} & vars(base).keys()
-            ),
-            kind,
-        )
-        for kind in map(type, merged)
-    }
+    accountants = {mechanism.accountant for mechanism in merged}
     if len(accountants) != 1:
         kinds = ", ".join(sorted({mechanism.kind for mechanism in merged}))
         raise NoGuarantee(f"mechanisms {kinds}: no accountant covers them together; state each separately")

@@ -54,13 +54,18 @@ from accounting.guarantee import (
     to_json,
 )
 from accounting.parameters import Absent, Count, parameters_of
-from accounting.theorems import DEVICE_NOISE_IS_GAUSSIAN, Theorem, about_relation, about_rounding, weaker
+from accounting.theorems import DEVICE_NOISE_IS_GAUSSIAN, Theorem, about_relation, about_rounding
 from opusim import checks, plugins
 
 SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "opusim.mechanisms"
 
 _KINDS: dict[str, type[Mechanism]] = {}
+_STATING = {
+    *("bounds", "common_adjacency", "delta_errors", "hypotheses", "circumstances", "detail", "why_infinite"),
+    *("refuted", "rounded", "device_assumption", "repeats_beta"),
+}
+"""What `Mechanism.guarantees` asks of the class: mechanisms of classes that differ in it do not compose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +87,8 @@ class Mechanism(ABC):
         device_assumption: What a guarantee assumes of a device's noise, if that is credited.
         rounded: What is exactly rounded, in a statement's words; None if its statements say nothing of rounding.
         refuted: Why no epsilon is finite, with the remedy, if that is all that its theorem says; else None.
-        joint: Whether its subclasses compose with each other; otherwise a kind composes only with itself, or with
-            those that inherit the `guarantees` of its own.
+        accountant: The class that states what holds of several mechanisms; those that share it compose. A class that
+            is `joint`, or overrides any part of a statement, is its own, and so is a kind that inherits none.
         priced: Whether `opusim account` has a command for it.
         taken_upfront: Whether all that it releases is read before the first step, so that steps are post-processing.
         audited: Whether an audit of opusim attacks the code that releases it (benchmarks/attacks/README.md).
@@ -93,6 +98,7 @@ class Mechanism(ABC):
     steps: Annotated[Count, Doc("How often it ran, at least 1.")] = 1
 
     kind: ClassVar[str]
+    accountant: ClassVar[type[Mechanism]]
     unit: ClassVar[Unit] = Unit.RECORD
     release = Release.EVERY_UPDATE  # without an annotation: a subclass may make it a field of its own
     noise_field: ClassVar[str | None] = None
@@ -101,14 +107,16 @@ class Mechanism(ABC):
     device_assumption: ClassVar[str] = DEVICE_NOISE_IS_GAUSSIAN
     rounded: ClassVar[str | None] = None
     refuted: ClassVar[str | None] = None
-    joint: ClassVar[bool] = False
     priced: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = False
     audited: ClassVar[bool] = False
     formerly: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, *, joint: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
+        inherits = hasattr(cls, "accountant") and not _STATING & vars(cls).keys()
+        if joint or "guarantees" in vars(cls) or ("kind" in vars(cls) and not inherits):
+            cls.accountant = cls
         if "kind" not in vars(cls) and hasattr(cls, "kind"):
             raise ValueError(
                 f"class {cls.__name__}: inherits kind = {cls.kind!r}, so that a ledger would be read back as another "
@@ -237,17 +245,21 @@ class Mechanism(ABC):
 
     @classmethod
     def common_adjacency(cls, mechanisms: Sequence[Self]) -> Adjacency:
-        """Return the relation of several mechanisms together; of stated relations the weaker one.
+        """Return the relation of several mechanisms together.
+
+        Of stated relations (`StatedRelation`) zero_out holds for all: if no constant comes from the data, a run with a
+        null record equals the run without that record, so a guarantee for add_or_remove_one is one for zero_out.
 
         Raises:
             NoGuarantee: Their relations differ otherwise.
         """
-        if all(hasattr(one, "relation") for one in mechanisms):
-            return weaker(one.adjacency for one in mechanisms)
-        if len({one.adjacency for one in mechanisms}) != 1:
-            kinds = ", ".join(sorted({f"{one.kind} ({one.adjacency.value})" for one in mechanisms}))
-            raise NoGuarantee(f"mechanisms {kinds}: their relations differ; state each separately")
-        return mechanisms[0].adjacency
+        relations = {one.adjacency for one in mechanisms}
+        if len(relations) == 1:
+            return mechanisms[0].adjacency
+        if Adjacency.REPLACE_ONE not in relations and all(hasattr(one, "relation") for one in mechanisms):
+            return Adjacency.ZERO_OUT
+        kinds = ", ".join(sorted({f"{one.kind} ({one.adjacency.value})" for one in mechanisms}))
+        raise NoGuarantee(f"mechanisms {kinds}: their relations differ; state each separately")
 
     @classmethod
     def delta_errors(cls, mechanisms: Sequence[Self]) -> list[float]:

@@ -94,7 +94,7 @@ def parameters_of(kind: type[Any]) -> tuple[Parameter, ...]:
     hints = get_type_hints(kind, include_extras=True)
     found = []
     for field in fields(kind):
-        hint, extras = hints[field.name], ()
+        hint, extras = hints[field.name], list[Any]()
         if get_origin(hint) is Annotated:
             hint, *extras = get_args(hint)
         if get_origin(hint) in (Union, UnionType):

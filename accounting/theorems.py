@@ -6,7 +6,7 @@ prints the rest, so that an installed package can show what an epsilon rests on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accounting.errors import NoGuarantee
@@ -170,15 +170,6 @@ def about_rounding(exactly_rounded: bool, *, enforced: bool, what: str = "number
         return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
     stated = assumptions((_EXACTLY_ROUNDED.format(what=what),), enforced=enforced)
     return (*stated, Assumption(text=_SUMS_ROUND)) if what == NOISY_SUM else stated
-
-
-def weaker(relations: Iterable[Adjacency]) -> Adjacency:
-    """Return what holds for all of several relations: zero_out, unless all are add_or_remove_one.
-
-    If no constant comes from the data, a run with a null record equals the run without that record, so a guarantee for
-    add_or_remove_one is one for zero_out.
-    """
-    return Adjacency.ZERO_OUT if Adjacency.ZERO_OUT in set(relations) else Adjacency.ADD_OR_REMOVE_ONE
 
 
 def leaving_out(**relations: str) -> None:

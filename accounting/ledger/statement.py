@@ -146,6 +146,7 @@ class Statement:
     @property
     def warnings(self) -> tuple[WarningCode, ...]:
         """What limits every guarantee here; `WARNINGS` has the sentences."""
+        records = None if self.run is None else self.run.records
         last_only = any(guarantee.release is Release.LAST_ITERATE for guarantee in self.guarantees)
         found: dict[WarningCode, bool] = {
             "experiment": self.mode == "experiment",
@@ -154,9 +155,9 @@ class Statement:
             "unaudited": any(guarantee.is_proven for guarantee in self.guarantees)
             and not all(mechanism.audited for mechanism in self.mechanisms),
             "large-delta": any(
-                guarantee.is_proven
-                and large_delta(guarantee.delta, self.mechanisms, records=self.run and self.run.records)
-                for guarantee in self.guarantees
+                large_delta(one.delta, self.mechanisms, records=records) is not None
+                for one in self.guarantees
+                if one.is_proven
             ),
         }
         return tuple(code for code, holds in found.items() if holds)

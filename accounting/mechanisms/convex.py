@@ -325,6 +325,7 @@ def learning_rates(mechanism: ConvexLastIterate) -> np.ndarray:
     return np.asarray(mechanism.learning_rate * shares[mechanism.schedule])
 
 
+@lru_cache(maxsize=16)  # a guarantee asks for it twice
 def proven_mu(mechanism: ConvexLastIterate) -> float:
     """Return mu of the last iterate, for replacing a record at any position.
 

@@ -355,5 +355,6 @@ def epsilon_of_divergence(divergence: Callable[[float], float], delta: float) ->
             best = min(best, numerics.renyi_to_epsilon([order], [value], delta))
     if not pairs:
         return math.inf
-    epsilon = numerics.renyi_to_epsilon(*zip(*pairs, strict=True), delta)
+    orders, values = zip(*pairs, strict=True)
+    epsilon = numerics.renyi_to_epsilon(orders, values, delta)
     return epsilon if epsilon >= 0 else math.inf

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from typing_extensions import Doc
 
@@ -160,7 +160,7 @@ BANDED_RECORDS = Theorem(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdditiveNoise(Mechanism):
+class AdditiveNoise(Mechanism, joint=True):
     """Noise on a sum of contributions of norm at most C. Subclasses say which; all of one relation compose.
 
     A subclass implements `describe`, names its `theorem`, and has a `noise_law` or implements `as_noise`.
@@ -173,11 +173,12 @@ class AdditiveNoise(Mechanism):
         ),
     ] = Adjacency.ADD_OR_REMOVE_ONE
 
-    joint: ClassVar[bool] = True
-
     def known_batch(self) -> Self:
         """Return the same mechanism with q = 1; itself if its batch is all records."""
-        return replace(self, sampling_probability=1.0) if hasattr(self, "sampling_probability") else self
+        changes: dict[str, Any] = (
+            {"sampling_probability": 1.0} if hasattr(self, "sampling_probability") else {}
+        )
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -240,10 +240,10 @@ def published_value(runs: Sequence[PublishedUlr], delta: float, *, checked: bool
     return min(values, default=math.inf)
 
 
-def hypotheses(run: PublishedUlr) -> tuple[Assumption, ...]:
-    """Return the conditions of Theorem 2, each checked against the run."""
+def _assumptions(run: PublishedUlr) -> tuple[tuple[Assumption, ...], tuple[Assumption, ...]]:
+    """Return the conditions of Theorem 2, each checked against the run, and what Algorithm 1 does not provide."""
     q, least, n = run.sampling_probability, run.min_batch_size, run.n_records
-    statements = (
+    conditions = (
         (f"q <= 1/5 (q = {q:g})", q <= 0.2),
         (f"sigma_0 >= 4 (sigma_0 = {run.target_std:g})", run.target_std >= 4),
         (f"1 <= N_B <= q N (N_B = {least}, q N = {q * n:g})", least <= q * n * (1 + 1e-12)),
@@ -252,31 +252,33 @@ def hypotheses(run: PublishedUlr) -> tuple[Assumption, ...]:
             run.target_std > 0 and any(admissible(run, order) for order in _ORDERS),
         ),
         ("batches are sampled independently and drawn again below N_B", run.sampled),
+        ("N, q and N_B are public constants, the same for both data sets", None),
     )
-    public = Assumption(text="N, q and N_B are public constants, the same for both data sets")
-    return (*(Assumption(text=text, holds=bool(ok)) for text, ok in statements), public)
-
-
-def gaps(run: PublishedUlr) -> tuple[Assumption, ...]:
-    """Return what Theorem 2 assumes and Algorithm 1 does not provide."""
-    batch = run.sampling_probability * run.n_records
-    real = math.sqrt(batch / run.largest_module)
-    covered = Assumption(
-        text=f"the clipped estimate's noise has standard deviation sigma_0 C in every direction (clipping bounds it by "
-        f"C sqrt(batch / parameters) = {real:.3g} C in the largest module)",
-        holds=real >= run.target_std,
+    real = math.sqrt(q * n / run.largest_module)
+    gaps = (
+        (
+            "the clipped estimate's noise has standard deviation sigma_0 C in every direction (clipping bounds it by "
+            f"C sqrt(batch / parameters) = {real:.3g} C in the largest module)",
+            real >= run.target_std,
+        ),
+        (
+            f"one module is released (each of {run.modules} is clipped to C separately, so a record moves them by "
+            f"{math.sqrt(run.modules):.3g} C together)",
+            run.modules == 1,
+        ),
+        *((text, False) for text in _GAPS),
     )
-    one_module = Assumption(
-        text=f"one module is released (each of {run.modules} is clipped to C separately, so a record moves them by "
-        f"{math.sqrt(run.modules):.3g} C together)",
-        holds=run.modules == 1,
+    checked, missing = (
+        tuple(Assumption(text=text, holds=None if holds is None else bool(holds)) for text, holds in each)
+        for each in (conditions, gaps)
     )
-    return (covered, one_module, *(Assumption(text=text, holds=False) for text in _GAPS))
+    return checked, missing
 
 
 def published_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee:
     """Return what the paper claims: infinite if a condition of its theorem fails; `formula_value` ignores them."""
-    checked = tuple(dict.fromkeys(item for run in runs for item in hypotheses(run)))
+    found = [_assumptions(run) for run in runs]
+    checked = tuple(dict.fromkeys(item for conditions, _ in found for item in conditions))
     failed = [item.text for item in checked if item.holds is False]
     epsilon = math.inf if failed else published_value(runs, delta, checked=True)
     reason = None
@@ -291,7 +293,7 @@ def published_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee
         status=Status.CLAIMED,
         mechanism=described(runs),
         source=_SOURCE,
-        assumptions=(*checked, *dict.fromkeys(item for run in runs for item in gaps(run))),
+        assumptions=(*checked, *dict.fromkeys(item for _, gaps in found for item in gaps)),
         formula_value=published_value(runs, delta, checked=False),
         reason=reason,
     )

@@ -131,8 +131,8 @@ def grid_below(law: LossLaw, low: float, high: float, interval: float) -> LossGr
     w = np.bincount(groups, weights=masses * np.expm1(losses[groups] - own), minlength=len(losses))
     gaps, kept = np.diff(losses), np.minimum(w[1:], 0) + np.maximum(w[:-1], 0)
     moved = np.maximum(w[:-1], 0) - np.minimum(w[1:], 0)  # rounding of w is that of losses
-    found = x * q
-    terms = found.copy()
+    found: np.ndarray = x * q
+    terms: np.ndarray = found.copy()
     found[:-1] += kept / np.expm1(gaps)
     found[1:] += kept / np.expm1(-gaps)
     terms[:-1] += moved / np.expm1(gaps)

@@ -60,6 +60,8 @@ from opusim import checks, plugins
 SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "opusim.mechanisms"
 
+Hypotheses = tuple[tuple[str, ...], tuple[str, ...]]
+"""What code can check, and what is taken on trust."""
 _KINDS: dict[str, type[Mechanism]] = {}
 _STATING = {
     *("bounds", "common_adjacency", "delta_errors", "hypotheses", "circumstances", "detail", "why_infinite"),
@@ -267,9 +269,7 @@ class Mechanism(ABC):
         return []
 
     @classmethod
-    def hypotheses(
-        cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
         """Return hypotheses of this case besides the theorem's: those that code can check, and those on trust."""
         return (), (cls.device_assumption,) if any(one.credits_device for one in mechanisms) else ()
 

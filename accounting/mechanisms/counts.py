@@ -19,7 +19,7 @@ from typing_extensions import Doc
 from accounting import numerics
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
-from accounting.mechanism import CertifiedMechanism, counted
+from accounting.mechanism import CertifiedMechanism, Hypotheses, counted
 from accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
 from accounting.mechanisms.observations import keep_probability
 from accounting.mechanisms.readings import FLUCTUATING_LIGHT, readings_guarantee
@@ -198,11 +198,7 @@ class _LabelFrame(CertifiedMechanism):
     release = Release.EVERY_READING
     noise_is_inverse: ClassVar[bool] = True
     repeats_beta: ClassVar[bool] = True
-
-    @property
-    def credits_device(self) -> bool:
-        """See Mechanism.credits_device."""
-        return True
+    credits_device = True
 
     @classmethod
     def delta_errors(cls, mechanisms: Sequence[Self]) -> list[float]:
@@ -211,9 +207,7 @@ class _LabelFrame(CertifiedMechanism):
         return [*super().delta_errors(mechanisms), *brighter]
 
     @classmethod
-    def hypotheses(
-        cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
         """Return what is taken on trust of light that fluctuates, and of a laser dimmed under a certificate."""
         dimmed = (
             "the laser is dimmed from the certified light by the stated factor, and nothing else of the certified "
@@ -350,9 +344,7 @@ class LabelArgmax(_LabelFrame):
         )
 
     @classmethod
-    def hypotheses(
-        cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
         """Return what is taken on trust of permutations, and of light."""
         permuted = (
             "the permutation of each record's labels is uniform, secret, used once and made by a digital generator",

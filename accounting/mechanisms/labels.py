@@ -15,7 +15,7 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, EpsilonBounds, Unit
-from accounting.mechanism import CertifiedMechanism, Mechanism, counted
+from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
 from accounting.mechanisms.observations import keep_probability
 from accounting.parameters import DeviceNoise, ExactlyRounded, Positive, SamplingProbability
 from accounting.theorems import NOISE_IS_SECRET, NOISY_SUM, SEED_IS_SECRET, Theorem
@@ -271,9 +271,7 @@ class LabelBudget(_OfMu):
         return f"noisy signals and a budget of mu = {self.budget_mu:g} for each record's label{times}"
 
     @classmethod
-    def hypotheses(
-        cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
         """Return what each order needs, and the device's law if its noise is credited besides."""
         orders = {one.order for one in mechanisms}
         hardware = (_HARDWARE_ORDER,) if "hardware" in orders else ()

@@ -21,7 +21,7 @@ from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
-from accounting.mechanism import CertifiedMechanism, Mechanism
+from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism
 from accounting.parameters import Absent, ExactlyRounded, Positive
 from accounting.theorems import SEED_IS_SECRET, Theorem
 from opusim import checks
@@ -238,9 +238,7 @@ class PrivateSelection(CertifiedMechanism):
         return mechanisms[0].adjacency
 
     @classmethod
-    def hypotheses(
-        cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
         """Return what is taken on trust of trials, and of scores if the number of records is not public."""
         first = mechanisms[0]
         whose = (

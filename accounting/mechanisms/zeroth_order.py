@@ -19,7 +19,7 @@ from typing_extensions import Doc
 from accounting import numerics
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds
-from accounting.mechanism import CertifiedMechanism, Mechanism, counted
+from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
 from accounting.parameters import (
     Absent,
     Count,
@@ -197,9 +197,7 @@ class ZoLaplace(ZoScalars):
         return super().as_noise()
 
     @classmethod
-    def hypotheses(
-        cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
         """Return what tails that opusim 0.2 cut add to delta."""
         cut = [one for one in mechanisms if not one.exactly_rounded]
         if not cut:

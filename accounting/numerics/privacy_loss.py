@@ -1,9 +1,9 @@
 """Bounds on epsilon of composed steps from the distribution of their privacy loss, with all numerical error counted.
 
-Each step's law of loss lies between two laws on a grid; domination of divergence curves survives
-composition (`tilted_law`), so the composed grids enclose epsilon for any number of steps. A plan sets the
-interval from the size of the answer. If the bounds still are apart, the interval is refined, or widened where rounding
-separates them; the best of all bounds count.
+Each step's law of loss lies between two laws on a grid; domination of divergence curves survives composition
+(`tilted_law`), so the composed grids enclose epsilon for any number of steps. A plan sets the interval from the size of
+the answer. If the bounds still are apart, the interval is refined, or widened where rounding separates them; the best
+of all bounds count.
 
 **The plan.** How a composition is computed: tilt, window and interval, from coarse laws of the steps' losses.
 

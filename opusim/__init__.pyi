@@ -40,7 +40,7 @@ from accounting import guarantees as guarantees
 from accounting import mechanism_from_json as mechanism_from_json
 from accounting import read_ledger as read_ledger
 from accounting import require_poisson as require_poisson
-from accounting.records.additive_noise import AdditiveNoise as AdditiveNoise
+from accounting.mechanisms.records import AdditiveNoise as AdditiveNoise
 from opusim.crossbar.conversion import DeviceModel as DeviceModel
 from opusim.crossbar.conversion import convert as convert
 from opusim.crossbar.converter import Converter as Converter

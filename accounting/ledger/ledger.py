@@ -20,7 +20,7 @@ Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta`
 | `first_step`, `steps`, `mechanisms` | a block of steps is paid for; the descriptions are of a single step |
 | `name`, `mechanisms` | a release that happens once is paid for |
 | `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
-| `certificate` | mechanisms that name its digest rest on it (`accounting.ledger.evidence`) |
+| `certificate` | mechanisms that name its digest rest on it (`accounting.ledger.content`) |
 | `alarm`: `step`, `since`, `found`, `covered` | the device's monitor stopped the run before a step |
 | `stopped`: `step`, `checkpoint` | the run stopped cleanly, and this checkpoint holds all that it did |
 | `resumed`: `checkpoint` | the ledger was reopened, from this checkpoint or none; a `stopped` counts once |
@@ -44,8 +44,10 @@ from typing import Any, NoReturn, Self
 
 from accounting.composition import Budget, merge
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, to_json
 from accounting.ledger.content import (
+    Alarm,
+    CertificateFacts,
     Coverage,
     LedgerContent,
     Mode,
@@ -54,9 +56,8 @@ from accounting.ledger.content import (
     require_certified,
     shortened,
 )
-from accounting.ledger.evidence import Alarm, CertificateFacts
 from accounting.ledger.journal import Journal, Position, Witness, read_positioned
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim import checks
 from opusim.files import OwnProcess
 
@@ -77,6 +78,9 @@ class Ledger:
         resumed_from: Digest of the checkpoint that the run resumes from, or None if the run is new. If the last line is
             a clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
         repeatable: Whether a re-executed step repeats its release in experiment mode. In release mode none does.
+
+    Attributes:
+        charges_again: Whether a re-executed step is charged again.
 
     Raises:
         LedgerCorrupt: The file was changed, truncated or reordered, or contradicts a witness.
@@ -102,7 +106,7 @@ class Ledger:
         checks.in_unit_interval(closed="left", delta=delta)
         self._process = OwnProcess()
         self._block, self._budget = block, budget
-        self._charges_again = mode == "release" or not repeatable
+        self.charges_again = mode == "release" or not repeatable
         self._resumes = False
         opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}
         self._journal = Journal(path, witnesses=witnesses)
@@ -165,11 +169,6 @@ class Ledger:
             self._load()
 
     @property
-    def charges_again(self) -> bool:
-        """Whether a re-executed step is charged again."""
-        return self._charges_again
-
-    @property
     def position(self) -> Position:
         """How far the file reaches, for a witness."""
         return self._journal.position
@@ -210,7 +209,7 @@ class Ledger:
         self._process.require(self._journal.path)
         start, end, held = self._credit
         if start <= step < end and held == mechanisms:
-            if self._charges_again:
+            if self.charges_again:
                 if step == start:
                     self._credit = (start + 1, end, held)
                     return
@@ -239,7 +238,7 @@ class Ledger:
         self._require_current()
         _require_mechanisms(mechanisms)
         earlier = [payment for payment in self._payments if payment.name == name]
-        if earlier and (not self._charges_again or (whole_run and self._resumes)):
+        if earlier and (not self.charges_again or (whole_run and self._resumes)):
             if not _covers(earlier[-1].mechanisms, mechanisms):
                 raise LedgerCorrupt(f"{self._journal.path}: {name!r} was paid for as another mechanism")
             return
@@ -280,7 +279,7 @@ class Ledger:
         """Record a certificate that mechanisms will name; one that is known already writes no line."""
         self._require_current()
         if all(known.digest != certificate.digest for known in self._certificates):
-            self._journal.append({"certificate": certificate.to_json()})
+            self._journal.append({"certificate": to_json(certificate)})
             self._certificates.append(certificate)
             self._noted()
 
@@ -291,7 +290,7 @@ class Ledger:
             OSError: The line could not be written.
         """
         self._require_current()
-        self._journal.append({"alarm": alarm.to_json()})
+        self._journal.append({"alarm": to_json(alarm)})
         self._alarms.append(alarm)
         self._noted()
 
@@ -328,10 +327,19 @@ class Ledger:
         checks.integer(minimum=0, step=step)
         _require_mechanisms(mechanisms)
         wanted = max(1, min(self._block, (until - step) if until is not None else self._block))
-        if not self._charges_again:
+        if not self.charges_again:
             paid = self._coverage.find(step)
             if paid is not None:
-                self._reuse(step, mechanisms, paid)
+                if not _covers(paid.mechanisms, mechanisms):
+                    raise LedgerCorrupt(
+                        f"{self._journal.path}: step {step} was paid for as exactly rounded, and only the processor "
+                        "rounds so; resume on the processor, or start a new run folder"
+                        if _covers(mechanisms, paid.mechanisms)
+                        else f"{self._journal.path}: step {step} was paid for as {paid.mechanisms[0].describe()!r}, "
+                        f"not {mechanisms[0].describe()!r}; start a new run folder"
+                    )
+                first = paid.first_step or 0
+                self._credit = (first, first + paid.steps, mechanisms)
                 return
             wanted = self._coverage.room(step, wanted)
         if self._budget:
@@ -340,22 +348,8 @@ class Ledger:
             if wanted == 0:
                 self._budget.require(self._spent, mechanisms)
         self._write(Payment(first_step=step, steps=wanted, mechanisms=mechanisms))
-        used = 1 if self._charges_again else 0
+        used = 1 if self.charges_again else 0
         self._credit = (step + used, step + wanted, mechanisms)
-
-    def _reuse(self, step: int, mechanisms: tuple[Mechanism, ...], paid: Payment) -> None:
-        if not _covers(paid.mechanisms, mechanisms):
-            if _covers(mechanisms, paid.mechanisms):
-                raise LedgerCorrupt(
-                    f"{self._journal.path}: step {step} was paid for as exactly rounded, and only the processor rounds "
-                    "so; resume on the processor, or start a new run folder"
-                )
-            raise LedgerCorrupt(
-                f"{self._journal.path}: step {step} was paid for as {paid.mechanisms[0].describe()!r}, "
-                f"not {mechanisms[0].describe()!r}; start a new run folder"
-            )
-        first = paid.first_step or 0
-        self._credit = (first, first + paid.steps, mechanisms)
 
     def _write(self, payment: Payment) -> None:
         require_certified(payment.mechanisms, self._certificates)

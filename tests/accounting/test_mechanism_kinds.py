@@ -17,26 +17,32 @@ from hypothesis import strategies as st
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import Budget, guarantees, merge
-from accounting.convex.mechanisms import ConvexLastIterate
-from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status, Unit
-from accounting.labels.linear_model import LabelRelease
-from accounting.labels.mechanisms import (
+from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
+from accounting.mechanisms.convex import ConvexLastIterate
+from accounting.mechanisms.counts import LabelArgmax, LabelCounts
+from accounting.mechanisms.labels import (
     LabelAmplified,
     LabelBudget,
     LabelReadout,
+    LabelRelease,
     RandomizedResponse,
     StagedResponse,
 )
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
-from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
-from accounting.records.additive_noise import Gaussian, PoissonGaussian, PoissonLaplace
-from accounting.records.mechanisms import RecordCentral, RecordReplaced, Unprotected
-from accounting.selection.mechanisms import NoisyTrial, PrivateSelection
-from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian
-from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
+from accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from accounting.mechanisms.records import (
+    Gaussian,
+    PoissonGaussian,
+    PoissonLaplace,
+    RecordCentral,
+    RecordReplaced,
+    Unprotected,
+)
+from accounting.mechanisms.selection import NoisyTrial, PrivateSelection
+from accounting.mechanisms.ulr import PublishedUlr, RejectionGaussian
+from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from tests.oracles.dp_events import event
 
 DELTA = 1e-5

@@ -24,7 +24,7 @@ from accounting.audit import (
 )
 from accounting.audit.one_run import _p_value, _refutes_mu
 from accounting.errors import NoGuarantee
-from accounting.records.mechanisms import RecordCentral
+from accounting.mechanisms.records import RecordCentral
 
 DELTA, REPEATS, LEVEL = 1e-5, 10_000, 0.05
 TOLERANCE = 5 * math.sqrt(LEVEL * (1 - LEVEL) / REPEATS)

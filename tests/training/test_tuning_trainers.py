@@ -14,7 +14,7 @@ import pytest
 from accounting.errors import LedgerCorrupt, NoGuarantee
 from accounting.guarantee import Adjacency, Status, Unit
 from accounting.ledger.ledger import read_ledger
-from accounting.selection.mechanisms import PrivateSelection
+from accounting.mechanisms.selection import PrivateSelection
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import SystemStream

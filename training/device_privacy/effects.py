@@ -32,9 +32,9 @@ from matplotlib.figure import Figure
 from scipy.optimize import brentq
 from sklearn.datasets import load_digits
 
-from accounting.devices.readings import DeviceReadings, device_readings_guarantee
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Unit
+from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
 from opusim import checks
 from opusim.calibration.calibrate import Calibration, Plan, calibrate
 from opusim.description.camera import CameraSettings

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from accounting.errors import BudgetExceeded
-from accounting.large_delta import large_delta
+from accounting.explanation import large_delta
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
-from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError

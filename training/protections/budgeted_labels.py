@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.labels.budget import PerRecordBudget, step_mu_bound
-from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger
+from accounting.mechanisms.labels import LabelBudget
+from accounting.mechanisms.observations import PerRecordBudget, step_mu_bound
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.randomness.streams import NoiseStream

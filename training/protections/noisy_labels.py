@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from accounting.errors import LedgerCorrupt, NoGuarantee
-from accounting.labels.budget import label_distance
-from accounting.labels.mechanisms import LabelReadout, RandomizedResponse, StagedResponse
-from accounting.labels.observations import (
+from accounting.ledger.ledger import Ledger
+from accounting.mechanisms import Mechanism
+from accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
+from accounting.mechanisms.observations import (
     UniformSource,
+    label_distance,
     reading_log_likelihood,
     respond,
     response_log_likelihood,
 )
-from accounting.ledger.ledger import Ledger
-from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.usage import DeviceWork

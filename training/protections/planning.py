@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
-from accounting.labels.mechanisms import LabelReadout
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.labels import LabelReadout
 from accounting.theorems import require_poisson
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice

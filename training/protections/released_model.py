@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from accounting.errors import LedgerCorrupt
-from accounting.labels.linear_model import LabelRelease, noise_of
 from accounting.ledger.ledger import Ledger
+from accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.files import make_folder

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accounting.mechanisms import Mechanism
-from accounting.ulr.mechanisms import PublishedUlr
+from accounting.mechanisms.ulr import PublishedUlr
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError

@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.labels.mechanisms import LabelAmplified
+from accounting.mechanisms.labels import LabelAmplified
 from training.networks.clipping import bounded_factors
 from training.protections.amplified_labels import whitened_norms
 from training.protections.metric import Metric

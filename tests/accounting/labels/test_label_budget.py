@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.labels.budget import PerRecordBudget
-from accounting.labels.mechanisms import LabelBudget
+from accounting.mechanisms.labels import LabelBudget
+from accounting.mechanisms.observations import PerRecordBudget
 
 
 def _only(mechanism: LabelBudget, delta: float = 1e-5) -> Guarantee:

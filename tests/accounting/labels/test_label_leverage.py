@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from accounting.labels.budget import label_distance, step_mu_bound
+from accounting.mechanisms.observations import label_distance, step_mu_bound
 from tests.oracles import label_simulation as simulation
 from tests.oracles.label_leverage import (
     LayerReadings,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.labels.mechanisms import LabelReadout
-from accounting.labels.observations import (
+from accounting.mechanisms.labels import LabelReadout
+from accounting.mechanisms.observations import (
     keep_probability,
     reading_log_likelihood,
     respond,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from accounting.errors import LedgerCorrupt
-from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.content import Coverage, Payment, content_of, shortened
-from accounting.records.additive_noise import PoissonGaussian
+from accounting.mechanisms.labels import LabelBudget
+from accounting.mechanisms.records import PoissonGaussian
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 OPENING = {"mode": "release", "delta": 1e-5, "enforced": True}

@@ -11,11 +11,10 @@ import pytest
 
 from accounting.composition import Budget
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism
-from accounting.records.additive_noise import PoissonGaussian
-from accounting.records.mechanisms import RecordCentral
+from accounting.mechanisms.labels import LabelBudget
+from accounting.mechanisms.records import PoissonGaussian, RecordCentral
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 

@@ -23,9 +23,8 @@ from scipy.stats import norm
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status, Unit
-from accounting.numerics import noise_bounds
-from accounting.records.additive_noise import Gaussian, PoissonGaussian
-from accounting.selection.mechanisms import (
+from accounting.mechanisms.records import Gaussian, PoissonGaussian
+from accounting.mechanisms.selection import (
     NoisyTrial,
     PrivateSelection,
     gaussian_delta,
@@ -37,6 +36,7 @@ from accounting.selection.mechanisms import (
     selection_bounds,
     theorem_epsilon,
 )
+from accounting.numerics import noise_bounds
 from benchmarks.attacks.claims import search_epsilon
 
 DELTA = 1e-5

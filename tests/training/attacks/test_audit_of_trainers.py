@@ -16,7 +16,7 @@ import training
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import RecordCentral, RecordReplaced
+from accounting.mechanisms.records import RecordCentral, RecordReplaced
 from training.attacks import record_terms
 from training.attacks.findings import Finding, Role, RunAudit
 from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts

@@ -15,8 +15,8 @@ import torch
 
 import training
 from accounting.audit import AuditResult, audit_drawn_noise, lower_bound
-from accounting.labels.budget import PerRecordBudget
 from accounting.mechanisms import mechanism_classes
+from accounting.mechanisms.observations import PerRecordBudget
 from benchmarks.attacks import crafted as benchmark
 from benchmarks.attacks import guarantees
 from opusim.randomness.streams import NoiseStream
@@ -119,7 +119,7 @@ def labels_outside_the_budget() -> AbstractContextManager[None]:
 
         return charged
 
-    return replaced("accounting.labels.budget:PerRecordBudget.charge", generous)
+    return replaced("accounting.mechanisms.observations:PerRecordBudget.charge", generous)
 
 
 def no_final_noise() -> AbstractContextManager[None]:

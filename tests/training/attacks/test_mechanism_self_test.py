@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import training
 from accounting.errors import NoGuarantee
-from accounting.labels.mechanisms import StagedResponse
-from accounting.labels.observations import UniformSource
+from accounting.mechanisms.labels import StagedResponse
+from accounting.mechanisms.observations import UniformSource
 from opusim.errors import ConfigError
 from tests.support.faults import FAULTS, OF_ONE_RUN, OF_RELEASES, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE

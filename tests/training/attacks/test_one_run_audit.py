@@ -18,7 +18,7 @@ import training
 from accounting.audit import Method
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
-from accounting.records.mechanisms import RecordReplaced
+from accounting.mechanisms.records import RecordReplaced
 from benchmarks.attacks import one_run
 from opusim.errors import ConfigError
 from tests.support.faults import (

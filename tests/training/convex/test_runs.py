@@ -17,10 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 import training
-from accounting.convex.mechanisms import ConvexLastIterate, proven_mu
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status
 from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms.convex import ConvexLastIterate, proven_mu
 from opusim.errors import ConfigError
 from training.cli import main
 from training.cli.app import app

@@ -17,10 +17,10 @@ from scipy.stats import norm
 
 import training
 from accounting.composition import guarantees
-from accounting.devices.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from accounting.errors import BudgetExceeded
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import CertifiedMechanism, Mechanism
+from accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from opusim import open_device
 from opusim.camera.number_law import number_law
 from opusim.devices.base import NoisyDevice

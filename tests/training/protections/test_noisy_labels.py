@@ -14,9 +14,9 @@ from scipy.stats import norm
 
 import training
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.labels import LabelReadout, RandomizedResponse
 from opusim import open_device
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream

@@ -19,7 +19,7 @@ from safetensors.torch import save
 
 import training
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.journal import Journal, read_journal
+from accounting.ledger.journal import Journal, read_positioned
 from accounting.ledger.ledger import read_ledger
 from opusim.errors import DeviceError
 from training.attacks.run_audit import audit_run
@@ -163,7 +163,7 @@ def test_rewritten_lines_with_new_hashes_are_refused(
     else:
         with pytest.raises(RunInterrupted):
             train(tmp_path, BASE, watcher=ctrl_c_at(5))
-    entries = read_journal(tmp_path / "ledger.jsonl")
+    entries = read_positioned(tmp_path / "ledger.jsonl")[0]
     for file in tmp_path.glob("ledger.*"):
         file.unlink()
     journal = Journal(tmp_path / "ledger.jsonl")

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from accounting.composition import guarantees
-from accounting.devices.counts import LabelCounts
-from accounting.labels.mechanisms import LabelReadout, RandomizedResponse, StagedResponse
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.counts import LabelCounts
+from accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, same_labels
 from training.engine.plan import RunPlan
 from training.protections.noisy_labels import OneLookProtection, StagedResponseProtection

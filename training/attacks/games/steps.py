@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.labels.mechanisms import LabelAmplified, LabelBudget
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.labels import LabelAmplified, LabelBudget
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes, same_labels
 from training.engine.plan import RunPlan
 from training.networks.contributions.sums import Contributions

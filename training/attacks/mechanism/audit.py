@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from accounting.devices.counts import LabelArgmax, LabelCounts
-from accounting.labels.mechanisms import RandomizedResponse, StagedResponse
 from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms.counts import LabelArgmax, LabelCounts
+from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim import checks
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError

@@ -18,9 +18,9 @@ import numpy as np
 import scipy.signal
 from torch import Tensor
 
-from accounting.convex.mechanisms import ConvexLastIterate, learning_rates
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.convex import ConvexLastIterate, learning_rates
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.contributions import (
     Gradient,

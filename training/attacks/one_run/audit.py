@@ -23,7 +23,7 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import ClippedRecords
+from accounting.mechanisms.records import ClippedRecords
 from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed

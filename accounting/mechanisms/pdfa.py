@@ -15,18 +15,9 @@ from typing import Annotated, Any, ClassVar, Self
 import numpy as np
 from typing_extensions import Doc
 
-from accounting import numerics
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
-from accounting.mechanisms import (
-    Count,
-    Mechanism,
-    NonNegative,
-    Positive,
-    counted,
-    described,
-    no_guarantee,
-    require_text,
-)
+from accounting.mechanism import Mechanism, counted, described
+from accounting.parameters import Count, NonNegative, Positive, require_text
 from accounting.theorems import Theorem
 from opusim import checks
 
@@ -54,7 +45,7 @@ ROW_SPACE = Theorem(
     proof="With m below the fan-in and the width at least m, the update's row space is the span of the batch's "
     "inputs, whatever sigma: the part of an input outside it is 0 for a member and not for an outsider. With m "
     "above the fan-in the covariances of neighbours still differ by a rank-one term that scales with sigma.",
-    code="accounting.pdfa.mechanisms.PublishedPdfa",
+    code="accounting.mechanisms.pdfa.PublishedPdfa",
     page="privacy-records.md, section 4",
 )
 
@@ -116,17 +107,20 @@ class PublishedLayer:
 class PdfaRun(Mechanism):
     """A run of photonic DFA, with or without the constants that the paper's formula needs."""
 
+    theorem = ROW_SPACE
+    refuted = (
+        "the noise of an update lies in the span of the batch's inputs, so membership shows at every sigma"
+    )
+
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return status none for whole records, and the paper's claim if all mechanisms have its constants.
 
         `enforced` changes nothing: every hypothesis that can be checked is, against the run's own constants.
         """
+        whole = super().guarantees(mechanisms, delta=delta, enforced=enforced)
         published = [mechanism for mechanism in mechanisms if isinstance(mechanism, PublishedPdfa)]
-        whole = whole_record_guarantee(mechanisms, delta)
-        return (
-            [whole, published_guarantee(published, delta)] if len(published) == len(mechanisms) else [whole]
-        )
+        return [*whole, published_guarantee(published, delta)] if len(published) == len(mechanisms) else whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,22 +218,6 @@ def column_bound_published(
     return first + width * order / (2 * (order - 1)) * math.log(m * lo / denominator)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishedValue:
-    """Eq. 17, summed and converted.
-
-    Attributes:
-        theorem_2: min over alpha of the sum + log(1/delta) / (alpha - 1), the paper's conversion.
-        order: The order that attains it.
-        dp_accounting: The same sum through dp_accounting's conversion: sharper at the same order, but it skips orders
-            close to 1, which large sums need.
-    """
-
-    theorem_2: float
-    order: float
-    dp_accounting: float
-
-
 def published_rdp(run: PublishedPdfa, order: float, *, noised_only: bool = False) -> float:
     """Return T sum over layers of fan_in eps_l(alpha), hypotheses taken as given; infinite if undefined.
 
@@ -273,21 +251,23 @@ def published_value(
     *,
     noised_only: bool = False,
     orders: Sequence[float] | None = None,
-) -> PublishedValue:
-    """Return epsilon of the composed eq. 17 over the runs' common orders or those given, hypotheses taken as given.
+) -> float:
+    """Return epsilon of the composed eq. 17, hypotheses taken as given, by the paper's conversion, Theorem 2.
+
+    It is the least sum + log(1/delta) / (alpha - 1) over the runs' common orders or those given.
 
     Raises:
         ValueError: delta outside [0, 1).
     """
     checks.in_unit_interval(closed="left", delta=delta)
     tried = common_orders(runs) if orders is None else orders
-    curve = [sum(published_rdp(run, order, noised_only=noised_only) for run in runs) for order in tried]
-    finite = [(order, value) for order, value in zip(tried, curve, strict=True) if math.isfinite(value)]
-    if not finite or delta == 0:
-        return PublishedValue(theorem_2=math.inf, order=math.nan, dp_accounting=math.inf)
-    best, order = min((value - math.log(delta) / (order - 1), order) for order, value in finite)
-    sharper = numerics.renyi_to_epsilon([o for o, _ in finite], [v for _, v in finite], delta)
-    return PublishedValue(theorem_2=float(best), order=float(order), dp_accounting=sharper)
+    curve = [
+        (order, sum(published_rdp(run, order, noised_only=noised_only) for run in runs)) for order in tried
+    ]
+    if delta == 0:
+        return math.inf
+    values = [value - math.log(delta) / (order - 1) for order, value in curve if math.isfinite(value)]
+    return float(min(values, default=math.inf))
 
 
 def common_orders(runs: Sequence[PublishedPdfa]) -> tuple[float, ...]:
@@ -322,19 +302,6 @@ def hypotheses(run: PublishedPdfa) -> tuple[Assumption, ...]:
     return tuple(found)
 
 
-def admissible_orders(runs: Sequence[PublishedPdfa]) -> tuple[float, ...]:
-    """Return the orders at which every noised layer of every run is positive definite."""
-    return tuple(
-        order
-        for order in common_orders(runs)
-        if all(
-            run.batch_size * lo > (order - 1) * (hi - lo)
-            for run in runs
-            for lo, hi in (run.squares(layer) for layer in run.layers if layer.noised)
-        )
-    )
-
-
 def published_guarantee(runs: Sequence[PublishedPdfa], delta: float) -> Guarantee:
     """Return what the paper claims: status `claimed`, infinite if a hypothesis of Proposition 3 fails.
 
@@ -344,11 +311,20 @@ def published_guarantee(runs: Sequence[PublishedPdfa], delta: float) -> Guarante
     Raises:
         ValueError: delta outside [0, 1).
     """
-    formula = published_value(runs, delta).theorem_2
-    noised = published_value(runs, delta, noised_only=True).theorem_2
+    formula = published_value(runs, delta)
+    noised = published_value(runs, delta, noised_only=True)
     checked = tuple(dict.fromkeys(item for run in runs for item in hypotheses(run)))
     failed = [item.text for item in checked if item.holds is False]
-    epsilon = math.inf if failed else published_value(runs, delta, orders=admissible_orders(runs)).theorem_2
+    admissible = [
+        order
+        for order in common_orders(runs)
+        if all(
+            run.batch_size * lo > (order - 1) * (hi - lo)
+            for run in runs
+            for lo, hi in (run.squares(layer) for layer in run.layers if layer.noised)
+        )
+    ]
+    epsilon = math.inf if failed else published_value(runs, delta, orders=admissible)
     reason = None
     if math.isinf(epsilon):
         reason = "Proposition 3 does not apply: " + ("; ".join(failed) or "eq. 17 is undefined here")
@@ -368,16 +344,4 @@ def published_guarantee(runs: Sequence[PublishedPdfa], delta: float) -> Guarante
         assumptions=(*checked, *_GAPS, outputs),
         formula_value=formula,
         reason=reason,
-    )
-
-
-def whole_record_guarantee(mechanisms: Sequence[Mechanism], delta: float) -> Guarantee:
-    """Return status none for whole records, whatever sigma (theorem pdfa-row-space)."""
-    return no_guarantee(
-        mechanisms,
-        delta=delta,
-        unit=Unit.RECORD,
-        adjacency=Adjacency.REPLACE_ONE,
-        source=ROW_SPACE.citation,
-        reason="the noise of an update lies in the span of the batch's inputs, so membership shows at every sigma",
     )

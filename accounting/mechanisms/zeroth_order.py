@@ -10,36 +10,26 @@ Source: Tang et al., "Private Fine-tuning of Large Language Models with Zeroth-o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee
-from accounting.mechanisms import (
-    CertifiedMechanism,
+from accounting.guarantee import Adjacency, EpsilonBounds
+from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
+from accounting.parameters import (
+    Absent,
     Count,
     DeviceNoise,
     ExactlyRounded,
-    Mechanism,
     Positive,
     SamplingProbability,
-    certificate_errors,
-    counted,
-    proven_guarantee,
-    spend_certificates,
+    StatedRelation,
 )
-from accounting.theorems import (
-    SEED_IS_SECRET,
-    Theorem,
-    about_relation,
-    about_rounding,
-    leaving_out,
-    weaker,
-)
+from accounting.theorems import SEED_IS_SECRET, Theorem
 
 _CHECKED = (
     "every record enters every batch independently with probability q, by a new draw at each step",
@@ -54,9 +44,6 @@ _TRUSTED = (
     "a record's loss depends on that record only: no layer mixes the records of a batch, and the machine computes a "
     "record's loss alike, to the last digit, whatever the number of records in the batch",
     SEED_IS_SECRET,
-)
-_DEVICE_LAW = (
-    "the device's noise is Gaussian, independent of data and between draws, at least as strong as stated"
 )
 _CUT_PROBABILITY = 2.0**-63
 """Probability that opusim 0.2 cut a release run's Laplace number: it was made of four normal numbers, whose radii came
@@ -76,7 +63,7 @@ ZEROTH_ORDER_GAUSSIAN = Theorem(
     "clipped differences, whose norm is at most C sqrt(n), or C after a joint clip; theorem sampled-gaussian covers "
     "the rest, in both directions.",
     reference="DP-ZO, Theorem 3.1 (Tang et al.); Zhu, Dong and Wang 2022",
-    code="accounting.zeroth_order.mechanisms.ZoGaussian",
+    code="accounting.mechanisms.zeroth_order.ZoGaussian",
     page="zeroth-order.md, What is guaranteed",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,
@@ -92,7 +79,7 @@ ZEROTH_ORDER_LAPLACE = Theorem(
     "loss +-x of randomized response with odds e^x dominates the loss of any x-DP mechanism, and its "
     "composition is binomial.",
     reference="DP-ZO, Theorem 3.1 and Appendix A (Tang et al.); Kairouz, Oh and Viswanath 2015",
-    code="accounting.zeroth_order.mechanisms.composed_pure_epsilon",
+    code="accounting.mechanisms.zeroth_order.composed_pure_epsilon",
     page="zeroth-order.md, What is guaranteed",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,
@@ -113,17 +100,14 @@ class ZoScalars(Mechanism):
         Positive, Doc("The stated batch size that divides the noisy sum, above 0; post-processing.")
     ]
     directions: Annotated[Count, Doc("Scalars released from each batch, at least 1.")] = 1
-    relation: Annotated[
-        Adjacency,
-        Doc(
-            "add_or_remove_one if q, the number of steps, the noise and the divisor are constants; zero_out if one of "
-            "them was computed from the number of records, which is then public."
-        ),
-        leaving_out,
-    ] = Adjacency.ADD_OR_REMOVE_ONE
+    relation: StatedRelation = Adjacency.ADD_OR_REMOVE_ONE
     exactly_rounded: ExactlyRounded = True
 
-    absent_means: ClassVar[Mapping[str, Any]] = {"relation": Adjacency.ZERO_OUT, "exactly_rounded": False}
+    audited: ClassVar[bool] = True
+    device_assumption = (
+        "the device's noise is Gaussian, independent of data and between draws, at least as strong as stated"
+    )
+    rounded = "number"
 
     @property
     def public_records(self) -> float | None:
@@ -150,17 +134,13 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
     joint_clip: Annotated[
         bool,
         Doc("Whether clip_norm bounds the norm of a record's differences along all directions of a step."),
+        Absent(False),
     ] = False
     device_noise: DeviceNoise = False
 
     kind: ClassVar[str] = "zo_gaussian"
-    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "noise_multiplier"
-    absent_means: ClassVar[Mapping[str, Any]] = {
-        **ZoScalars.absent_means,
-        **CertifiedMechanism.absent_means,
-        "joint_clip": False,
-    }
+    theorem = ZEROTH_ORDER_GAUSSIAN
 
     @property
     def spread(self) -> float:
@@ -184,38 +164,6 @@ class ZoGaussian(ZoScalars, CertifiedMechanism):
             steps=self.steps,
         )
 
-    @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return epsilon of all steps in both directions: zero_out, unless all are for add_or_remove_one."""
-        sums = [mechanism.as_noise() for mechanism in mechanisms]
-        device = any(mechanism.device_noise for mechanism in mechanisms)
-        relation = weaker(mechanism.relation for mechanism in mechanisms)
-        bounds, reason = spend_certificates(
-            delta,
-            certificate_errors(mechanisms),
-            lambda left: numerics.noise_bounds(sums, relation, left),
-        )
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=ZEROTH_ORDER_GAUSSIAN,
-                bounds=bounds,
-                delta=delta,
-                adjacency=relation,
-                assumptions=(
-                    *ZEROTH_ORDER_GAUSSIAN.assumptions(
-                        enforced=enforced, trusted=(_DEVICE_LAW,) if device else ()
-                    ),
-                    *about_rounding(
-                        not device and all(one.exactly_rounded for one in mechanisms), enforced=enforced
-                    ),
-                    *about_relation(relation, enforced=enforced),
-                ),
-                device_model=device,
-                reason=reason,
-            )
-        ]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ZoLaplace(ZoScalars):
@@ -224,8 +172,9 @@ class ZoLaplace(ZoScalars):
     scale: Annotated[Positive, Doc("b > 0, the Laplace scale over clip_norm.")]
 
     kind: ClassVar[str] = "zo_laplace"
-    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "scale"
+    noise_law = "laplace"
+    theorem = ZEROTH_ORDER_LAPLACE
 
     def describe(self) -> str:
         """Return what ran, in a few words."""
@@ -245,32 +194,46 @@ class ZoLaplace(ZoScalars):
                 f"trainer.directions = {self.directions}: Laplace noise on several scalars of a batch has only a "
                 "pure epsilon, which prices no choice between trials; take 1, or trainer.law = 'gaussian'"
             )
-        return numerics.NoisySum(
-            law="laplace", scale=self.scale, probability=self.sampling_probability, steps=self.steps
-        )
+        return super().as_noise()
 
     @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return epsilon of all steps in both directions: zero_out, unless all are for add_or_remove_one."""
-        relation = weaker(mechanism.relation for mechanism in mechanisms)
-        bounds = _laplace_bounds(mechanisms, delta)
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
+        """Return what tails that opusim 0.2 cut add to delta."""
         cut = [one for one in mechanisms if not one.exactly_rounded]
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=ZEROTH_ORDER_LAPLACE,
-                bounds=bounds,
-                delta=delta,
-                adjacency=relation,
-                assumptions=(
-                    *ZEROTH_ORDER_LAPLACE.assumptions(
-                        enforced=enforced, trusted=(_tails(cut, bounds.upper, delta),) if cut else ()
-                    ),
-                    *about_rounding(not cut, enforced=enforced),
-                    *about_relation(relation, enforced=enforced),
-                ),
+        if not cut:
+            return (), ()
+        tails = (
+            "the generator of a release run of opusim 0.2 cut the tails of Laplace noise, beyond 90 scales, for each "
+            f"number with probability 2^-63 = 1.1e-19; this adds {cut_delta(cut, bounds.upper):.1g} to delta = "
+            f"{delta:g}"
+        )
+        return (), (tails,)
+
+    @classmethod
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+        """Return epsilon of all steps in both directions."""
+        one_shift = [
+            numerics.NoisySum(
+                law="laplace",
+                scale=mechanism.scale / mechanism.directions,
+                probability=mechanism.sampling_probability,
+                steps=mechanism.steps,
             )
-        ]
+            for mechanism in mechanisms
+        ]  # for n > 1 only its closed form is right
+        pure = numerics.noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, 0.0)
+        if delta == 0 or not 0 < pure.upper < math.inf:
+            return pure
+        if all(mechanism.directions == 1 for mechanism in mechanisms):
+            return numerics.noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, delta)
+        loosest = max(mechanism.directions / mechanism.scale for mechanism in mechanisms)
+        if loosest > _LARGEST_STEP_EPSILON:
+            return pure
+        likeliest = max(mechanism.sampling_probability for mechanism in mechanisms)
+        step = sampled_pure_epsilon(loosest, likeliest)
+        composed = composed_pure_epsilon(step, sum(mechanism.steps for mechanism in mechanisms), delta)
+        upper = min(composed, pure.upper)
+        return EpsilonBounds(lower=0.0, upper=upper, method="distribution of the loss of a pure mechanism")
 
 
 def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
@@ -288,38 +251,6 @@ def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
         epsilon if epsilon > 40 else math.log1p(math.exp(epsilon))
     )
     return min(1.0, math.exp(min(log_delta, 0.0)))
-
-
-def _tails(mechanisms: Sequence[ZoLaplace], epsilon: float, delta: float) -> str:
-    return (
-        "the generator of a release run of opusim 0.2 cut the tails of Laplace noise, beyond 90 scales, for each "
-        f"number with probability 2^-63 = 1.1e-19; this adds {cut_delta(mechanisms, epsilon):.1g} to delta = {delta:g}"
-    )
-
-
-def _laplace_bounds(mechanisms: Sequence[ZoLaplace], delta: float) -> EpsilonBounds:
-    one_shift = [
-        numerics.NoisySum(
-            law="laplace",
-            scale=mechanism.scale / mechanism.directions,
-            probability=mechanism.sampling_probability,
-            steps=mechanism.steps,
-        )
-        for mechanism in mechanisms
-    ]  # for n > 1 only its closed form is right
-    pure = numerics.noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, 0.0)
-    if delta == 0 or not 0 < pure.upper < math.inf:
-        return pure
-    if all(mechanism.directions == 1 for mechanism in mechanisms):
-        return numerics.noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, delta)
-    loosest = max(mechanism.directions / mechanism.scale for mechanism in mechanisms)
-    if loosest > _LARGEST_STEP_EPSILON:
-        return pure
-    likeliest = max(mechanism.sampling_probability for mechanism in mechanisms)
-    step = sampled_pure_epsilon(loosest, likeliest)
-    composed = composed_pure_epsilon(step, sum(mechanism.steps for mechanism in mechanisms), delta)
-    upper = min(composed, pure.upper)
-    return EpsilonBounds(lower=0.0, upper=upper, method="distribution of the loss of a pure mechanism")
 
 
 def sampled_pure_epsilon(epsilon: float, sampling_probability: float) -> float:

@@ -14,14 +14,14 @@ as those of other packages:
 
         kind: ClassVar[str] = "my_noise"
         noise_field: ClassVar[str | None] = "scale"
+        theorem: ClassVar[Theorem] = Theorem(name="my-noise", ...)
 
         def describe(self) -> str: ...
 
         @classmethod
-        def guarantees(cls, mechanisms, *, delta, enforced): ...
+        def bounds(cls, mechanisms, adjacency, delta): ...
 
-`opusim account my-noise` then has an option for each field, ledgers write and read it, and it composes with every
-mechanism that inherits the same `guarantees`.
+`opusim account my-noise` then has an option for each field, and ledgers write and read it.
 
 Noise multipliers are always the noise's standard deviation over C, the largest norm that one record can add to the sum
 (the clip norm), whatever the relation. Replacing a record moves the sum by up to 2 C: accountants count that
@@ -33,11 +33,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache, partial
-from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from typing_extensions import Doc
 
@@ -54,41 +53,21 @@ from accounting.guarantee import (
     from_json,
     to_json,
 )
-from accounting.theorems import Theorem
+from accounting.parameters import Absent, Count, parameters_of
+from accounting.theorems import DEVICE_NOISE_IS_GAUSSIAN, Theorem, about_relation, about_rounding
 from opusim import checks, plugins
 
 SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "opusim.mechanisms"
 
-Count = Annotated[int, partial(checks.integer, minimum=1)]
-Positive = Annotated[float, checks.positive]
-NonNegative = Annotated[float, checks.non_negative]
-SamplingProbability = Annotated[
-    float,
-    Doc("q in (0, 1], the probability with which each record enters a batch."),
-    partial(checks.in_unit_interval, closed="right"),
-]
-ErrorProbability = Annotated[
-    float,
-    Doc(
-        "Probability in [0, 1) that the certificate of the device's noise is wrong; one certificate covers all steps."
-    ),
-    partial(checks.in_unit_interval, closed="left"),
-]
-CertificateDigest = Annotated[
-    str, Doc("Digest of that certificate, or empty; mechanisms that name the same one spend its beta once.")
-]
-ExactlyRounded = Annotated[
-    bool,
-    Doc(
-        "Whether every number is released with its noise as one exactly rounded number (docs/privacy.md); a ledger of "
-        "an opusim before 0.3 says false."
-    ),
-]
-DeviceNoise = Annotated[bool, Doc("Whether the credited noise is a device's, of Gaussian law.")]
-"""Types of fields with their rules; a field may add its own `Doc`."""
-
+Hypotheses = tuple[tuple[str, ...], tuple[str, ...]]
+"""What code can check, and what is taken on trust."""
 _KINDS: dict[str, type[Mechanism]] = {}
+_STATING = {
+    *("bounds", "common_adjacency", "delta_errors", "hypotheses", "circumstances", "detail", "why_infinite"),
+    *("refuted", "rounded", "device_assumption", "repeats_beta"),
+}
+"""What `Mechanism.guarantees` asks of the class: mechanisms of classes that differ in it do not compose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,34 +75,50 @@ class Mechanism(ABC):
     """A mechanism that ran `steps` times, each time on the same data with fresh noise.
 
     A subclass annotates each field with `Annotated[type, Doc("meaning"), rule]`: the meaning becomes the help of its
-    option in `opusim account`, and a rule is called as `rule(field=value)` and raises ValueError.
+    option in `opusim account`, and a rule is called as `rule(field=value)` and raises ValueError. Its guarantee follows
+    from its `theorem`, its `adjacency` and `bounds`; a subclass that states more overrides `guarantees`.
 
     Attributes:
         kind: Its name in ledgers; a subclass that sets it is registered, and none may inherit it.
         unit: What one neighbouring change concerns.
+        release: What the attacker sees.
         noise_field: The parameter that a calibration sets, or None if it has none.
         noise_is_inverse: Whether the noise is 1 over that parameter, as for a mechanism that states its mu.
+        noise_law: The law of `as_noise` on the scale `noise_field`, or "mu" if that field is the mu of a step; None if
+            the class names no noisy sum.
+        device_assumption: What a guarantee assumes of a device's noise, if that is credited.
+        rounded: What is exactly rounded, in a statement's words; None if its statements say nothing of rounding.
+        refuted: Why no epsilon is finite, with the remedy, if that is all that its theorem says; else None.
+        accountant: The class that states what holds of several mechanisms; those that share it compose. A class that
+            is `joint`, or overrides any part of a statement, is its own, and so is a kind that inherits none.
         priced: Whether `opusim account` has a command for it.
         taken_upfront: Whether all that it releases is read before the first step, so that steps are post-processing.
         audited: Whether an audit of opusim attacks the code that releases it (benchmarks/attacks/README.md).
         formerly: Earlier names of this kind; a ledger or a command that uses one is told the new name.
-        absent_means: Parameters that ledgers of earlier versions lack, each with the value that its absence means.
     """
 
     steps: Annotated[Count, Doc("How often it ran, at least 1.")] = 1
 
     kind: ClassVar[str]
+    accountant: ClassVar[type[Mechanism]]
     unit: ClassVar[Unit] = Unit.RECORD
+    release = Release.EVERY_UPDATE  # without an annotation: a subclass may make it a field of its own
     noise_field: ClassVar[str | None] = None
     noise_is_inverse: ClassVar[bool] = False
+    noise_law: ClassVar[Literal["gaussian", "laplace", "mu"] | None] = None
+    device_assumption: ClassVar[str] = DEVICE_NOISE_IS_GAUSSIAN
+    rounded: ClassVar[str | None] = None
+    refuted: ClassVar[str | None] = None
     priced: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = False
     audited: ClassVar[bool] = False
     formerly: ClassVar[tuple[str, ...]] = ()
-    absent_means: ClassVar[Mapping[str, Any]] = {}
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, *, joint: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
+        inherits = hasattr(cls, "accountant") and not _STATING & vars(cls).keys()
+        if joint or "guarantees" in vars(cls) or ("kind" in vars(cls) and not inherits):
+            cls.accountant = cls
         if "kind" not in vars(cls) and hasattr(cls, "kind"):
             raise ValueError(
                 f"class {cls.__name__}: inherits kind = {cls.kind!r}, so that a ledger would be read back as another "
@@ -155,14 +150,33 @@ class Mechanism(ABC):
         """Return what ran, in a few words."""
 
     @property
+    def theorem(self) -> Theorem | None:
+        """What proves its guarantee, or refutes that there is one."""
+        return None
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """The relation of its guarantee: its field `relation` (`StatedRelation`) if it has one, else replace_one."""
+        return getattr(self, "relation", Adjacency.REPLACE_ONE)
+
+    @property
+    def credits_device(self) -> bool:
+        """Whether its guarantee rests on the law of a device's noise."""
+        return bool(getattr(self, "device_noise", False))
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether every number that it releases is exactly rounded with its noise; a device's noise never is."""
+        return getattr(self, "exactly_rounded", False) and not self.credits_device
+
+    @property
     def public_records(self) -> float | None:
         """The number of records that its constants tell, which are public; None if they tell none."""
         return None
 
     @classmethod
-    @abstractmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return the guarantees of several mechanisms together, all of classes that share this method.
+        """Return the guarantees of several mechanisms together, all of one kind or of classes that compose (`joint`).
 
         Args:
             mechanisms: At least one; no two differ in `steps` only.
@@ -172,6 +186,113 @@ class Mechanism(ABC):
         Raises:
             NoGuarantee: No theorem covers them together.
         """
+        adjacency = cls.common_adjacency(mechanisms)
+        # of several theorems the one whose hypotheses contain the others': one about sampling before one without
+        theorems = [one.theorem for one in mechanisms if one.theorem is not None]
+        theorem = max(theorems, key=lambda each: (len(each.checked_by_code), each.name), default=None)
+        if cls.refuted is not None:
+            return [
+                Guarantee(
+                    epsilon=math.inf,
+                    delta=delta,
+                    unit=mechanisms[0].unit,
+                    adjacency=adjacency,
+                    release=mechanisms[0].release,
+                    status=Status.NONE,
+                    mechanism=described(mechanisms),
+                    source="no theorem" if theorem is None else theorem.citation,
+                    reason=cls.refuted,
+                )
+            ]
+        if theorem is None:
+            raise NoGuarantee(
+                f"mechanism {mechanisms[0].kind!r}: names no theorem; set one in {cls.__name__}"
+            )
+        bounds, reason = spend_certificates(
+            delta, cls.delta_errors(mechanisms), lambda left: cls.bounds(mechanisms, adjacency, left)
+        )
+        device = any(one.credits_device for one in mechanisms)
+        infinite = math.isinf(bounds.upper)
+        source = (theorem.citation, cls.detail(mechanisms), "" if infinite else bounds.method)
+        checked, trusted = cls.hypotheses(mechanisms, delta=delta, bounds=bounds)
+        return [
+            Guarantee(
+                epsilon=bounds.upper,
+                delta=delta,
+                unit=mechanisms[0].unit,
+                adjacency=adjacency,
+                release=mechanisms[0].release,
+                status=proven_status(bounds.upper, device_model=device),
+                mechanism=described(mechanisms),
+                source="; ".join(part for part in source if part),
+                assumptions=(
+                    *theorem.assumptions(enforced=enforced, checked_by_code=checked, trusted=trusted),
+                    *cls.circumstances(mechanisms, adjacency, enforced=enforced),
+                ),
+                epsilon_lower=None if infinite or bounds.lower == bounds.upper else bounds.lower,
+                reason=(reason or cls.why_infinite(mechanisms, delta)) if infinite else None,
+            )
+        ]
+
+    @classmethod
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+        """Return bounds on epsilon of several mechanisms together, by default those of their noisy sums.
+
+        Args:
+            mechanisms: At least one.
+            adjacency: The relation.
+            delta: What certificates leave of the statement's delta, in [0, 1).
+        """
+        return numerics.noise_bounds([one.as_noise() for one in mechanisms], adjacency, delta)
+
+    @classmethod
+    def common_adjacency(cls, mechanisms: Sequence[Self]) -> Adjacency:
+        """Return the relation of several mechanisms together.
+
+        Of stated relations (`StatedRelation`) zero_out holds for all: if no constant comes from the data, a run with a
+        null record equals the run without that record, so a guarantee for add_or_remove_one is one for zero_out.
+
+        Raises:
+            NoGuarantee: Their relations differ otherwise.
+        """
+        relations = {one.adjacency for one in mechanisms}
+        if len(relations) == 1:
+            return mechanisms[0].adjacency
+        if Adjacency.REPLACE_ONE not in relations and all(hasattr(one, "relation") for one in mechanisms):
+            return Adjacency.ZERO_OUT
+        kinds = ", ".join(sorted({f"{one.kind} ({one.adjacency.value})" for one in mechanisms}))
+        raise NoGuarantee(f"mechanisms {kinds}: their relations differ; state each separately")
+
+    @classmethod
+    def delta_errors(cls, mechanisms: Sequence[Self]) -> list[float]:
+        """Return probabilities that a hypothesis fails, which add up and are taken off delta."""
+        return []
+
+    @classmethod
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
+        """Return hypotheses of this case besides the theorem's: those that code can check, and those on trust."""
+        return (), (cls.device_assumption,) if any(one.credits_device for one in mechanisms) else ()
+
+    @classmethod
+    def circumstances(
+        cls, mechanisms: Sequence[Self], adjacency: Adjacency, *, enforced: bool
+    ) -> tuple[Assumption, ...]:
+        """Return what is assumed of rounding and of the number of records."""
+        exact = all(one.is_rounded for one in mechanisms)
+        rounding = () if cls.rounded is None else about_rounding(exact, enforced=enforced, what=cls.rounded)
+        return (*rounding, *about_relation(adjacency, enforced=enforced))
+
+    @classmethod
+    def detail(cls, mechanisms: Sequence[Self]) -> str:
+        """Return an intermediate number for the source, such as "mu = 0.7"; by default none."""
+        return ""
+
+    @classmethod
+    def why_infinite(cls, mechanisms: Sequence[Self], delta: float) -> str:
+        """Return why `bounds` found no finite epsilon."""
+        if delta == 0:
+            return "Gaussian noise has no finite epsilon at delta = 0; state a delta above 0"
+        return f"no finite epsilon at delta = {delta:g} was found; use more noise or a larger delta"
 
     @classmethod
     def starting_noise(cls, parameters: Mapping[str, Any]) -> float:
@@ -231,10 +352,17 @@ class Mechanism(ABC):
         Raises:
             NoGuarantee: The class names none.
         """
-        raise NoGuarantee(
-            f"mechanism {self.kind.replace('_', '-')}: names no noisy sum that dominates it, so that no private choice "
-            f"between its trials has a price; take another protection, or override as_noise in {type(self).__name__}"
-        )
+        if self.noise_law is None:
+            raise NoGuarantee(
+                f"mechanism {self.kind.replace('_', '-')}: names no noisy sum that dominates it, so that no private "
+                "choice between its trials has a price; take another protection, or override as_noise in "
+                f"{type(self).__name__}"
+            )
+        value, steps = float(getattr(self, self._noise_parameter())), self.steps
+        if self.noise_law == "mu":
+            return numerics.NoisySum.of_mu(value, steps)
+        q = float(getattr(self, "sampling_probability", 1.0))
+        return numerics.NoisySum(law=self.noise_law, scale=value, probability=q, steps=steps)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, with kind and schema version."""
@@ -253,12 +381,28 @@ class CertifiedMechanism(Mechanism):
     The certificate's numbers are wrong with probability beta over the frames of its calibration, which no data change.
     On the other event every mechanism that rests on them has its theorem, so H <= delta' + beta for all of them
     together: one certificate costs its beta once, however many mechanisms and steps rest on it.
+
+    Attributes:
+        repeats_beta: Whether a mechanism that names no certificate counts its beta at each step, as one whose steps are
+            whole runs does: nothing says that these rest on one calibration.
     """
 
-    beta: ErrorProbability = 0.0
-    certificate: CertificateDigest = ""
+    beta: Annotated[
+        float,
+        Doc(
+            "Probability in [0, 1) that the certificate of the device's noise is wrong; one certificate covers all "
+            "steps."
+        ),
+        partial(checks.in_unit_interval, closed="left"),
+        Absent(0.0),
+    ] = 0.0
+    certificate: Annotated[
+        str,
+        Doc("Digest of that certificate, or empty; mechanisms that name the same one spend its beta once."),
+        Absent(""),
+    ] = ""
 
-    absent_means: ClassVar[Mapping[str, Any]] = {"beta": 0.0, "certificate": ""}
+    repeats_beta: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,60 +411,17 @@ class CertifiedMechanism(Mechanism):
                 f"certificate = {self.certificate!r}: needs its beta, above 0; give both or neither"
             )
 
-
-@dataclass(frozen=True)
-class Parameter:
-    """A field of a mechanism, as its annotation describes it.
-
-    Attributes:
-        name: The field.
-        value_type: Its type, without None.
-        item: The type of its elements if it is a tuple, else None.
-        meaning: The text of its `Doc`.
-        rules: Checkers, each called with the value under the field's name.
-        default: None if it has none or is None.
-        required: Whether it has no default.
-    """
-
-    name: str
-    value_type: type
-    item: type | None
-    meaning: str
-    rules: tuple[Callable[..., None], ...]
-    default: Any
-    required: bool
-
-
-def _is_annotated(hint: Any) -> bool:
-    return get_origin(hint) is Annotated
-
-
-@cache
-def parameters_of(kind: type[Mechanism]) -> tuple[Parameter, ...]:
-    """Return the fields of a mechanism, in their order."""
-    hints = get_type_hints(kind, include_extras=True)
-    found = []
-    for field in fields(kind):
-        hint, *extras = (
-            get_args(hints[field.name]) if _is_annotated(hints[field.name]) else [hints[field.name]]
-        )
-        if get_origin(hint) in (Union, UnionType):
-            (hint,) = (part for part in get_args(hint) if part is not NoneType)
-        meanings = [extra.documentation for extra in extras if isinstance(extra, Doc)]
-        items = get_args(hint)
-        default = None if field.default is MISSING else field.default
-        found.append(
-            Parameter(
-                name=field.name,
-                value_type=get_origin(hint) or hint,
-                item=items[0] if items else None,
-                meaning=meanings[-1] if meanings else "",
-                rules=tuple(extra for extra in extras if callable(extra)),
-                default=default,
-                required=field.default is MISSING,
-            )
-        )
-    return tuple(found)
+    @classmethod
+    def delta_errors(cls, mechanisms: Sequence[Self]) -> list[float]:
+        """Return each certificate's beta once."""
+        named: dict[str, float] = {}
+        for one in mechanisms:
+            if one.certificate:
+                named[one.certificate] = max(one.beta, named.get(one.certificate, 0.0))
+        unnamed = [
+            one.beta * (one.steps if cls.repeats_beta else 1) for one in mechanisms if not one.certificate
+        ]
+        return [*named.values(), *unnamed]
 
 
 def mechanism_class(kind: str) -> type[Mechanism]:
@@ -368,33 +469,30 @@ def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:
     """
     values = dict(content)
     kind, version = values.pop("kind", None), values.pop("schema_version", None)
-    _refuse_former_name(str(kind))
+    known = mechanism_kinds()
+    for name in known if str(kind) not in known else ():
+        try:
+            former = mechanism_class(name).formerly
+        except ValueError:  # a broken package has no say about other names
+            continue
+        if str(kind) in former:
+            raise ValueError(
+                f"kind = {kind!r}: is now {name!r}; use that, and read old ledgers with the opusim that wrote them"
+            )
     found = mechanism_class(str(kind))
     if version != SCHEMA_VERSION:
         raise ValueError(
             f"schema_version = {checks.short(version)}: must be {SCHEMA_VERSION}; read it with the opusim that wrote it"
         )
-    values = {**found.absent_means, **values}
-    odd = set(values) ^ {parameter.name for parameter in parameters_of(found)}
+    parameters = parameters_of(found)
+    values = {one.name: one.absent[0] for one in parameters if one.absent} | values
+    odd = set(values) ^ {parameter.name for parameter in parameters}
     if odd:
         listed = ", ".join(sorted(odd))[:200]
         raise ValueError(
             f"{kind}: parameters missing or not known: {listed}; read it with the opusim that wrote it"
         )
     return from_json(found, values)
-
-
-def _refuse_former_name(kind: str) -> None:
-    known = mechanism_kinds()
-    for name in known if kind not in known else ():
-        try:
-            found = mechanism_class(name)
-        except ValueError:  # a broken package has no say about other names
-            continue
-        if kind in found.formerly:
-            raise ValueError(
-                f"kind = {kind!r}: is now {name!r}; use that, and read old ledgers with the opusim that wrote them"
-            )
 
 
 def counted(number: int, word: str) -> str:
@@ -407,93 +505,6 @@ def described(mechanisms: Sequence[Mechanism]) -> str:
     return "; ".join(mechanism.describe() for mechanism in mechanisms)
 
 
-def require_text(remedy: str) -> Callable[..., None]:
-    """Return a rule that refuses an empty text; the remedy says what to write."""
-
-    def rule(**texts: str) -> None:
-        for name, text in texts.items():
-            if not text.strip():
-                raise ValueError(f"{name} = '': {remedy}")
-
-    return rule
-
-
-def no_guarantee(
-    mechanisms: Sequence[Mechanism],
-    *,
-    delta: float,
-    unit: Unit,
-    adjacency: Adjacency,
-    source: str,
-    reason: str,
-) -> Guarantee:
-    """Return a statement of status none about all updates of these mechanisms together.
-
-    Args:
-        mechanisms: What ran.
-        delta: delta of the statement.
-        unit: What is not protected.
-        adjacency: The relation.
-        source: The theorem that says so, or "no theorem".
-        reason: Why no epsilon is finite, with the remedy.
-    """
-    return Guarantee(
-        epsilon=math.inf,
-        delta=delta,
-        unit=unit,
-        adjacency=adjacency,
-        release=Release.EVERY_UPDATE,
-        status=Status.NONE,
-        mechanism=described(mechanisms),
-        source=source,
-        reason=reason,
-    )
-
-
-def proven_guarantee(
-    mechanisms: Sequence[Mechanism],
-    *,
-    theorem: Theorem,
-    bounds: EpsilonBounds,
-    delta: float,
-    adjacency: Adjacency,
-    assumptions: tuple[Assumption, ...],
-    device_model: bool = False,
-    reason: str | None = None,
-    release: Release = Release.EVERY_UPDATE,
-    detail: str = "",
-) -> Guarantee:
-    """Return the statement that a theorem makes about several mechanisms together.
-
-    Args:
-        mechanisms: What ran, at least one, all of the same unit.
-        theorem: What proves it.
-        bounds: Epsilon at this delta, possibly infinite.
-        delta: In [0, 1).
-        adjacency: The relation that the bounds are about.
-        assumptions: Hypotheses of the theorem.
-        device_model: Whether a stated law of a device's noise is among them.
-        reason: Why epsilon is infinite, if it is; by default that delta is 0 or the noise too small.
-        release: What the attacker sees.
-        detail: An intermediate number for the source, such as "mu = 0.7".
-    """
-    infinite = math.isinf(bounds.upper)
-    source = [theorem.citation, detail, "" if infinite else bounds.method]
-    return Guarantee(
-        epsilon=bounds.upper,
-        delta=delta,
-        unit=mechanisms[0].unit,
-        adjacency=adjacency,
-        release=release,
-        status=proven_status(bounds.upper, device_model=device_model),
-        mechanism=described(mechanisms),
-        source="; ".join(part for part in source if part),
-        assumptions=assumptions,
-        epsilon_lower=None if infinite or bounds.lower == bounds.upper else bounds.lower,
-        reason=(reason or _infinite_reason(delta)) if infinite else None,
-    )
-
-
 def proven_status(epsilon: float, *, device_model: bool) -> Status:
     """Return `none` for an infinite epsilon, else `proven`, or `proven under a device model` for a device's noise.
 
@@ -504,22 +515,6 @@ def proven_status(epsilon: float, *, device_model: bool) -> Status:
     if math.isinf(epsilon):
         return Status.NONE
     return Status.PROVEN_UNDER_DEVICE_MODEL if device_model else Status.PROVEN
-
-
-def certificate_errors(mechanisms: Sequence[CertifiedMechanism], *, repeated: bool = False) -> list[float]:
-    """Return the probabilities of error that add up: each certificate's beta once.
-
-    Args:
-        mechanisms: What ran.
-        repeated: Whether a mechanism that names no certificate counts its beta at each step, as one whose steps are
-            whole runs does: nothing says that these rest on one calibration.
-    """
-    named: dict[str, float] = {}
-    for one in mechanisms:
-        if one.certificate:
-            named[one.certificate] = max(one.beta, named.get(one.certificate, 0.0))
-    unnamed = [one.beta * (one.steps if repeated else 1) for one in mechanisms if not one.certificate]
-    return [*named.values(), *unnamed]
 
 
 def spend_certificates(
@@ -541,9 +536,3 @@ def spend_certificates(
     nothing = EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
     whose = "the probability that a certificate is wrong or light brighter than accounted for"
     return nothing, f"delta = {delta:g} must exceed beta = {beta:g}, {whose}"
-
-
-def _infinite_reason(delta: float) -> str:
-    if delta == 0:
-        return "Gaussian noise has no finite epsilon at delta = 0; state a delta above 0"
-    return f"no finite epsilon at delta = {delta:g} was found; use more noise or a larger delta"

@@ -1,4 +1,4 @@
-"""What may be released about labels whose features are public: three protections of noisy signals, randomized response.
+"""What may be released about labels whose features are public: noisy signals or models, and randomized responses.
 
 The theorems and their hypotheses stand above the mechanisms that rest on them.
 """
@@ -14,27 +14,11 @@ from typing import Annotated, Any, ClassVar, Self
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Unit
-from accounting.labels.observations import keep_probability
-from accounting.mechanisms import (
-    CertifiedMechanism,
-    DeviceNoise,
-    ExactlyRounded,
-    Mechanism,
-    Positive,
-    SamplingProbability,
-    certificate_errors,
-    counted,
-    proven_guarantee,
-    spend_certificates,
-)
-from accounting.theorems import (
-    NOISE_IS_SECRET,
-    SEED_IS_SECRET,
-    Theorem,
-    about_noisy_sums,
-    about_rounding,
-)
+from accounting.guarantee import Adjacency, EpsilonBounds, Unit
+from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
+from accounting.mechanisms.observations import keep_probability
+from accounting.parameters import DeviceNoise, ExactlyRounded, Positive, SamplingProbability
+from accounting.theorems import NOISE_IS_SECRET, NOISY_SUM, SEED_IS_SECRET, Theorem
 from opusim import checks
 
 _SIGNALS_CHECKED = (
@@ -47,7 +31,7 @@ _SIGNALS_CHECKED = (
 PUBLIC_FEATURES = "features, initial weights and the projection are public or do not depend on labels"
 _TRAINING_TRUSTED = (PUBLIC_FEATURES, "no loss or accuracy on training labels leaves")
 _SIGNALS_TRUSTED = (*_TRAINING_TRUSTED, NOISE_IS_SECRET)
-DEVICE_LAW = (
+_DEVICE_LAW = (
     "the device's noise is Gaussian, independent of labels and batch, and at least as strong as stated"
 )
 _PUBLISHED_ORDER = (
@@ -70,7 +54,7 @@ LABEL_LEVERAGE = Theorem(
     "v have a log-likelihood ratio N(mu^2/2, mu^2) with mu^2 = v^T V^-1 v. Rows and layers carry independent "
     "noise, so the mu^2 add up.",
     reference="Dong, Roth and Su 2019 for mu-GDP",
-    code="accounting.labels.budget.step_mu_bound",
+    code="accounting.mechanisms.observations.step_mu_bound",
     page="privacy-labels.md, section 1",
     checked_by_code=_SIGNALS_CHECKED,
     trusted=_SIGNALS_TRUSTED,
@@ -86,7 +70,7 @@ LABEL_BUDGET = Theorem(
     "mu_t^2, exp(i theta M_t + theta^2 A_t / 2) is a martingale and A ends at the constant B^2, so the ratio is"
     " N(B^2/2, B^2). Forgetting the top-up is post-processing. Theorem label-leverage gives mu_t.",
     reference="Dong, Roth and Su 2019",
-    code="accounting.labels.budget.PerRecordBudget",
+    code="accounting.mechanisms.observations.PerRecordBudget",
     page="privacy-labels.md, sections 1 and 2",
     checked_by_code=("a record over its budget keeps its noise and loses its signal", *_SIGNALS_CHECKED),
     trusted=_SIGNALS_TRUSTED,
@@ -105,7 +89,7 @@ LABEL_AMPLIFICATION = Theorem(
     "attains at once. k < 1 is its mirror image. Dominating pairs compose adaptively. Noise that depends on the"
     " batch cannot be amplified: it shows who is in the batch.",
     reference="Kahane 1986; Zhu, Dong and Wang 2022",
-    code="accounting.labels.mechanisms.LabelAmplified",
+    code="accounting.mechanisms.labels.LabelAmplified",
     page="privacy-labels.md, section 3",
     checked_by_code=(
         "every whitened contribution is scaled to norm C at most, whatever the label",
@@ -128,7 +112,7 @@ LABEL_READOUT = Theorem(
     proof="Readings of two labels are Gaussians of one law, shifted by the stacked B_a - B_b. Scales, epochs, "
     "posterior targets and the output layer's target are functions of the readings, hence post-processing.",
     reference="Dong, Roth and Su 2019",
-    code="accounting.labels.mechanisms.LabelReadout",
+    code="accounting.mechanisms.labels.LabelReadout",
     page="privacy-labels.md, section 4",
     checked_by_code=(
         "each label is read as often as stated, and every distinct reading of it is counted in mu",
@@ -136,6 +120,29 @@ LABEL_READOUT = Theorem(
         "training labels are used only through the readings",
     ),
     trusted=(PUBLIC_FEATURES, SEED_IS_SECRET),
+)
+LABEL_RELEASE = Theorem(
+    name="label-release",
+    title="one noisy linear model of public features",
+    statement="R = sum_i a_i e(y_i)^T + sigma Z is released, where e(y) is the one-hot label, Z has independent N(0, "
+    "1), and the vectors a_i do not depend on labels. It is mu-GDP for a label, mu = sqrt(2) max_i |a_i| / sigma, and "
+    "no smaller mu holds. With S = sum_i w_i h_i h_i^T + lambda I = L L^T of public features h_i and a_i = w_i L^-1 "
+    "h_i, the model L^-T (R - sum_i a_i 1^T / k), of covariance sigma^2 S^-1, is a function of R. L may be any "
+    "invertible matrix, records may repeat, and a record with a_i = 0 costs nothing.",
+    proof="Replacing label a of record I by b moves the sum by a_I (e_a - e_b)^T, whatever the other labels are, of "
+    "Frobenius norm sqrt(2) |a_I|, and the noise has independent N(0, sigma^2). Two Gaussians of one covariance at "
+    "whitened distance mu have a log-likelihood ratio N(mu^2/2, mu^2). Two copies of a record are two labels, of which "
+    "one is replaced. The a_i are the vectors as computed, rounded toward zero to multiples of a power of two, so that "
+    "float64 forms their sums exactly, whatever the order; how S and L were computed does not matter.",
+    reference="Dong, Roth and Su 2019",
+    code="accounting.mechanisms.labels.noise_of",
+    page="privacy-labels.md, section 4",
+    checked_by_code=(
+        "the largest share of a record is computed from the rows that are summed, and rounded up",
+        "the noise is drawn once, and a resumed run takes the kept model",
+        "training labels are used only through the noisy model",
+    ),
+    trusted=(PUBLIC_FEATURES, "no loss or accuracy on training labels leaves", SEED_IS_SECRET),
 )
 RANDOMIZED_RESPONSE = Theorem(
     name="randomized-response",
@@ -146,7 +153,7 @@ RANDOMIZED_RESPONSE = Theorem(
     proof="The likelihood ratio of two labels takes the values e^epsilon, 1 and e^-epsilon, so the pure epsilon is "
     "exact and repeats compose on that grid without discretisation.",
     reference="Warner 1965",
-    code="accounting.labels.mechanisms.RandomizedResponse",
+    code="accounting.mechanisms.labels.RandomizedResponse",
     page="privacy-labels.md, section 5",
     checked_by_code=("the noise of every step is fresh", "labels are used only through the randomized ones"),
     trusted=("neither the noise nor the seed that it came from is ever revealed",),
@@ -163,7 +170,7 @@ STAGED_RESPONSE = Theorem(
     "answer only; earlier answers do not depend on it, and later ones only through that answer. The loss of "
     "randomized response over two labels dominates that of any epsilon-DP mechanism, which gives epsilon at a delta.",
     reference="Ghazi, Golowich, Kumar, Manurangsi and Zhang 2021; Kairouz, Oh and Viswanath 2015",
-    code="accounting.labels.observations.respond_among",
+    code="accounting.mechanisms.observations.respond_among",
     page="privacy-labels.md, section 5",
     checked_by_code=(
         "every label is randomized once, in the part that its record was drawn into",
@@ -188,14 +195,14 @@ class LabelAmplified(CertifiedMechanism):
     device_noise: DeviceNoise = False
     exactly_rounded: ExactlyRounded = False
 
-    absent_means: ClassVar[Mapping[str, Any]] = {
-        **CertifiedMechanism.absent_means,
-        "exactly_rounded": False,
-    }
     kind: ClassVar[str] = "label_amplified"
     audited: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "noise_multiplier"
+    noise_law = "gaussian"
+    theorem = LABEL_AMPLIFICATION
+    device_assumption = _DEVICE_LAW
+    rounded = NOISY_SUM
 
     @property
     def clip(self) -> float:
@@ -209,48 +216,22 @@ class LabelAmplified(CertifiedMechanism):
             f"batches (q = {self.sampling_probability:g}), {counted(self.steps, 'step')}"
         )
 
-    def as_noise(self) -> numerics.NoisySum:
-        """See Mechanism.as_noise."""
-        return numerics.NoisySum(
-            law="gaussian",
-            scale=self.noise_multiplier,
-            probability=self.sampling_probability,
-            steps=self.steps,
-        )
 
-    @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return epsilon of all steps together by the dominating pair, replace_one."""
-        sums = [mechanism.as_noise() for mechanism in mechanisms]
-        device = any(mechanism.device_noise for mechanism in mechanisms)
-        bounds, reason = spend_certificates(
-            delta,
-            certificate_errors(mechanisms),
-            lambda left: numerics.noise_bounds(sums, Adjacency.REPLACE_ONE, left),
-        )
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=LABEL_AMPLIFICATION,
-                bounds=bounds,
-                delta=delta,
-                adjacency=Adjacency.REPLACE_ONE,
-                assumptions=(
-                    *LABEL_AMPLIFICATION.assumptions(
-                        enforced=enforced, trusted=(DEVICE_LAW,) if device else ()
-                    ),
-                    *about_noisy_sums(
-                        all(one.exactly_rounded for one in mechanisms) and not device, enforced=enforced
-                    ),
-                ),
-                device_model=device,
-                reason=reason,
-            )
-        ]
+@dataclass(frozen=True, kw_only=True)
+class _OfMu(CertifiedMechanism):
+    """A mechanism that states the mu of all that it releases of a label; it is mu-GDP, and the mu^2 add up."""
+
+    audited: ClassVar[bool] = True
+    unit: ClassVar[Unit] = Unit.LABEL
+    noise_field: ClassVar[str | None] = "mu"
+    noise_is_inverse: ClassVar[bool] = True
+    noise_law = "mu"
+    repeats_beta: ClassVar[bool] = True
+    device_assumption = _DEVICE_LAW
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelBudget(CertifiedMechanism):
+class LabelBudget(_OfMu):
     """Noise on every layer's signal and a preset budget for each record's label.
 
     A step of this mechanism is a whole run: `steps` counts how often the whole budget is spent. A run that is resumed
@@ -271,47 +252,35 @@ class LabelBudget(CertifiedMechanism):
     ] = False
 
     kind: ClassVar[str] = "label_budget"
-    audited: ClassVar[bool] = True
-    unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "budget_mu"
-    noise_is_inverse: ClassVar[bool] = True
+    theorem = LABEL_BUDGET
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.order not in ("published", "hardware"):
             raise ValueError(f"order = {self.order!r}: must be 'published' or 'hardware'")
 
+    @property
+    def credits_device(self) -> bool:
+        """See Mechanism.credits_device."""
+        return self.device_noise or self.order == "hardware"
+
     def describe(self) -> str:
         """Return what ran, in a few words."""
         times = "" if self.steps == 1 else f", spent {counted(self.steps, 'time')}"
         return f"noisy signals and a budget of mu = {self.budget_mu:g} for each record's label{times}"
 
-    def as_noise(self) -> numerics.NoisySum:
-        """See Mechanism.as_noise."""
-        return numerics.NoisySum.of_mu(self.budget_mu, self.steps)
-
     @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return sqrt(sum of steps B^2)-GDP for labels: the budget, never the largest spending."""
-        orders = {mechanism.order for mechanism in mechanisms}
-        device = any(mechanism.device_noise for mechanism in mechanisms)
-        assumptions = LABEL_BUDGET.assumptions(
-            enforced=enforced,
-            checked_by_code=(_PUBLISHED_ORDER,) if "published" in orders else (),
-            trusted=(
-                *((_HARDWARE_ORDER,) if "hardware" in orders else ()),
-                *((DEVICE_LAW,) if device else ()),
-            ),
-        )
-        return [
-            gaussian_label_guarantee(
-                mechanisms, delta, LABEL_BUDGET, assumptions, device or "hardware" in orders
-            )
-        ]
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
+        """Return what each order needs, and the device's law if its noise is credited besides."""
+        orders = {one.order for one in mechanisms}
+        hardware = (_HARDWARE_ORDER,) if "hardware" in orders else ()
+        device = (_DEVICE_LAW,) if any(one.device_noise for one in mechanisms) else ()
+        return (_PUBLISHED_ORDER,) if "published" in orders else (), (*hardware, *device)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelReadout(CertifiedMechanism):
+class LabelReadout(_OfMu):
     """One noisy reading of each label, taken before training and reused; `steps` counts how often all are read."""
 
     mu: Annotated[Positive, Doc("Of all readings of one label together, above 0.")]
@@ -320,63 +289,45 @@ class LabelReadout(CertifiedMechanism):
     ] = False
     exactly_rounded: ExactlyRounded = True
 
-    absent_means: ClassVar[Mapping[str, Any]] = {
-        **CertifiedMechanism.absent_means,
-        "exactly_rounded": False,
-    }
     kind: ClassVar[str] = "label_readout"
-    audited: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = True
     formerly: ClassVar[tuple[str, ...]] = ("label_once",)
-    unit: ClassVar[Unit] = Unit.LABEL
-    noise_field: ClassVar[str | None] = "mu"
-    noise_is_inverse: ClassVar[bool] = True
+    theorem = LABEL_READOUT
+    device_assumption = (
+        "the device's noise is Gaussian, the same for every label, and at least as strong as stated"
+    )
+    rounded = "number"
+
+    @property
+    def credits_device(self) -> bool:
+        """See Mechanism.credits_device."""
+        return self.device_law
 
     def describe(self) -> str:
         """Return what ran, in a few words."""
         times = "once" if self.steps == 1 else f"{self.steps:,} times"
         return f"every label projected {times}, mu = {self.mu:g}, and reused"
 
-    def as_noise(self) -> numerics.NoisySum:
-        """See Mechanism.as_noise."""
-        return numerics.NoisySum.of_mu(self.mu, self.steps)
 
-    @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return mu-GDP for labels, mu^2 the sum over all readings."""
-        device = any(mechanism.device_law for mechanism in mechanisms)
-        law = ("the device's noise is Gaussian, the same for every label, and at least as strong as stated",)
-        assumptions = (
-            *LABEL_READOUT.assumptions(enforced=enforced, trusted=law if device else ()),
-            *about_rounding(not device and all(one.exactly_rounded for one in mechanisms), enforced=enforced),
-        )
-        return [gaussian_label_guarantee(mechanisms, delta, LABEL_READOUT, assumptions, device)]
+@dataclass(frozen=True, kw_only=True)
+class LabelRelease(_OfMu):
+    """One noisy linear model of public features; `steps` counts how often one is drawn from the same labels."""
 
+    mu: Annotated[
+        Positive, Doc("Of one model, above 0: sqrt(2) times a label's largest share over the noise.")
+    ]
+    device_noise: DeviceNoise = False
+    exactly_rounded: ExactlyRounded = True
 
-def gaussian_label_guarantee(
-    mechanisms: Sequence[CertifiedMechanism],
-    delta: float,
-    theorem: Theorem,
-    assumptions: tuple[Assumption, ...],
-    device_model: bool,
-) -> Guarantee:
-    """Return epsilon(delta - sum of betas) of mu^2 = sum of steps / noise^2, for mechanisms that state their mu."""
-    mu = math.hypot(*(math.sqrt(one.steps) / one.noise for one in mechanisms))
-    bounds, reason = spend_certificates(
-        delta,
-        certificate_errors(mechanisms, repeated=True),
-        lambda left: numerics.gaussian_bounds(mu, left),
-    )
-    return proven_guarantee(
-        mechanisms,
-        theorem=theorem,
-        bounds=bounds,
-        delta=delta,
-        adjacency=Adjacency.REPLACE_ONE,
-        assumptions=assumptions,
-        device_model=device_model,
-        reason=reason,
-    )
+    kind: ClassVar[str] = "label_release"
+    taken_upfront: ClassVar[bool] = True
+    theorem = LABEL_RELEASE
+    rounded = "number"
+
+    def describe(self) -> str:
+        """Return what ran, in a few words."""
+        times = "one noisy linear model" if self.steps == 1 else f"{self.steps:,} noisy linear models"
+        return f"{times} of public features, mu = {self.mu:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,6 +343,7 @@ class RandomizedResponse(Mechanism):
     audited: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "keep_probability"
+    theorem = RANDOMIZED_RESPONSE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -410,7 +362,7 @@ class RandomizedResponse(Mechanism):
         """
         checks.positive(epsilon=epsilon)
         checks.integer(minimum=2, n_classes=n_classes)
-        keep = 1 / (1 + (n_classes - 1) * math.exp(-epsilon))
+        keep = keep_probability(epsilon, n_classes)
         if keep == 1:
             raise ValueError(f"epsilon = {epsilon:g}: is so large that the label always stays; ask for less")
         return cls(keep_probability=keep, n_classes=n_classes, steps=steps)
@@ -443,26 +395,11 @@ class RandomizedResponse(Mechanism):
         )
 
     @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
         """Return epsilon of all responses for one label; different responses have no common grid of losses."""
-        pure = math.fsum(one.steps * one.step_epsilon for one in mechanisms)
-        first, steps = mechanisms[0], sum(one.steps for one in mechanisms)
-        if delta == 0 or len({one.repeated(1) for one in mechanisms}) > 1:
-            bounds = EpsilonBounds(lower=pure if delta == 0 else 0.0, upper=pure, method="closed form")
-        else:
-            bounds = numerics.response_bounds(
-                first.keep_probability, first.n_classes, first.step_epsilon, steps, delta
-            )
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=RANDOMIZED_RESPONSE,
-                bounds=bounds,
-                delta=delta,
-                adjacency=Adjacency.REPLACE_ONE,
-                assumptions=RANDOMIZED_RESPONSE.assumptions(enforced=enforced),
-            )
-        ]
+        one = mechanisms[0]
+        equal = len({each.repeated(1) for each in mechanisms}) == 1
+        return pure_bounds(mechanisms, one.keep_probability, one.n_classes, delta, equal=equal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,6 +416,7 @@ class StagedResponse(Mechanism):
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "step_epsilon"
     noise_is_inverse: ClassVar[bool] = True
+    theorem = STAGED_RESPONSE
 
     def describe(self) -> str:
         """Return what ran, in a few words."""
@@ -489,21 +427,39 @@ class StagedResponse(Mechanism):
         )
 
     @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
         """Return the sum of pure epsilons; equal responses compose as randomized response over two labels."""
-        pure = math.fsum(one.steps * one.step_epsilon for one in mechanisms)
-        epsilon, steps = mechanisms[0].step_epsilon, sum(one.steps for one in mechanisms)
-        if delta == 0 or len({one.step_epsilon for one in mechanisms}) > 1:
-            bounds = EpsilonBounds(lower=pure if delta == 0 else 0.0, upper=pure, method="closed form")
-        else:
-            bounds = numerics.response_bounds(keep_probability(epsilon, 2), 2, epsilon, steps, delta)
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=STAGED_RESPONSE,
-                bounds=bounds,
-                delta=delta,
-                adjacency=Adjacency.REPLACE_ONE,
-                assumptions=STAGED_RESPONSE.assumptions(enforced=enforced),
-            )
-        ]
+        epsilon = mechanisms[0].step_epsilon
+        equal = len({one.step_epsilon for one in mechanisms}) == 1
+        return pure_bounds(mechanisms, keep_probability(epsilon, 2), 2, delta, equal=equal)
+
+
+def pure_bounds(
+    mechanisms: Sequence[Any], keep: float, n_classes: int, delta: float, *, equal: bool
+) -> EpsilonBounds:
+    """Return bounds on epsilon of answers of pure epsilon `step_epsilon`: their sum, unless equal answers compose.
+
+    Args:
+        mechanisms: At least one, each with `steps` and `step_epsilon`.
+        keep: Probability of the first one's randomized response to keep a label, in (1 / n_classes, 1).
+        n_classes: Labels of that response, at least 2.
+        delta: In [0, 1).
+        equal: Whether all of them are that response.
+    """
+    if delta > 0 and equal:
+        steps = sum(one.steps for one in mechanisms)
+        return numerics.response_bounds(keep, n_classes, mechanisms[0].step_epsilon, steps, delta)
+    pure = math.fsum(one.steps * one.step_epsilon for one in mechanisms)
+    return EpsilonBounds(lower=pure if delta == 0 else 0.0, upper=pure, method="closed form")
+
+
+def noise_of(mu: float, bound: float) -> float:
+    """Return sigma = sqrt(2) bound / mu.
+
+    Args:
+        mu: Of the guarantee, above 0.
+        bound: max_i |a_i|, at least 0.
+    """
+    checks.positive(mu=mu)
+    checks.non_negative(bound=bound)
+    return math.sqrt(2) * bound / mu

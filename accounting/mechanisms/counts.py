@@ -3,17 +3,12 @@
 Both are for inputs that can be listed, such as labels. Counts that are kept are accounted by the exact law of their
 privacy loss (`accounting.numerics.poisson_loss`). If only the argmax over groups of pixels is kept, the release has as
 many values as there are groups, and the full matrix of its probabilities gives a pure epsilon.
-
-| kept | mechanism | epsilon |
-| --- | --- | --- |
-| counts | `LabelCounts` | exact law of the loss between known rates, the largest over pairs of labels |
-| argmax | `LabelArgmax` | largest log ratio in a column of the confusion matrix; if symmetrised, that of its mean |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Self
@@ -22,22 +17,16 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.devices.readings import FLUCTUATING_LIGHT
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
-from accounting.mechanisms import (
-    CertifiedMechanism,
-    Positive,
-    certificate_errors,
-    counted,
-    proven_guarantee,
-    proven_status,
-    spend_certificates,
-)
+from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
+from accounting.mechanism import CertifiedMechanism, Hypotheses, counted
+from accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
+from accounting.mechanisms.observations import keep_probability
+from accounting.mechanisms.readings import FLUCTUATING_LIGHT, readings_guarantee
+from accounting.parameters import Absent, Positive
 from accounting.theorems import Theorem
 from opusim import checks
 
-_PUBLIC_FEATURES = "features, initial weights and the projection are public or do not depend on labels"
 _ONLY_THIS_WAY = "training labels are used only through what is kept"
 _ROUNDING = 1e-9
 """By how much doubles may be off in a probability of the confusion matrix, relatively."""
@@ -59,7 +48,7 @@ POISSON_LOSS = Theorem(
     checked_by_code=("each label is shown as often as stated", _ONLY_THIS_WAY),
     trusted=(
         "counts are independent Poisson counts at the stated rates, light at most and dark charge at least as stated",
-        _PUBLIC_FEATURES,
+        PUBLIC_FEATURES,
     ),
 )
 COUNT_ARGMAX = Theorem(
@@ -76,7 +65,7 @@ COUNT_ARGMAX = Theorem(
     "entry the ratio of an upper to a lower limit bounds epsilon. Of light that fluctuates, "
     "epsilon is the largest over all powers up to w_max; brighter frames have a probability beta, taken off delta.",
     reference="Kairouz, Oh and Viswanath 2014 for randomized response",
-    code="accounting.devices.counts.LabelArgmax",
+    code="accounting.mechanisms.counts.LabelArgmax",
     page="privacy-devices.md, section 4",
     checked_by_code=(
         "counts are discarded where the argmax is taken; ties are broken at random",
@@ -85,21 +74,10 @@ COUNT_ARGMAX = Theorem(
     trusted=(
         "every step up to the argmax (counts, read noise, full well, rounding) has the stated law",
         "the counts are never seen: an attacker who sees them is not covered",
-        _PUBLIC_FEATURES,
+        PUBLIC_FEATURES,
     ),
-)
-_SECRET_PERMUTATIONS = (
-    "the permutation of each record's labels is uniform, secret, used once and made by a digital generator"
 )
 _NO_EPSILON = "a rate may be 0 for one input and not for another, or doubles cannot follow the loss"
-_NOTHING = EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
-PowerError = Annotated[
-    float,
-    Doc(
-        "Probability in [0, 1) that a frame of light that fluctuates is brighter than accounted for; each step adds it."
-    ),
-    partial(checks.in_unit_interval, closed="left"),
-]
 
 
 def known_counts_guarantee(
@@ -132,24 +110,15 @@ def known_counts_guarantee(
     checks.positive(brightest=brightest)
     left = _left_of(delta, beta, power_error)
     bounds = _known_bounds(at_brightest(rates, brightest=brightest, dark_low=dark_low), left)
-    infinite = math.isinf(bounds.upper)
-    return Guarantee(
-        epsilon=bounds.upper,
+    return readings_guarantee(
+        bounds,
+        POISSON_LOSS,
         delta=delta,
+        beta=beta,
         unit=unit,
-        adjacency=Adjacency.REPLACE_ONE,
-        release=Release.EVERY_READING,
-        status=proven_status(bounds.upper, device_model=True),
         mechanism=f"one reading of {len(rates)} possible inputs by {np.shape(rates)[1]:,} photon counts",
-        source=f"{POISSON_LOSS.citation}; {bounds.method}",
-        assumptions=(
-            Assumption(text=POISSON_LOSS.trusted[0]),
-            *(Assumption(text=text) for text in _fluctuating(power_error)),
-            Assumption(text=f"the law's numbers are right, but for a probability of {beta:g}"),
-            Assumption(text="what is released is a function of the readings"),
-        ),
-        epsilon_lower=None if infinite else bounds.lower,
-        reason=_NO_EPSILON if infinite else None,
+        also=_fluctuating(power_error),
+        reason=_NO_EPSILON,
     )
 
 
@@ -213,12 +182,39 @@ def _patterns(**rates: tuple[tuple[float, ...], ...]) -> None:
 class _LabelFrame(CertifiedMechanism):
     """What shows every label once to a camera, in one frame; its light may fluctuate, see theorem fluctuating-light."""
 
-    power_error: PowerError = 0.0
+    power_error: Annotated[
+        float,
+        Doc(
+            "Probability in [0, 1) that a frame of light that fluctuates is brighter than accounted for; each step "
+            "adds it."
+        ),
+        partial(checks.in_unit_interval, closed="left"),
+        Absent(0.0),
+    ] = 0.0
 
-    absent_means: ClassVar[Mapping[str, Any]] = {**CertifiedMechanism.absent_means, "power_error": 0.0}
+    audited: ClassVar[bool] = True
     taken_upfront: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
+    release = Release.EVERY_READING
     noise_is_inverse: ClassVar[bool] = True
+    repeats_beta: ClassVar[bool] = True
+    credits_device = True
+
+    @classmethod
+    def delta_errors(cls, mechanisms: Sequence[Self]) -> list[float]:
+        """Return probabilities that certificates are wrong, and that frames are brighter than accounted for."""
+        brighter = [one.steps * one.power_error for one in mechanisms if one.power_error]
+        return [*super().delta_errors(mechanisms), *brighter]
+
+    @classmethod
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
+        """Return what is taken on trust of light that fluctuates, and of a laser dimmed under a certificate."""
+        dimmed = (
+            "the laser is dimmed from the certified light by the stated factor, and nothing else of the certified "
+            "setting is changed"
+        )
+        light = _fluctuating(math.fsum(one.steps * one.power_error for one in mechanisms))
+        return (), (*light, *((dimmed,) if any(one.certificate for one in mechanisms) else ()))
 
     @property
     def _under(self) -> str:
@@ -226,32 +222,10 @@ class _LabelFrame(CertifiedMechanism):
         return f", light brighter with probability {self.power_error:.3g}" if self.power_error else ""
 
 
-def _errors(mechanisms: Sequence[_LabelFrame]) -> list[float]:
-    """Probabilities that are taken off delta: certificates that are wrong, frames that are brighter."""
-    brighter = [one.steps * one.power_error for one in mechanisms if one.power_error]
-    return [*certificate_errors(mechanisms, repeated=True), *brighter]
-
-
-def _light_assumptions(mechanisms: Sequence[_LabelFrame]) -> tuple[str, ...]:
-    """What is taken on trust of light that fluctuates, and of a laser that is dimmed under a certificate."""
-    return (
-        *_fluctuating(math.fsum(one.steps * one.power_error for one in mechanisms)),
-        *((_DIMMED,) if any(one.certificate for one in mechanisms) else ()),
-    )
-
-
 def _fluctuating(beta: float) -> tuple[str, ...]:
     """What is assumed of light that is brighter than accounted for with probability beta; nothing at 0."""
-    return (
-        (FLUCTUATING_LIGHT.trusted[1], f"delta holds beta of use = {beta:.3g}: {_BRIGHTER}") if beta else ()
-    )
-
-
-_BRIGHTER = "the probability that a label's frame is brighter than accounted for (theorem fluctuating-light)"
-_DIMMED = (
-    "the laser is dimmed from the certified light by the stated factor, and nothing else of the certified setting is "
-    "changed"
-)
+    why = "the probability that a label's frame is brighter than accounted for (theorem fluctuating-light)"
+    return (FLUCTUATING_LIGHT.trusted[1], f"delta holds beta of use = {beta:.3g}: {why}") if beta else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +245,8 @@ class LabelCounts(_LabelFrame):
     brightest: Annotated[Positive, Doc("Most light, as a multiple of that of `light`.")] = 1.0
 
     kind: ClassVar[str] = "label_counts"
-    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "brightest"
+    theorem = POISSON_LOSS
     priced: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -318,7 +292,7 @@ class LabelCounts(_LabelFrame):
         )
 
     @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
         """Return epsilon of all counts of a label together, by the exact law of the loss.
 
         Raises:
@@ -326,27 +300,14 @@ class LabelCounts(_LabelFrame):
         """
         if len({len(one.light) for one in mechanisms}) > 1:
             raise NoGuarantee("label_counts: readings of different numbers of labels; state each separately")
-        rates = np.concatenate([one.rates for one in mechanisms], axis=1)
-        bounds, reason = spend_certificates(
-            delta,
-            _errors(mechanisms),
-            lambda left: _known_bounds(rates, left) if left > 0 else _NOTHING,
-        )
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=POISSON_LOSS,
-                bounds=bounds,
-                delta=delta,
-                adjacency=Adjacency.REPLACE_ONE,
-                assumptions=POISSON_LOSS.assumptions(
-                    enforced=enforced, trusted=_light_assumptions(mechanisms)
-                ),
-                device_model=True,
-                reason=reason or (_NO_EPSILON if delta > 0 else None),
-                release=Release.EVERY_READING,
-            )
-        ]
+        if delta == 0:
+            return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
+        return _known_bounds(np.concatenate([one.rates for one in mechanisms], axis=1), delta)
+
+    @classmethod
+    def why_infinite(cls, mechanisms: Sequence[Self], delta: float) -> str:
+        """Return why `bounds` found no finite epsilon."""
+        return _NO_EPSILON if delta > 0 else super().why_infinite(mechanisms, delta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,13 +326,13 @@ class LabelArgmax(_LabelFrame):
     ] = True
 
     kind: ClassVar[str] = "label_argmax"
-    audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "step_epsilon"
+    theorem = COUNT_ARGMAX
 
     @property
     def keep_probability(self) -> float:
         """P = e^epsilon / (e^epsilon + k - 1), with which a symmetrised label stays."""
-        return 1 / (1 + (self.n_classes - 1) * math.exp(-self.step_epsilon))
+        return keep_probability(self.step_epsilon, self.n_classes)
 
     def describe(self) -> str:
         """Return what ran, in a few words."""
@@ -383,48 +344,21 @@ class LabelArgmax(_LabelFrame):
         )
 
     @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return epsilon of all answers for one label together."""
-        bounds, reason = spend_certificates(
-            delta,
-            _errors(mechanisms),
-            lambda left: _argmax_bounds(mechanisms, left),
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
+        """Return what is taken on trust of permutations, and of light."""
+        permuted = (
+            "the permutation of each record's labels is uniform, secret, used once and made by a digital generator",
         )
-        permuted = any(one.symmetrised for one in mechanisms)
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=COUNT_ARGMAX,
-                bounds=bounds,
-                delta=delta,
-                adjacency=Adjacency.REPLACE_ONE,
-                assumptions=COUNT_ARGMAX.assumptions(
-                    enforced=enforced,
-                    trusted=(
-                        *((_SECRET_PERMUTATIONS,) if permuted else ()),
-                        *_light_assumptions(mechanisms),
-                    ),
-                ),
-                device_model=True,
-                reason=reason,
-                release=Release.EVERY_READING,
-            )
-        ]
+        checked, trusted = super().hypotheses(mechanisms, delta=delta, bounds=bounds)
+        return checked, (*(permuted if any(one.symmetrised for one in mechanisms) else ()), *trusted)
 
-
-def _argmax_bounds(mechanisms: Sequence[LabelArgmax], delta: float) -> EpsilonBounds:
-    """The sum of pure epsilons; equal symmetrised answers compose as randomized response."""
-    pure = math.fsum(one.steps * one.step_epsilon for one in mechanisms)
-    first, steps = mechanisms[0], sum(one.steps for one in mechanisms)
-    if (
-        delta > 0
-        and first.symmetrised
-        and len({replace(one, steps=1, beta=0.0, certificate="", power_error=0.0) for one in mechanisms}) == 1
-    ):
-        return numerics.response_bounds(
-            first.keep_probability, first.n_classes, first.step_epsilon, steps, delta
-        )
-    return EpsilonBounds(lower=pure if delta == 0 else 0.0, upper=pure, method="closed form")
+    @classmethod
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+        """Return the sum of pure epsilons; equal symmetrised answers compose as randomized response."""
+        first = mechanisms[0]
+        alike = {replace(one, steps=1, beta=0.0, certificate="", power_error=0.0) for one in mechanisms}
+        equal = first.symmetrised and len(alike) == 1
+        return pure_bounds(mechanisms, first.keep_probability, first.n_classes, delta, equal=equal)
 
 
 def argmax_epsilon(lowest: np.ndarray, highest: np.ndarray, *, symmetrised: bool) -> float:
@@ -493,26 +427,3 @@ def _wins(*, own: np.ndarray, others: np.ndarray) -> np.ndarray:
             rest = np.prod(np.delete(beaten, group, axis=1), axis=1)
             found[:, group] += weight * np.sum(own[:, group] * rest, axis=1)
     return found
-
-
-def certified_confusion(counts: np.ndarray, *, beta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return Clopper-Pearson limits of all entries together from readings, wrong with probability at most beta.
-
-    Args:
-        counts: How often each label (row) gave each answer (column), integers, shape (k, k); independent readings.
-        beta: In (0, 1); each limit takes beta / (2 k^2).
-
-    Returns:
-        Lower and upper limits, each of shape (k, k).
-    """
-    checks.in_unit_interval(closed="neither", beta=beta)
-    checks.shape((None, None), counts=counts)
-    found = np.asarray(counts)
-    if found.dtype.kind not in "iu" or found.min() < 0 or not np.all(found.sum(axis=1) > 0):
-        raise ValueError(
-            "counts: must be whole numbers of at least 0, with at least one reading of each label"
-        )
-    level, trials = beta / (2 * found.size), np.broadcast_to(found.sum(axis=1, keepdims=True), found.shape)
-    lower = numerics.beta_quantile(level, np.maximum(found, 1), trials - found + 1)
-    upper = numerics.beta_quantile(1 - level, found + 1, np.maximum(trials - found, 1))
-    return np.where(found == 0, 0.0, lower), np.where(found == trials, 1.0, upper)

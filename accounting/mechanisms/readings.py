@@ -1,29 +1,22 @@
 """Guarantees from a device's own noise, by its law; a law without a theorem is refused by name.
 
-D_alpha(Poisson(a) || Poisson(b)) = (a^alpha b^(1-alpha) - alpha a + (alpha - 1) b) / (alpha - 1), summed over pixels
-and frames (theorem photon-counts). Whatever happens to counts later (gain, read noise, full well, rounding, linear
-recovery) is post-processing.
-
-| law | readings |
-| --- | --- |
-| Gaussian | mu = Delta sqrt(readings) / sigma_min |
-| photon counts | exact Poisson Renyi divergence over boxes of rates; 0 if total variation is at most delta |
-| fluctuating photon counts | the same at the brightest light of the use, whose probability is taken off delta |
-| discrete | refused: masses at one offset are no guarantee |
+The divergences of photon counts are summed over pixels and frames. Whatever happens to counts later (gain, read noise,
+full well, rounding, linear recovery) is post-processing. A discrete law is refused: masses at one offset are no
+guarantee.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from accounting import numerics
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
-from accounting.mechanisms import counted, proven_status
+from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
+from accounting.mechanism import counted, proven_status
 from accounting.theorems import Theorem
 from opusim import checks
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise
@@ -40,7 +33,7 @@ GAUSSIAN_READINGS = Theorem(
     proof="V >= sigma^2 I, so the reading is a post-processing of one with covariance sigma^2 I. A variance without "
     "the law proves nothing: laws of one variance give delta(epsilon = 3) of 0.75 and 3e-10.",
     reference="Dong, Roth and Su 2019",
-    code="accounting.devices.readings.gaussian_mu",
+    code="accounting.mechanisms.readings.gaussian_mu",
     page="privacy-devices.md, section 1",
     trusted=("the noise is Gaussian, independent between readings and outputs, of one law for every input",),
 )
@@ -55,7 +48,7 @@ PHOTON_COUNTS = Theorem(
     " private, and infinite at b = 0 < a, which dark or bias light prevents. Total variation is bounded by "
     "Bhattacharyya's coefficient and by coupling the counts. Gain, read noise, full well, rounding and linear "
     "recovery are post-processing.",
-    code="accounting.devices.readings.poisson_divergence",
+    code="accounting.mechanisms.readings.poisson_divergence",
     page="privacy-devices.md, section 2",
     trusted=("counts are independent Poisson counts, and every rate lies in its box",),
 )
@@ -72,7 +65,7 @@ FLUCTUATING_LIGHT = Theorem(
     "add independent Poisson(d - d_min w / w_max), a rate of at least 0: Poisson(w lambda + d), a post-processing "
     "without the data. Homogeneity is not enough, since dark light does not scale with W. delta is that of steady "
     "counts plus beta of the use plus beta of the certificate; conversions to epsilon come after the convexity.",
-    code="accounting.devices.readings.least_epsilon",
+    code="accounting.mechanisms.readings.least_epsilon",
     page="privacy-devices.md, section 5",
     trusted=(
         "given the light's power, counts are independent Poisson counts, and every rate lies in its box",
@@ -129,55 +122,86 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     checks.in_unit_interval(closed="neither", delta=delta)
     if delta <= readings.beta:
         raise NoGuarantee(f"delta = {delta}: must exceed beta = {readings.beta}, the certificate's own error")
-    statement = _statement_by_law(readings, delta - readings.beta)
-    read = f"{counted(readings.readings, 'reading')} with the device's own noise: {readings.noise.describe()}"
-    return _guarantee(statement, delta, readings.unit, mechanism=read, beta=readings.beta)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Statement:
-    """What a law gives: epsilon, the theorem and its case, its hypotheses, and why epsilon may be infinite."""
-
-    epsilon: float
-    source: str
-    law: str
-    reason: str
+    noise, left = readings.noise, delta - readings.beta
     also: tuple[str, ...] = ()
-
-
-def _statement_by_law(readings: DeviceReadings, delta: float) -> _Statement:
-    noise = readings.noise
+    reason = "a rate may be 0 in its box"
     if isinstance(noise, GaussianNoise):
         mu = gaussian_mu(readings)
         variation = math.erf(mu / math.sqrt(8))  # 2 Phi(mu / 2) - 1
-        return _Statement(
-            epsilon=numerics.gaussian_bounds(mu, delta).upper if variation > delta * (1 - 1e-9) else 0.0,
-            source=f"{GAUSSIAN_READINGS.citation}; mu = {mu:.6g}",
-            law=GAUSSIAN_READINGS.trusted[0],
-            reason="the device adds no noise at some output, or too little for doubles to follow",
+        epsilon = numerics.gaussian_bounds(mu, left).upper if variation > left * (1 - 1e-9) else 0.0
+        theorem, case = GAUSSIAN_READINGS, f"mu = {mu:.6g}"
+        reason = "the device adds no noise at some output, or too little for doubles to follow"
+    elif isinstance(noise, FluctuatingCountNoise):
+        least = least_epsilon(noise, readings.readings, left)
+        epsilon, theorem = least.epsilon, FLUCTUATING_LIGHT
+        case = f"over boxes of rates up to {least.brightest:.6g} of the mean light"
+        also = (
+            FLUCTUATING_LIGHT.trusted[1],
+            f"delta holds beta of use = {least.beta:.3g}: the probability that a frame is brighter than that",
         )
-    if isinstance(noise, FluctuatingCountNoise):
-        least = least_epsilon(noise, readings.readings, delta)
-        return _Statement(
-            epsilon=least.epsilon,
-            source=f"{FLUCTUATING_LIGHT.citation}; over boxes of rates up to {least.brightest:.6g} of the mean light",
-            law=FLUCTUATING_LIGHT.trusted[0],
-            reason="a rate may be 0 in its box",
-            also=(
-                FLUCTUATING_LIGHT.trusted[1],
-                f"delta holds beta of use = {least.beta:.3g}: the probability that a frame is brighter than that",
-            ),
+    elif isinstance(noise, PhotonCountNoise):
+        epsilon, theorem = _box_epsilon(noise, readings.readings, left), PHOTON_COUNTS
+        case = "over boxes of rates"
+    else:
+        raise NoGuarantee(
+            f"noise law {noise.law!r}: no theorem turns readings of it into a guarantee (masses at one offset prove "
+            "nothing); use a Gaussian, a photon_count or a fluctuating_photon_count law"
         )
-    if isinstance(noise, PhotonCountNoise):
-        return _Statement(
-            epsilon=_box_epsilon(noise, readings.readings, delta),
-            source=f"{PHOTON_COUNTS.citation}; over boxes of rates",
-            law=PHOTON_COUNTS.trusted[0],
-            reason="a rate may be 0 in its box",
-        )
-    raise NoGuarantee(
-        f"noise law {noise.law!r}: no theorem turns readings of it into a guarantee (masses at one offset prove "
-        "nothing); use a Gaussian, a photon_count or a fluctuating_photon_count law"
+    stated = readings_guarantee(
+        EpsilonBounds(lower=0.0, upper=epsilon, method=case),
+        theorem,
+        delta=delta,
+        beta=readings.beta,
+        unit=readings.unit,
+        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {noise.describe()}",
+        also=also,
+        reason=reason,
+    )
+    return replace(stated, epsilon_lower=None)  # none is computed
+
+
+def readings_guarantee(
+    bounds: EpsilonBounds,
+    theorem: Theorem,
+    *,
+    delta: float,
+    beta: float,
+    unit: Unit,
+    mechanism: str,
+    also: tuple[str, ...],
+    reason: str,
+) -> Guarantee:
+    """Return the statement of a theorem about readings with a device's own noise.
+
+    Args:
+        bounds: Epsilon at what beta leaves of delta.
+        theorem: What proves it; the first of its trusted hypotheses is the law of the noise.
+        delta: Of the statement.
+        beta: Probability that the law's numbers are wrong.
+        unit: Whether an input is a record or a label.
+        mechanism: What was read, in a few words.
+        also: Further hypotheses, after the law.
+        reason: Why epsilon is infinite, if it is.
+    """
+    infinite = math.isinf(bounds.upper)
+    texts = (
+        theorem.trusted[0],
+        *also,
+        f"the law's numbers are right, but for a probability of {beta:g}",
+        "what is released is a function of the readings",
+    )
+    return Guarantee(
+        epsilon=bounds.upper,
+        delta=delta,
+        unit=unit,
+        adjacency=Adjacency.REPLACE_ONE,
+        release=Release.EVERY_READING,
+        status=proven_status(bounds.upper, device_model=True),
+        mechanism=mechanism,
+        source=f"{theorem.citation}; {bounds.method}",
+        assumptions=tuple(Assumption(text=text) for text in texts),
+        epsilon_lower=None if infinite else bounds.lower,
+        reason=reason if infinite else None,
     )
 
 
@@ -233,26 +257,6 @@ def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> 
     return best
 
 
-def _guarantee(statement: _Statement, delta: float, unit: Unit, *, mechanism: str, beta: float) -> Guarantee:
-    return Guarantee(
-        epsilon=statement.epsilon,
-        delta=delta,
-        unit=unit,
-        adjacency=Adjacency.REPLACE_ONE,
-        release=Release.EVERY_READING,
-        status=proven_status(statement.epsilon, device_model=True),
-        mechanism=mechanism,
-        source=statement.source,
-        assumptions=(
-            Assumption(text=statement.law),
-            *(Assumption(text=text) for text in statement.also),
-            Assumption(text=f"the law's numbers are right, but for a probability of {beta:g}"),
-            Assumption(text="what is released is a function of the readings"),
-        ),
-        reason=statement.reason if math.isinf(statement.epsilon) else None,
-    )
-
-
 def gaussian_mu(readings: DeviceReadings) -> float:
     """Return Delta sqrt(readings) / sigma_min; infinite if sigma_min is 0 and Delta is not.
 
@@ -302,28 +306,6 @@ def box_rdp(noise: PhotonCountNoise, order: float) -> float:
     return float(np.sum(worst))
 
 
-def pattern_rdp(rates: np.ndarray, order: float) -> float:
-    """Return the largest of `numerics.pattern_divergences`: sharper than boxes.
-
-    It is infinite if only some of a pixel's rates are 0.
-
-    Args:
-        rates: Expected counts of each pattern (a label's, say) at every pixel and frame, shape (patterns, pixels).
-        order: alpha > 1.
-    """
-    checks.shape((None, None), rates=rates)
-    checks.non_negative(rates=rates)
-    checks.positive(order_above_1=order - 1)
-    if len(rates) < 2:
-        raise ValueError(f"rates has {len(rates)} pattern: at least two are needed")
-    lit = np.asarray(rates, dtype=float)[:, np.any(np.asarray(rates) > 0, axis=0)]
-    if np.any(lit == 0):
-        return math.inf
-    if lit.size == 0:
-        return 0.0
-    return float(numerics.pattern_divergences(lit, order).max())
-
-
 def total_variation_limit(root_distance: float, distance: float) -> float:
     """Return an upper limit of the total variation distance of two products of Poisson laws, rounded up.
 
@@ -350,38 +332,29 @@ def box_variation(noise: PhotonCountNoise, readings: int = 1) -> float:
     )
 
 
-def epsilon_of_curve(curve: Sequence[float], delta: float) -> float:
-    """Return dp_accounting's conversion of a Renyi curve over `ORDERS`; infinite if no order is finite.
-
-    Args:
-        curve: One value for each order, at least 0; infinite if there is none.
-        delta: In (0, 1).
-    """
-    checks.in_unit_interval(closed="neither", delta=delta)
-    pairs = [(order, rdp) for order, rdp in zip(ORDERS, curve, strict=True) if math.isfinite(rdp)]
-    if not pairs:
-        return math.inf
-    epsilon = numerics.renyi_to_epsilon([o for o, _ in pairs], [r for _, r in pairs], delta)
-    return epsilon if epsilon >= 0 else math.inf
-
-
 def epsilon_of_divergence(divergence: Callable[[float], float], delta: float) -> float:
-    """Return `epsilon_of_curve` of a Renyi divergence, computed only for orders that can matter.
+    """Return dp_accounting's conversion of a Renyi divergence over `ORDERS`; infinite if no order is finite.
 
     Divergences rise with the order, and a conversion takes at most log(a / (a - 1)) + log(a) / (a - 1) < 6 off them at
     orders a >= 1.01: once one exceeds the best epsilon so far by 6, higher orders are left out. Leaving out orders is
     always sound.
 
     Args:
-        divergence: Maps an order to the divergence, infinite if there is none.
+        divergence: Maps an order to the divergence, at least 0; infinite if there is none.
         delta: In (0, 1).
     """
     checks.in_unit_interval(closed="neither", delta=delta)
-    curve, best = [math.inf] * len(ORDERS), math.inf
-    for index, order in enumerate(ORDERS):
-        curve[index] = divergence(order)
-        if curve[index] > best + 6:
+    pairs, best = [], math.inf
+    for order in ORDERS:
+        value = divergence(order)
+        if math.isfinite(value):
+            pairs.append((order, value))
+        if value > best + 6:
             break
-        if math.isfinite(curve[index]):
-            best = min(best, numerics.renyi_to_epsilon([order], [curve[index]], delta))
-    return epsilon_of_curve(curve, delta)
+        if math.isfinite(value):
+            best = min(best, numerics.renyi_to_epsilon([order], [value], delta))
+    if not pairs:
+        return math.inf
+    orders, values = zip(*pairs, strict=True)
+    epsilon = numerics.renyi_to_epsilon(orders, values, delta)
+    return epsilon if epsilon >= 0 else math.inf

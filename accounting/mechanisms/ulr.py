@@ -26,18 +26,10 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
-from accounting.mechanisms import (
-    Count,
-    Mechanism,
-    Positive,
-    SamplingProbability,
-    counted,
-    described,
-    no_guarantee,
-    proven_guarantee,
-)
-from accounting.theorems import Theorem, about_relation
+from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status, Unit
+from accounting.mechanism import Mechanism, counted, described
+from accounting.parameters import Count, Positive, SamplingProbability
+from accounting.theorems import Theorem
 from opusim import checks
 
 _ORDERS = tuple((1.0 + np.logspace(-2.0, 3.0, 800)).tolist())
@@ -58,7 +50,7 @@ BATCH_NOISE = Theorem(
     proof="A record with a loss above the others', or with an input that the others lack, changes the covariance of "
     "the noise without bound; clipped averages lie on a sphere, so a record that is the only one in some "
     "direction shows with the probability that it is in the batch.",
-    code="accounting.ulr.mechanisms.PublishedUlr",
+    code="accounting.mechanisms.ulr.PublishedUlr",
     page="ulr.md, section 4",
 )
 REJECTION_SAMPLING = Theorem(
@@ -76,7 +68,7 @@ REJECTION_SAMPLING = Theorem(
     "f(J) and f(J' and the new record) then differ by at most C, or 2 C. Divergences are jointly convex, and "
     "the mixture's hockey-stick divergences are the mixture of both, so it composes as a privacy loss "
     "distribution.",
-    code="accounting.ulr.mechanisms.mixture_of",
+    code="accounting.mechanisms.ulr.mixture_of",
     page="ulr.md, section 3",
     checked_by_code=(
         "each record's contribution is clipped to norm C before the sum, across all layers together",
@@ -111,6 +103,12 @@ class PublishedUlr(Mechanism):
     ] = False
 
     kind: ClassVar[str] = "ulr_published"
+    theorem = BATCH_NOISE
+    adjacency = Adjacency.ADD_OR_REMOVE_ONE
+    refuted = (
+        "no noise level bounds it over all data: the noise is made of the batch's own losses and inputs, so a record "
+        "with a loss or an input that the others lack shows; use trainer.form = 'proven' and --protect record"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +128,8 @@ class PublishedUlr(Mechanism):
 
         `enforced` changes nothing: every hypothesis that can be checked is, against the run's own constants.
         """
-        return [_whole_record_guarantee(mechanisms, delta), published_guarantee(mechanisms, delta)]
+        whole = super().guarantees(mechanisms, delta=delta, enforced=enforced)
+        return [*whole, published_guarantee(mechanisms, delta)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +143,8 @@ class RejectionGaussian(Mechanism):
 
     kind: ClassVar[str] = "rejection_gaussian"
     noise_field: ClassVar[str | None] = "noise_multiplier"
+    theorem = REJECTION_SAMPLING
+    adjacency = Adjacency.ADD_OR_REMOVE_ONE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,22 +166,9 @@ class RejectionGaussian(Mechanism):
         )
 
     @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return epsilon of all steps together, add_or_remove_one, both directions."""
-        relation = Adjacency.ADD_OR_REMOVE_ONE
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=REJECTION_SAMPLING,
-                bounds=numerics.mixture_bounds([one.as_mixture() for one in mechanisms], delta),
-                delta=delta,
-                adjacency=relation,
-                assumptions=(
-                    *REJECTION_SAMPLING.assumptions(enforced=enforced),
-                    *about_relation(relation, enforced=enforced),
-                ),
-            )
-        ]
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+        """Return epsilon of all steps together, both directions."""
+        return numerics.mixture_bounds([one.as_mixture() for one in mechanisms], delta)
 
 
 def _require_possible_batch(n_records: int, min_batch_size: int) -> None:
@@ -252,10 +240,10 @@ def published_value(runs: Sequence[PublishedUlr], delta: float, *, checked: bool
     return min(values, default=math.inf)
 
 
-def hypotheses(run: PublishedUlr) -> tuple[Assumption, ...]:
-    """Return the conditions of Theorem 2, each checked against the run."""
+def _assumptions(run: PublishedUlr) -> tuple[tuple[Assumption, ...], tuple[Assumption, ...]]:
+    """Return the conditions of Theorem 2, each checked against the run, and what Algorithm 1 does not provide."""
     q, least, n = run.sampling_probability, run.min_batch_size, run.n_records
-    statements = (
+    conditions = (
         (f"q <= 1/5 (q = {q:g})", q <= 0.2),
         (f"sigma_0 >= 4 (sigma_0 = {run.target_std:g})", run.target_std >= 4),
         (f"1 <= N_B <= q N (N_B = {least}, q N = {q * n:g})", least <= q * n * (1 + 1e-12)),
@@ -264,31 +252,33 @@ def hypotheses(run: PublishedUlr) -> tuple[Assumption, ...]:
             run.target_std > 0 and any(admissible(run, order) for order in _ORDERS),
         ),
         ("batches are sampled independently and drawn again below N_B", run.sampled),
+        ("N, q and N_B are public constants, the same for both data sets", None),
     )
-    public = Assumption(text="N, q and N_B are public constants, the same for both data sets")
-    return (*(Assumption(text=text, holds=bool(ok)) for text, ok in statements), public)
-
-
-def gaps(run: PublishedUlr) -> tuple[Assumption, ...]:
-    """Return what Theorem 2 assumes and Algorithm 1 does not provide."""
-    batch = run.sampling_probability * run.n_records
-    real = math.sqrt(batch / run.largest_module)
-    covered = Assumption(
-        text=f"the clipped estimate's noise has standard deviation sigma_0 C in every direction (clipping bounds it by "
-        f"C sqrt(batch / parameters) = {real:.3g} C in the largest module)",
-        holds=real >= run.target_std,
+    real = math.sqrt(q * n / run.largest_module)
+    gaps = (
+        (
+            "the clipped estimate's noise has standard deviation sigma_0 C in every direction (clipping bounds it by "
+            f"C sqrt(batch / parameters) = {real:.3g} C in the largest module)",
+            real >= run.target_std,
+        ),
+        (
+            f"one module is released (each of {run.modules} is clipped to C separately, so a record moves them by "
+            f"{math.sqrt(run.modules):.3g} C together)",
+            run.modules == 1,
+        ),
+        *((text, False) for text in _GAPS),
     )
-    one_module = Assumption(
-        text=f"one module is released (each of {run.modules} is clipped to C separately, so a record moves them by "
-        f"{math.sqrt(run.modules):.3g} C together)",
-        holds=run.modules == 1,
+    checked, missing = (
+        tuple(Assumption(text=text, holds=None if holds is None else bool(holds)) for text, holds in each)
+        for each in (conditions, gaps)
     )
-    return (covered, one_module, *(Assumption(text=text, holds=False) for text in _GAPS))
+    return checked, missing
 
 
 def published_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee:
     """Return what the paper claims: infinite if a condition of its theorem fails; `formula_value` ignores them."""
-    checked = tuple(dict.fromkeys(item for run in runs for item in hypotheses(run)))
+    found = [_assumptions(run) for run in runs]
+    checked = tuple(dict.fromkeys(item for conditions, _ in found for item in conditions))
     failed = [item.text for item in checked if item.holds is False]
     epsilon = math.inf if failed else published_value(runs, delta, checked=True)
     reason = None
@@ -303,20 +293,7 @@ def published_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee
         status=Status.CLAIMED,
         mechanism=described(runs),
         source=_SOURCE,
-        assumptions=(*checked, *dict.fromkeys(item for run in runs for item in gaps(run))),
+        assumptions=(*checked, *dict.fromkeys(item for _, gaps in found for item in gaps)),
         formula_value=published_value(runs, delta, checked=False),
         reason=reason,
-    )
-
-
-def _whole_record_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee:
-    """Status none for whole records (theorem ulr-batch-noise)."""
-    return no_guarantee(
-        runs,
-        delta=delta,
-        unit=Unit.RECORD,
-        adjacency=Adjacency.ADD_OR_REMOVE_ONE,
-        source=BATCH_NOISE.citation,
-        reason="no noise level bounds it over all data: the noise is made of the batch's own losses and inputs, so a "
-        "record with a loss or an input that the others lack shows; use trainer.form = 'proven' and --protect record",
     )

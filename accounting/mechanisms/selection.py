@@ -1,18 +1,14 @@
 """Choosing the best of a random number of trials by a noised score.
 
 With Q the density of a trial's (output, score) and a(y) = Q(score > y), a search over K ~ Poisson(m) trials releases
-the density A(y) = m e^(-m a(y)) Q(y).
-
-- Trials that are mu-GDP: of three bounds on the hockey-stick divergence of A the least counts (theorem
-  private-selection).
-- Other trials, such as sampled Gaussian noise: the lesser of two bounds, from their curve delta(epsilon) and from their
-  Renyi divergences (theorem selection-of-noisy-sums).
+the density A(y) = m e^(-m a(y)) Q(y). Theorem private-selection bounds it for trials that are mu-GDP, and theorem
+selection-of-noisy-sums for others, such as sampled Gaussian noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -24,17 +20,10 @@ from accounting import numerics
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
-from accounting.mechanisms import (
-    CertifiedMechanism,
-    ExactlyRounded,
-    Mechanism,
-    Positive,
-    certificate_errors,
-    proven_guarantee,
-    spend_certificates,
-)
-from accounting.theorems import SEED_IS_SECRET, Theorem, about_relation, about_rounding
+from accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
+from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism
+from accounting.parameters import Absent, ExactlyRounded, Positive
+from accounting.theorems import SEED_IS_SECRET, Theorem
 from opusim import checks
 
 _ORDERS = (
@@ -62,7 +51,7 @@ PRIVATE_SELECTION = Theorem(
     "by a + g(a); what remains is a convex function of r, so the Gaussian pair dominates it; it is summed over "
     "a grid, each cell at its worst corner. (3) is Theorem 6 of Papernot and Steinke.",
     reference="Koskela, Redberg and Wang 2024; Papernot and Steinke 2022",
-    code="accounting.selection.mechanisms.selection_bounds",
+    code="accounting.mechanisms.selection.selection_bounds",
     page="convex.md, section 4",
     checked_by_code=(
         *_SEARCHED,
@@ -87,7 +76,7 @@ NOISY_SUMS = Theorem(
     "a'(y) = Q'(score > y) exceeds a(y) by at most delta(0), so A - e^(epsilon^ + m delta(0)) A' is at most m (Q - "
     "e^epsilon^ Q'). (2) is Theorem 6 of Papernot and Steinke.",
     reference="Koskela, Redberg and Wang 2024; Papernot and Steinke 2022",
-    code="accounting.selection.mechanisms.models_bounds",
+    code="accounting.mechanisms.selection.models_bounds",
     page="privacy-records.md, section 6",
     checked_by_code=(
         *_SEARCHED,
@@ -185,27 +174,34 @@ class PrivateSelection(CertifiedMechanism):
         Doc(
             "LAW,SCALE,Q,STEPS: noise of the settings that a trial may have, scale over C; none if it is mu-GDP."
         ),
+        Absent(()),
     ] = ()
-    adjacency: Annotated[Adjacency, Doc("the trials' relation.")] = Adjacency.REPLACE_ONE
-    release: Annotated[Release, Doc("what is released of the best trial.")] = Release.LAST_ITERATE
-    unit: Annotated[Unit, Doc("what is protected.")] = Unit.RECORD  # type: ignore[misc]  # that of the trials
-    rests_on: Annotated[str, Doc("name of the theorem that a trial rests on, or empty.")] = ""
+    adjacency: Annotated[Adjacency, Doc("the trials' relation."), Absent(Adjacency.REPLACE_ONE)] = (
+        Adjacency.REPLACE_ONE
+    )
+    release: Annotated[Release, Doc("what is released of the best trial."), Absent(Release.LAST_ITERATE)] = (
+        Release.LAST_ITERATE
+    )
+    unit: Annotated[Unit, Doc("what is protected."), Absent(Unit.RECORD)] = Unit.RECORD  # type: ignore[misc]
+    rests_on: Annotated[str, Doc("name of the theorem that a trial rests on, or empty."), Absent("")] = ""
     device_noise: Annotated[bool, Doc("Whether the trials' noise is a device's, of Gaussian law.")] = False
     exactly_rounded: ExactlyRounded = True
 
-    absent_means: ClassVar[Mapping[str, Any]] = {
-        **CertifiedMechanism.absent_means,
-        "trials": (),
-        "adjacency": Adjacency.REPLACE_ONE,
-        "release": Release.LAST_ITERATE,
-        "unit": Unit.RECORD,
-        "rests_on": "",
-        "exactly_rounded": False,
-    }
     kind: ClassVar[str] = "private_selection"
     audited: ClassVar[bool] = True
     noise_field: ClassVar[str | None] = "mu"
     noise_is_inverse: ClassVar[bool] = True
+    rounded = "score"
+
+    @property
+    def theorem(self) -> Theorem:
+        """What proves its guarantee."""
+        return NOISY_SUMS if self.trials else PRIVATE_SELECTION
+
+    @property
+    def is_rounded(self) -> bool:
+        """See Mechanism.is_rounded; scores are rounded whatever the noise of the trials."""
+        return self.exactly_rounded
 
     @property
     def noise(self) -> float:
@@ -230,77 +226,46 @@ class PrivateSelection(CertifiedMechanism):
         return f"{best}, scores {self.mu:.4g}-GDP{searches}, each trial: {each}"
 
     @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return the sum of all searches' least bounds at equal shares of delta.
+    def common_adjacency(cls, mechanisms: Sequence[Self]) -> Adjacency:
+        """Return the relation of all searches.
 
         Raises:
             NoGuarantee: Their units, relations, releases or the theorems of their trials differ.
         """
-        first = mechanisms[0]
-        theorem = NOISY_SUMS if any(one.trials for one in mechanisms) else PRIVATE_SELECTION
         for name in ("unit", "adjacency", "release", "rests_on"):
             if len({getattr(one, name) for one in mechanisms}) > 1:
                 raise NoGuarantee(f"searches: {name} differs between them; state each separately")
-        bounds, reason = spend_certificates(
-            delta, certificate_errors(mechanisms), lambda left: _searches(mechanisms, left)
+        return mechanisms[0].adjacency
+
+    @classmethod
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
+        """Return what is taken on trust of trials, and of scores if the number of records is not public."""
+        first = mechanisms[0]
+        whose = (
+            f"of theorem {first.rests_on}, on which each trial rests,"
+            if first.rests_on
+            else "of the trials' own theorem"
         )
-        return [
-            proven_guarantee(
-                mechanisms,
-                theorem=theorem,
-                bounds=bounds,
-                delta=delta,
-                adjacency=first.adjacency,
-                assumptions=(
-                    *theorem.assumptions(
-                        enforced=enforced, trusted=_of_trials(first.rests_on) + _of_counts(first.adjacency)
-                    ),
-                    *about_rounding(
-                        all(one.exactly_rounded for one in mechanisms), enforced=enforced, what="score"
-                    ),
-                    *about_relation(first.adjacency, enforced=enforced),
-                ),
-                device_model=any(mechanism.device_noise for mechanism in mechanisms),
-                reason=reason,
-                release=first.release,
+        trusted = [f"the assumptions {whose} hold"]
+        if first.adjacency is Adjacency.ADD_OR_REMOVE_ONE:  # else batches have one shape
+            trusted.append(
+                "the machine classifies a held-out record alike, whatever the number of records evaluated"
             )
-        ]
+        return (), tuple(trusted)
 
-
-def _of_trials(theorem: str) -> tuple[str, ...]:
-    """Return what a search takes on trust of its trials."""
-    whose = f"of theorem {theorem}, on which each trial rests," if theorem else "of the trials' own theorem"
-    return (f"the assumptions {whose} hold",)
-
-
-def _of_counts(adjacency: Adjacency) -> tuple[str, ...]:
-    """Return what a search takes on trust of its scores; a public number of records has batches of one shape."""
-    if adjacency is not Adjacency.ADD_OR_REMOVE_ONE:
-        return ()
-    return ("the machine classifies a held-out record alike, whatever the number of records evaluated",)
-
-
-def _searches(mechanisms: Sequence[PrivateSelection], delta: float) -> EpsilonBounds:
-    """Return the sum of all searches' least bounds at equal shares of delta."""
-    share = delta / sum(mechanism.steps for mechanism in mechanisms)
-    found = [(one.steps, search_bounds(one, share)) for one in mechanisms]
-    epsilon = math.fsum(steps * bounds.upper for steps, bounds in found)
-    lower = 0.0 if math.isfinite(epsilon) else math.inf
-    return EpsilonBounds(lower=lower, upper=epsilon, method=found[0][1].method)
-
-
-def search_bounds(one: PrivateSelection, delta: float) -> EpsilonBounds:
-    """Return the epsilon of one search: the larger of that of its scores and that of its models.
-
-    Args:
-        one: The search.
-        delta: In [0, 1).
-    """
-    scores = selection_bounds(one.mu, one.mean, delta)
-    if not one.trials:
-        return scores
-    models = models_bounds(one.trials, one.adjacency, one.mean, delta)
-    return max(models, scores, key=lambda bounds: bounds.upper)
+    @classmethod
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+        """Return the sum of all searches' least bounds at equal shares of delta."""
+        share, found = delta / sum(mechanism.steps for mechanism in mechanisms), []
+        for one in mechanisms:  # of each search the larger epsilon: that of its scores or that of its models
+            cost = selection_bounds(one.mu, one.mean, share)
+            if one.trials:
+                models = models_bounds(one.trials, adjacency, one.mean, share)
+                cost = max(models, cost, key=lambda each: each.upper)
+            found.append(cost)
+        epsilon = math.fsum(one.steps * cost.upper for one, cost in zip(mechanisms, found, strict=True))
+        lower = 0.0 if math.isfinite(epsilon) else math.inf
+        return EpsilonBounds(lower=lower, upper=epsilon, method=found[0].method)
 
 
 def models_bounds(

@@ -1,44 +1,97 @@
-"""Whole records: per-record clipping with central noise, and updates without any protection.
+"""Mechanisms that protect whole records: noise on a sum over a batch, clipped updates, and no protection at all.
 
-Under direct feedback alignment the update of record i is u_i = (s_i * phi'_i) (h_i, 1)^T at each layer and
-e_i (h_i, 1)^T at the output, a rank-one matrix, so ||u_i||^2 = sum_l ||s_l * phi'_l||^2 (||h_(l-1)||^2 + 1) is known
-without forming it. A step releases [sum over a Poisson(q) batch of min(1, C / ||u_i||) u_i + N(0, (z C)^2)] / divisor.
-The noise of several steps may be correlated: row t of inverse(C) Z for a banded matrix C (theorem banded-records).
+k is 1 if a record is added, removed or made null, and 2 if one is replaced (its sum moves by 2 C). The numbers come
+from `accounting.numerics`; what cannot be computed raises `NoGuarantee` or is infinite with a reason.
+
+Under direct feedback alignment the update of record i is u_i = (s_i * phi'_i) (h_i, 1)^T at each layer and e_i (h_i,
+1)^T at the output, a rank-one matrix, so ||u_i||^2 = sum_l ||s_l * phi'_l||^2 (||h_(l-1)||^2 + 1) is known without
+forming it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.guarantee import Adjacency, Guarantee
-from accounting.mechanisms import (
-    CertifiedMechanism,
+from accounting.guarantee import Adjacency, Assumption
+from accounting.mechanism import CertifiedMechanism, Mechanism, counted
+from accounting.parameters import (
+    Absent,
     DeviceNoise,
     ExactlyRounded,
-    Mechanism,
     Positive,
     SamplingProbability,
-    certificate_errors,
-    counted,
-    no_guarantee,
-    proven_guarantee,
+    StatedRelation,
     require_text,
-    spend_certificates,
 )
 from accounting.theorems import (
-    DEVICE_NOISE_IS_GAUSSIAN,
+    NOISY_SUM,
     SEED_IS_SECRET,
     Theorem,
-    about_noisy_sums,
     about_relation,
-    leaving_out,
-    weaker,
+    about_rounding,
+)
+
+_CHECKED = (
+    "the noise of every step is fresh",
+    "each record's contribution is clipped to norm C before the sum, across all layers together",
+    "the sum is divided by a public constant, never by the batch's own size",
+)
+_SAMPLED = "every record enters every batch independently with probability q"
+_SECRET_BATCHES = "batches stay secret"
+_TRUSTED = ("neither the noise nor the seed that it came from is ever revealed",)
+
+GAUSSIAN = Theorem(
+    name="gaussian",
+    title="Gaussian mechanism",
+    statement="A sum that one record moves by at most k C, plus N(0, (z C)^2) in every coordinate, is mu-GDP with mu "
+    "= k / z, and T such releases are mu-GDP with mu^2 = T (k / z)^2. Then delta(epsilon) = Phi(mu/2 - "
+    "epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu). k is 1 if a record is added, removed or made null, 2 "
+    "if one is replaced.",
+    proof="Along the difference v of the two sums the outputs are N(0, 1) and N(|v| / (z C), 1) after scaling, and "
+    "every other direction has the same law. Trade-off functions of Gaussian shifts compose by adding mu^2.",
+    reference="Balle and Wang 2018; Dong, Roth and Su 2019",
+    code="accounting.numerics.closed_forms.gaussian_bounds",
+    page="privacy-records.md, section 3",
+    checked_by_code=_CHECKED,
+    trusted=_TRUSTED,
+)
+SAMPLED_GAUSSIAN = Theorem(
+    name="sampled-gaussian",
+    title="Poisson-sampled Gaussian mechanism",
+    statement="A sum over a secret Poisson(q) batch of contributions of norm at most C, plus N(0, (z C)^2), is "
+    "dominated, in units of C, by (1 - q) N(0, z^2) + q N(1, z^2) against N(0, z^2), in both orders, if a "
+    "record is added, removed or made null, and by (1 - q) N(0, z^2) + q N(1, z^2) against (1 - q) N(0, "
+    "z^2) + q N(-1, z^2) if one is replaced.",
+    proof="Fix the other records' sum (hockey-stick divergences are jointly convex) and shift it to 0; the pair then "
+    "grows with the norm of the record's contribution. Dominating pairs compose adaptively. Their privacy loss "
+    "distribution is discretised from above (connect the dots) and from below (a polygon between tangents), so "
+    "epsilon is known between two bounds; Renyi divergences take over where doubles cannot follow the losses.",
+    reference="Zhu, Dong and Wang 2022; Doroshenko et al. 2022; Mironov 2017",
+    code="accounting.numerics.sampled_noise.noise_bounds",
+    page="privacy-records.md, section 3",
+    checked_by_code=(*_CHECKED, _SAMPLED),
+    trusted=(*_TRUSTED, _SECRET_BATCHES),
+)
+SAMPLED_LAPLACE = Theorem(
+    name="sampled-laplace",
+    title="Poisson-sampled Laplace mechanism",
+    statement="A sum over a secret Poisson(q) batch of scalars of size at most C, plus Laplace noise of scale b C, "
+    "costs at delta = 0 exactly log(1 + q (e^(1/b) - 1)) a step if a record is added, removed or made null,"
+    " and log((1 - q + q e^(1/b)) / (1 - q + q e^(-1/b))) if one is replaced; pure epsilons add up.",
+    proof="The ratio of the sampled densities is at most 1 - q + q e^(1/b), and its inverse at most "
+    "1 / (1 - q + q e^(-1/b)), which is less. At delta > 0 the distribution of the loss is composed instead, and the "
+    "smaller epsilon counts.",
+    reference="DP-ZO, Propositions A.1, A.2; Zhu et al. 2022",
+    code="accounting.numerics.sampled_noise.noise_bounds",
+    page="privacy-records.md, section 3",
+    checked_by_code=(*_CHECKED, _SAMPLED),
+    trusted=(*_TRUSTED, _SECRET_BATCHES),
 )
 
 CLIPPED_RECORDS = Theorem(
@@ -53,7 +106,7 @@ CLIPPED_RECORDS = Theorem(
     "helps. Dividing by a constant is post-processing. For zero_out every constant is the same for both data "
     "sets, and the null record contributes nothing. The rest is theorem sampled-gaussian.",
     reference="Abadi et al. 2016; Zhu, Dong and Wang 2022",
-    code="accounting.records.mechanisms.RecordCentral",
+    code="accounting.mechanisms.records.RecordCentral",
     page="privacy-records.md, sections 1 and 2",
     checked_by_code=(
         "every record enters every batch independently with probability q, by a new draw at each step",
@@ -90,7 +143,7 @@ BANDED_RECORDS = Theorem(
     "Gaussian mechanism, and blocks compose adaptively. A run that is resumed with new noise and new coins is several "
     "such releases.",
     reference="Choquette-Choo et al. 2023; McKenna 2024",
-    code="accounting.records.mechanisms.ClippedRecords",
+    code="accounting.mechanisms.records.ClippedRecords",
     page="privacy-records.md, section 7",
     checked_by_code=(
         "every record is in one of b subsets by a uniform coin of its own, and no number of records shapes a subset",
@@ -104,6 +157,84 @@ BANDED_RECORDS = Theorem(
     ),
     trusted=CLIPPED_RECORDS.trusted,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdditiveNoise(Mechanism, joint=True):
+    """Noise on a sum of contributions of norm at most C. Subclasses say which; all of one relation compose.
+
+    A subclass implements `describe`, names its `theorem`, and has a `noise_law` or implements `as_noise`.
+    """
+
+    adjacency: Annotated[
+        Adjacency,
+        Doc(
+            "add or remove a record, or replace it by a null record (the sum moves by C), or by another (by 2 C)."
+        ),
+    ] = Adjacency.ADD_OR_REMOVE_ONE
+
+    def known_batch(self) -> Self:
+        """Return the same mechanism with q = 1; itself if its batch is all records."""
+        changes: dict[str, Any] = (
+            {"sampling_probability": 1.0} if hasattr(self, "sampling_probability") else {}
+        )
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonGaussian(AdditiveNoise):
+    """Sum over a Poisson batch of vectors with norm at most C, plus N(0, (z C)^2) in every coordinate."""
+
+    noise_multiplier: Annotated[Positive, Doc("z, above 0: standard deviation over C.")]
+    sampling_probability: SamplingProbability
+
+    kind: ClassVar[str] = "poisson_gaussian"
+    noise_field: ClassVar[str | None] = "noise_multiplier"
+    noise_law = "gaussian"
+    theorem = SAMPLED_GAUSSIAN
+
+    def describe(self) -> str:
+        """Return what ran, in a few words."""
+        return (
+            f"Gaussian noise, multiplier {self.noise_multiplier:g}, on Poisson batches "
+            f"(q = {self.sampling_probability:g}), {counted(self.steps, 'step')}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaussian(AdditiveNoise):
+    """Sum over all records of vectors with norm at most C, plus N(0, (z C)^2) in every coordinate: no sampling."""
+
+    noise_multiplier: Annotated[Positive, Doc("z, above 0: standard deviation over C.")]
+
+    kind: ClassVar[str] = "gaussian"
+    noise_field: ClassVar[str | None] = "noise_multiplier"
+    noise_law = "gaussian"
+    theorem = GAUSSIAN
+
+    def describe(self) -> str:
+        """Return what ran, in a few words."""
+        return f"Gaussian noise, multiplier {self.noise_multiplier:g}, on all records, {counted(self.steps, 'step')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonLaplace(AdditiveNoise):
+    """Sum over a Poisson batch of scalars of size at most C, plus Laplace noise of scale b C."""
+
+    scale: Annotated[Positive, Doc("b, above 0: the Laplace scale over C.")]
+    sampling_probability: SamplingProbability
+
+    kind: ClassVar[str] = "poisson_laplace"
+    noise_field: ClassVar[str | None] = "scale"
+    noise_law = "laplace"
+    theorem = SAMPLED_LAPLACE
+
+    def describe(self) -> str:
+        """Return what ran, in a few words."""
+        return (
+            f"Laplace noise, scale {self.scale:g}, on Poisson batches (q = {self.sampling_probability:g}), "
+            f"{counted(self.steps, 'step')}"
+        )
 
 
 _ROUNDING = 1e-12
@@ -160,16 +291,13 @@ class ClippedRecords(CertifiedMechanism):
             "independent noise. Step t then draws from one of as many subsets of the records, with probability bands q."
         ),
         _require_correlation,
+        Absent((1.0,)),
     ] = (1.0,)
     exactly_rounded: ExactlyRounded = False
 
     noise_field: ClassVar[str | None] = "noise_multiplier"
     audited: ClassVar[bool] = True
-    absent_means: ClassVar[Mapping[str, Any]] = {
-        **CertifiedMechanism.absent_means,
-        "correlation": (1.0,),
-        "exactly_rounded": False,
-    }
+    rounded: ClassVar[str | None] = NOISY_SUM
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,6 +308,26 @@ class ClippedRecords(CertifiedMechanism):
     def additive(self) -> bool:
         """See Mechanism.additive; the last of ceil(steps / b) releases may be a part."""
         return self.bands == 1
+
+    @property
+    def theorem(self) -> Theorem:
+        """What proves its guarantee."""
+        return CLIPPED_RECORDS if self.bands == 1 else BANDED_RECORDS
+
+    @property
+    def is_rounded(self) -> bool:
+        """See Mechanism.is_rounded; rows of correlated noise are not rounded."""
+        return super().is_rounded and self.bands == 1
+
+    @classmethod
+    def circumstances(
+        cls, mechanisms: Sequence[Self], adjacency: Adjacency, *, enforced: bool
+    ) -> tuple[Assumption, ...]:
+        """Return what is assumed of the number of records, then of rounding."""
+        return (
+            *about_relation(adjacency, enforced=enforced),
+            *about_rounding(all(one.is_rounded for one in mechanisms), enforced=enforced, what=NOISY_SUM),
+        )
 
     @property
     def bands(self) -> int:
@@ -220,26 +368,9 @@ class ClippedRecords(CertifiedMechanism):
 class RecordCentral(ClippedRecords):
     """Clipping and central noise: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor."""
 
-    relation: Annotated[
-        Adjacency,
-        Doc(
-            "add_or_remove_one if q, the number of steps, the noise and the divisor are constants; zero_out if one of "
-            "them was computed from the number of records, which is then public."
-        ),
-        leaving_out,
-    ] = Adjacency.ADD_OR_REMOVE_ONE
+    relation: StatedRelation = Adjacency.ADD_OR_REMOVE_ONE
 
     kind: ClassVar[str] = "record_central"
-    absent_means: ClassVar[Mapping[str, Any]] = {
-        **ClippedRecords.absent_means,
-        "relation": Adjacency.ZERO_OUT,
-    }
-
-    @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return epsilon of all steps in both directions: zero_out, unless all are for add_or_remove_one."""
-        relation = weaker(mechanism.relation for mechanism in mechanisms)
-        return [_clipped_guarantee(mechanisms, relation, delta, enforced)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,42 +382,6 @@ class RecordReplaced(ClippedRecords):
 
     kind: ClassVar[str] = "record_replaced"
     priced: ClassVar[bool] = False
-    adjacency: ClassVar[Adjacency] = Adjacency.REPLACE_ONE
-
-    @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return epsilon of all steps together, replace_one."""
-        return [_clipped_guarantee(mechanisms, Adjacency.REPLACE_ONE, delta, enforced)]
-
-
-def _clipped_guarantee(
-    mechanisms: Sequence[ClippedRecords], adjacency: Adjacency, delta: float, enforced: bool
-) -> Guarantee:
-    sums = [mechanism.as_noise() for mechanism in mechanisms]
-    bounds, reason = spend_certificates(
-        delta,
-        certificate_errors(mechanisms),
-        lambda left: numerics.noise_bounds(sums, adjacency, left),
-    )
-    device = any(mechanism.device_noise for mechanism in mechanisms)
-    theorem = BANDED_RECORDS if any(mechanism.bands > 1 for mechanism in mechanisms) else CLIPPED_RECORDS
-    return proven_guarantee(
-        mechanisms,
-        theorem=theorem,
-        bounds=bounds,
-        delta=delta,
-        adjacency=adjacency,
-        assumptions=(
-            *theorem.assumptions(enforced=enforced, trusted=(DEVICE_NOISE_IS_GAUSSIAN,) if device else ()),
-            *about_relation(adjacency, enforced=enforced),
-            *about_noisy_sums(
-                all(one.exactly_rounded and one.bands == 1 for one in mechanisms) and not device,
-                enforced=enforced,
-            ),
-        ),
-        device_model=device,
-        reason=reason,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,21 +396,9 @@ class Unprotected(Mechanism):
 
     kind: ClassVar[str] = "unprotected"
     priced: ClassVar[bool] = False
+    adjacency = Adjacency.ADD_OR_REMOVE_ONE
+    refuted = "records are neither clipped nor covered by central noise; protect them with --protect record"
 
     def describe(self) -> str:
         """Return what ran, in a few words."""
         return f"{self.what}, {counted(self.steps, 'step')}"
-
-    @classmethod
-    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
-        """Return one statement of status none; `enforced` changes nothing, since nothing is assumed."""
-        return [
-            no_guarantee(
-                mechanisms,
-                delta=delta,
-                unit=mechanisms[0].unit,
-                adjacency=Adjacency.ADD_OR_REMOVE_ONE,
-                source="no theorem",
-                reason="records are neither clipped nor covered by central noise; protect them with --protect record",
-            )
-        ]

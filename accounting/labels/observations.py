@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Protocol
 
 import numpy as np
@@ -222,3 +223,17 @@ def reading_log_likelihood(
         r, b = np.asarray(reading, float), np.asarray(code, float)
         total += (r @ b - np.sum(np.square(b), axis=0) / 2) / sigma**2  # ||r||^2 is common to all labels
     return total
+
+
+def label_distance(projection: np.ndarray) -> float:
+    """Return Delta = max_ab ||B_a - B_b||: the error is p - y, so two labels differ by B_b - B_a.
+
+    Args:
+        projection: B, one column a label, shape (n, labels).
+    """
+    checks.finite(projection=projection)
+    checks.shape((None, None), projection=projection)
+    if projection.shape[1] < 2:
+        raise ValueError(f"projection has {projection.shape[1]} column: at least two labels are needed")
+    pairs = combinations(range(projection.shape[1]), 2)
+    return float(max(np.linalg.norm(projection[:, a] - projection[:, b]) for a, b in pairs))

@@ -15,7 +15,7 @@ import typer
 
 from accounting import numerics
 from accounting.devices.readings import epsilon_of_divergence, pattern_rdp
-from accounting.labels.budget import label_distance
+from accounting.labels.observations import label_distance
 from benchmarks.results_file import load_results, save_results
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description

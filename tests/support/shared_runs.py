@@ -201,9 +201,9 @@ RUNS: Mapping[str, Run] = {
     "diverged": Run(config_of({"kind": "bp"}, own=True), module, spoil=one_nan),
     "ulr": Run(config_of({"kind": "ulr"})),
     "convex": Run(config_of({"kind": "convex"})),
-    "label budget": Run(
+    "amplified labels": Run(
         config_of(
-            {"kind": "bp"}, protection={"kind": "label-budget", "epsilon": 3.0}, sampler=RECORD["sampler"]
+            {"kind": "bp"}, protection={"kind": "label-amplified", "epsilon": 3.0}, sampler=RECORD["sampler"]
         )
     ),
     "device noise": Run(

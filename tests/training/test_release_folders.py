@@ -36,9 +36,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "label-readout": {
         "epochs": 1,
-        "trainer": {"kind": "bp"},
+        "trainer": {"kind": "pdfa"},
         "sampler": {"scheme": "full-batch"},  # other batches are drawn in each release
-        "protection": {"kind": "label-readout", "epsilon": 1.0},
+        "protection": {"kind": "label-readout", "noise": "device", "epsilon": 1.0},
     },
 }
 

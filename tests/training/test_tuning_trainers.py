@@ -64,12 +64,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
         {"trainer": {"kind": "tdfa"}, "protection": {"kind": "label-amplified"}},
         RATES,
     ),
-    "pdfa, label budget": (
-        {"trainer": {"kind": "pdfa"}, "protection": {"kind": "label-budget"}, **LABELS},
-        RATES,
-    ),
-    "bp, label readout": (
-        {"trainer": {"kind": "bp"}, "protection": {"kind": "label-readout"}, **LABELS},
+    "pdfa, label readout": (
+        {"trainer": {"kind": "pdfa"}, "protection": {"kind": "label-readout", "noise": "device"}, **LABELS},
         RATES,
     ),
     "ridge, released labels": (

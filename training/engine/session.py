@@ -226,7 +226,7 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resu
         ranks = ranks if leads_steps(plan.config) else Ranks.one()
         require_same_plan(plan, ranks)
     ledger_of = partial(_ledger, plan.config, folder)
-    notes = nullcontext() if plan.certificate is None else noted_alarms(folder, partial(ledger_of, None))
+    notes = nullcontext() if plan.certificate is None else noted_alarms(folder, ledger_of)
     with notes, torch_threads(plan.config.threads) as threads, plan.opened_device(ranks) as device:
         plan = plan.started(threads=threads, device=device)
         plan.network.model.to(plan.config.torch_device)
@@ -234,13 +234,13 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resu
         forecast = Forecast.of(plan, device)
         trainer = algorithm.protected_trainer(device, folder)
         with closing(trainer):  # from here on, so that hooks come off a user-supplied module whatever fails
-            facts, resumed_from = _facts(plan, forecast), None
+            facts = _facts(plan, forecast)
             engine = Engine(plan, trainer, folder, watcher, ranks=ranks, device=device)
             if resume:
                 _check_same(folder, facts)
                 if plan.certificate is not None and folder.ledger_file.exists():
                     require_undoubted(folder.read_ledger(), folder)
-                resumed_from = engine.resume()
+                engine.resume()
                 if device is not None and folder.baseline_file.exists():
                     device.compare_with(Baseline.from_array(read_array(folder.baseline_file)), engine.step)
             if forecast is not None:
@@ -254,7 +254,7 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resu
             share_trainer(trainer, ranks)
             ranks.on_first(folder.path.resolve)
             with deferred_interrupt() as interrupted, closing(engine.steps) as steps:
-                steps.open(partial(ledger_of, resumed_from, device), covered=bool(engine.mechanisms))
+                steps.open(partial(ledger_of, device), covered=bool(engine.mechanisms))
                 if plan.certificate is not None and device is not None:
                     steps.ledger.note_certificate(facts_of(plan.certificate, device))
                 try:
@@ -436,9 +436,7 @@ def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
         )
 
 
-def _ledger(
-    config: RunConfig, folder: RunFolder, resumed_from: str | None, device: NoisyDevice | None = None
-) -> Ledger:
+def _ledger(config: RunConfig, folder: RunFolder, device: NoisyDevice | None = None) -> Ledger:
     """Return the run's ledger; steps are reserved one by one if an experiment's device repeats no noise."""
     repeatable = device is None or device.repeats_noise or config.mode == "release"
     return Ledger(
@@ -450,5 +448,4 @@ def _ledger(
         repeatable=repeatable,
         budget=config.budget,
         witnesses=folder.witnesses(),
-        resumed_from=resumed_from,
     )

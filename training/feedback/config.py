@@ -48,7 +48,6 @@ class FeedbackConfig(TrainerSection):
     protections: ClassVar[tuple[str, ...]] = (
         "none",
         "record",
-        "label-budget",
         "label-amplified",
         "label-readout",
         "label-randomized-response",

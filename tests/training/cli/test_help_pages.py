@@ -124,7 +124,14 @@ def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent:
             ["train", "pdfa", "--protect", "recrod"],
             ("opusim: --protect: 'recrod' is no protection; did you",),
         ),
-        (["train", "pdfa", "--protect", "label-readout"], ("opusim: --epsilon: is missing; kind =",)),
+        (["train", "pdfa", "--protect", "label-release"], ("opusim: --epsilon: is missing; kind =",)),
+        (
+            ["train", "pdfa", "--protect", "label-budget", "--epsilon", "3"],
+            (
+                "opusim: --protect: 'label-budget' was dropped; take",
+                "'label-randomized-response' or 'record'",
+            ),
+        ),
         (["train", "pdfa", "--device", "nope"], ("opusim: --device 'nope': no such device; known",)),
         (["train", "pdfa", "--device=--data"], ("opusim: --device '--data': no such device",)),
         (

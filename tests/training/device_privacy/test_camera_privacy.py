@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status, Unit
-from accounting.labels.budget import label_distance
 from accounting.labels.mechanisms import LabelReadout
+from accounting.labels.observations import label_distance
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice

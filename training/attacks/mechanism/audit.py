@@ -32,7 +32,6 @@ from training.attacks.mechanism.counted import answer_checks, count_checks, resp
 from training.attacks.mechanism.readings import (
     kept_scores,
     kept_states,
-    noisy_readings,
     released_steps,
     responses,
 )
@@ -91,8 +90,8 @@ def audit_mechanism(
             under protection.kind = 'record' also "convolution" (with a group norm) or "attention" (with an embedding).
         mode: "experiment" (seeded noise) or "release" (noise from the operating system's entropy).
         steps: Steps of each run, at least 40.
-        settings: Lines "key=value" over the configuration, such as "protection.kind=label-budget" (record by default),
-            "protection.noise_multiplier=2" (1 by default), "sampler.batch_size=20", "trainer.clip=module".
+        settings: Lines "key=value" over the configuration, such as "protection.kind=label-amplified" (record by
+            default), "protection.noise_multiplier=2" (1 by default), "sampler.batch_size=20", "trainer.clip=module".
         seed: Seed of the runs in experiment mode, in [0, 2^63); None draws one, which the result states.
         level: Probability of any alarm if the mechanism is as accounted, in (0, 1).
         single_records: Whether to make the runs with small batches; False saves their time.
@@ -242,10 +241,7 @@ def _compared(
 
 
 def _released(run: _Made, subject: Subject, dataset: Dataset) -> Released:
-    config = run.folder.read_config()
-    if config.protection.labels_read_once:
-        return noisy_readings(run.folder, dataset)
-    return released_steps(run.folder, config, subject, dataset, run.states)
+    return released_steps(run.folder, run.folder.read_config(), subject, dataset, run.states)
 
 
 def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: bool = False) -> Dataset:

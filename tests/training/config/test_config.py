@@ -111,6 +111,10 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
         ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
         ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
         ("protection={kind='label-budget', epsilon=1}", "protection.kind: 'label-budget' was dropped; take"),
+        (
+            "trainer={kind='dfa', projection='hadamard'}",
+            "trainer.projection: 'hadamard' was dropped; take 'gaus",
+        ),
         ("protection={kind='label-readout', epsilon=1}", "protection.noise: 'digital' was dropped; take"),
         (
             "protection.kind=label-once",

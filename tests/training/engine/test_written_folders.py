@@ -111,7 +111,7 @@ def test_a_run_of_a_dropped_kind_is_read_and_not_resumed(tmp_path: Path) -> None
     assert run.predict(data()[0]).shape == (24,)
     assert "budget of mu" in write_report(run).read_text()
     with pytest.raises(ConfigError, match="protection.kind: 'label-budget' was dropped; take"):
-        opusim.train(data=data(), folder=folder, resume=True)
+        opusim.train(data=data(), folder=folder, resume=True, moved=True)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from training.data import Split
-from training.engine.callbacks import UsageWatcher, Watcher
+from training.engine.callbacks import Callback
 from training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
 from training.engine.forecast import OBSERVED_STEPS
 from training.engine.leading import lead
@@ -63,7 +63,7 @@ class Engine:
         plan: RunPlan,
         trainer: Trainer,
         folder: RunFolder,
-        watcher: Watcher | None = None,
+        watcher: Callback | None = None,
         *,
         ranks: Ranks | None = None,
         device: NoisyDevice | None = None,
@@ -98,7 +98,7 @@ class Engine:
     def tell(self, expected: Usage, *, is_mean: bool) -> None:
         """Tell the watcher what the steps that are left will take of the device; `is_mean` says that this is random."""
         self._told = True
-        if isinstance(self._watcher, UsageWatcher) and expected.frames:
+        if self._watcher is not None and expected.frames:
             self._watcher.on_usage(expected, steps=self.total_steps - self.step, is_mean=is_mean)
 
     def begin(self, configuration: bytes) -> None:

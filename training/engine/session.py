@@ -30,7 +30,7 @@ from training.data import Dataset
 from training.data.dataset import wide_feature
 from training.data.optical_map import expected_usage as features_usage
 from training.data.tables import OwnData, OwnTest
-from training.engine.callbacks import Callback, FeaturesWatcher, Watcher, Watchers
+from training.engine.callbacks import Callback, Watchers
 from training.engine.certified import facts_of, noted_alarms, require_undoubted
 from training.engine.forecast import Forecast
 from training.engine.leading import (
@@ -74,7 +74,7 @@ def train(
     resume: bool = False,
     moved: bool = False,
     settings: Sequence[str] = (),
-    watcher: Watcher | None = None,
+    watcher: Callback | None = None,
     callbacks: Sequence[Callback] = (),
     trust_code: bool = False,
 ) -> Run:
@@ -99,7 +99,7 @@ def train(
             was moved or restored by copying: no ledger counts what two copies release.
         settings: Lines "key=value" over the configuration.
         watcher: Receives the progress.
-        callbacks: Receive the progress and the end, such as `opusim.TensorBoardLogger`.
+        callbacks: Receive the progress and the end, such as the logger of examples/tensorboard_logger.py.
         trust_code: Whether a resumed run may execute the user-supplied code that its folder names by import path.
 
     Raises:
@@ -147,7 +147,7 @@ def train_on(
     model: nn.Module | None = None,
     resume: bool = False,
     moved: bool = False,
-    watcher: Watcher | None = None,
+    watcher: Callback | None = None,
 ) -> Run:
     """Train under a resolved configuration on records that are already in memory; see `train`.
 
@@ -163,7 +163,7 @@ def train_on(
     private = config.mode == "release"
     if not resume:
         features = _features_usage(config, records)
-        if features is not None and isinstance(watcher, FeaturesWatcher):
+        if features is not None and watcher is not None:
             watcher.on_features(features)
         plan = RunPlan.resolve(config, records, model=model)
         folder = folder or _new_folder(config)
@@ -179,7 +179,7 @@ def train_on(
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
-def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Watcher | None = None) -> None:
+def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Callback | None = None) -> None:
     """Train a resolved run in a new folder; see `train`.
 
     Args:
@@ -219,7 +219,7 @@ def _follow(
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
-def _train_in(folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resume: bool) -> None:
+def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, resume: bool) -> None:
     """Train in a folder whose lock is held."""
     ranks = Ranks()
     if ranks.world > 1:

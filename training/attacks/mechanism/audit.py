@@ -53,6 +53,7 @@ from training.config.reading import load_config, merged, parse_setting
 from training.config.run import RunConfig
 from training.config.sections import ProtectionSection
 from training.data import Dataset
+from training.engine.callbacks import Callback
 from training.engine.session import train
 from training.runs.folder import RunFolder
 
@@ -258,7 +259,7 @@ def _total_steps(config: RunConfig, records: int) -> int:
     return config.epochs * max(1, round(records / config.sampler.batch_size))
 
 
-class _Steps:
+class _Steps(Callback):
     """A watcher that reports every step.
 
     Attributes:
@@ -274,16 +275,13 @@ class _Steps:
         self.states: list[dict[str, Tensor]] = []
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Watcher."""
+        """See Callback."""
         self._keep()
 
     def on_step(self, *, step: int) -> None:
-        """See Watcher."""
+        """See Callback."""
         self._keep()
         self._on_step()
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Watcher."""
 
     def _keep(self) -> None:
         if self._model is not None:

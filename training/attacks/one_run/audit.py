@@ -358,7 +358,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
 
     def wrap(writer: PrivateGradients) -> PrivateGradients:
         observer.writer = CraftedGradients(
-            writer, joined.network, canaries, clip_norm=clip, by_layer=algorithm.updates.by_layer
+            writer, joined.network, canaries, clip_norm=clip, by_layer=algorithm.clips_by_layer
         )
         return observer.writer
 

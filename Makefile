@@ -44,7 +44,6 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.camera
 	$(BIN)/python -m benchmarks.speed.features
 	$(BIN)/python -m benchmarks.speed.matrix_free
-	$(BIN)/python -m benchmarks.speed.structured_feedback
 	$(BIN)/python -m benchmarks.speed.commands
 	$(BIN)/python -m benchmarks.speed.causes
 	$(BIN)/python -m benchmarks.speed.growth

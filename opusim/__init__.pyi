@@ -106,9 +106,6 @@ from training.config.sections import TrainerSection as TrainerSection
 from training.engine.algorithm import Algorithm as Algorithm
 from training.engine.algorithm import DeviceShape as DeviceShape
 from training.engine.callbacks import Callback as Callback
-from training.engine.callbacks import MLflowLogger as MLflowLogger
-from training.engine.callbacks import TensorBoardLogger as TensorBoardLogger
-from training.engine.callbacks import WandbLogger as WandbLogger
 from training.engine.trainer import StepRecord as StepRecord
 from training.engine.trainer import Trainer as Trainer
 from training.feedback.diagnosis import Diagnosis as Diagnosis

@@ -159,7 +159,6 @@ class LedgerContent:
         payments: Every line that pays, less the steps that were returned.
         certificates: The certificates that mechanisms rest on.
         alarms: What the device's monitor stopped the run for.
-        stopped: The checkpoint of a clean stop if that is the last line, else None.
         position: How far the file reached when it was read.
     """
 
@@ -169,7 +168,6 @@ class LedgerContent:
     payments: tuple[Payment, ...]
     certificates: tuple[CertificateFacts, ...] = ()
     alarms: tuple[Alarm, ...] = ()
-    stopped: str | None = None
     position: Position = field(default_factory=Position)
 
     @property
@@ -298,7 +296,7 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
     payments: list[Payment] = []
     certificates: list[CertificateFacts] = []
     alarms: list[Alarm] = []
-    stopped, block_before = None, False
+    block_before = False
     for number, entry in enumerate(entries, start=1):
         try:
             if number == 1:
@@ -318,7 +316,6 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
             elif "stopped" not in entry and "resumed" not in entry:
                 payments.append(_payment(entry))
                 require_certified(payments[-1].mechanisms, certificates)
-            stopped = str(entry["stopped"]["checkpoint"]) if "stopped" in entry else None
         except (KeyError, ValueError, TypeError) as error:
             raise LedgerCorrupt(f"{path}: line {number}: {error}") from error
         block_before = "first_step" in entry
@@ -329,7 +326,6 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
         payments=tuple(payments),
         certificates=tuple(certificates),
         alarms=tuple(alarms),
-        stopped=stopped,
     )
 
 

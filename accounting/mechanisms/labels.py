@@ -1,4 +1,4 @@
-"""What may be released about labels whose features are public: noisy signals or models, and randomized responses.
+"""What may be released about labels whose features are public: noisy signals, readings and randomized response.
 
 The theorems and their hypotheses stand above the mechanisms that rest on them.
 """
@@ -40,25 +40,6 @@ _PUBLISHED_ORDER = (
 _HARDWARE_ORDER = (
     "the reading's noise is Gaussian, of one law for every label, and nothing but a public gain follows"
 )
-
-LABEL_LEVERAGE = Theorem(
-    name="label-leverage",
-    title="leverage scores of public features",
-    statement="A step releases U = sum_i (s_i + g_i) h_i^T + sqrt(lambda) sigma Xi for each layer, where only the "
-    "signals s_i depend on labels, g and Xi are N(0, sigma^2) and N(0, 1), and s includes the slope. It is "
-    "exactly mu-GDP for the label of record I with mu^2 = sum over layers of ||s_I(a) - s_I(b)||^2 lev_I / "
-    "sigma^2, lev_I = h_I^T (H^T H + lambda I)^-1 h_I in [0, 1). If the noise is added before the slope "
-    "phi', each row j has its own lev_Ij = phi'_Ij^2 h_I^T (sum_i phi'_ij^2 h_i h_i^T + lambda I)^-1 h_I.",
-    proof="Features and weights are the same under both labels, so the update is Gaussian under both with one "
-    "covariance, and the means of row j differ by d_j h_I. Two Gaussians of covariance V whose means differ by "
-    "v have a log-likelihood ratio N(mu^2/2, mu^2) with mu^2 = v^T V^-1 v. Rows and layers carry independent "
-    "noise, so the mu^2 add up.",
-    reference="Dong, Roth and Su 2019 for mu-GDP",
-    code="accounting.mechanisms.observations.step_mu_bound",
-    page="privacy-labels.md, section 1",
-    checked_by_code=_SIGNALS_CHECKED,
-    trusted=_SIGNALS_TRUSTED,
-)
 LABEL_BUDGET = Theorem(
     name="label-budget",
     title="leverage scores and a budget for each record",
@@ -68,9 +49,10 @@ LABEL_BUDGET = Theorem(
     proof="Given the past, the log-likelihood ratio of two labels grows by N(mu_t^2/2, mu_t^2). Top it up at the end "
     "by an independent Gaussian release of mu^2 = B^2 - sum mu_t^2. With M_t the centred sum and A_t = sum "
     "mu_t^2, exp(i theta M_t + theta^2 A_t / 2) is a martingale and A ends at the constant B^2, so the ratio is"
-    " N(B^2/2, B^2). Forgetting the top-up is post-processing. Theorem label-leverage gives mu_t.",
+    " N(B^2/2, B^2). Forgetting the top-up is post-processing. mu_t^2 is a sum over "
+    "layers of a record's squared signal distance times its leverage over sigma^2.",
     reference="Dong, Roth and Su 2019",
-    code="accounting.mechanisms.observations.PerRecordBudget",
+    code="accounting.mechanisms.labels.LabelBudget",
     page="privacy-labels.md, sections 1 and 2",
     checked_by_code=("a record over its budget keeps its noise and loses its signal", *_SIGNALS_CHECKED),
     trusted=_SIGNALS_TRUSTED,
@@ -232,7 +214,7 @@ class _OfMu(CertifiedMechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelBudget(_OfMu):
-    """Noise on every layer's signal and a preset budget for each record's label.
+    """Noise on every layer's signal and a preset budget for each record's label; of stored ledgers only.
 
     A step of this mechanism is a whole run: `steps` counts how often the whole budget is spent. A run that is resumed
     in release mode after a kill spends it again, so mu_total = sqrt(steps) budget_mu.

@@ -335,6 +335,8 @@ class KindSection(Section):
     """Earlier names of this kind; a configuration that uses one is told the new name."""
     instead: ClassVar[Mapping[str, str]] = {}
     """Keys of other kinds that this kind lacks for a reason: what to do instead."""
+    dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
+    """Values that stored runs may have and new ones may not: by key and value, what to take instead."""
 
     kind: str
     """Name of the kind."""

@@ -26,7 +26,7 @@ from training.data.tables import Arrays
 from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
-from training.protections.planning import Plan, Updates
+from training.protections.planning import Plan
 from training.runs.folder import RunFolder
 
 OptionsT = TypeVar("OptionsT", bound=TrainerSection)
@@ -209,9 +209,9 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         return None
 
     @property
-    def updates(self) -> Updates:
-        """How the trainer's updates treat signals, for a protection that writes its gradients."""
-        return Updates()
+    def clips_by_layer(self) -> bool:
+        """Whether each layer's contribution is clipped to C / sqrt(layers), instead of the whole one to C."""
+        return False
 
     def initialise(self, trainer: TrainerT) -> None:  # optional hook
         """Set the parameters of a new run, before its first checkpoint."""

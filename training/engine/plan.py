@@ -25,7 +25,7 @@ from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from opusim.processes.ranks import Ranks
 from training.config.data import OWN_ARRAYS
-from training.config.run import RunConfig
+from training.config.run import RunConfig, require_offered
 from training.data import Dataset, Split
 from training.data.catalogue import build_dataset
 from training.data.dataset import PrincipalComponents, reduced
@@ -189,7 +189,12 @@ class RunPlan:
 
     @cached_property
     def algorithm(self) -> Algorithm[Any, Any, Any]:
-        """The algorithm of the run."""
+        """The algorithm of the run.
+
+        Raises:
+            ConfigError: The run is a stored one of a kind that was dropped.
+        """
+        require_offered(self.config)
         algorithm: Algorithm[Any, Any, Any] = self.config.trainer.build(self)
         return algorithm
 

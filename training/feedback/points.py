@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
+from opusim.medium.transmission import Medium
 from opusim.randomness import derive_seed
 from training.feedback.choice import Choosing
 from training.feedback.diagnosis import (
@@ -46,6 +47,7 @@ from training.feedback.layout import (
     through_layer_norm,
 )
 from training.feedback.projection import (
+    DenseProjection,
     DeviceProjection,
     Encoding,
     EncodingName,
@@ -54,7 +56,6 @@ from training.feedback.projection import (
     make_encoding,
 )
 from training.feedback.readout import LearntReadout
-from training.feedback.structured import ProjectionName, digital_projection
 from training.feedback.wrapping import refuse_export
 
 _LARGEST_STEP = 2**63
@@ -112,8 +113,7 @@ class FeedbackAlignment(Choosing):
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
             feedback has to beat. None takes 1, or 0.3 where `normalised` is chosen to be true: such feedback is large
             while the stream is small, which SGD does not even out as Adam does.
-        projection: Digital matrix. "gaussian": independent entries, as an optical medium has; "hadamard": random signs
-            and Hadamard transforms, faster from some thousand outputs and error entries on, and no model of a medium.
+        projection: Digital matrix: "gaussian", independent entries, as an optical medium has.
         seed: Seed of the digital matrix, in [0, 2^64). The default is the packaged devices' medium.
         draw_seed: Seed of drawn positions and stochastic codes, in [0, 2^64); None takes `seed`.
         batch_dim: Dimension of records in outputs of three dimensions and more, else 0; 1 for modules that put time
@@ -147,7 +147,7 @@ class FeedbackAlignment(Choosing):
         planes: int = 4,
         normalised: bool | None = None,
         gain: float | None = None,
-        projection: ProjectionName = "gaussian",
+        projection: str = "gaussian",
         seed: int = 20210603,
         draw_seed: int | None = None,
         batch_dim: int = 0,
@@ -158,10 +158,9 @@ class FeedbackAlignment(Choosing):
         if spread is not None:
             checks.choice(("broadcast", "full"), spread=spread)
         checks.choice(("own", "shared"), slices=slices)
-        checks.choice(("gaussian", "hadamard"), projection=projection)
-        if device is not None and projection != "gaussian":
+        if projection != "gaussian":
             raise ValueError(
-                f"projection = {projection!r}: a device has its own matrix; leave projection out, or the device"
+                f"projection = {projection!r}: was dropped; leave it out for 'gaussian', which learns as well"
             )
         if gain is not None:
             checks.non_negative(gain=gain)
@@ -175,7 +174,7 @@ class FeedbackAlignment(Choosing):
         self._choose(points, error_at=error_at, spread=spread, normalised=normalised, gain=gain)
         self._rows, self._shared = rows, slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
-        self._digital, self._seed, self._draw_seed = projection, seed, draw_seed
+        self._seed, self._draw_seed = seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
         self._noisy_device = device
@@ -634,9 +633,8 @@ class FeedbackAlignment(Choosing):
             encoding = self._encoding_of(name)
             if self._noisy_device is None:
                 self._place = place
-                self._projection = digital_projection(
-                    self._digital, *self._shape, self._seed, place=place, encoding=encoding
-                )
+                matrix = Medium(*self._shape, self._seed).dense().to(place)
+                self._projection = DenseProjection(matrix, encoding=encoding)
             elif encoding is None:
                 raise ValueError(
                     "encoding = 'real' cannot be shown to a device; use 'ternary', 'stochastic', 'planes' or 'sign'"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from accounting.errors import NoGuarantee
@@ -66,26 +65,12 @@ class Plan(Protocol):
         """q, the probability with which a record enters a batch; raises NoGuarantee if the sampler has none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Updates:
-    """How a trainer's updates treat signals, as far as a protection must know.
-
-    Attributes:
-        by_layer: Whether each layer's contribution is clipped to C / sqrt(layers), instead of the whole one to C.
-        output_gain: By how much the feedback may stretch the distance of two errors before they reach the output
-            layer, >= 0; infinity if nothing bounds it.
-    """
-
-    by_layer: bool = False
-    output_gain: float = 1.0
-
-
 class ProtectedAlgorithm(Protocol):
     """What a protection asks of the algorithm that it protects; `training.engine.algorithm.Algorithm` answers."""
 
     @property
-    def updates(self) -> Updates:
-        """How its updates treat signals."""
+    def clips_by_layer(self) -> bool:
+        """Whether each layer's contribution is clipped to C / sqrt(layers), instead of the whole one to C."""
 
     @property
     def noise_guess(self) -> float:

@@ -146,7 +146,7 @@ class RecordProtection(PoissonProtection):
             noise_multiplier=self.noise_multiplier,
             divisor=self._plan.config.divisor,
             noise=self._noise(device) if ranks.is_first else central_noise(self._plan, device),
-            by_layer=self._algorithm.updates.by_layer,
+            by_layer=self._algorithm.clips_by_layer,
             ranks=ranks,
         )
 

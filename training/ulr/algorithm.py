@@ -26,7 +26,6 @@ from training.networks.optimizers import make_optimizer
 from training.networks.record_gradients.probe import require_separate_outputs
 from training.networks.record_independence import invented_records
 from training.protections.base import DeviceNormals, SoftLabels
-from training.protections.planning import Updates
 from training.ulr.config import UlrConfig
 from training.ulr.directions import coordinates_of, draw_sizes, needed_copies
 from training.ulr.estimator import Estimator, parts_of_records
@@ -127,9 +126,9 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         )
 
     @property
-    def updates(self) -> Updates:
-        """See Algorithm.updates."""
-        return Updates(by_layer=self.options.clip == "module")
+    def clips_by_layer(self) -> bool:
+        """See Algorithm.clips_by_layer."""
+        return self.options.clip == "module"
 
     def require_covered(self) -> None:
         """See Algorithm.require_covered; the published form brings its own noise."""

@@ -100,8 +100,6 @@ def test_after_a_failed_write_nothing_is_paid_and_the_ledger_can_be_read(
     for step in (4, 5, 6, 8):
         with pytest.raises(OSError, match="takes nothing more in this process"):
             ledger.pay(step, STEP, until=100)
-    with pytest.raises(OSError, match="takes nothing more"):
-        ledger.note_stop(4, "digest")
     assert ledger.position == position
     ledger.close()
     found = blocks(path)
@@ -187,7 +185,6 @@ def test_a_forked_process_cannot_pay(tmp_path: Path) -> None:
         lambda: ledger.pay(1, STEP, until=100),
         lambda: ledger.pay(4, STEP, until=100),
         lambda: ledger.pay_once("labels", STEP),
-        lambda: ledger.note_stop(1, "digest"),
         lambda: ledger._journal.append({"name": "labels"}),
     ):
         found = in_forked_process(work)

@@ -30,7 +30,7 @@ from training.zeroth_order.trainer import Differences
 
 LEVELS = {"experiment": 1e-6, "release": 1e-9}
 """No seed fixes a release run, so its alarms by chance must never be met."""
-LABELS = ("label-budget", "label-amplified", "label-readout", "label-randomized-response")
+LABELS = ("label-amplified", "label-randomized-response")
 QUICK = {"zo": ("trainer.directions=41",)}
 
 

@@ -242,7 +242,10 @@ def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path
             marks=pytest.mark.slow,
         ),
         ({"trainer": {"kind": "bp"}, "optimizer": {"name": "adam", "lr": 0.01}}, "undoes"),
-        ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-budget", "epsilon": 4.0}}, "labels"),
+        (
+            {"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0}},
+            "labels",
+        ),
     ],
 )
 def test_what_cannot_be_audited_is_refused_with_the_reason(

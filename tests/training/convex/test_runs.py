@@ -118,7 +118,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sampler": {"scheme": "shuffled-epochs"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
     ({"sampler": {"scheme": "poisson"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
     ({"protection": {"kind": "record"}}, NoGuarantee, "'disjoint-cyclic'.*Use 'poisson'"),
-    ({"protection": {"kind": "label-budget"}}, ConfigError, "it takes none, record, last-iterate"),
+    (
+        {"protection": {"kind": "label-amplified", "noise_multiplier": 1.0}},
+        ConfigError,
+        "it takes none, record, last-iterate",
+    ),
     ({"data": {"components": 2}}, NoGuarantee, "principal components are computed from the private records"),
     ({"data": {"n_classes": None}}, NoGuarantee, "data.n_classes is missing"),
     (

@@ -59,7 +59,8 @@ FRONT_DOOR = {"opusim/__init__.py", "opusim/__init__.pyi"}
 ORDER = {
     "opusim": (
         ("errors", "p_values"),
-        ("checks", "files", "tables", "plugins"),
+        ("plugins",),
+        ("checks", "files", "tables"),
         ("progress", "encodings", "processes"),
         ("noise", "randomness", "temperature"),
         ("description", "medium"),

@@ -71,6 +71,10 @@ class FlatSeries:
         total = self.sums.sum(0)
         return np.asarray(total[:, VARIANCE] / total[:, COUNT])
 
+    def seconds(self) -> np.ndarray:
+        """Return the exposures of the levels, seconds."""
+        return np.array([float(level.exposure_us or 0) * 1e-6 for level in self.levels])
+
     def unlit(self) -> list[int]:
         """Return the levels without light."""
         return [i for i, level in enumerate(self.levels) if level.photons == 0]

@@ -233,7 +233,7 @@ class PhotonTransfer:
         residuals, freedom, found = 0.0, 0, self._jackknife(_HALF)
         for series in (self.dark, *([] if self.warm is None else [self.warm])):
             errors2 = series.variances() / (series.pixels * series.frames)
-            seconds, means = _seconds(series), series.means()
+            seconds, means = series.seconds(), series.means()
             start, slope = _line(seconds, means, 1 / errors2)
             residuals += float(np.sum(np.square(means - start - slope * seconds) / errors2))
             freedom += len(means) - 2
@@ -259,13 +259,13 @@ class PhotonTransfer:
         For normal slopes, the sum of their squared deviations over s^2 + v is chi-squared, with v the variance of a
         measured slope by chance.
         """
-        slopes, variance = _at_pixels(self.dark, _seconds(self.dark), slice(None))[1]
+        slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
         most = float(np.sum(np.square(slopes - slopes.mean())) / chi2.ppf(beta, slopes.size - 1))
         return max(most - variance, 0.0) ** 0.5
 
     def _dark_deviates(self) -> np.ndarray:
         """Return each looked-at pixel's dark slope less their mean, in standard errors."""
-        slopes, variance = _at_pixels(self.dark, _seconds(self.dark), slice(None))[1]
+        slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
         return np.asarray((slopes - slopes.mean()) / np.sqrt(variance))
 
     def starts(self) -> tuple[np.ndarray, float]:
@@ -333,7 +333,7 @@ class PhotonTransfer:
         unit, weights = np.eye(used.size), 1.0 / self.light.variances()[used]
         starts = np.array([_line(self.photons()[used], one, weights)[0] for one in unit])
         light = np.maximum(self.light.means()[used] - self._zero(used), 0.0)
-        seconds, unit = _seconds(self.dark), np.eye(len(self.dark.levels))
+        seconds, unit = self.dark.seconds(), np.eye(len(self.dark.levels))
         slopes = np.array([_line(seconds, one, 1.0 / self.dark.variances())[1] for one in unit])
         response = light[-1] / self.photons()[used][-1]  # DN for a photon
         lit = response * np.array([level.photons for level in self.dark.levels])
@@ -405,7 +405,7 @@ class PhotonTransfer:
         """Variance over pixels of the dark current, (DN/s)^2: of pixels' means it grows as the exposure's square."""
         levels = slice(len(self.light.levels), len(self.light.levels) + len(self.dark.levels))
         spread = spatial[levels] - variance[levels] / self.dark.frames
-        return _line(np.square(_seconds(self.dark)), spread, 1.0 / np.square(self.dark.variances()))[1]
+        return _line(np.square(self.dark.seconds()), spread, 1.0 / np.square(self.dark.variances()))[1]
 
 
 def _at_pixels(
@@ -424,12 +424,7 @@ def _at_pixels(
 
 def _dark_slope(series: FlatSeries, means: np.ndarray) -> float:
     """DN per second of exposure."""
-    return _line(_seconds(series), means, 1.0 / series.variances())[1]
-
-
-def _seconds(series: FlatSeries) -> np.ndarray:
-    """Return the exposures of the levels, seconds."""
-    return np.array([float(level.exposure_us or 0) * 1e-6 for level in series.levels])
+    return _line(series.seconds(), means, 1.0 / series.variances())[1]
 
 
 def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float]:

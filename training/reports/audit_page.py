@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from accounting.guarantee import Guarantee
 from accounting.tables import number
 from opusim.files import write_file
+from opusim.tables import data_url, html_page, png_bytes
 from training.attacks.findings import (
     LOW_RATE,
     Curve,
@@ -43,8 +44,8 @@ from training.attacks.one_run.report import (
     says_of_control,
     weakness_of_scores,
 )
-from training.reports.drawing import new_figure, png_bytes, style
-from training.reports.run_report import NOT_FOR_RELEASE, data_url, render, run_name
+from training.reports.drawing import new_figure, style
+from training.reports.run_report import NOT_FOR_RELEASE, run_name
 from training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from training.runs.stored_run import StoredRun
 
@@ -122,7 +123,7 @@ def write_audit_page(run: StoredRun, audit: RunAudit | OneRunAudit, folder: Path
     page, document = ((folder / kept).with_suffix(suffix) for suffix in (".html", ".pdf"))
     figure, axes = new_figure(5.2, 4.0)
     draw_curves(axes, sheet)
-    html = render("audit.html", title=sheet.title, sheet=sheet, curve=data_url(png_bytes(figure)))
+    html = html_page("audit.html", title=sheet.title, sheet=sheet, curve=data_url(png_bytes(figure)))
     write_file(page, html.encode())
     buffer = io.BytesIO()
     draw_sheet(sheet).savefig(buffer, format="pdf", metadata={"Title": sheet.title, "CreationDate": None})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from opusim.files import write_file
+from opusim.tables import png_bytes
 from training.reports.line_chart import COLOURS
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
-_DPI = 130
 
 
 def style(number: int) -> dict[str, Any]:
@@ -37,13 +36,6 @@ def new_figure(width: float = 6.4, height: float = 3.8) -> tuple[Figure, Axes]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3, linewidth=0.6)
     return figure, axes
-
-
-def png_bytes(figure: Figure) -> bytes:
-    """Return the figure as PNG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI)
-    return buffer.getvalue()
 
 
 def save_figure(figure: Figure, path: Path) -> bytes:

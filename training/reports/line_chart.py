@@ -128,81 +128,55 @@ class LineChart:
 
     def svg(self) -> bytes:
         """Return the chart as an SVG file."""
-        rows = self._legend_rows()
-        top = _TOP + _LEGEND_LINE * len(rows)
-        height = top + _PLOT_HEIGHT + _BOTTOM
+        # The legend, in as many rows as its lines need; the plot begins below it.
+        legend: list[str] = []
+        x, y = _LEFT, _TOP + 4
+        for line in self.lines:
+            label = _fitting(line.label)
+            width = _LEGEND_KEY + _LETTER * (len(label) + 2)
+            if x > _LEFT and x + width > _WIDTH - _RIGHT:
+                x, y = _LEFT, y + _LEGEND_LINE
+            legend += [_path(f"M{x:.1f},{y:.1f}h26", line), _marker(x + 13, y, line)]
+            legend.append(_text(x + _LEGEND_KEY, y + 4, label))
+            x += width
+        top = y - 4 + _LEGEND_LINE
+        bottom, right, middle = top + _PLOT_HEIGHT, _WIDTH - _RIGHT, top + _PLOT_HEIGHT / 2
+        # The grid, the numbers at its lines, and what the axes show; the plot is right of its longest number.
+        texts = [_number(tick, self.y_ticks) for tick in self.y_ticks]
+        left = max(_LEFT, 28 + _WIDE_LETTER * max(map(len, texts)))
+        low, high = self.x_limits
+
+        def across(value: float) -> float:
+            return left + (value - low) / (high - low) * (right - left)
+
+        axes: list[str] = []
+        for tick in self.x_ticks:
+            axes.append(f'<path d="M{across(tick):.1f},{top:g}V{bottom:g}" stroke="#ddd"/>')
+            axes.append(_text(across(tick), bottom + 17, f"{tick:.0f}", anchor="middle"))
+        for tick, text in zip(self.y_ticks, texts, strict=True):
+            axes.append(f'<path d="M{left:g},{self._y(tick, top):.1f}H{right:g}" stroke="#ddd"/>')
+            axes.append(_text(left - 7, self._y(tick, top) + 4, text, anchor="end"))
+        axes.append(f'<path d="M{left:g},{top:g}V{bottom:g}H{right:g}" fill="none" stroke="#333"/>')
+        axes.append(_text((left + right) / 2, bottom + 37, self.x_label, anchor="middle"))
+        turned = f' transform="rotate(-90 14 {middle:g})"'
+        axes.append(_text(14, middle, self.y_label, anchor="middle", more=turned))
+        # The lines, each with a few markers.
+        drawn: list[str] = []
+        for line in self.lines:
+            points = [(across(x), self._y(y, top)) for x, y in zip(line.x, line.y, strict=True)]
+            drawn.append(_path("M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points), line))
+            drawn += [_marker(x, y, line) for x, y in points[:: max(1, len(points) // _MARKERS_PER_LINE)]]
+        height = bottom + _BOTTOM
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" width="{_WIDTH:g}" '
             f'height="{height:g}" font-family="DejaVu Sans, Verdana, sans-serif" font-size="12">',
             f'<rect width="{_WIDTH:g}" height="{height:g}" fill="white"/>',
-            *self._legend(rows),
-            *self._axes(top),
-            *(part for line in self.lines for part in self._drawn(line, top)),
+            *legend,
+            *axes,
+            *drawn,
             "</svg>\n",
         ]
         return "\n".join(parts).encode()
-
-    def _legend_rows(self) -> list[list[tuple[float, Line]]]:
-        """The rows of the legend: lines, and where their samples begin."""
-        rows: list[list[tuple[float, Line]]] = [[]]
-        place = _LEFT
-        for line in self.lines:
-            width = _LEGEND_KEY + _LETTER * (len(_fitting(line.label)) + 2)
-            if rows[-1] and place + width > _WIDTH - _RIGHT:
-                rows.append([])
-                place = _LEFT
-            rows[-1].append((place, line))
-            place += width
-        return rows
-
-    def _legend(self, rows: Sequence[Sequence[tuple[float, Line]]]) -> list[str]:
-        parts = []
-        for number, row in enumerate(rows):
-            y = _TOP + _LEGEND_LINE * number + 4
-            for x, line in row:
-                parts.append(_path(f"M{x:.1f},{y:.1f}h26", line))
-                parts.append(_marker(x + 13, y, line))
-                parts.append(_text(x + _LEGEND_KEY, y + 4, _fitting(line.label)))
-        return parts
-
-    def _axes(self, top: float) -> list[str]:
-        """The grid, the numbers at its lines, and what the axes show."""
-        bottom, left, right = top + _PLOT_HEIGHT, self._left, _WIDTH - _RIGHT
-        parts = []
-        for tick in self.x_ticks:
-            x = self._x(tick)
-            parts.append(f'<path d="M{x:.1f},{top:g}V{bottom:g}" stroke="#ddd"/>')
-            parts.append(_text(x, bottom + 17, f"{tick:.0f}", anchor="middle"))
-        for tick, text in zip(self.y_ticks, self._y_texts, strict=True):
-            y = self._y(tick, top)
-            parts.append(f'<path d="M{left:g},{y:.1f}H{right:g}" stroke="#ddd"/>')
-            parts.append(_text(left - 7, y + 4, text, anchor="end"))
-        parts.append(f'<path d="M{left:g},{top:g}V{bottom:g}H{right:g}" fill="none" stroke="#333"/>')
-        middle = top + _PLOT_HEIGHT / 2
-        parts.append(_text((left + right) / 2, bottom + 37, self.x_label, anchor="middle"))
-        turned = f' transform="rotate(-90 14 {middle:g})"'
-        return [*parts, _text(14, middle, self.y_label, anchor="middle", more=turned)]
-
-    def _drawn(self, line: Line, top: float) -> list[str]:
-        points = [(self._x(x), self._y(y, top)) for x, y in zip(line.x, line.y, strict=True)]
-        path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        every = max(1, len(points) // _MARKERS_PER_LINE)
-        return [_path(path, line), *(_marker(x, y, line) for x, y in points[::every])]
-
-    def _x(self, value: float) -> float:
-        low, high = self.x_limits
-        return self._left + (value - low) / (high - low) * (_WIDTH - self._left - _RIGHT)
-
-    @cached_property
-    def _y_texts(self) -> list[str]:
-        """The numbers at the axis of the values."""
-        ticks = self.y_ticks
-        return [_number(tick, ticks) for tick in ticks]
-
-    @cached_property
-    def _left(self) -> float:
-        """Where the plot begins: behind the axis's label and its longest number."""
-        return max(_LEFT, 28 + _WIDE_LETTER * max(map(len, self._y_texts)))
 
     def _y(self, value: float, top: float) -> float:
         """Place of a value; one outside of the limits stands at the nearer end."""

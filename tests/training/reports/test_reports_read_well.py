@@ -14,8 +14,8 @@ import pytest
 import training
 from accounting.tables import guarantee_rows, print_rows
 from opusim.tables import column_widths, output_width, print_table, wrapped
-from training.reports import run_figures as figures
-from training.reports import sweep_figures
+from training.reports import run_report as figures
+from training.reports import sweep_report as sweep_figures
 from training.reports.line_chart import Line, LineChart
 from training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
 from training.reports.sweep_report import setting_rows, write_sweep

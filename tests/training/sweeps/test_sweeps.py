@@ -22,8 +22,7 @@ from training.cli import main
 from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import RunFolderError, RunInterrupted, SweepStopped
-from training.reports.sweep_figures import accuracy_epsilon
-from training.reports.sweep_report import write_sweep
+from training.reports.sweep_report import accuracy_epsilon, write_sweep
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run, load_run
 from training.sweeps import curves, execution

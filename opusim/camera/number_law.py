@@ -72,19 +72,16 @@ class NumberLaw:
         Args:
             groups: Numbers of the pixels of each group, equally many.
         """
-        found = [self._sum_of(pixels) for pixels in groups]
-        return np.stack(found, axis=1)
-
-    def _sum_of(self, pixels: np.ndarray) -> np.ndarray:  # (inputs, sums)
         inputs, _, codes = self.masses.shape
-        found = np.zeros((inputs, len(pixels) * (codes - 1) + 1))
-        for row, own in enumerate(self.masses[:, pixels]):
-            start, total = _with_mass(own[0])
-            for part in own[1:]:
-                shift, more = _with_mass(part)
-                cut, total = _with_mass(np.convolve(total, more))
-                start += shift + cut
-            found[row, start : start + total.size] = total
+        found = np.zeros((inputs, len(groups), len(groups[0]) * (codes - 1) + 1))
+        for group, pixels in enumerate(groups):
+            for row, own in enumerate(self.masses[:, pixels]):
+                start, total = _with_mass(own[0])
+                for part in own[1:]:
+                    shift, more = _with_mass(part)
+                    cut, total = _with_mass(np.convolve(total, more))
+                    start += shift + cut
+                found[row, group, start : start + total.size] = total
         return found
 
 

@@ -4,7 +4,7 @@ Source of the chain: EMVA 1288 release 3.1 (linear camera). Order:
 light -> photo-electrons, with bias light and dark current (one Poisson count of the summed rate) -> full well ->
 fixed offset and read noise -> gain and black level -> rounding and clipping.
 
-**Moments of a digital number** (`number_moments`), exact through every stage: DN = clip(round(X), 0, top), X = b + K
+**Moments of a digital number** (`Sensor.moments`), exact through every stage: DN = clip(round(X), 0, top), X = b + K
 min(N, well) + s z with N ~ Poisson(rate), z ~ N(0, 1). Where neither end is met, the rounding error e = X - round(X) is
 a sawtooth of X, and with phi(t) = E exp(i t X) (Fourier series of e and e^2)
     E[e]   = sum over k >= 1 of (-1)^(k+1) / (pi k) Im phi(2 pi k),
@@ -32,42 +32,9 @@ _FAR = 8.5  # standard deviations from an end at which it is never met
 _ROOT_HALF = math.sqrt(0.5)
 
 
-def number_moments(
-    rate_e: np.ndarray, base_dn: np.ndarray, sensor: tuple[float, float, float, float, float, float]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and variance of digital numbers.
-
-    Args:
-        rate_e: expected electrons, at least 0, any shape.
-        base_dn: black level plus the pixel's offset, DN; broadcasts with the rates.
-        sensor: as `opusim.camera.stages.Sensor.numbers` gives it.
-
-    Returns:
-        DN and DN squared, float64, of the broadcast shape.
-    """
-    shot, well, read_e, gain, _, top = sensor
-    rate, base = (np.array(part, dtype=float, order="C") for part in np.broadcast_arrays(rate_e, base_dn))
-    if rate.ndim == 0:
-        mean, variance = number_moments(rate[None], base[None], sensor)
-        return mean[0], variance[0]
-    std = gain * read_e
-    mean, variance = base + gain * rate, np.full(rate.shape, std**2) + (gain**2 * rate if shot else 0.0)
-    reach = _FAR * np.sqrt(variance) + (20 * gain if shot else 0.0)  # 20 electrons: a Poisson law is skew
-    ends = rate + (_FAR * np.sqrt(rate) + 20 if shot else 0.0) >= well
-    if top >= 0:
-        ends |= (mean - reach < -0.5) | (mean + reach > top + 0.5)
-        if std >= _LEAST_STD_DN:
-            inside = ~ends
-            shift, factor = _rounding(rate[inside], base[inside], std, gain, shot > 0)
-            mean[inside] -= shift
-            variance[inside] += factor
-        else:
-            ends[:] = True
-    if np.any(ends):
-        found = np.empty((2, int(ends.sum())))
-        _add_up(found, rate[ends], base[ends], shot > 0, well, std, gain, top)
-        mean[ends], variance[ends] = found
-    return mean, variance
+def _terms(std: float) -> int:
+    """Return how many terms of the series exceed `_TERM`."""
+    return math.ceil(math.sqrt(-math.log(_TERM) / 2) / (math.pi * std))
 
 
 def _rounding(
@@ -79,7 +46,7 @@ def _rounding(
     centre = start + gain * counts
     start = start - np.rint(centre)  # whole numbers shift both X and its rounding
     first, second, product = np.zeros_like(rate), np.full_like(rate, 1 / 12), np.zeros_like(rate)
-    for k in range(1, math.ceil(math.sqrt(-math.log(_TERM) / 2) / (math.pi * std)) + 1):
+    for k in range(1, _terms(std) + 1):
         t, sign = 2 * math.pi * k, 1.0 if k % 2 else -1.0
         turn = np.exp(1j * gain * t)
         value = np.exp(1j * t * start + counts * (turn - 1) - 0.5 * (std * t) ** 2)
@@ -88,39 +55,6 @@ def _rounding(
         second -= sign / (math.pi * k) ** 2 * value.real
         product += sign / (math.pi * k) * slope.imag
     return first, second - first**2 - 2 * product
-
-
-def rounding_limit(rate_e: np.ndarray, sensor: tuple[float, float, float, float, float, float]) -> np.ndarray:
-    """Return how far rounding may move a number's variance from K^2 (rate + read_noise^2) + 1/12, for every offset.
-
-    A limit for every rate from the given one on, by the magnitudes of the series' terms; valid if no end is met.
-
-    Args:
-        rate_e: least expected electrons, any shape.
-        sensor: as for `number_moments`.
-
-    Returns:
-        DN squared, of the rates' shape; 0 without a converter, at most a quarter.
-    """
-    shot, _, read_e, gain, _, top = sensor
-    std, rate = gain * read_e, np.asarray(rate_e, dtype=float)
-    if top < 0:
-        return np.zeros_like(rate)
-    if std < _LEAST_STD_DN:
-        return np.full_like(rate, 0.25)
-    first, second, product = np.zeros_like(rate), np.zeros_like(rate), np.zeros_like(rate)
-    for k in range(1, math.ceil(math.sqrt(-math.log(_TERM) / 2) / (math.pi * std)) + 1):
-        t, damping = 2 * math.pi * k, math.exp(-0.5 * (std * 2 * math.pi * k) ** 2)
-        fall = 1 - math.cos(gain * t) if shot else 0.0
-        size = damping * np.exp(-fall * rate)
-        peak = np.maximum(rate, 1 / fall) if fall > 0 else rate  # rate exp(-fall rate) is largest there
-        counts = (
-            damping * gain * peak * np.exp(-fall * peak) * 2 * abs(math.sin(gain * t / 2)) if shot else 0.0
-        )
-        first += size / (math.pi * k)
-        second += size / (math.pi * k) ** 2
-        product += (counts + size * std**2 * t) / (math.pi * k)
-    return np.minimum(second + first**2 + 2 * product, 0.25)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -186,86 +120,6 @@ def _numbers(centre: float, std: float, top: float, origin: float) -> tuple[floa
         two += (up_to - below) * value * value
         below = up_to
     return one, two
-
-
-_PRNU_PLANE, _DSNU_PLANE = 16, 17  # counter words that no medium uses
-MAX_PRNU = 0.2
-"""Above, a pixel 4.3 standard deviations dark would have no sensitivity left."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Light:
-    """Photons on a pixel and the electrons they free: rate = quantum_efficiency flux exposure.
-
-    Attributes:
-        anchor_flux_per_s: photons per second, averaged over pixels, while every mirror of the window is on.
-        bias_flux_per_s: photons per second on every pixel of every frame, incoherent and uniform; 0 is off. Its shot
-            noise does not depend on the data.
-        ambient_flux_per_s: the same of light that no key controls; 0 is off. No law credits it.
-        quantum_efficiency: electrons per photon, in (0, 1].
-        exposure_us: exposure of a frame, microseconds.
-    """
-
-    anchor_flux_per_s: float
-    bias_flux_per_s: float = 0.0
-    ambient_flux_per_s: float = 0.0
-    quantum_efficiency: float
-    exposure_us: float
-
-    def __post_init__(self) -> None:
-        checks.positive(anchor_flux_per_s=self.anchor_flux_per_s, exposure_us=self.exposure_us)
-        checks.non_negative(bias_flux_per_s=self.bias_flux_per_s, ambient_flux_per_s=self.ambient_flux_per_s)
-        checks.positive(quantum_efficiency=self.quantum_efficiency)
-        checks.in_range(0, 1, quantum_efficiency=self.quantum_efficiency)
-
-    @property
-    def anchor_e(self) -> float:
-        """Photo-electrons of the anchor frame, averaged over pixels."""
-        return self.quantum_efficiency * self.anchor_flux_per_s * self.exposure_us * 1e-6
-
-    @property
-    def bias_e(self) -> float:
-        """Electrons of the bias light in a frame."""
-        return self.quantum_efficiency * self.bias_flux_per_s * self.exposure_us * 1e-6
-
-    @property
-    def ambient_e(self) -> float:
-        """Electrons of the ambient light in a frame."""
-        return self.quantum_efficiency * self.ambient_flux_per_s * self.exposure_us * 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedPattern:
-    """What differs from pixel to pixel and stays from frame to frame; no randomness of a reading.
-
-    Both are normal numbers cut at 4.3 standard deviations, computed from the seed and the pixel's number. The offset
-    is added behind the full well, as EMVA 1288 measures it in dark frames; within the Poisson rate,
-    as some write it, rates would have to be negative at some pixels.
-
-    Attributes:
-        prnu: photo response non-uniformity, standard deviation relative to the mean, in [0, 0.2]; 0 is off.
-        dsnu_e: dark signal non-uniformity, standard deviation, electrons, at least 0; 0 is off.
-        seed: which sensor this is, in [0, 2^64).
-    """
-
-    prnu: float = 0.0
-    dsnu_e: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        checks.in_range(0, MAX_PRNU, prnu=self.prnu)
-        checks.non_negative(dsnu_e=self.dsnu_e)
-
-    def response(self, first: int, stop: int) -> np.ndarray:
-        """1 + PRNU of the pixels first to stop - 1, float64."""
-        return 1.0 + self.prnu * self._normal(_PRNU_PLANE, first, stop)
-
-    def offset_e(self, first: int, stop: int) -> np.ndarray:
-        """Return the offsets of the pixels first to stop - 1, electrons, float64."""
-        return self.dsnu_e * self._normal(_DSNU_PLANE, first, stop)
-
-    def _normal(self, plane: int, first: int, stop: int) -> np.ndarray:
-        return pixel_normals(self.seed, plane, np.arange(first, stop))
 
 
 def pixel_normals(seed: int, plane: int, pixels: np.ndarray) -> np.ndarray:
@@ -384,8 +238,29 @@ class Sensor:
             offset_e: fixed offset of the pixel, electrons; broadcasts with the rates.
         """
         checks.non_negative(rate_e=rate_e)
-        base = self.black_level_dn + self.gain_dn_per_e * np.asarray(offset_e, dtype=np.float64)
-        return number_moments(np.asarray(rate_e, dtype=np.float64), base, self.numbers())
+        base_dn = self.black_level_dn + self.gain_dn_per_e * np.asarray(offset_e, dtype=np.float64)
+        parts = np.broadcast_arrays(np.atleast_1d(np.asarray(rate_e, dtype=np.float64)), base_dn)
+        rate, base = (np.array(part, dtype=float, order="C") for part in parts)
+        scalar = np.ndim(rate_e) == 0 and np.ndim(base_dn) == 0
+        shot, well, read_e, gain, _, top = self.numbers()
+        std = gain * read_e
+        mean, variance = base + gain * rate, np.full(rate.shape, std**2) + (gain**2 * rate if shot else 0.0)
+        reach = _FAR * np.sqrt(variance) + (20 * gain if shot else 0.0)  # 20 electrons: a Poisson law is skew
+        ends = rate + (_FAR * np.sqrt(rate) + 20 if shot else 0.0) >= well
+        if top >= 0:
+            ends |= (mean - reach < -0.5) | (mean + reach > top + 0.5)
+            if std >= _LEAST_STD_DN:
+                inside = ~ends
+                shift, factor = _rounding(rate[inside], base[inside], std, gain, shot > 0)
+                mean[inside] -= shift
+                variance[inside] += factor
+            else:
+                ends[:] = True
+        if np.any(ends):
+            found = np.empty((2, int(ends.sum())))
+            _add_up(found, rate[ends], base[ends], shot > 0, well, std, gain, top)
+            mean[ends], variance[ends] = found
+        return (mean[0], variance[0]) if scalar else (mean, variance)
 
     def variance_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
         """K^2 (rate + read_noise^2) + 1/12, DN squared, elementwise; terms that are off are left out.
@@ -398,5 +273,31 @@ class Sensor:
         return np.asarray(self.gain_dn_per_e**2 * electrons + rounding)
 
     def rounding_limit_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
-        """How far `variance_dn2` may be off by rounding at this rate and above, for every offset, DN squared."""
-        return rounding_limit(np.asarray(rate_e, dtype=np.float64), self.numbers())
+        """Return how far `variance_dn2` may be off by rounding at this rate and above, for every offset, DN squared.
+
+        By the magnitudes of the series' terms; valid if no end is met. 0 without a converter, at most a quarter.
+
+        Args:
+            rate_e: least expected electrons, any shape.
+        """
+        shot, _, read_e, gain, _, top = self.numbers()
+        std, rate = gain * read_e, np.asarray(rate_e, dtype=np.float64)
+        if top < 0:
+            return np.zeros_like(rate)
+        if std < _LEAST_STD_DN:
+            return np.full_like(rate, 0.25)
+        first, second, product = np.zeros_like(rate), np.zeros_like(rate), np.zeros_like(rate)
+        for k in range(1, _terms(std) + 1):
+            t, damping = 2 * math.pi * k, math.exp(-0.5 * (std * 2 * math.pi * k) ** 2)
+            fall = 1 - math.cos(gain * t) if shot else 0.0
+            size = damping * np.exp(-fall * rate)
+            peak = np.maximum(rate, 1 / fall) if fall > 0 else rate  # rate exp(-fall rate) is largest there
+            counts = (
+                damping * gain * peak * np.exp(-fall * peak) * 2 * abs(math.sin(gain * t / 2))
+                if shot
+                else 0.0
+            )
+            first += size / (math.pi * k)
+            second += size / (math.pi * k) ** 2
+            product += (counts + size * std**2 * t) / (math.pi * k)
+        return np.minimum(second + first**2 + 2 * product, 0.25)

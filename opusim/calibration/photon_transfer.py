@@ -57,16 +57,16 @@ class LightNoise:
     own: np.ndarray
     light: np.ndarray
 
-    def and_frames(self, frames: np.ndarray, blank_dn: float, steady: np.ndarray | None = None) -> LightNoise:
+    def and_frames(self, frames: np.ndarray, blank_dn: float, steady: np.ndarray) -> LightNoise:
         """With frames of one more setting, shape (frames, pixels), DN, whose blank frames have the given mean.
 
         Args:
             frames: as they were taken.
             blank_dn: mean of blank frames.
-            steady: the same frames at mean power, from which the pixels' own noise is taken; None for the frames.
+            steady: the same frames at mean power, from which the pixels' own noise is taken.
         """
         means = frames.mean(axis=1, dtype=np.float64)
-        dn = (frames if steady is None else steady).astype(np.float64)
+        dn = steady.astype(np.float64)
         common = dn.mean(axis=1, keepdims=True)
         own = float(np.mean((dn - common).var(axis=0, ddof=1))) / (dn.shape[1] - 1)
         return LightNoise(
@@ -226,7 +226,7 @@ class PhotonTransfer:
             light=np.zeros(len(dark)),
         )
         shown = float(blank.var(axis=0, ddof=1, dtype=np.float64).sum()) > least
-        return found.and_frames(blank, float(blank.mean(dtype=np.float64))) if shown else found
+        return found.and_frames(blank, float(blank.mean(dtype=np.float64)), blank) if shown else found
 
     def property_p_values(self) -> dict[str, dict[str, float]]:
         """Return the P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
@@ -369,7 +369,12 @@ class PhotonTransfer:
         zero, response = _line(photons, mean[used], 1.0 / guide)
         lit = mean[used] - zero
         floor, gain = _line(lit, variance[used], 1.0 / np.square(guide))
-        _, unbent_gain, bend = _parabola(lit, variance[used], 1.0 / np.square(guide))
+        # the parabola v = v_0 + K (m - m_0) + c (m - m_0)^2, by weighted least squares
+        unit = float(np.max(np.abs(lit)))
+        columns = np.stack([np.ones_like(lit), lit / unit, np.square(lit / unit)], axis=1)
+        roots = np.sqrt(1.0 / np.square(guide))
+        bent = np.linalg.lstsq(columns * roots[:, None], variance[used] * roots, rcond=None)[0]
+        unbent_gain = float(bent[1] / unit)
         dark_dn = _dark_slope(self.dark, mean[n : n + len(self.dark.levels)])
         dark = dark_dn / gain
         dark_e = dark * self.exposure_us * 1e-6
@@ -377,6 +382,12 @@ class PhotonTransfer:
         guess = np.square(guide / self.light.frames + 1e-4 * rise)
         offset2, prnu2 = _line(rise, spread, 1.0 / guess)
         black = zero - gain * dark_e
+        # the variance over pixels of the dark current, (DN/s)^2: of pixels' means it grows as the exposure's square
+        own = slice(n, n + len(self.dark.levels))
+        dark_own = spatial[own] - variance[own] / self.dark.frames
+        dark_spread2 = _line(
+            np.square(self.dark.seconds()), dark_own, 1.0 / np.square(self.dark.variances())
+        )[1]
         found = {
             "quantum_efficiency": response / gain,
             "gain_dn_per_e": gain,
@@ -389,8 +400,8 @@ class PhotonTransfer:
             "unbent_gain": unbent_gain,
             "unbent_dark": dark_dn / unbent_gain,
             "zero_dn": zero,
-            "bend": bend,
-            "dark_spread2": self._dark_spread2(variance, spatial),
+            "bend": bent[2] / unit**2,
+            "dark_spread2": dark_spread2,
         }
         if self.warm is not None:
             warm = _dark_slope(self.warm, mean[n + len(self.dark.levels) :]) / gain
@@ -400,12 +411,6 @@ class PhotonTransfer:
             ratio = warm / dark if dark > 0 and warm > 0 else np.nan
             found["doubling_k"] = step / np.log2(ratio)
         return {name: float(value) for name, value in found.items()}
-
-    def _dark_spread2(self, variance: np.ndarray, spatial: np.ndarray) -> float:
-        """Variance over pixels of the dark current, (DN/s)^2: of pixels' means it grows as the exposure's square."""
-        levels = slice(len(self.light.levels), len(self.light.levels) + len(self.dark.levels))
-        spread = spatial[levels] - variance[levels] / self.dark.frames
-        return _line(np.square(self.dark.seconds()), spread, 1.0 / np.square(self.dark.variances()))[1]
 
 
 def _at_pixels(
@@ -433,12 +438,3 @@ def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, flo
     x_mean, y_mean = weights @ x / total, weights @ y / total
     slope = float((weights * (x - x_mean)) @ y / ((weights * (x - x_mean)) @ x))
     return float(y_mean - slope * x_mean), slope
-
-
-def _parabola(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
-    """Return the start, slope at 0 and coefficient of the square, by weighted least squares."""
-    unit = float(np.max(np.abs(x)))
-    columns = np.stack([np.ones_like(x), x / unit, np.square(x / unit)], axis=1)
-    roots = np.sqrt(weights)
-    found = np.linalg.lstsq(columns * roots[:, None], y * roots, rcond=None)[0]
-    return float(found[0]), float(found[1] / unit), float(found[2] / unit**2)

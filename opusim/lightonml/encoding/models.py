@@ -1,6 +1,6 @@
 """Autoencoders that learn a binary code, as torch modules: the reconstruction in training, the code in evaluation.
 
-For a code in scikit-learn's words, see `opusim.features.learnt.AutoencoderEncoder`.
+For a code in scikit-learn's words, see `opusim.features.encoders.AutoencoderEncoder`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opusim import checks
-from opusim.features.learnt import binary_code, orthogonality
+from opusim.features.encoders import binary_code, orthogonality
 
 
 class AE(nn.Module):

@@ -28,7 +28,7 @@ from training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
     from training.sweeps.execution import SweepForecast
-    from training.sweeps.rows import Row
+    from training.sweeps.results import Row
     from training.tuning import Search, SearchResult
 
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
@@ -221,9 +221,8 @@ def curve(
     points = points_of(read, text)
     from accounting.tables import print_rows
     from training.reports.sweep_report import setting_rows, write_sweep
-    from training.sweeps.curves import SweepResult
     from training.sweeps.execution import run_sweep
-    from training.sweeps.rows import SweepFolder
+    from training.sweeps.results import SweepFolder, SweepResult
 
     folder = SweepFolder(out or Path("runs") / spec.stem)
     if draw_only:

@@ -18,7 +18,7 @@ from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_a
 from training.attacks.one_run.report import OneRunAudit, one_run_paragraphs, one_run_rows, read_one_run
 from training.config.data import OWN_ARRAYS
 from training.config.reading import flat
-from training.reports.line_chart import Line, LineChart
+from training.reports.drawing import Line, LineChart
 from training.runs.folder import RunFolder
 from training.runs.stored_run import StoredRun
 from training.zeroth_order.config import ZoConfig

@@ -23,14 +23,20 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from accounting.tables import guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
-from training.reports.drawing import LINES, new_figure, save_figure, style
-from training.reports.line_chart import COLOURS
+from training.reports.drawing import COLOURS, LINES, new_figure, save_figure, style
 from training.reports.run_report import distinct
 from training.runs.folder import RunFolder
 from training.runs.storage import record_json, write_json
-from training.sweeps import curves
-from training.sweeps.curves import Curve, SweepResult, axis_label, curve_rows
-from training.sweeps.rows import SCHEMA_VERSION, Row, audited_epsilon
+from training.sweeps import results as curves
+from training.sweeps.results import (
+    SCHEMA_VERSION,
+    Curve,
+    Row,
+    SweepResult,
+    audited_epsilon,
+    axis_label,
+    curve_rows,
+)
 from training.sweeps.spec import Point
 
 _NOTHING = "–"

@@ -36,7 +36,7 @@ from training.runs.cluster import connected
 from training.runs.folder import RunFolder
 from training.runs.run import Run, load_run
 from training.runs.storage import only_writer, require_kind
-from training.sweeps.rows import Row, SweepFolder, failed_row, row_of, write_row
+from training.sweeps.results import Row, SweepFolder, failed_row, row_of, write_row
 from training.sweeps.spec import Point
 
 _MAX_DEATHS = 3

@@ -10,8 +10,7 @@ import torch
 from scipy.stats import norm
 
 from opusim.camera.exposure import Exposure
-from opusim.camera.number_law import number_law, spread_error
-from opusim.camera.stages import Sensor
+from opusim.camera.stages import Sensor, number_law, spread_error
 from opusim.description.camera import LightSettings
 from opusim.randomness.streams import SeededStream
 

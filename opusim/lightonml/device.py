@@ -58,9 +58,20 @@ class OpuDevice:
         self._open: NoisyDevice | None = None
         self._window: tuple[Any, ...] = ()
         self.description: DeviceDescription = (
-            self._given.description if self._given is not None else self._described(self._options)
+            self._given.description
+            if self._given is not None
+            else load_description(self._name, self._options)
         )
-        self.mirror_shape = self._geometry(mirror_shape)
+        self.mirror_shape = _KNOWN_ARRAYS.get(self.max_inputs)
+        if mirror_shape is not None:
+            rows, columns = mirror_shape
+            checks.integer(mirror_rows=rows, mirror_columns=columns, minimum=1)
+            if rows * columns > self.max_inputs:
+                raise ValueError(
+                    f"mirror_shape = {mirror_shape}: has {rows * columns} mirrors, and device {self.name!r} "
+                    f"{self.max_inputs}; give a smaller shape"
+                )
+            self.mirror_shape = int(rows), int(columns)
 
     @property
     def name(self) -> str:
@@ -171,21 +182,6 @@ class OpuDevice:
             )
         return self.__dict__ | {"_open": None, "_window": ()}
 
-    def _described(self, options: Mapping[str, Any]) -> DeviceDescription:
-        return load_description(self._name, dict(options))
-
-    def _geometry(self, told: tuple[int, int] | None) -> tuple[int, int] | None:
-        if told is None:
-            return _KNOWN_ARRAYS.get(self.max_inputs)
-        rows, columns = told
-        checks.integer(mirror_rows=rows, mirror_columns=columns, minimum=1)
-        if rows * columns > self.max_inputs:
-            raise ValueError(
-                f"mirror_shape = {told}: has {rows * columns} mirrors, and device {self.name!r} "
-                f"{self.max_inputs}; give a smaller shape"
-            )
-        return int(rows), int(columns)
-
     def _timing(self, exposure_us: float | None, frametime_us: float | None) -> dict[str, Any]:
         """Return the sections that set times; a frame is made long enough for its exposure."""
         sections: dict[str, Any] = {}
@@ -212,7 +208,7 @@ class OpuDevice:
         if self._given is not None:
             self._refuse_timing()
         options = merged(self._options, sections)
-        self.description = self._described(options)
+        self.description = load_description(self._name, options)
         self._options = options
         self.close()
 
@@ -221,21 +217,3 @@ class OpuDevice:
             f"device {self.name!r} is open already, and its times cannot be changed; open it with them, as "
             "open_device('camera', camera={'light': {'exposure_us': 200.0}}), or give its name"
         )
-
-
-def chosen_device(
-    device: str | Path | NoisyDevice | None, opu_device: str | Path | NoisyDevice | None, *, simulated: bool
-) -> str | Path | NoisyDevice:
-    """Return the device that the arguments name.
-
-    Raises:
-        TypeError, ValueError: They contradict each other, or are no device.
-    """
-    told = [each for each in (device, opu_device) if each is not None]
-    if len(told) + simulated > 1:
-        raise ValueError("device, opu_device and simulated=True each name a device; give one of them")
-    if not told:
-        return "ideal" if simulated else "lighton_appliance"
-    remedy = "give a name such as 'camera', or open_device(...)"
-    checks.instance((str, Path, NoisyDevice), device=told[0], remedy=remedy)
-    return told[0]

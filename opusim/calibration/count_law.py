@@ -128,13 +128,23 @@ def tails(transfer: PhotonTransfer, power_varies: bool) -> Tails:
     random, measured, simulated = np.random.default_rng(_SEED), [], []
     found = transfer.estimates(0.5)
     gain, black = found["gain_dn_per_e"].value, found["black_level_dn"].value
+    read = gain * found["read_noise_e"].value
     if frames >= _LEAST_FRAMES and gain > 0:
         variances = transfer.light.variances()
         for level in transfer.used():
             if variances[level] > _LEAST_DN2:
                 dn = transfer.light.looked_at[level]
-                read = gain * found["read_noise_e"].value
-                like = _like(dn, gain, black, read, random, power_varies, transfer.is_rounded)
+                # frames of the pixels, means and gain of the measured ones, each of its frame's power if that varies
+                means = dn.mean(axis=0, dtype=np.float64)
+                rate = max((float(means.mean()) - black) / gain, 0.0)
+                rates = np.full((len(dn), 1), rate)
+                if power_varies:
+                    shared = (dn.mean(axis=1, dtype=np.float64) - means.mean())[:, None]
+                    rates *= np.maximum(1 + shared / (gain * rate or 1), 0)
+                counts = random.poisson(np.broadcast_to(rates, dn.shape))
+                values = means + gain * (counts - rate)
+                values = values + read * random.standard_normal(dn.shape)
+                like = np.rint(values) if transfer.is_rounded else values
                 measured.append(_standard(dn, random, transfer.is_rounded))
                 simulated.append(_standard(like, random, transfer.is_rounded))
     if not measured:
@@ -158,28 +168,6 @@ def tails(transfer: PhotonTransfer, power_varies: bool) -> Tails:
         near_p_value=normal_p_value((near - expected) / max(near + expected, 1.0) ** 0.5),
         limit=min(farthest) if all(farthest) else 0.0,
     )
-
-
-def _like(
-    dn: np.ndarray,
-    gain: float,
-    black: float,
-    read_dn: float,
-    random: np.random.Generator,
-    power_varies: bool,
-    is_rounded: bool,
-) -> np.ndarray:
-    """Return simulated frames of the pixels, means and gain of measured ones, shape (frames, pixels)."""
-    means = dn.mean(axis=0, dtype=np.float64)
-    rate = max((float(means.mean()) - black) / gain, 0.0)
-    rates = np.full((len(dn), 1), rate)
-    if power_varies:
-        rates *= np.maximum(
-            1 + (dn.mean(axis=1, dtype=np.float64) - means.mean())[:, None] / (gain * rate or 1), 0
-        )
-    counts = random.poisson(np.broadcast_to(rates, dn.shape))
-    values = means + gain * (counts - rate) + read_dn * random.standard_normal(dn.shape)
-    return np.asarray(np.rint(values) if is_rounded else values)
 
 
 def _standard(dn: np.ndarray, random: np.random.Generator, is_rounded: bool) -> np.ndarray:

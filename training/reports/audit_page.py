@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from accounting.guarantee import Guarantee
@@ -409,21 +408,11 @@ def draw_curves(axes: Axes, sheet: Sheet) -> None:
     axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def draw_sheet(sheet: Sheet) -> Figure:
-    """Return the A4 page; long texts are wrapped, and the type shrinks until all of it fits."""
-    for size in (8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0):
-        figure, used = _drawn(sheet, size)
-        if used >= _BOTTOM:
-            break
-    return figure
-
-
 class _Page:
     """Writes lines of text from the top of a page downwards."""
 
     def __init__(self, size: float) -> None:
         self.figure = Figure(figsize=_A4)
-        FigureCanvasAgg(self.figure)
         self.size, self.y = size, _TOP
 
     def text(
@@ -466,8 +455,8 @@ class _Page:
             self.y = lowest - 0.002
 
 
-def _drawn(sheet: Sheet, size: float) -> tuple[Figure, float]:
-    """Return the page with type of one size, and how far down it reaches."""
+def draw_sheet(sheet: Sheet, size: float = 8.0) -> Figure:
+    """Return the A4 page with type of one size, smaller until all of it fits; long texts are wrapped."""
     page = _Page(size)
     page.text(sheet.title, size=size + 6, fontweight="bold")
     page.text(
@@ -504,4 +493,4 @@ def _drawn(sheet: Sheet, size: float) -> tuple[Figure, float]:
         page.y -= 0.003
     page.heading("To repeat it")
     page.pairs(sheet.facts)
-    return page.figure, page.y
+    return page.figure if page.y >= _BOTTOM or size <= 5.0 else draw_sheet(sheet, size - 0.5)

@@ -114,28 +114,29 @@ def setting_rows(result: SweepResult) -> list[dict[str, str]]:
     for point in result.points:
         setting = (point.series, *(str(point.values.get(key, "")) for key in keys))
         groups.setdefault(setting, []).append((point, result.rows.get(point.identity)))
-    rows = [
-        {"series": setting[0], **dict(zip(keys, setting[1:], strict=True)), **_figures_of(result, found)}
-        for setting, found in groups.items()
-    ]
+    rows = []
+    for setting, found in groups.items():
+        done = [row for _, row in found if row is not None and row.status != "failed"]
+        audited = [audited_epsilon(result.folder.path / "runs" / row.identity) for row in done]
+        rows.append(
+            {
+                "series": setting[0],
+                **dict(zip(keys, setting[1:], strict=True)),
+                "runs": f"{len(done)}/{len(found)}",
+                "accuracy [%]": _mean_and_error(
+                    [100 * row.accuracy for row in done if row.accuracy is not None]
+                ),
+                "ε proven": _epsilons([row.proven_epsilon for row in done]),
+                "ε claimed": _epsilons([row.claimed_epsilon for row in done]),
+                "ε audited": _epsilons(audited),
+                "frames": _mean([row.figures.get("frames") for row in done], "{:,.0f}".format),
+                "device energy": _mean([row.figures.get("joules") for row in done], energy),
+                "device time": _mean([row.figures.get("seconds") for row in done], duration),
+                "wall time": _mean([row.wall_s for row in done], duration),
+            }
+        )
     told = [key for key in rows[0] if any(row[key] not in ("", _NOTHING) for row in rows)]
     return [{key: row[key] for key in told} for row in rows]
-
-
-def _figures_of(result: SweepResult, found: Sequence[tuple[Point, Row | None]]) -> dict[str, str]:
-    rows = [row for _, row in found if row is not None and row.status != "failed"]
-    accuracies = [100 * row.accuracy for row in rows if row.accuracy is not None]
-    return {
-        "runs": f"{len(rows)}/{len(found)}",
-        "accuracy [%]": _mean_and_error(accuracies),
-        "ε proven": _epsilons([row.proven_epsilon for row in rows]),
-        "ε claimed": _epsilons([row.claimed_epsilon for row in rows]),
-        "ε audited": _epsilons([audited_epsilon(result.folder.path / "runs" / row.identity) for row in rows]),
-        "frames": _mean([row.figures.get("frames") for row in rows], "{:,.0f}".format),
-        "device energy": _mean([row.figures.get("joules") for row in rows], energy),
-        "device time": _mean([row.figures.get("seconds") for row in rows], duration),
-        "wall time": _mean([row.wall_s for row in rows], duration),
-    }
 
 
 def _record(result: SweepResult, point: Point) -> dict[str, Any]:

@@ -237,6 +237,7 @@ class PhotonTransfer:
             start, slope = _line(seconds, means, 1 / errors2)
             residuals += float(np.sum(np.square(means - start - slope * seconds) / errors2))
             freedom += len(means) - 2
+        slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
         return {
             "the variance is a straight line in the mean": {"curvature": self._p_value(found["bend"])},
             "the dark mean is a straight line in the exposure": {
@@ -244,7 +245,9 @@ class PhotonTransfer:
             },
             "dark current is the same at all pixels": {
                 "spread over pixels": self._p_value(found["dark_spread2"]),
-                "largest of a pixel": largest_deviate_p_value(np.abs(self._dark_deviates())),
+                "largest of a pixel": largest_deviate_p_value(
+                    np.abs((slopes - slopes.mean()) / np.sqrt(variance))
+                ),
             },
         }
 
@@ -262,11 +265,6 @@ class PhotonTransfer:
         slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
         most = float(np.sum(np.square(slopes - slopes.mean())) / chi2.ppf(beta, slopes.size - 1))
         return max(most - variance, 0.0) ** 0.5
-
-    def _dark_deviates(self) -> np.ndarray:
-        """Return each looked-at pixel's dark slope less their mean, in standard errors."""
-        slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
-        return np.asarray((slopes - slopes.mean()) / np.sqrt(variance))
 
     def starts(self) -> tuple[np.ndarray, float]:
         """Where each looked-at pixel's line of means starts, DN, shape (pixels,), and the variance of one of them."""

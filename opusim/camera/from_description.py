@@ -309,13 +309,18 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
     scale, weight = recovery.decode()[0], count_weights(exposure, recovery)
     slope = exposure.least_slope if isinstance(exposure, ImperfectExposure) else 1.0
     frames = float(np.sum(np.square(recovery.weights)))
-    rest, most_of_rest = _rest_of_a_frame(exposure)
-    counts = np.square(slope * exposure.sensor.gain_dn_per_e) * exposure.floor_e
+    # Least and largest variance of a number beyond K^2 rate, DN squared (`Sensor.rounding_limit_dn2`). Where dark
+    # frames reach the converter's lower end, their exact variance is the least. It is below 0 where steps are so coarse
+    # that rounding hides the counts' own noise.
+    sensor = exposure.sensor
+    middle, limit = sensor.variance_dn2(0.0), sensor.rounding_limit_dn2(exposure.floor_e)
+    exact = sensor.moments(exposure.floor_e, exposure.offset_e)[1]
+    shot = sensor.gain_dn_per_e**2 * exposure.floor_e * float(sensor.shot_noise)
+    rest = np.minimum(middle - limit, exact - shot)
+    counts = np.square(slope * sensor.gain_dn_per_e) * exposure.floor_e
     hidden = np.divide(-rest, counts, out=np.zeros_like(rest), where=(rest < 0) & (counts > 0))
-    shown = np.maximum(
-        1.0 - hidden, 0.0
-    )  # share of the counts' variance that no rounding hides, at every rate
-    most = frames * np.square(scale) * most_of_rest
+    shown = np.maximum(1.0 - hidden, 0.0)  # share of the counts' variance that rounding never hides
+    most = frames * np.square(scale) * (middle + limit)
     most = most + (1 - slope**2 * shown) * np.sum(np.square(weight) * high, axis=0)
     return PhotonCountNoise(
         rate_low=low,
@@ -329,20 +334,6 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
 def count_weights(exposure: Exposure, recovery: Recovery) -> np.ndarray:
     """Return what an electron more in each frame adds to a reading, without nonlinearity: (frames, n_outputs)."""
     return np.asarray(exposure.sensor.gain_dn_per_e * recovery.decode()[0] * recovery.weights[:, None])
-
-
-def _rest_of_a_frame(exposure: Exposure) -> tuple[np.ndarray, np.ndarray]:
-    """Least and largest variance of a number beyond K^2 rate, DN squared, for every frame; see `rounding_limit_dn2`.
-
-    Where dark frames reach the converter's lower end, their exact variance is the least. It is below 0 where steps are
-    so coarse that rounding hides the counts' own noise.
-    """
-    sensor = exposure.sensor
-    middle, limit = sensor.variance_dn2(0.0), sensor.rounding_limit_dn2(exposure.floor_e)
-    exact = sensor.moments(exposure.floor_e, exposure.offset_e)[1]
-    counts = sensor.gain_dn_per_e**2 * exposure.floor_e * float(sensor.shot_noise)
-    least = np.minimum(middle - limit, exact - counts)
-    return least, middle + limit
 
 
 def under_power(boxes: PhotonCountNoise, power: LightPower, weight: np.ndarray) -> FluctuatingCountNoise:

@@ -187,22 +187,6 @@ class Pointing:
     correlation: float
     places: np.ndarray
 
-    @property
-    def mean_size(self) -> float:
-        """Mean of |D|, m."""
-        return self.rms * math.sqrt(2 / math.pi)
-
-    def of_frames(self, light: np.ndarray, stream: NoiseStream) -> np.ndarray:
-        """Return the light of frames that are exposed in turn, shape (frames, n_outputs).
-
-        Args:
-            light: what each place gives, shape (3, frames, n_outputs).
-            stream: source of the noise; takes one reading of it.
-        """
-        d = self.rms * frame_normals(light.shape[1], self.correlation, stream)[:, None]
-        size = np.minimum(np.abs(d), 1.0)
-        return np.asarray(light[0] + size * (np.where(d < 0, light[1], light[2]) - light[0]))
-
 
 def with_neighbours(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return pixels with their neighbours, increasing, and the places of each pixel and of its two neighbours there.
@@ -250,7 +234,7 @@ class ImperfectExposure(Exposure):
     def parts(self) -> Iterator[tuple[float, np.ndarray | slice, np.ndarray]]:
         """See `Exposure.parts`; on average, if the image vibrates."""
         if self.pointing is not None:
-            m = self.pointing.mean_size
+            m = self.pointing.rms * math.sqrt(2 / math.pi)  # the mean of |D|
             for share, place in zip((1 - m, m / 2, m / 2), self.pointing.places, strict=True):
                 yield share, place, self.gain_e
             return
@@ -328,7 +312,9 @@ class ImperfectExposure(Exposure):
         frames, sensor = light.shape[-2], self.sensor
         shot, read = self._normal(2, frames, stream)
         if self.pointing is not None and light.ndim == 3:
-            light = self.pointing.of_frames(light, stream)
+            d = self.pointing.rms * frame_normals(frames, self.pointing.correlation, stream)[:, None]
+            aside = np.where(d < 0, light[1], light[2])
+            light = light[0] + np.minimum(np.abs(d), 1.0) * (aside - light[0])
         power = np.ones(frames) if self.laser is None else self.laser.powers(frames, stream)
         rates = np.ascontiguousarray(power[:, None] * light + self.dark_e)  # the kernel takes flat views
         counts = rates

@@ -24,7 +24,7 @@ Which mirrors are stuck is computed from the medium's seed and the mirror's numb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, reduce
 
@@ -403,7 +403,15 @@ class FaultyMirrors(Speckle):
         """Fields of the blank frame, the anchor, and all free data mirrors: float64, shape (3, 2, n_outputs)."""
         free = np.zeros(self.law.mirrors)
         free[: self.law.n_inputs] = self._swing * self._free.numpy()
-        return self._weighted([self._blank, self._lit, free])
+        table = torch.from_numpy(np.stack([self._blank, self._lit, free]))  # (3, mirrors)
+        found = np.zeros((len(table), 2, self.n_outputs))
+        for outputs in self._output_blocks():
+            for start in range(0, self.law.mirrors, _MIRRORS_AT_ONCE):
+                rows = range(start, min(start + _MIRRORS_AT_ONCE, self.law.mirrors))
+                for part, plane in enumerate((REAL_PLANE, IMAGINARY_PLANE)):
+                    sums = table[:, rows.start : rows.stop] @ self._tile(plane, outputs, rows).double()
+                    found[:, part, outputs.start : outputs.stop] += sums.numpy()
+        return found
 
     @property
     def blank(self) -> np.ndarray:
@@ -437,17 +445,3 @@ class FaultyMirrors(Speckle):
     def _forget(self) -> None:
         super()._forget()
         self.__dict__.pop("_ends", None)
-
-    def _weighted(self, weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Sums over mirrors of weights times entries, float64, shape (weightings, 2, n_outputs)."""
-        table = torch.from_numpy(np.stack(weights))  # (weightings, mirrors)
-        found = np.zeros((len(weights), 2, self.n_outputs))
-        for outputs in self._output_blocks():
-            for start in range(0, self.law.mirrors, _MIRRORS_AT_ONCE):
-                rows = range(start, min(start + _MIRRORS_AT_ONCE, self.law.mirrors))
-                for part, plane in enumerate((REAL_PLANE, IMAGINARY_PLANE)):
-                    tile = self._tile(plane, outputs, rows).double()
-                    found[:, part, outputs.start : outputs.stop] += (
-                        table[:, rows.start : rows.stop] @ tile
-                    ).numpy()
-        return found

@@ -23,9 +23,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import DeviceUnavailable
 from opusim.features.optical import widened
 from opusim.lightonml.context import Context, ContextArray
-from opusim.lightonml.device import OpuDevice
 from opusim.lightonml.encoding.base import NoDecoding, NoEncoding
-from opusim.lightonml.inputs import Fit, as_array, features_of, layout_of, like, require_shown
+from opusim.lightonml.inputs import Fit, OpuDevice, as_array, features_of, layout_of, like, require_shown
 from opusim.lightonml.types import InputRoiStrategy, OutputRescaling
 from opusim.progress import Progress
 

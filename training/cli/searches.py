@@ -216,7 +216,12 @@ def curve(
     """Train a table of runs, draw accuracy and epsilon against noise, and write one report."""
     from training.sweeps.spec import one_at_a_time, points_of, read_spec
 
-    _check_flags(jobs, cluster, retry_failed=retry_failed, draw_only=draw_only)
+    if draw_only and (jobs is not None or cluster is not None or retry_failed):
+        raise ValueError("--draw-only trains nothing; leave --jobs, --cluster and --retry-failed out")
+    if cluster is not None and jobs is not None:
+        raise ValueError(
+            f"--jobs = {jobs} does nothing with --cluster, whose workers decide; leave one of them out"
+        )
     read, text = read_spec(spec)
     points = points_of(read, text)
     from accounting.tables import print_rows
@@ -248,16 +253,6 @@ def curve(
     typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")
     if any(row.status == "failed" for row in rows.values()):
         raise typer.Exit(code=1)
-
-
-def _check_flags(jobs: int | None, cluster: str | None, *, retry_failed: bool, draw_only: bool) -> None:
-    """Refuse flags that would do nothing next to the others."""
-    if draw_only and (jobs is not None or cluster is not None or retry_failed):
-        raise ValueError("--draw-only trains nothing; leave --jobs, --cluster and --retry-failed out")
-    if cluster is not None and jobs is not None:
-        raise ValueError(
-            f"--jobs = {jobs} does nothing with --cluster, whose workers decide; leave one of them out"
-        )
 
 
 class SweepProgress:

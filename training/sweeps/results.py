@@ -306,11 +306,18 @@ def accuracy_against_epsilon(result: SweepResult) -> list[Curve]:
     }
     curves = []
     for name in result.series:
-        found = [
-            Curve(name=name, kind=kind, levels=levels)
-            for kind, value in kinds.items()
-            if (levels := _epsilon_levels(result, name, value))
-        ]
+        found = []
+        for kind, value in kinds.items():
+            groups: dict[tuple[float, str], list[float]] = {}
+            for point, row in result.finished(name):
+                epsilon, accuracy = value(row), _percent(row)
+                if epsilon is not None and accuracy is not None:
+                    others = {key: each for key, each in point.values.items() if key != "seed"}
+                    setting = "" if math.isfinite(epsilon) else str(others)
+                    groups.setdefault((float(f"{epsilon:.3g}"), setting), []).append(accuracy)
+            if groups:
+                levels = tuple(_level(key[0], groups[key], None) for key in sorted(groups))
+                found.append(Curve(name=name, kind=kind, levels=levels))
         if any(math.isfinite(level.x) for curve in found for level in curve.levels):
             curves += found
     return curves
@@ -329,21 +336,6 @@ def published(result: SweepResult) -> list[Curve]:
         )
         for other in result.spec.published
     ]
-
-
-def _epsilon_levels(
-    result: SweepResult, series: str, value: Callable[[Row], float | None]
-) -> tuple[Level, ...]:
-    """Accuracy at each epsilon, over seeds; infinite epsilons are separated by setting."""
-    groups: dict[tuple[float, str], list[float]] = {}
-    for point, row in result.finished(series):
-        epsilon, accuracy = value(row), _percent(row)
-        if epsilon is not None and accuracy is not None:
-            setting = (
-                "" if math.isfinite(epsilon) else str({k: v for k, v in point.values.items() if k != "seed"})
-            )
-            groups.setdefault((float(f"{epsilon:.3g}"), setting), []).append(accuracy)
-    return tuple(_level(key[0], groups[key], None) for key in sorted(groups))
 
 
 def costs(result: SweepResult) -> list[Curve]:

@@ -195,16 +195,13 @@ def _audits(
     of_steps, of_trainings = [], []
     for name, run in named:
         warning = [NOT_FOR_RELEASE] if run.config.mode == "release" else []
+        found, trained = audit, one_run
         if audit is None and not warning and run.folder.audit_file.exists():
             found = read_audit(run.folder.audit_file)
-        else:
-            found = audit
-        if found is not None:
-            of_steps.append((name, finding_rows(found), [*paragraphs(found), *warning]))
         if one_run is None and not warning and run.folder.one_run_file.exists():
             trained = read_one_run(run.folder.one_run_file)
-        else:
-            trained = one_run
+        if found is not None:
+            of_steps.append((name, finding_rows(found), [*paragraphs(found), *warning]))
         if trained is not None:
             played = "one training" if trained.trainings == 1 else f"{trained.trainings} trainings"
             texts = [*one_run_paragraphs(trained), *warning]

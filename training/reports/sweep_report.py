@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -301,7 +300,7 @@ def epsilon_noise(result: SweepResult) -> Figure | None:
         axes.plot([level.x for level in curve.levels], heights, label=label, **look)
     axes.set(yscale="log", ylabel="ε", ylim=(low / 2, infinity * _INFINITY_SPACING ** len(infinite) * 1.5))
     if infinite:
-        _mark_infinity(axes.yaxis, infinity * _INFINITY_SPACING ** ((len(infinite) - 1) / 2), high)
+        _mark_infinity(axes, "y", infinity * _INFINITY_SPACING ** ((len(infinite) - 1) / 2), high)
     _noise_axis(axes, drawn, key)
     _legend(axes)
     return figure
@@ -341,7 +340,7 @@ def accuracy_epsilon(result: SweepResult) -> Figure | None:
     _scale(axes, finite, log_ratio=3.0)
     if any(math.isinf(level.x) for curve in drawn for level in curve.levels):
         axes.set_xscale("log")
-        _mark_infinity(axes.xaxis, infinity, max(finite))
+        _mark_infinity(axes, "x", infinity, max(finite))
     axes.set(xlabel="ε (proven unless stated otherwise)", ylabel="test accuracy [%]")
     _legend(axes)
     return figure
@@ -421,9 +420,9 @@ def _scale(axes: Axes, values: Sequence[float], *, log_ratio: float = _LOG_SCALE
         axes.set_xticks(kept, [f"{tick:g}" for tick in kept])
 
 
-def _mark_infinity(axis: Axis, infinity: float, largest: float) -> None:
-    """Mark infinity as a separate tick of a logarithmic axis, after a gap."""
-    line = axis.axes.axhline if axis.axis_name == "y" else axis.axes.axvline
+def _mark_infinity(axes: Axes, side: str, infinity: float, largest: float) -> None:
+    """Mark infinity as a separate tick of a logarithmic axis, "x" or "y", after a gap."""
+    axis, line = (axes.xaxis, axes.axvline) if side == "x" else (axes.yaxis, axes.axhline)
     line(math.sqrt(infinity * largest), color="0.5", linewidth=0.8, linestyle=(0, (2, 3)))
     low = axis.get_view_interval()[0]
     ticks = [tick for tick in axis.get_ticklocs() if low <= tick <= largest]

@@ -133,11 +133,6 @@ class FrameLook:
         """What frames read above the blank frame, shape (frames, outputs)."""
         return self.mean - self.mean[:1]
 
-    @property
-    def light_variance(self) -> np.ndarray:
-        """Variance of the error of `light`."""
-        return (self.variance + self.variance[:1]) / self.repeats
-
 
 def patterns_of(n_inputs: int) -> torch.Tensor:
     """Return the patterns: nothing, half of the data mirrors, single ones of a narrow window; (patterns, n_inputs)."""
@@ -292,7 +287,9 @@ class _Change:
     def __init__(self, first: FrameLook, now: FrameLook, alive: np.ndarray) -> None:
         self._first, self._now, self._alive = first, now, alive
         self._before, self._after = first.light[:, alive], now.light[:, alive]
-        self._error_before, self._error_after = (look.light_variance[:, alive] for look in (first, now))
+        self._error_before, self._error_after = (
+            ((look.variance + look.variance[:1]) / look.repeats)[:, alive] for look in (first, now)
+        )
 
     def blank_light(self) -> Finding | None:
         """Blank frames that read more or less: uniform, like the anchor, or as speckle."""

@@ -224,39 +224,6 @@ def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, Med
     return description.camera, description.medium
 
 
-def camera_lines(camera: CameraSettings, frames: FrameSettings) -> str:
-    """Return where the light of a mean pixel goes, what share of its variance each stage makes, and what is sent."""
-    light, sensor = camera.light, sensor_of(camera, frames)
-    dark = dark_charge_e(camera, light.exposure_us)
-    shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron
-    parts = {
-        "photon shot noise": shot * light.anchor_e,
-        "bias light": shot * light.bias_e,
-        **({"ambient light": shot * light.ambient_e} if light.ambient_e else {}),
-        "dark current": shot * dark,
-        "read noise": (sensor.gain_dn_per_e * sensor.read_noise_e) ** 2,
-        "rounding": 0.0 if sensor.adc_bits is None else 1 / 12,
-    }
-    total = sum(float(part) for part in parts.values())
-    shares = (
-        ", ".join(f"{name} {float(part) / total:.3%}" for name, part in parts.items()) if total else "none"
-    )
-    at = "" if camera.dark is None else f" at {camera.dark.temperature_c:g} °C"
-    sent = (
-        ""
-        if frames.packing is None
-        else f"\nsent as {frames.packing}: {sensor.adc_bits} of the converter's {camera.sensor.adc_bits} bits; DN are "
-        "those that arrive"
-    )
-    return (
-        f"a mean pixel of the anchor frame: {light.anchor_e:.4g} e⁻ of light, {light.bias_e:.4g} e⁻ of bias light, "
-        f"{dark:.4g} e⁻ of dark charge{at}; {sensor.gain_dn_per_e * light.anchor_e:.4g} DN above black, saturated at "
-        f"{sensor.saturation_e:.5g} e⁻\nvariance of a frame there: {total:.4g} DN²: {shares}\n"
-        "noise: Poisson counts, whose rates depend on what is shown; a reading takes four frames"
-        f"{sent}"
-    )
-
-
 def number_rows(description: DeviceDescription) -> list[tuple[str, ...]]:
     """Return key, value, unit, status and source of every number."""
     rows: list[tuple[str, ...]] = []
@@ -270,9 +237,40 @@ def number_rows(description: DeviceDescription) -> list[tuple[str, ...]]:
 
 def noise_line(description: DeviceDescription) -> str:
     """Return what the noise of a reading is, as text."""
-    noise = description.noise
-    if description.camera is not None:
-        return camera_lines(description.camera, description.frames)
+    noise, camera, frames = description.noise, description.camera, description.frames
+    if camera is not None:
+        # where the light of a mean pixel goes, what share of its variance each stage makes, and what is sent
+        light, sensor = camera.light, sensor_of(camera, frames)
+        dark = dark_charge_e(camera, light.exposure_us)
+        shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron
+        parts = {
+            "photon shot noise": shot * light.anchor_e,
+            "bias light": shot * light.bias_e,
+            **({"ambient light": shot * light.ambient_e} if light.ambient_e else {}),
+            "dark current": shot * dark,
+            "read noise": (sensor.gain_dn_per_e * sensor.read_noise_e) ** 2,
+            "rounding": 0.0 if sensor.adc_bits is None else 1 / 12,
+        }
+        total = sum(float(part) for part in parts.values())
+        shares = (
+            ", ".join(f"{name} {float(part) / total:.3%}" for name, part in parts.items())
+            if total
+            else "none"
+        )
+        at = "" if camera.dark is None else f" at {camera.dark.temperature_c:g} °C"
+        sent = (
+            ""
+            if frames.packing is None
+            else f"\nsent as {frames.packing}: {sensor.adc_bits} of the converter's {camera.sensor.adc_bits} bits; DN "
+            "are those that arrive"
+        )
+        return (
+            f"a mean pixel of the anchor frame: {light.anchor_e:.4g} e⁻ of light, {light.bias_e:.4g} e⁻ of bias light, "
+            f"{dark:.4g} e⁻ of dark charge{at}; {sensor.gain_dn_per_e * light.anchor_e:.4g} DN above black, saturated "
+            f"at {sensor.saturation_e:.5g} e⁻\nvariance of a frame there: {total:.4g} DN²: {shares}\n"
+            "noise: Poisson counts, whose rates depend on what is shown; a reading takes four frames"
+            f"{sent}"
+        )
     if description.crossbar is not None:
         rounded = "" if description.crossbar.converter.adc_bits is None else ", then rounded by the converter"
         return f"noise: Gaussian, its standard deviation depends on input and weights{rounded}"

@@ -135,7 +135,18 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     def __sklearn_tags__(self) -> Tags:
         """Say that a noisy device gives other numbers in each call."""
         tags = super().__sklearn_tags__()
-        tags.non_deterministic = self._is_noisy()
+        tags.non_deterministic = False  # of a device that is given open; it is asked once a call
+        if not isinstance(self.device, NoisyDevice):
+            opened = self.__dict__.get("device_")
+            description = (
+                load_description(self.device, dict(self.options or {}))
+                if opened is None
+                else opened.description
+            )
+            noise, tags.non_deterministic = description.noise, True
+            simulated = description.lighton is None or description.lighton.simulated
+            if simulated and description.kind in ("ideal", "gaussian", "lighton"):
+                tags.non_deterministic = noise is not None and noise.value() > 0
         tags.transformer_tags.preserves_dtype = []
         return tags
 
@@ -165,19 +176,6 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         """Number of columns, for `get_feature_names_out`."""
         rows = self.encoder_.rows_per_record
         return int(self.encoder_.decode(np.zeros((rows, self.n_components), dtype=np.float32)).shape[1])
-
-    def _is_noisy(self) -> bool:
-        """Whether a named device gives other numbers in each call; asked once a call, so an open one tells it."""
-        if isinstance(self.device, NoisyDevice):
-            return False
-        opened = self.__dict__.get("device_")
-        description = (
-            load_description(self.device, dict(self.options or {})) if opened is None else opened.description
-        )
-        simulated = description.lighton is None or description.lighton.simulated
-        if simulated and description.kind in ("ideal", "gaussian", "lighton"):
-            return description.noise is not None and description.noise.value() > 0
-        return True
 
     def _open(self) -> None:
         device = self.device

@@ -29,7 +29,6 @@ from training.config.sections import TrainerSection
 if TYPE_CHECKING:
     from training.sweeps.execution import SweepForecast
     from training.sweeps.results import Row
-    from training.tuning import Search, SearchResult
 
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -137,10 +136,21 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
             "--choose is missing: name a key and its values, such as --choose optimizer.lr=1,2,4"
         )
     search, release = Search(config, parse_choices(choose), mean=trials, folder=out), config.mode == "release"
-    found = _run(search, quiet=quiet, release=release)
     if quiet:
+        search.run()
         typer.echo(out)
         return
+    if release:
+        typer.echo("the number of trials below is private: do not publish it", err=True)
+    with Progress("tune", "trials") as progress:
+
+        def tell(done: int, of: int) -> None:
+            if done:
+                progress.advance(done=done)
+            else:
+                progress.start(of, at_once=True)
+
+        found = search.run(tell)
     from accounting.tables import guarantee_rows, print_rows
 
     print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
@@ -153,23 +163,6 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
         return
     typer.echo(f"best: {', '.join(found.settings)}; score {100 * (found.score or 0):.2f} % (noised)")
     typer.echo(f"run folder: {found.run.folder.path}")
-
-
-def _run(search: Search, *, quiet: bool, release: bool) -> SearchResult:
-    """Run the search with a progress line."""
-    if quiet:
-        return search.run()
-    if release:
-        typer.echo("the number of trials below is private: do not publish it", err=True)
-    with Progress("tune", "trials") as progress:
-
-        def tell(done: int, of: int) -> None:
-            if done:
-                progress.advance(done=done)
-            else:
-                progress.start(of, at_once=True)
-
-        return search.run(tell)
 
 
 _EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys of every run, \\[axes] with lists \

@@ -71,9 +71,9 @@ from opusim.errors import DeviceUnavailable as DeviceUnavailable
 from opusim.errors import NoiseBelowCertificate as NoiseBelowCertificate
 from opusim.errors import NoiseUnknown as NoiseUnknown
 from opusim.errors import OpusimError as OpusimError
-from opusim.features.kernels import opu_kernel as opu_kernel
 from opusim.features.optical import OpticalFeatures as OpticalFeatures
 from opusim.features.optical import OpticalLayer as OpticalLayer
+from opusim.features.optical import opu_kernel as opu_kernel
 from opusim.medium.transmission import Medium as Medium
 from opusim.noise import ConverterLatticeNoise as ConverterLatticeNoise
 from opusim.noise import FluctuatingCountNoise as FluctuatingCountNoise

@@ -1,4 +1,4 @@
-"""Print results as text: tables that never break a word, and amounts in the unit that a reader would choose.
+"""Show results: tables of text that never break a word, amounts in the unit that a reader would choose, HTML pages.
 
 If a page is too narrow for a table, or a row of it would be tall, its rows are printed below each other. The unit of a
 number is read from the end of its key (`unit_of`).
@@ -6,16 +6,25 @@ number is read from the end of its key (`unit_of`).
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from textwrap import fill, wrap
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from opusim.plugins import Deferred
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+jinja2 = Deferred("jinja2")
 
 _NO_TERMINAL = 140
 """Columns if the output is no terminal and COLUMNS is not set."""
@@ -240,3 +249,22 @@ def data_size(n_bytes: int) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:,.0f} {unit}"
+
+
+def html_page(template: str, **values: Any) -> str:
+    """Return a page made from one of the templates in `opusim/templates`."""
+    loader = jinja2.PackageLoader("opusim")
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    return str(environment.get_template(template).render(**values))
+
+
+def data_url(picture: bytes, kind: str = "image/png") -> str:
+    """Return a picture as a data URL, which keeps a page self-contained."""
+    return f"data:{kind};base64,{base64.b64encode(picture).decode()}"
+
+
+def png_bytes(figure: Figure) -> bytes:
+    """Return a figure as PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()

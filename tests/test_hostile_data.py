@@ -42,7 +42,7 @@ from training.runs.checkpoints import read_checkpoint, read_tensors
 from training.runs.folder import RunFolder
 from training.runs.seal import HEADER_KEY, list_checkpoints
 from training.runs.storage import digest_of, json_digest, read_array, read_lines, sealed
-from training.sweeps.rows import Row, read_row
+from training.sweeps.results import Row, read_row
 from training.tuning import STATE_FILE, Draw, SearchState
 from training.zeroth_order.language import read_texts
 from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file

@@ -14,7 +14,7 @@ PAGES = (
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("benchmarks/**/README.md")),
 )
-TEMPLATES = sorted((ROOT / "training" / "reports" / "templates").glob("*.html"))
+TEMPLATES = sorted((ROOT / "opusim" / "templates").glob("*.html"))
 LEAST = 4.5
 """Contrast of text and its background (WCAG 2.1, success criterion 1.4.3, level AA)."""
 TEXTS = (

@@ -53,7 +53,7 @@ def test_every_module_of_the_wheel_imports(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     assert "hw_configs/gaussian.toml" in names
     assert {f"{layer}/{name}" for layer in LAYERS for name in ("py.typed", "__init__.pyi")} <= set(names)
-    assert "training/reports/templates/report.html" in names
+    assert "opusim/templates/report.html" in names
     assert "accounting/numerics/__init__.pyi" in names  # lazy packages read their stubs when they run
     run = [sys.executable, "-I", "-c", IMPORT_ALL, str(tmp_path / "installed")]
     output = subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True)

@@ -34,7 +34,7 @@ from opusim.tables import print_table
 from training import train
 from training.data import from_arrays
 from training.sweeps.execution import run_sweep
-from training.sweeps.rows import SweepFolder
+from training.sweeps.results import SweepFolder
 from training.sweeps.spec import Point, SpecText, parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.processes", "processes"

@@ -19,9 +19,8 @@ import typer
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from training.reports.sweep_report import write_sweep
-from training.sweeps.curves import SweepResult
 from training.sweeps.execution import run_sweep
-from training.sweeps.rows import SweepFolder
+from training.sweeps.results import SweepFolder, SweepResult
 from training.sweeps.spec import points_of, read_spec
 
 MODULE, NAME = "benchmarks.speed.sweep", "sweep_overhead"

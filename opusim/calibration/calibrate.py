@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,21 +19,19 @@ from scipy.stats import chi2, norm
 
 from opusim import checks
 from opusim.calibration.count_certificate import certify_counts
+from opusim.calibration.count_law import readings_without_power
 from opusim.calibration.estimates import (
+    GROUPS,
     Estimate,
     dark_noise_dn,
     decorrelation_time,
-    described_constants,
-    jackknife,
-    limits_beside,
-    remarks_on,
+    root_mean,
     sparse_patterns,
 )
 from opusim.calibration.flat_series import FlatSeries, Level, TakeFrames, take_series
-from opusim.calibration.light_power import readings_without_power
 from opusim.calibration.photon_transfer import LEAST_VARIANCE_DN2, PhotonTransfer
-from opusim.calibration.rare_faults import Trusted
 from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
+from opusim.camera.from_description import camera_sections
 from opusim.description.camera import CameraSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import reference_vectors
@@ -42,13 +40,13 @@ from opusim.devices.certificate import (
     Certificate,
     FluctuatingCountLaw,
     GaussianLaw,
+    Limits,
     PhotonCountLaw,
     TestedProperty,
-    TrustedProperty,
 )
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
-from opusim.p_values import FAMILY_ALARM, PropertyTest
+from opusim.p_values import FAMILY_ALARM
 
 _PILOT_FRAMES = 4
 _MOST_DOUBLINGS = 60
@@ -97,17 +95,36 @@ def take_photon_transfer(
         ValueError: no light saturates the sensor.
     """
     cold, hot = plan.temperatures_c or (None, None)
-    saturating = _saturating_photons(take)
+    # The saturating light, by doubling it until the rise of the mean no longer doubles.
+    blank = take(_PILOT_FRAMES, photons=0.0)
+    dark, photons = float(np.mean(blank)), 1.0
+    before, error = dark, float(np.mean(np.var(blank, axis=0, ddof=1)) / blank.size) ** 0.5
+    for _ in range(_MOST_DOUBLINGS):
+        mean = float(np.mean(take(_PILOT_FRAMES, photons=photons)))
+        if before - dark > max(4.0, _CLEAR * error) and mean - before < 0.75 * (before - dark):
+            break
+        photons, before = 2 * photons, mean
+    else:
+        raise ValueError(f"photons = {photons:g}: do not saturate the sensor; does the device see the light?")
+    if mean <= dark:
+        raise ValueError(f"photons = {photons:g}: frames are as dark as without light; are frames lost?")
+    saturating = 0.5 * photons * (mean - dark) / (before - dark)
+    # The least light of the dark series, from none in steps of two, whose noise smooths the converter's steps.
+    lit = 0.0
+    while is_rounded and lit < saturating / 4:
+        dn = take(4 * _PILOT_FRAMES, photons=lit)
+        if float(np.mean(np.var(dn, axis=0, ddof=1))) > 1.2 * LEAST_VARIANCE_DN2:
+            break
+        lit = max(2 * lit, saturating / 4096)
     steps = np.linspace(0, 0.65, plan.light_levels) * saturating
     light = [
         Level(photons=float(p), exposure_us=exposure_us, temperature_c=cold)
         for p in [*steps, 20 * saturating]
     ]
-    lit = _dither_photons(take, saturating) if is_rounded else 0.0
-    dark = _dark_series(take, plan, lit, cold, exposure_us)
+    series = _dark_series(take, plan, lit, cold, exposure_us)
     return PhotonTransfer(
         light=take_series(take, light, frames=plan.frames, groups=plan.groups),
-        dark=dark,
+        dark=series,
         exposure_us=exposure_us,
         is_rounded=is_rounded,
         warm=None if hot is None else _dark_series(take, plan, lit, hot, exposure_us),
@@ -117,60 +134,26 @@ def take_photon_transfer(
 def _dark_series(
     take: TakeFrames, plan: Plan, photons: float, temperature_c: float | None, exposure_us: float
 ) -> FlatSeries:
-    """Return exposures up to one at which the dark charge shows, under constant light."""
-    longest = _dark_exposure_us(take, photons, temperature_c, exposure_us)
+    """Return exposures under constant light, up to one at which the dark charge shows, at most a minute.
+
+    There it moves the mean by 3 standard deviations of a pixel.
+    """
+    first = take(_PILOT_FRAMES, photons=photons, temperature_c=temperature_c)
+    spread, longest = float(np.sqrt(np.mean(np.var(first, axis=0, ddof=1)))), exposure_us
+    while longest < _LONGEST_US:
+        pilot = take(_PILOT_FRAMES, photons=photons, exposure_us=longest, temperature_c=temperature_c)
+        if float(np.mean(pilot)) - float(np.mean(first)) > 3 * max(spread, 0.3):
+            break
+        longest = min(4 * longest, _LONGEST_US)
     exposures = np.linspace(min(exposure_us, longest / 4), longest, plan.dark_levels)
     levels = [Level(photons=photons, exposure_us=float(t), temperature_c=temperature_c) for t in exposures]
     return take_series(take, levels, frames=plan.frames, groups=plan.groups)
 
 
-def _saturating_photons(take: TakeFrames) -> float:
-    """Return photons at which the mean stops to rise, found by doubling the light until the rise no longer doubles."""
-    blank = take(_PILOT_FRAMES, photons=0.0)
-    dark, photons = float(np.mean(blank)), 1.0
-    before, error = dark, float(np.mean(np.var(blank, axis=0, ddof=1)) / blank.size) ** 0.5
-    for _ in range(_MOST_DOUBLINGS):
-        mean = float(np.mean(take(_PILOT_FRAMES, photons=photons)))
-        if before - dark > max(4.0, _CLEAR * error) and mean - before < 0.75 * (before - dark):
-            if mean <= dark:
-                raise ValueError(
-                    f"photons = {photons:g}: frames are as dark as without light; are frames lost?"
-                )
-            return 0.5 * photons * (mean - dark) / (before - dark)
-        photons, before = 2 * photons, mean
-    raise ValueError(f"photons = {photons:g}: do not saturate the sensor; does the device see the light?")
-
-
-def _dither_photons(take: TakeFrames, saturating: float) -> float:
-    """Return the least light, from none in steps of two, whose noise smooths the converter's steps."""
-    photons = 0.0
-    while photons < saturating / 4:
-        dn = take(4 * _PILOT_FRAMES, photons=photons)
-        if float(np.mean(np.var(dn, axis=0, ddof=1))) > 1.2 * LEAST_VARIANCE_DN2:
-            return photons
-        photons = max(2 * photons, saturating / 4096)
-    return photons
-
-
-def _dark_exposure_us(
-    take: TakeFrames, photons: float, temperature_c: float | None, exposure_us: float
-) -> float:
-    """An exposure at which the dark charge moves the mean by 3 standard deviations of a pixel, at most a minute."""
-    first = take(_PILOT_FRAMES, photons=photons, temperature_c=temperature_c)
-    spread, longest = float(np.sqrt(np.mean(np.var(first, axis=0, ddof=1)))), exposure_us
-    while longest < _LONGEST_US:
-        mean = float(
-            np.mean(take(_PILOT_FRAMES, photons=photons, exposure_us=longest, temperature_c=temperature_c))
-        )
-        if mean - float(np.mean(first)) > 3 * max(spread, 0.3):
-            return longest
-        longest = min(4 * longest, _LONGEST_US)
-    return longest
-
-
 _BLANK_FRAMES = 100
 _OTHER_FRAMES = 500  # of a camera besides its series: pilots, the anchor and blanks, about
-_GROUPS = 40  # of outputs, for a jackknife
+_STANDARD_ERRORS = 5.0  # of a difference from an older number, or from the description, that counts
+_UNLIKE = 0.05  # relative difference from the description that no remark mentions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -218,14 +201,27 @@ def calibrate(
     """
     checks.in_range(1e-11, 0.5, beta=beta)
     checks.integer(readings=readings, minimum=30)
-    _require_frames(device)
+    counts = isinstance(device.stated_noise, PhotonCountNoise | FluctuatingCountNoise)
+    if counts and device.identity[0] != device.name:
+        raise ConfigError(
+            device.name,
+            "kind",
+            "is served, and a law of counts needs frames, which only its own machine takes; calibrate it there "
+            "before it is served, and start its server with --certificate",
+        )
     opened = device.usage.frames
     inputs = constant_inputs(device.n_inputs)
-    samples = np.stack([_readings_of(x, device, readings) for x in inputs])
+    # successive readings of one vector, of the number type that the device gives
+    samples = np.stack([device.project(x.expand(readings, -1).contiguous()).cpu().numpy() for x in inputs])
+    taken = samples[0]
+    transfer, described = None, {}
     if isinstance(device, CameraDevice):
-        found = _camera_findings(device, samples, plan or Plan(), confidence=confidence, beta=beta)
+        transfer, noise, content = _of_camera(device, inputs, samples, plan or Plan(), confidence, beta)
+        described = _described_constants(device)
     else:
-        found = _reading_findings(device, inputs, samples, confidence=confidence, beta=beta)
+        noise, content = _of_readings(device, inputs, samples, confidence, beta)
+    estimates: dict[str, Estimate] = content.pop("estimates")
+    known = {key: each for key, each in estimates.items() if np.all(np.isfinite([*vars(each).values()]))}
     name, digest = device.identity
     certificate = Certificate(
         device=name,
@@ -236,83 +232,139 @@ def calibrate(
         frames=device.usage.frames - opened,
         confidence=confidence,
         beta=beta,
-        noise=found.law,
-        estimates=limits_beside(found.estimates, found.described),
-        tests=[_certified(test) for test in found.tests],
-        remarks=[*found.remarks, *remarks_on(found.estimates, found.described, confidence)],
-        trust=[TrustedProperty(**vars(entry)) for entry in found.trust],
+        estimates={key: Limits(**vars(each), described=described.get(key)) for key, each in known.items()},
+        tests=[
+            TestedProperty(
+                text=test.text,
+                standard_errors=min(_MOST_DEVIATE, test.standard_errors),  # also of a statistic that is NaN
+                holds=test.holds,
+                needed=test.needed,
+            )
+            for test in content.pop("tests")
+        ],
+        remarks=[*content.pop("remarks"), *_remarks_on(estimates, known, described, confidence)],
+        **content,
     )
-    return Calibration(
-        certificate=certificate, readings=samples[0], reading_noise=found.noise, transfer=found.transfer
-    )
+    return Calibration(certificate=certificate, readings=taken, reading_noise=noise, transfer=transfer)
 
 
-def _require_frames(device: NoisyDevice) -> None:
-    """Refuse a device of another machine whose law is one of counts: readings alone certify none."""
-    counts = isinstance(device.stated_noise, PhotonCountNoise | FluctuatingCountNoise)
-    if counts and device.identity[0] != device.name:
-        raise ConfigError(
-            device.name,
-            "kind",
-            "is served, and a law of counts needs frames, which only its own machine takes; calibrate it there "
-            "before it is served, and start its server with --certificate",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Findings:
-    """What the frames of a device say, before a certificate states it."""
-
-    noise: ReadingNoise
-    law: GaussianLaw | PhotonCountLaw | FluctuatingCountLaw | None
-    estimates: dict[str, Estimate]
-    tests: Sequence[PropertyTest]
-    remarks: list[str]
-    trust: tuple[Trusted, ...]
-    described: dict[str, float] = field(default_factory=dict)
-    transfer: PhotonTransfer | None = None
-
-
-def _camera_findings(
-    device: CameraDevice, samples: np.ndarray, plan: Plan, *, confidence: float, beta: float
-) -> _Findings:
-    """Evaluate readings of a camera, and its frames under uniform light."""
-    inputs = constant_inputs(device.n_inputs)
-    if _settings_of(device).light.power is not None:
+def _of_camera(
+    device: CameraDevice,
+    inputs: torch.Tensor,
+    samples: np.ndarray,
+    plan: Plan,
+    confidence: float,
+    beta: float,
+) -> tuple[PhotonTransfer, ReadingNoise, dict[str, Any]]:
+    """Evaluate readings of a camera and its frames under uniform light; return what its certificate states."""
+    camera = _settings_of(device)
+    if camera.light.power is not None:
         samples = readings_without_power(device, inputs, samples)
     noise = evaluate_readings(samples, beta=beta, alarm=FAMILY_ALARM / 2, gaussian=False)
-    transfer = _transfer(device, plan)
+    transfer = take_photon_transfer(
+        device.flat_frames,
+        plan,
+        exposure_us=camera.light.exposure_us,
+        is_rounded=camera.sensor.adc_bits is not None,
+    )
     found = certify_counts(device, transfer, beta, inputs, samples)
-    dark, doubt = _dark_noise(device, transfer, confidence)
-    light = {"light_noise": found.light_noise}
-    return _Findings(
-        noise=noise,
-        law=found.law if noise.is_sound else None,
-        estimates=transfer.estimates(confidence) | dark | _drift(device, confidence) | light,
-        tests=(*found.tests, *noise.tests),
-        remarks=[*found.remarks, *doubt, _BIAS, _STUDENT, _SIMULATED],
-        trust=(*found.trust, *noise.trust(gaussian=False)),
-        described=described_constants(device, _settings_of(device)),
-        transfer=transfer,
+    estimates, remarks = transfer.estimates(confidence), [*found.remarks]
+    blank = device.flat_frames(_BLANK_FRAMES)
+    try:
+        estimates["dark_noise_dn"] = dark_noise_dn(
+            blank, confidence=confidence, is_rounded=transfer.is_rounded
+        )
+    except ValueError as error:
+        remarks.append(f"no dark_noise_dn: {error}")
+    if camera.drift is not None:  # the decorrelation time, from frames of one pattern at two times
+        patterns = sparse_patterns(device.n_inputs, min(64, 2 * device.n_inputs))
+        elapsed_s = camera.drift.decorrelation_s / 3
+        device.drift_to(0.0)
+        first, again = (device.intensities(patterns) for _ in range(2))
+        device.drift_to(elapsed_s)
+        later = device.intensities(patterns)
+        device.drift_to(0.0)
+        estimates["decorrelation_s"] = decorrelation_time(
+            first, again, later, elapsed_s=elapsed_s, confidence=confidence
+        )
+    return (
+        transfer,
+        noise,
+        {
+            "noise": found.law if noise.is_sound else None,
+            "estimates": estimates | {"light_noise": found.light_noise},
+            "tests": (*found.tests, *noise.tests),
+            "remarks": [*remarks, _BIAS, _STUDENT, _SIMULATED],
+            "trust": [*found.trust, *noise.trust(gaussian=False)],
+        },
     )
 
 
-def _reading_findings(
-    device: NoisyDevice, inputs: torch.Tensor, samples: np.ndarray, *, confidence: float, beta: float
-) -> _Findings:
-    """Evaluate readings of a device that shows no frames."""
-    noise = evaluate_readings(samples, beta=beta)
-    stated = device.stated_noise
+def _of_readings(
+    device: NoisyDevice, inputs: torch.Tensor, samples: np.ndarray, confidence: float, beta: float
+) -> tuple[ReadingNoise, dict[str, Any]]:
+    """Evaluate readings of a device that shows no frames; return what its certificate states."""
+    noise, stated = evaluate_readings(samples, beta=beta), device.stated_noise
     gaussian = stated is None or isinstance(stated, GaussianNoise)
     certified = gaussian and noise.is_gaussian and noise.smallest_std_low > 0
-    return _Findings(
-        noise=noise,
-        law=GaussianLaw(std=noise.smallest_std_low) if certified else None,
-        estimates=_entry_std(inputs, samples, confidence),
-        tests=noise.tests,
-        remarks=[*noise.assumptions, *([_NO_LAW] if stated is None else []), _SCALE, _SIMULATED],
-        trust=noise.trust(gaussian=True),
-    )
+    estimates: dict[str, Estimate] = {}
+    # The spread of B's entries, from the mean readings of the dense random input less those of nothing: their mean
+    # square over outputs is |x|^2 times the entries' variance plus the noise of two means.
+    nothing, dense = samples[1].astype(np.float64), samples[2].astype(np.float64)
+    if dense.shape[1] >= GROUPS:
+        own = (nothing.var(axis=0, ddof=1) + dense.var(axis=0, ddof=1)) / len(dense)
+        squares = np.square(dense.mean(axis=0) - nothing.mean(axis=0)) - own
+        estimates["entry_std"] = root_mean(squares / float(inputs[2].square().sum()), confidence)
+    return noise, {
+        "noise": GaussianLaw(std=noise.smallest_std_low) if certified else None,
+        "estimates": estimates,
+        "tests": noise.tests,
+        "remarks": [*noise.assumptions, *([_NO_LAW] if stated is None else []), _SCALE, _SIMULATED],
+        "trust": [*noise.trust(gaussian=True)],
+    }
+
+
+def _remarks_on(
+    estimates: dict[str, Estimate], known: dict[str, Estimate], described: dict[str, float], confidence: float
+) -> list[str]:
+    """Return remarks on constants that differ from the described ones, and on those that frames do not tell."""
+    remarks, width = [], 2 * float(norm.isf((1 - confidence) / 2))
+    for key, found in estimates.items():
+        if key not in known:
+            remarks.append(f"no {key}: frames do not tell it")
+        elif key in described:
+            off = abs(found.value - described[key])
+            error = (found.high - found.low) / width
+            if off > max(_STANDARD_ERRORS * error, _UNLIKE * abs(described[key])):
+                remarks.append(
+                    f"{key} is {found.value:.5g} by these frames and {described[key]:.5g} by the description; find out "
+                    "why, or put the measured number there and calibrate again"
+                )
+    return remarks
+
+
+def _described_constants(device: CameraDevice) -> dict[str, float]:
+    """Return the description's constants under the keys of the estimates; infinite ones are left out."""
+    exposure, camera = device.exposure, _settings_of(device)
+    sensor, seconds = exposure.sensor, exposure.light.exposure_us * 1e-6
+    found = {
+        "quantum_efficiency": exposure.light.quantum_efficiency,
+        "gain_dn_per_e": sensor.gain_dn_per_e,
+        "black_level_dn": sensor.black_level_dn,
+        "read_noise_e": sensor.read_noise_e,
+        "dark_current_e_per_s": exposure.dark_current_e / seconds,
+        "saturation_e": sensor.saturation_e,
+        "prnu": camera.sensor.prnu,
+        "dsnu_e": camera.sensor.dsnu_e,
+    }
+    if camera.drift is not None:
+        found["decorrelation_s"] = camera.drift.decorrelation_s
+    return {key: value for key, value in found.items() if math.isfinite(value)}
+
+
+def _settings_of(device: CameraDevice) -> CameraSettings:
+    """Return the section [camera] of a camera's description."""
+    return camera_sections(device.description)[0]
 
 
 def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
@@ -324,6 +376,7 @@ def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
     return taken + plan.frames * (plan.light_levels + 1 + dark_series * plan.dark_levels) + _OTHER_FRAMES
 
 
+_COUNTS = PhotonCountLaw, FluctuatingCountLaw
 _MOST_DEVIATE = 999.0
 """Standard errors that stand for all larger ones, infinite ones included, and for a statistic that frames leave
 open."""
@@ -348,90 +401,6 @@ def constant_inputs(n_inputs: int) -> torch.Tensor:
     dense, sparse = reference_vectors(2, n_inputs)
     sparse[torch.arange(n_inputs) % 10 != 0] = 0
     return torch.stack([turns, torch.zeros(n_inputs), dense, sparse, torch.ones(n_inputs)])
-
-
-def _certified(test: PropertyTest) -> TestedProperty:
-    """Return a test as a certificate holds it."""
-    return TestedProperty(
-        text=test.text,
-        standard_errors=_MOST_DEVIATE
-        if math.isnan(test.p_value)
-        else min(test.standard_errors, _MOST_DEVIATE),
-        holds=test.holds,
-        needed=test.needed,
-    )
-
-
-def _readings_of(x: torch.Tensor, device: NoisyDevice, readings: int) -> np.ndarray:
-    """Successive readings of one vector, of the number type that the device gives, shape (readings, n_outputs)."""
-    return device.project(x.expand(readings, -1).contiguous()).cpu().numpy()
-
-
-def _entry_std(inputs: torch.Tensor, samples: np.ndarray, confidence: float) -> dict[str, Estimate]:
-    """Standard deviation of B's entries, from the mean readings of the dense random input less those of nothing.
-
-    Their mean square over outputs is |x|^2 times the entries' variance plus the noise of two means. None of fewer than
-    40 outputs.
-    """
-    nothing, dense = samples[1].astype(np.float64), samples[2].astype(np.float64)
-    if dense.shape[1] < _GROUPS:
-        return {}
-    noise = (nothing.var(axis=0, ddof=1) + dense.var(axis=0, ddof=1)) / len(dense)
-    squares = (np.square(dense.mean(axis=0) - nothing.mean(axis=0)) - noise) / float(inputs[2].square().sum())
-    sums = np.stack([[squares[g::_GROUPS].sum(), squares[g::_GROUPS].size] for g in range(_GROUPS)])
-    found = jackknife(sums, lambda total: {"square": float(total[0] / total[1])}, confidence=confidence)
-    return {"entry_std": found["square"].root()}
-
-
-def _settings_of(device: CameraDevice) -> CameraSettings:
-    """Return the section [camera] of a camera's description."""
-    camera = device.description.camera
-    if camera is None:
-        raise TypeError("a camera device without a section [camera]")
-    return camera
-
-
-def _transfer(device: CameraDevice, plan: Plan) -> PhotonTransfer:
-    camera = _settings_of(device)
-    return take_photon_transfer(
-        device.flat_frames,
-        plan,
-        exposure_us=camera.light.exposure_us,
-        is_rounded=camera.sensor.adc_bits is not None,
-    )
-
-
-def _dark_noise(
-    device: CameraDevice, transfer: PhotonTransfer, confidence: float
-) -> tuple[dict[str, Estimate], list[str]]:
-    """Return the noise of blank frames, or a remark on why they do not tell it."""
-    frames = device.flat_frames(_BLANK_FRAMES)
-    try:
-        found = dark_noise_dn(frames, confidence=confidence, is_rounded=transfer.is_rounded)
-    except ValueError as error:
-        return {}, [f"no dark_noise_dn: {error}"]
-    return {"dark_noise_dn": found}, []
-
-
-def _drift(device: CameraDevice, confidence: float) -> dict[str, Estimate]:
-    """Return the decorrelation time, if the medium drifts."""
-    settings = None if device.description.camera is None else device.description.camera.drift
-    if settings is None:
-        return {}
-    rows = min(64, 2 * device.n_inputs)
-    patterns = sparse_patterns(device.n_inputs, rows)
-    elapsed_s = settings.decorrelation_s / 3
-    device.drift_to(0.0)
-    first, again = (device.intensities(patterns) for _ in range(2))
-    device.drift_to(elapsed_s)
-    later = device.intensities(patterns)
-    device.drift_to(0.0)
-    return {
-        "decorrelation_s": decorrelation_time(first, again, later, elapsed_s=elapsed_s, confidence=confidence)
-    }
-
-
-_STANDARD_ERRORS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -495,7 +464,10 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
     if fresh is None and refused:
         raise NoiseBelowCertificate(f"{certificate.device}: {refused[0]}")
     if isinstance(law, GaussianLaw):
-        high = upper_std(noise)
+        # an upper limit of the smallest standard deviation, from the output with the smallest sample variance
+        n = noise.readings - 1
+        beyond = chi2.ppf(noise.beta / (noise.inputs * noise.n_outputs), n)
+        high = float(noise.smallest_std * (n / beyond) ** 0.5)
         if high < law.std:
             raise NoiseBelowCertificate(
                 f"{certificate.device}: the smallest standard deviation is at most {high:.6g}, certified is "
@@ -512,31 +484,18 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
                 f"{certificate.device}: the light is at least {fresh.light_ratio_low:.6g} of the described, certified "
                 f"is at most {law.light_ratio_high:.6g}; dim the laser, or calibrate again"
             )
-        if isinstance(law, FluctuatingCountLaw) and isinstance(fresh, FluctuatingCountLaw):
-            _require_power(certificate.device, law, fresh)
+        # frames would be brighter than certified more often than beta allows
+        if (
+            isinstance(law, FluctuatingCountLaw)
+            and isinstance(fresh, FluctuatingCountLaw)
+            and (fresh.power_law != law.power_law or fresh.power_rms_low > law.power_rms_high)
+        ):
+            raise NoiseBelowCertificate(
+                f"{certificate.device}: the light's power is {fresh.power_law} of at least "
+                f"{fresh.power_rms_low:.4g} rms, certified is {law.power_law} of at most {law.power_rms_high:.4g}; "
+                "steady the laser, or calibrate again"
+            )
     else:
         raise ConfigError(
             certificate.device, "certificate", f"certifies the law {law.law!r}, which this device cannot show"
         )
-
-
-_COUNTS = PhotonCountLaw, FluctuatingCountLaw
-
-
-def _require_power(name: str, law: FluctuatingCountLaw, fresh: FluctuatingCountLaw) -> None:
-    """Refuse a light that fluctuates more than certified, or by another law.
-
-    Raises:
-        NoiseBelowCertificate: frames are brighter than certified more often than beta allows.
-    """
-    if fresh.power_law != law.power_law or fresh.power_rms_low > law.power_rms_high:
-        raise NoiseBelowCertificate(
-            f"{name}: the light's power is {fresh.power_law} of at least {fresh.power_rms_low:.4g} rms, certified is "
-            f"{law.power_law} of at most {law.power_rms_high:.4g}; steady the laser, or calibrate again"
-        )
-
-
-def upper_std(noise: ReadingNoise) -> float:
-    """Return an upper limit of the smallest standard deviation, from the output with the smallest sample variance."""
-    n = noise.readings - 1
-    return float(noise.smallest_std * (n / chi2.ppf(noise.beta / (noise.inputs * noise.n_outputs), n)) ** 0.5)

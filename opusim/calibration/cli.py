@@ -132,7 +132,7 @@ def check_command(
             f"{row.certified:.5g}",
             f"{row.measured:.5g}",
             f"{row.standard_errors:+.1f}",
-            _word(row.agrees),
+            "agrees" if row.agrees else "differs",
         )
         for row in compare(old, new)
     ]
@@ -251,10 +251,6 @@ def add_to(app: typer.Typer) -> None:
     app.command("check")(check_command)
     app.command("temperature")(temperature_command)
     app.command("fit")(fit_command)
-
-
-def _word(agrees: bool) -> str:
-    return "agrees" if agrees else "differs"
 
 
 @contextmanager

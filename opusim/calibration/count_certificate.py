@@ -18,14 +18,20 @@ import numpy as np
 import torch
 from scipy.special import ndtri, stdtrit
 
+from opusim.calibration.count_law import (
+    NamedPower,
+    Tails,
+    codes_p_values,
+    frames_without_power,
+    tails,
+    third_cumulants,
+    without_power,
+)
 from opusim.calibration.estimates import Estimate
 from opusim.calibration.flat_series import PIXELS_LOOKED_AT
-from opusim.calibration.gaussian_shape import codes_p_values, tails, third_cumulants
 from opusim.calibration.independence import independence_p_values, largest_deviate_p_value
-from opusim.calibration.light_power import NamedPower, frames_without_power, without_power
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
 from opusim.calibration.rare_faults import (
-    Trusted,
     cut_tails,
     missing_numbers,
     third_cumulant,
@@ -33,92 +39,43 @@ from opusim.calibration.rare_faults import (
 )
 from opusim.calibration.reading_noise import TOLERANCE, input_p_values
 from opusim.devices.camera import CameraDevice
-from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw
+from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw, TrustedProperty
 from opusim.p_values import FAMILY_ALARM, PropertyTest, decide, gamma_p_value
 
 _FULL = 0.7
 """Share of the saturation above which an output's described anchor is left out, since it may be clipped."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AnchorLight:
-    """Frames of the anchor at the outputs whose described anchor lies well below saturation.
-
-    Attributes:
-        frames: DN, shape (frames, n_outputs), of all outputs, at mean power.
-        taken: the same as they were taken.
-        described_e: described light of each output, electrons, shape (n_outputs,).
-        kept: outputs that are looked at, indices.
-    """
-
-    frames: np.ndarray
-    taken: np.ndarray
-    described_e: np.ndarray
-    kept: np.ndarray
-
-    @classmethod
-    def of(
-        cls,
-        frames: np.ndarray,
-        described_e: np.ndarray,
-        saturation_e: float,
-        steady: np.ndarray | None = None,
-    ) -> AnchorLight:
-        """Leave out the outputs that may be clipped.
-
-        Raises:
-            ValueError: fewer than 30 outputs are left.
-        """
-        kept = np.flatnonzero(described_e < _FULL * saturation_e)
-        if kept.size < 30:
-            raise ValueError(
-                f"the anchor of {kept.size} outputs lies below {_FULL:.0%} of saturation: at least 30 are needed; dim "
-                "the light, or open more outputs"
-            )
-        level = frames if steady is None else steady
-        return cls(frames=level, taken=frames, described_e=described_e, kept=kept)
-
-    @property
-    def means(self) -> np.ndarray:
-        """Mean of each frame over the kept outputs, DN, shape (frames,)."""
-        return np.asarray(self.taken[:, self.kept].mean(axis=1, dtype=np.float64))
-
-    @property
-    def described(self) -> float:
-        """Mean described light of the kept outputs, electrons."""
-        return float(self.described_e[self.kept].mean())
-
-    def property_p_values(self, transfer: PhotonTransfer) -> dict[str, dict[str, float]]:
-        """Return the P-values of light that is spread over the outputs as described, and of its variance."""
-        looked_at = self.kept[self.kept < PIXELS_LOOKED_AT]
-        start, start_variance = transfer.starts()
-        lit = self.frames[:, looked_at].mean(axis=0, dtype=np.float64) - start[looked_at]
-        described = self.described_e[looked_at]
-        ratio = float(lit.mean() / described.mean())
-        own = transfer.variance_at(np.maximum(ratio, 0.0) * described) / len(self.frames)
-        deviates = (lit - ratio * described) / np.sqrt(own + start_variance)
-        freedom = looked_at.size - 1
-        return {
-            "the anchor's light is spread over the outputs as described": {
-                "squared differences": gamma_p_value(
-                    float(np.sum(np.square(deviates))), freedom, 2 * freedom
-                ),
-                "largest of an output": largest_deviate_p_value(np.abs(deviates)),
-            },
-            "the anchor's variance lies on the line of flat frames": {
-                "excess": transfer.excess_p_value(self.frames, self.kept)
-            },
-        }
-
-
 _ANCHOR_FRAMES = 100
 _PARTS_OF_BETA = 12
 """Two limits each of the gain, the anchor, its zero, the mean dark charge and a pixel's deviation from it; one each of
 the light's noise and of the spread over pixels."""
 _MOST_PIXELS = 1_000_000
 """Outputs of a window, and groups of them, of which every one's dark charge lies within its limits."""
-_BRIGHTEST = (
-    8.0  # standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)
+_BRIGHTEST = 8.0
+"""Standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)."""
+_AS_NOISY = "readings of every input are as noisy as flat frames state"
+_BLACK = "the black level does not vary from frame to frame"
+_POISSON = "the third cumulants of frames are those of Poisson counts"
+_TAILS = "frames have the tails of Poisson counts"
+_CODES = "every code of the converter occurs"
+_STEADY = "light does not vary from frame to frame"
+_REMEDIES = {
+    _BLACK: "let the sensor's temperature settle and switch on the camera's black-level clamp",
+    "the variance of frames falls": "switch off the camera's gamma and tone curve",
+    "the variance is a straight line": "switch off the camera's gamma and tone curve",
+    _CODES: "have the driver give the converter's own numbers, shifted to the lowest bits",
+    "the quantum efficiency is": "switch off the camera's noise reduction and check the meter that gives the photons",
+    _POISSON: "switch off the camera's noise reduction, binning and intensifier",
+    _TAILS: "switch off the camera's noise reduction and defect correction",
+    "the gain has no lower limit": "take more frames or pixels",
+    _AS_NOISY: "switch off whatever changes the gain or the noise of bright frames",
+}
+"""What helps against a fault, by the beginning of the property that fails; the first that fails counts."""
+_HOLOGRAMS = (
+    "readings are holograms (camera.reference_beam), and no frame that is tested holds the reference's light"
+)
+_UNEVEN = (
+    "the dark charge's limits hold at each of up to 1,000,000 outputs and groups of outputs, if dark currents differ "
+    "by a normal law over pixels; more frames narrow them"
 )
 
 
@@ -139,7 +96,7 @@ class CountCertificate:
     tests: tuple[PropertyTest, ...]
     light_noise: Estimate
     remarks: tuple[str, ...]
-    trust: tuple[Trusted, ...]
+    trust: tuple[TrustedProperty, ...]
 
 
 def certify_counts(
@@ -157,90 +114,83 @@ def certify_counts(
         samples: their readings at mean power, shape (inputs, readings, n_outputs).
     """
     share = beta / _PARTS_OF_BETA
-    anchor, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
+    taken, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
     blank_dn, saturation_e = float(blank.mean(dtype=np.float64)), device.exposure.sensor.saturation_e
-    camera, power = device.description.camera, None
-    if camera is None or camera.light.power is None:
-        light = transfer.light_noise().and_frames(anchor, blank_dn)
-        anchor_light = AnchorLight.of(anchor, device.anchor_light_e, saturation_e)
-    else:
-        steady = _steady_anchor(anchor, blank, transfer)
-        light = transfer.light_noise().and_frames(anchor, blank_dn, steady)
-        anchor_light = AnchorLight.of(anchor, device.anchor_light_e, saturation_e, steady)
-        power = NamedPower.of(camera.light.power, transfer, light, anchor.mean(axis=1) - blank_dn)
-    shape = _FrameShape.of(transfer, transfer.black_noise(blank), power is not None)
+    described_e = device.anchor_light_e
+    kept = np.flatnonzero(described_e < _FULL * saturation_e)
+    if kept.size < 30:
+        raise ValueError(
+            f"the anchor of {kept.size} outputs lies below {_FULL:.0%} of saturation: at least 30 are needed; dim "
+            "the light, or open more outputs"
+        )
+    # Frames of the anchor at mean power, whose light at each output is that above the blank frames.
+    camera, power, anchor = device.description.camera, None, taken
+    settings = None if camera is None else camera.light.power
+    if settings is not None:
+        lit = np.maximum(taken.mean(axis=0, dtype=np.float64) - blank.mean(axis=0, dtype=np.float64), 0.0)
+        gain = transfer.estimates(0.5)["gain_dn_per_e"].value
+        anchor = without_power(taken, lit[None], gain * lit[None]).astype(taken.dtype)
+    light = transfer.light_noise().and_frames(taken, blank_dn, anchor)
+    if settings is not None:
+        power = NamedPower.of(settings, transfer, light, taken.mean(axis=1) - blank_dn)
+    means = taken[:, kept].mean(axis=1, dtype=np.float64)  # of each frame of the anchor
+    described = float(described_e[kept].mean())
+
+    # What frames say of the counts' law beyond mean and variance, and of its limits.
+    black = transfer.black_noise(blank)
+    third, beside = third_cumulants(transfer), tails(transfer, power is not None)
+    properties = {
+        _BLACK: {"means of frames without light": black.excess_p_value},
+        _POISSON: {"third cumulants": third.p_value},
+        _TAILS: {"far from the mean": beside.far_p_value, "near the mean": beside.near_p_value},
+    }
+    if transfer.is_rounded:
+        properties[_CODES] = codes_p_values(transfer)
     if not device.is_holographic:
-        dn_per_e = (float(anchor_light.means.mean()) - transfer.zero()) / anchor_light.described
-        shape.p_values[_AS_NOISY] = input_p_values(device, transfer, inputs, samples, dn_per_e)
-    tests, light = _tests(transfer, light, anchor_light, power, shape)
-    obstacles = [*_HOLOGRAMS] if device.is_holographic else []
-    obstacles += [] if power is None else power.obstacles
-    obstacles += _impossible(transfer, share)
-    trust = shape.trust(tests[0].level, samples)
-    return _conclude(tests, transfer, light, anchor_light, power, share, _ambient_e(device), obstacles, trust)
+        dn_per_e = (float(means.mean()) - transfer.zero()) / described
+        properties[_AS_NOISY] = input_p_values(device, transfer, inputs, samples, dn_per_e)
+    properties |= {} if power is None else power.property_p_values()
+    properties |= transfer.property_p_values() | anchor_p_values(anchor, described_e, kept, transfer)
+    used = transfer.used()
+    levels = list(transfer.light.looked_at[used]) if power is None else frames_without_power(transfer, used)
+    frames = [*levels, anchor[:, : levels[0].shape[1]]]
+    for name, values in independence_p_values(frames, ranked=True).items():
+        properties[f"frames: {name}"] = values
+    if black.excess_p_value < FAMILY_ALARM / 2 / (1 + len(properties)):
+        light = light.beside(black.common)
+    tests = decide(
+        {_STEADY: {"means of frames": light.p_value}} | properties,
+        alarm=FAMILY_ALARM / 2,
+        not_needed=() if power is None else (_STEADY,),
+    )
+    trust = _trust(third.error, beside, tests[0].level, samples)
+
+    # Limits are certified if every needed test holds and nothing else forbids it.
+    failed = [test.text for test in tests if test.needed and not test.holds]
+    failed += [_HOLOGRAMS] if device.is_holographic else []
+    failed += [] if power is None else power.obstacles
+    failed += _impossible(transfer, share)
+    # most electrons of ambient light at an output, which no law credits
+    ambient_e = float(device.exposure.light.ambient_e * np.max(device.exposure.response))
+    return CountCertificate(
+        law=None if failed else _law(transfer, means, described, light, power, share, ambient_e),
+        tests=tests,
+        light_noise=Estimate(value=light.estimate, low=light.lower(share), high=light.upper(share)),
+        remarks=_remarks(power, light.upper(share), ambient_e, failed),
+        trust=trust,
+    )
 
 
-_AS_NOISY = "readings of every input are as noisy as flat frames state"
-_BLACK = "the black level does not vary from frame to frame"
-_POISSON = "the third cumulants of frames are those of Poisson counts"
-_TAILS = "frames have the tails of Poisson counts"
-_CODES = "every code of the converter occurs"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _FrameShape:
-    """What frames say of the counts' law beyond mean and variance.
-
-    Attributes:
-        p_values: of each property.
-        black: means of frames without light.
-        error: relative standard error of the third cumulants.
-        numbers: how many numbers were compared with simulated ones.
-        frames: of each pixel and level.
-        limit: cut of the tails that shows, standard deviations.
-    """
-
-    p_values: dict[str, dict[str, float]]
-    black: LightNoise
-    error: float
-    numbers: int
-    frames: int
-    limit: float
-
-    @classmethod
-    def of(cls, transfer: PhotonTransfer, black: LightNoise, power_varies: bool) -> _FrameShape:
-        """Compare frames with the law of Poisson counts."""
-        third, beside = third_cumulants(transfer), tails(transfer, power_varies)
-        found = {
-            _BLACK: {"means of frames without light": black.excess_p_value},
-            _POISSON: {"third cumulants": third.p_value},
-            _TAILS: {"far from the mean": beside.far_p_value, "near the mean": beside.near_p_value},
-        }
-        if transfer.is_rounded:
-            found[_CODES] = codes_p_values(transfer)
-        return cls(
-            p_values=found,
-            black=black,
-            error=third.error,
-            numbers=beside.numbers,
-            frames=beside.frames,
-            limit=beside.limit,
-        )
-
-    def trust(self, level: float, samples: np.ndarray) -> tuple[Trusted, ...]:
-        """Return the smallest faults that these frames show.
-
-        Args:
-            level: of a property's test.
-            samples: readings of constant inputs, shape (inputs, readings, n_outputs).
-        """
-        share = level / 2
-        return (
-            third_cumulant(self.error, level),
-            cut_tails(self.limit, self.frames, "frames"),
-            missing_numbers(max(self.numbers, 1), self.frames, share, samples=2, of="frames"),
-            weak_inputs(TOLERANCE, samples[0].size, level / (2 * len(samples))),
-        )
+def _trust(
+    third_error: float, beside: Tails, level: float, samples: np.ndarray
+) -> tuple[TrustedProperty, ...]:
+    """Return the smallest faults that these frames and readings show, at the level of a property's test."""
+    return (
+        third_cumulant(third_error, level),
+        cut_tails(beside.limit, beside.frames, "frames"),
+        missing_numbers(max(beside.numbers, 1), beside.frames, level / 2, samples=2, of="frames"),
+        weak_inputs(TOLERANCE, samples[0].size, level / (2 * len(samples))),
+    )
 
 
 def _impossible(transfer: PhotonTransfer, share: float) -> list[str]:
@@ -258,138 +208,80 @@ def _impossible(transfer: PhotonTransfer, share: float) -> list[str]:
     return []
 
 
-def _steady_anchor(anchor: np.ndarray, blank: np.ndarray, transfer: PhotonTransfer) -> np.ndarray:
-    """Frames of the anchor at mean power, whose light at each output is that above the blank frames."""
-    light = np.maximum(anchor.mean(axis=0, dtype=np.float64) - blank.mean(axis=0, dtype=np.float64), 0.0)
-    gain = transfer.estimates(0.5)["gain_dn_per_e"].value
-    return without_power(anchor, light[None], gain * light[None]).astype(anchor.dtype)
-
-
-def _ambient_e(device: CameraDevice) -> float:
-    """Most electrons of ambient light at an output, which no law credits."""
-    exposure = device.exposure
-    return float(exposure.light.ambient_e * np.max(exposure.response))
-
-
-def _conclude(
-    tests: tuple[PropertyTest, ...],
-    transfer: PhotonTransfer,
-    light: LightNoise,
-    anchor: AnchorLight,
-    power: NamedPower | None,
-    share: float,
-    ambient_e: float,
-    obstacles: list[str],
-    trust: tuple[Trusted, ...],
-) -> CountCertificate:
-    """Certify limits if every needed test holds and nothing else forbids it."""
-    limit = light.upper(share)
-    failed = [test.text for test in tests if test.needed and not test.holds] + obstacles
-    remarks = [_assumed(power, limit), _UNEVEN]
+def _remarks(power: NamedPower | None, limit: float, ambient_e: float, failed: list[str]) -> tuple[str, ...]:
+    """Return the law that a certificate takes for granted, and why none is certified, with what helps."""
+    unseen = "The tests do not see a light that changes after calibration, or depends on patterns that were not tried"
+    if power is None:
+        assumed = (
+            "assumed law: independent Poisson counts, one light for all frames, that no data, no pattern and no "
+            f"automatic exposure changes; no frame leaves the mean by more than {_BRIGHTEST:g} times light_noise's "
+            f"upper limit. {unseen}"
+        )
+    else:
+        name = power.settings.law.replace("_", "-")
+        assumed = (
+            f"assumed law: given the light's power in a frame, independent Poisson counts; the power is {name}, "
+            f"independent from frame to frame during calibration, of at most {limit:.4g} rms, and no data, no pattern "
+            f"and no automatic exposure changes it. Its tail beyond the frames taken is assumed, not seen. {unseen}"
+        )
+    remarks = [assumed, _UNEVEN]
     if ambient_e:
         remarks.append(
             f"the described ambient light, {ambient_e:.4g} electrons, is taken off the dark charge: it may be gone"
         )
     if failed:
+        helps = (
+            remedy
+            for beginning, remedy in _REMEDIES.items()
+            if any(text.startswith(beginning) for text in failed)
+        )
         remarks.append(
             f"no law is certified, because frames speak against: {'; '.join(failed)}. Limits of constants do not allow "
-            f"for that; {_remedy(failed)}, and calibrate again"
+            f"for that; {next(helps, 'steady the light')}, and calibrate again"
         )
-    law = None if failed else _law(transfer, anchor, light, power, share=share, ambient_e=ambient_e)
-    return CountCertificate(
-        law=law,
-        tests=tests,
-        light_noise=Estimate(value=light.estimate, low=light.lower(share), high=limit),
-        remarks=tuple(remarks),
-        trust=trust,
-    )
+    return tuple(remarks)
 
 
-_REMEDIES = {
-    _BLACK: "let the sensor's temperature settle and switch on the camera's black-level clamp",
-    "the variance of frames falls": "switch off the camera's gamma and tone curve",
-    "the variance is a straight line": "switch off the camera's gamma and tone curve",
-    _CODES: "have the driver give the converter's own numbers, shifted to the lowest bits",
-    "the quantum efficiency is": "switch off the camera's noise reduction and check the meter that gives the photons",
-    _POISSON: "switch off the camera's noise reduction, binning and intensifier",
-    _TAILS: "switch off the camera's noise reduction and defect correction",
-    "the gain has no lower limit": "take more frames or pixels",
-    _AS_NOISY: "switch off whatever changes the gain or the noise of bright frames",
-}
-"""What helps against a fault, by the beginning of the property that fails; the first that fails counts."""
+def anchor_p_values(
+    frames: np.ndarray, described_e: np.ndarray, kept: np.ndarray, transfer: PhotonTransfer
+) -> dict[str, dict[str, float]]:
+    """Return the P-values of light that is spread over the outputs as described, and of its variance.
 
-
-def _remedy(failed: list[str]) -> str:
-    """Return what to do about the fault that explains the others."""
-    for beginning, remedy in _REMEDIES.items():
-        if any(text.startswith(beginning) for text in failed):
-            return remedy
-    return "steady the light"
-
-
-_HOLOGRAMS = (
-    "readings are holograms (camera.reference_beam), and no frame that is tested holds the reference's light",
-)
-_UNEVEN = (
-    "the dark charge's limits hold at each of up to 1,000,000 outputs and groups of outputs, if dark currents differ "
-    "by a normal law over pixels; more frames narrow them"
-)
-
-
-def _assumed(power: NamedPower | None, limit: float) -> str:
-    """Return the law that a certificate takes for granted."""
-    unseen = "The tests do not see a light that changes after calibration, or depends on patterns that were not tried"
-    if power is None:
-        return (
-            "assumed law: independent Poisson counts, one light for all frames, that no data, no pattern and no "
-            f"automatic exposure changes; no frame leaves the mean by more than {_BRIGHTEST:g} times light_noise's "
-            f"upper limit. {unseen}"
-        )
-    name = power.settings.law.replace("_", "-")
-    return (
-        f"assumed law: given the light's power in a frame, independent Poisson counts; the power is {name}, "
-        f"independent from frame to frame during calibration, of at most {limit:.4g} rms, and no data, no pattern and "
-        f"no automatic exposure changes it. Its tail beyond the frames taken is assumed, not seen. {unseen}"
-    )
-
-
-_STEADY = "light does not vary from frame to frame"
-
-
-def _tests(
-    transfer: PhotonTransfer,
-    light: LightNoise,
-    anchor: AnchorLight,
-    power: NamedPower | None,
-    shape: _FrameShape,
-) -> tuple[tuple[PropertyTest, ...], LightNoise]:
-    """Return the tests, and the light's noise: beside that of the black level, if that varies."""
-    used = transfer.used()
-    levels = list(transfer.light.looked_at[used]) if power is None else frames_without_power(transfer, used)
-    frames = [*levels, anchor.frames[:, : levels[0].shape[1]]]
-    independence = {
-        f"frames: {name}": values for name, values in independence_p_values(frames, ranked=True).items()
+    Args:
+        frames: the anchor at mean power, DN, shape (frames, n_outputs).
+        described_e: described light of each output, electrons, shape (n_outputs,).
+        kept: outputs whose described anchor lies well below saturation, indices.
+        transfer: the flat series.
+    """
+    looked_at = kept[kept < PIXELS_LOOKED_AT]
+    start, start_variance = transfer.starts()
+    lit = frames[:, looked_at].mean(axis=0, dtype=np.float64) - start[looked_at]
+    described = described_e[looked_at]
+    ratio = float(lit.mean() / described.mean())
+    own = transfer.variance_at(np.maximum(ratio, 0.0) * described) / len(frames)
+    deviates = (lit - ratio * described) / np.sqrt(own + start_variance)
+    freedom = looked_at.size - 1
+    return {
+        "the anchor's light is spread over the outputs as described": {
+            "squared differences": gamma_p_value(float(np.sum(np.square(deviates))), freedom, 2 * freedom),
+            "largest of an output": largest_deviate_p_value(np.abs(deviates)),
+        },
+        "the anchor's variance lies on the line of flat frames": {
+            "excess": transfer.excess_p_value(frames, kept)
+        },
     }
-    named = {} if power is None else power.property_p_values()
-    others = shape.p_values | named | transfer.property_p_values() | anchor.property_p_values(transfer)
-    alarm = FAMILY_ALARM / 2
-    if shape.black.excess_p_value < alarm / (1 + len(others) + len(independence)):
-        light = light.beside(shape.black.common)
-    properties = {_STEADY: {"means of frames": light.p_value}} | others | independence
-    tests = decide(properties, alarm=alarm, not_needed=() if power is None else (_STEADY,))
-    return tests, light
 
 
 def _law(
     transfer: PhotonTransfer,
-    anchor: AnchorLight,
+    means: np.ndarray,
+    described: float,
     light: LightNoise,
     power: NamedPower | None,
-    *,
     share: float,
     ambient_e: float,
 ) -> PhotonCountLaw | FluctuatingCountLaw:
-    found, means = transfer.unbent(1 - 2 * share), anchor.means
+    found = transfer.unbent(1 - 2 * share)
     seconds, limit = transfer.exposure_us * 1e-6, light.upper(share)
     margin = -stdtrit(means.size - 1, share) * means.std(ddof=1) / means.size**0.5
     dark, gain, zero = found["dark_current_e_per_s"], found["gain_dn_per_e"], found["zero_dn"]
@@ -398,8 +290,8 @@ def _law(
         deviate = -float(ndtri(share))
         shared = {key: deviate * error for key, error in transfer.power_errors(limit).items()}
     zero_more, dark_more = shared["zero_dn"], shared["dark_current_e_per_s"]
-    lowest = (means.mean() - margin - zero.high - zero_more) / gain.high / anchor.described
-    highest = (means.mean() + margin - zero.low + zero_more) / gain.low / anchor.described
+    lowest = (means.mean() - margin - zero.high - zero_more) / gain.high / described
+    highest = (means.mean() + margin - zero.low + zero_more) / gain.low / described
     uneven = -float(ndtri(share / _MOST_PIXELS)) * transfer.dark_spread_limit(share) / gain.low
     limits: dict[str, Any] = {
         "dark_e_low": max(0.0, (dark.low - dark_more - uneven) * seconds - ambient_e),

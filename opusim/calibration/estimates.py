@@ -30,10 +30,9 @@ from scipy.special import logsumexp, ndtr
 from scipy.stats import norm, t
 
 from opusim import checks
-from opusim.description.camera import CameraSettings
-from opusim.devices.camera import CameraDevice
-from opusim.devices.certificate import Limits
 
+GROUPS = 40
+"""Groups of pixels or outputs of a jackknife."""
 Statistic = Callable[[np.ndarray], dict[str, float]]
 
 
@@ -107,7 +106,7 @@ def decorrelation_time(
     *,
     elapsed_s: float,
     confidence: float,
-    groups: int = 40,
+    groups: int = GROUPS,
 ) -> Estimate:
     """Return the time tau after which the field's correlation has fallen to 1/e, from intensities.
 
@@ -177,7 +176,7 @@ def dark_noise_dn(frames: np.ndarray, *, confidence: float, is_rounded: bool = T
     checks.integer(frames=len(frames), minimum=4)
     variances = np.asarray(frames, dtype=np.float64).var(axis=0, ddof=1)
     if not is_rounded or variances.mean() > FINE_DN**2 + 1 / 12:
-        return _from_variances(variances - is_rounded / 12, confidence)
+        return root_mean(variances - is_rounded / 12, confidence)
     if np.count_nonzero(variances) < _LEAST_TOGGLING:
         raise ValueError(
             f"frames: fewer than {_LEAST_TOGGLING} pixels show more than one code; take more frames or pixels, or a "
@@ -186,9 +185,9 @@ def dark_noise_dn(frames: np.ndarray, *, confidence: float, is_rounded: bool = T
     return _fitted(CodeCounts.of(frames), confidence)
 
 
-def _from_variances(variances: np.ndarray, confidence: float) -> Estimate:
-    groups = 40
-    sums = np.stack([[variances[g::groups].sum(), variances[g::groups].size] for g in range(groups)])
+def root_mean(squares: np.ndarray, confidence: float) -> Estimate:
+    """Return the root of the mean of squares, one for each pixel, from a jackknife over 40 groups."""
+    sums = np.stack([[squares[g::GROUPS].sum(), squares[g::GROUPS].size] for g in range(GROUPS)])
     found = jackknife(sums, lambda total: {"square": float(total[0] / total[1])}, confidence=confidence)
     return found["square"].root()
 
@@ -257,86 +256,26 @@ def _fitted(counts: CodeCounts, confidence: float) -> Estimate:
         method="Nelder-Mead",
         options={"xatol": 1e-5, "fatol": 1e-7, "maxiter": 2000},
     ).x
-    error = math.sqrt(_sandwich(each, counts.pixels, found)[2, 2])
-    margin = float(norm.isf((1 - confidence) / 2)) * error
-    return Estimate(
-        value=math.exp(found[2]), low=math.exp(found[2] - margin), high=math.exp(found[2] + margin)
-    )
-
-
-def _sandwich(each: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """H^-1 J H^-1 with H the Hessian of the log-likelihood and J the scores' second moment, by central differences.
-
-    Raises:
-        ValueError: the likelihood does not depend on the noise: where all pixels see one step of the converter, codes
-            tell only the ratio of noise, pattern and distance to the step.
-    """
-    steps = _STEP * np.eye(at.size)
+    # The sandwich covariance H^-1 J H^-1, with H the Hessian of the log-likelihood and J the scores' second moment, by
+    # central differences.
+    steps = _STEP * np.eye(found.size)
 
     def scores(point: np.ndarray) -> np.ndarray:  # (kinds, parameters)
         return np.stack([(each(point + s) - each(point - s)) / (2 * _STEP) for s in steps], axis=1)
 
-    hessian = np.stack([pixels @ (scores(at + s) - scores(at - s)) / (2 * _STEP) for s in steps])
+    hessian = np.stack([counts.pixels @ (scores(found + s) - scores(found - s)) / (2 * _STEP) for s in steps])
     curvatures, directions = np.linalg.eigh(-(hessian + hessian.T) / 2)
     flat = curvatures < _FLAT * curvatures[-1]
     if np.any(np.abs(directions[2, flat]) > _FREE):
+        # where all pixels see one step, codes tell only the ratio of noise, pattern and distance to the step
         raise ValueError(
             "frames: their codes lie on both sides of one step only, which tells no noise; take frames under another "
             "constant light, or more pixels"
         )
-    inverse = (directions[:, ~flat] / curvatures[~flat]) @ directions[
-        :, ~flat
-    ].T  # no pattern: log tau is free
-    here = scores(at)
-    return np.asarray(inverse @ (here.T * pixels) @ here @ inverse)
-
-
-# Beside the description
-
-_CLEARLY = 5.0  # standard errors of a difference from the description that a remark mentions
-_UNLIKE = 0.05  # relative difference from the description that no remark mentions
-
-
-def limits_beside(estimates: dict[str, Estimate], described: dict[str, float]) -> dict[str, Limits]:
-    """Return the constants that frames tell, beside what the description says of them."""
-    return {
-        key: Limits(**vars(value), described=described.get(key))
-        for key, value in estimates.items()
-        if np.all(np.isfinite([*vars(value).values()]))
-    }
-
-
-def remarks_on(estimates: dict[str, Estimate], described: dict[str, float], confidence: float) -> list[str]:
-    """Return remarks on constants that differ from the described ones, and on those that frames do not tell."""
-    remarks, width = [], 2 * float(norm.isf((1 - confidence) / 2))
-    for key, found in estimates.items():
-        if not np.all(np.isfinite([*vars(found).values()])):
-            remarks.append(f"no {key}: frames do not tell it")
-        elif key in described:
-            off = abs(found.value - described[key])
-            error = (found.high - found.low) / width
-            if off > max(_CLEARLY * error, _UNLIKE * abs(described[key])):
-                remarks.append(
-                    f"{key} is {found.value:.5g} by these frames and {described[key]:.5g} by the description; find out "
-                    "why, or put the measured number there and calibrate again"
-                )
-    return remarks
-
-
-def described_constants(device: CameraDevice, camera: CameraSettings) -> dict[str, float]:
-    """Return the description's constants under the keys of the estimates; infinite ones are left out."""
-    exposure = device.exposure
-    sensor, seconds = exposure.sensor, exposure.light.exposure_us * 1e-6
-    found = {
-        "quantum_efficiency": exposure.light.quantum_efficiency,
-        "gain_dn_per_e": sensor.gain_dn_per_e,
-        "black_level_dn": sensor.black_level_dn,
-        "read_noise_e": sensor.read_noise_e,
-        "dark_current_e_per_s": exposure.dark_current_e / seconds,
-        "saturation_e": sensor.saturation_e,
-        "prnu": camera.sensor.prnu,
-        "dsnu_e": camera.sensor.dsnu_e,
-    }
-    if camera.drift is not None:
-        found["decorrelation_s"] = camera.drift.decorrelation_s
-    return {key: value for key, value in found.items() if math.isfinite(value)}
+    bent = directions[:, ~flat]  # without a pattern, log tau is free
+    inverse, here = (bent / curvatures[~flat]) @ bent.T, scores(found)
+    error = math.sqrt((inverse @ (here.T * counts.pixels) @ here @ inverse)[2, 2])
+    margin = float(norm.isf((1 - confidence) / 2)) * error
+    return Estimate(
+        value=math.exp(found[2]), low=math.exp(found[2] - margin), high=math.exp(found[2] + margin)
+    )

@@ -9,7 +9,7 @@ it. Source: the format of the standard's reference implementation (EMVA1288 on G
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +70,10 @@ class FlatSeries:
         """Return the temporal variance of each level over all pixels, DN^2."""
         total = self.sums.sum(0)
         return np.asarray(total[:, VARIANCE] / total[:, COUNT])
+
+    def seconds(self) -> np.ndarray:
+        """Return the exposures of the levels, seconds."""
+        return np.array([float(level.exposure_us or 0) * 1e-6 for level in self.levels])
 
     def unlit(self) -> list[int]:
         """Return the levels without light."""
@@ -243,7 +247,7 @@ def record(take: TakeFrames, recording: Recording, folder: Path, *, exposure_us:
         raise FileExistsError(f"{folder} is not empty; give a new folder, so that no frames are mixed")
     (folder / "images").mkdir()
     lines = [f"v {VERSION}", f"n {recording.bits} {recording.width} {recording.height}"]
-    names = _names()
+    number = 0
     for level, count in recording.points(exposure_us):
         exposure_ns = 1e3 * float(level.exposure_us or 0)
         lines.append(
@@ -252,9 +256,13 @@ def record(take: TakeFrames, recording: Recording, folder: Path, *, exposure_us:
         frames = take(count, **vars(level))
         checks.shape((count, recording.width * recording.height), frames=frames)
         for frame in frames:
-            name = next(names)
-            _save(frame.reshape(recording.height, recording.width), recording.bits, folder / "images" / name)
+            name = f"image{number:05d}.png"
+            remedy = "a frame holds more than its converter's bits"
+            checks.in_range(0, 2**recording.bits - 1, image=frame, remedy=remedy)
+            grey = frame.astype(np.uint8 if recording.bits <= 8 else np.uint16)
+            Image.fromarray(grey.reshape(recording.height, recording.width)).save(folder / "images" / name)
             lines.append(f"i images\\{name}")
+            number += 1
     path = folder / DESCRIPTOR
     path.write_text("\n".join(lines) + "\n", encoding="ascii")
     return path
@@ -264,16 +272,3 @@ def shape_of(n_outputs: int) -> tuple[int, int]:
     """Width and height, width at least height, of the image nearest a square that holds exactly n_outputs pixels."""
     height = next(h for h in range(math.isqrt(n_outputs), 0, -1) if n_outputs % h == 0)
     return n_outputs // height, height
-
-
-def _names() -> Iterator[str]:
-    number = 0
-    while True:
-        yield f"image{number:05d}.png"
-        number += 1
-
-
-def _save(image: np.ndarray, bits: int, path: Path) -> None:
-    """A grey PNG of 8 or 16 bits."""
-    checks.in_range(0, 2**bits - 1, image=image, remedy="a frame holds more than its converter's bits")
-    Image.fromarray(image.astype(np.uint8 if bits <= 8 else np.uint16)).save(path)

@@ -72,12 +72,22 @@ def independence_p_values(
     kept = [np.asarray(part)[:, varying] for part in segments]
     random = np.random.default_rng(_TIES_SEED)
     signed = [standardised(_rank_scores(part, random) if ranked else part) for part in kept]
-    sizes = [standardised(_size_scores(part)) for part in signed]
+    # of sizes |z|, Phi^-1(2 Phi(|z|) - 1), which is N(0, 1) for z ~ N(0, 1)
+    sizes = [standardised(-ndtri(np.clip(2 * ndtr(-np.abs(part)), 1e-15, 1 - 1e-9))) for part in signed]
     found: dict[str, dict[str, float]] = {}
     for names, parts in ((_PROPERTIES[:2], signed), (_PROPERTIES[2:4], sizes)):
         readings = _Standardised(parts)
-        found[names[0]] = _between_outputs(readings)
-        found[names[1]] = _between_readings(readings)
+        several = readings.rows.shape[1] > 1
+        found[names[0]] = (
+            {name: of(readings) for name, of in _BETWEEN_OUTPUTS.items()} if several else {"one output": 1.0}
+        )
+        every_lag, sums = _autocorrelations(readings)
+        found[names[1]] = {
+            "largest cosine of two readings": _largest_cosine(readings),
+            "a lag, over all outputs": _lags(readings),
+            "a lag of an output": every_lag,
+            f"lags 1 to {_LAGS}, over all outputs": sums,
+        }
     found[_PROPERTIES[1]]["low frequencies"] = low_frequencies(signed)
     found[_PROPERTIES[4]] = {"block of least noise": least_energy(signed)}
     return found
@@ -108,12 +118,6 @@ def _rank_scores(part: np.ndarray, random: np.random.Generator) -> np.ndarray:
         values = values + _TIE * values.std(axis=0) * random.random(values.shape)
         np.put_along_axis(scores[:, start : start + _BLOCK], np.argsort(values, axis=0), levels, axis=0)
     return scores
-
-
-def _size_scores(z: np.ndarray) -> np.ndarray:
-    """Phi^-1(2 Phi(|z|) - 1): N(0, 1) for z ~ N(0, 1), a function of |z|."""
-    upper = np.clip(2 * ndtr(-np.abs(z)), 1e-15, 1 - 1e-9)
-    return np.asarray(-ndtri(upper))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,18 +155,6 @@ class _Standardised:
 # Between outputs
 
 
-def _between_outputs(z: _Standardised) -> dict[str, float]:
-    if z.rows.shape[1] < 2:
-        return {"one output": 1.0}
-    return {
-        "largest correlation of a pair": _largest_pair(z),
-        "sum of squared correlations": _squared_correlations(z),
-        "largest eigenvalue": _largest_eigenvalue(z),
-        "mean over outputs": _mean_over_outputs(z),
-        "pairs at one distance": _distances(z),
-    }
-
-
 def _largest_pair(z: _Standardised) -> float:
     columns = z.rows[:, :PAIRED_OUTPUTS].T
     outputs, largest = len(columns), 0.0
@@ -184,7 +176,6 @@ def _squared_correlations(z: _Standardised) -> float:
 
 
 def _largest_eigenvalue(z: _Standardised) -> float:
-
     count, outputs = z.rows.shape
     if min(count, outputs) < 3:
         return 1.0
@@ -217,17 +208,15 @@ def _distances(z: _Standardised) -> float:
     return largest_deviate_p_value(np.abs(sums) * np.sqrt(z.freedom / np.arange(outputs - 1, 0, -1)))
 
 
+_BETWEEN_OUTPUTS = {
+    "largest correlation of a pair": _largest_pair,
+    "sum of squared correlations": _squared_correlations,
+    "largest eigenvalue": _largest_eigenvalue,
+    "mean over outputs": _mean_over_outputs,
+    "pairs at one distance": _distances,
+}
+
 # Between readings
-
-
-def _between_readings(z: _Standardised) -> dict[str, float]:
-    every_lag, sums = _autocorrelations(z)
-    return {
-        "largest cosine of two readings": _largest_cosine(z),
-        "a lag, over all outputs": _lags(z),
-        "a lag of an output": every_lag,
-        f"lags 1 to {_LAGS}, over all outputs": sums,
-    }
 
 
 def _largest_cosine(z: _Standardised) -> float:
@@ -269,7 +258,12 @@ def _autocorrelations(z: _Standardised) -> tuple[float, float]:
         products = _lagged_products(part.astype(np.float32), n // 2)
         lags = np.arange(1, min(n // 2, n - _LEAST_TERMS) + 1)
         if lags.size:
-            worst = min(worst, _largest_autocorrelation(part, products[: lags.size], lags))
+            # the cosine of the early and the late readings of one output, at its largest
+            squares = np.cumsum(np.square(part), axis=0)
+            norms = np.sqrt(squares[n - 1 - lags] * (n - squares[lags - 1]))
+            cosines = products[: lags.size] + ((n - lags) / (n - 1))[:, None]
+            cosines /= np.maximum(norms, 1e-12)
+            worst = min(worst, float(np.min(cosine_p_value(np.abs(cosines).max(axis=1), n - lags))))
             tests += outputs * lags.size
         fourth = np.mean(np.square(np.square(part)), axis=0)
         for lag in range(1, min(_LAGS, n // 2) + 1):
@@ -278,14 +272,6 @@ def _autocorrelations(z: _Standardised) -> tuple[float, float]:
             freedom += outputs
             variance += 2 * outputs * (1 + _EXCESS / n)
     return bonferroni(worst, max(tests, 1)), gamma_p_value(energy, freedom, variance)
-
-
-def _largest_autocorrelation(part: np.ndarray, products: np.ndarray, lags: np.ndarray) -> float:
-    """Return the smallest p-value of one output at one lag: the cosine of the early and the late readings."""
-    n, sums = len(part), np.cumsum(np.square(part), axis=0)
-    norms = np.sqrt(sums[n - 1 - lags] * (n - sums[lags - 1]))
-    cosines = (products + ((n - lags) / (n - 1))[:, None]) / np.maximum(norms, 1e-12)
-    return float(np.min(cosine_p_value(np.abs(cosines).max(axis=1), n - lags)))
 
 
 def _lagged_products(part: np.ndarray, most: int) -> np.ndarray:

@@ -57,16 +57,16 @@ class LightNoise:
     own: np.ndarray
     light: np.ndarray
 
-    def and_frames(self, frames: np.ndarray, blank_dn: float, steady: np.ndarray | None = None) -> LightNoise:
+    def and_frames(self, frames: np.ndarray, blank_dn: float, steady: np.ndarray) -> LightNoise:
         """With frames of one more setting, shape (frames, pixels), DN, whose blank frames have the given mean.
 
         Args:
             frames: as they were taken.
             blank_dn: mean of blank frames.
-            steady: the same frames at mean power, from which the pixels' own noise is taken; None for the frames.
+            steady: the same frames at mean power, from which the pixels' own noise is taken.
         """
         means = frames.mean(axis=1, dtype=np.float64)
-        dn = (frames if steady is None else steady).astype(np.float64)
+        dn = steady.astype(np.float64)
         common = dn.mean(axis=1, keepdims=True)
         own = float(np.mean((dn - common).var(axis=0, ddof=1))) / (dn.shape[1] - 1)
         return LightNoise(
@@ -226,17 +226,18 @@ class PhotonTransfer:
             light=np.zeros(len(dark)),
         )
         shown = float(blank.var(axis=0, ddof=1, dtype=np.float64).sum()) > least
-        return found.and_frames(blank, float(blank.mean(dtype=np.float64))) if shown else found
+        return found.and_frames(blank, float(blank.mean(dtype=np.float64)), blank) if shown else found
 
     def property_p_values(self) -> dict[str, dict[str, float]]:
         """Return the P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
         residuals, freedom, found = 0.0, 0, self._jackknife(_HALF)
         for series in (self.dark, *([] if self.warm is None else [self.warm])):
             errors2 = series.variances() / (series.pixels * series.frames)
-            seconds, means = _seconds(series), series.means()
+            seconds, means = series.seconds(), series.means()
             start, slope = _line(seconds, means, 1 / errors2)
             residuals += float(np.sum(np.square(means - start - slope * seconds) / errors2))
             freedom += len(means) - 2
+        slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
         return {
             "the variance is a straight line in the mean": {"curvature": self._p_value(found["bend"])},
             "the dark mean is a straight line in the exposure": {
@@ -244,7 +245,9 @@ class PhotonTransfer:
             },
             "dark current is the same at all pixels": {
                 "spread over pixels": self._p_value(found["dark_spread2"]),
-                "largest of a pixel": largest_deviate_p_value(np.abs(self._dark_deviates())),
+                "largest of a pixel": largest_deviate_p_value(
+                    np.abs((slopes - slopes.mean()) / np.sqrt(variance))
+                ),
             },
         }
 
@@ -259,14 +262,9 @@ class PhotonTransfer:
         For normal slopes, the sum of their squared deviations over s^2 + v is chi-squared, with v the variance of a
         measured slope by chance.
         """
-        slopes, variance = _at_pixels(self.dark, _seconds(self.dark), slice(None))[1]
+        slopes, variance = _at_pixels(self.dark, self.dark.seconds(), slice(None))[1]
         most = float(np.sum(np.square(slopes - slopes.mean())) / chi2.ppf(beta, slopes.size - 1))
         return max(most - variance, 0.0) ** 0.5
-
-    def _dark_deviates(self) -> np.ndarray:
-        """Return each looked-at pixel's dark slope less their mean, in standard errors."""
-        slopes, variance = _at_pixels(self.dark, _seconds(self.dark), slice(None))[1]
-        return np.asarray((slopes - slopes.mean()) / np.sqrt(variance))
 
     def starts(self) -> tuple[np.ndarray, float]:
         """Where each looked-at pixel's line of means starts, DN, shape (pixels,), and the variance of one of them."""
@@ -333,7 +331,7 @@ class PhotonTransfer:
         unit, weights = np.eye(used.size), 1.0 / self.light.variances()[used]
         starts = np.array([_line(self.photons()[used], one, weights)[0] for one in unit])
         light = np.maximum(self.light.means()[used] - self._zero(used), 0.0)
-        seconds, unit = _seconds(self.dark), np.eye(len(self.dark.levels))
+        seconds, unit = self.dark.seconds(), np.eye(len(self.dark.levels))
         slopes = np.array([_line(seconds, one, 1.0 / self.dark.variances())[1] for one in unit])
         response = light[-1] / self.photons()[used][-1]  # DN for a photon
         lit = response * np.array([level.photons for level in self.dark.levels])
@@ -369,7 +367,12 @@ class PhotonTransfer:
         zero, response = _line(photons, mean[used], 1.0 / guide)
         lit = mean[used] - zero
         floor, gain = _line(lit, variance[used], 1.0 / np.square(guide))
-        _, unbent_gain, bend = _parabola(lit, variance[used], 1.0 / np.square(guide))
+        # the parabola v = v_0 + K (m - m_0) + c (m - m_0)^2, by weighted least squares
+        unit = float(np.max(np.abs(lit)))
+        columns = np.stack([np.ones_like(lit), lit / unit, np.square(lit / unit)], axis=1)
+        roots = np.sqrt(1.0 / np.square(guide))
+        bent = np.linalg.lstsq(columns * roots[:, None], variance[used] * roots, rcond=None)[0]
+        unbent_gain = float(bent[1] / unit)
         dark_dn = _dark_slope(self.dark, mean[n : n + len(self.dark.levels)])
         dark = dark_dn / gain
         dark_e = dark * self.exposure_us * 1e-6
@@ -377,6 +380,12 @@ class PhotonTransfer:
         guess = np.square(guide / self.light.frames + 1e-4 * rise)
         offset2, prnu2 = _line(rise, spread, 1.0 / guess)
         black = zero - gain * dark_e
+        # the variance over pixels of the dark current, (DN/s)^2: of pixels' means it grows as the exposure's square
+        own = slice(n, n + len(self.dark.levels))
+        dark_own = spatial[own] - variance[own] / self.dark.frames
+        dark_spread2 = _line(
+            np.square(self.dark.seconds()), dark_own, 1.0 / np.square(self.dark.variances())
+        )[1]
         found = {
             "quantum_efficiency": response / gain,
             "gain_dn_per_e": gain,
@@ -389,8 +398,8 @@ class PhotonTransfer:
             "unbent_gain": unbent_gain,
             "unbent_dark": dark_dn / unbent_gain,
             "zero_dn": zero,
-            "bend": bend,
-            "dark_spread2": self._dark_spread2(variance, spatial),
+            "bend": bent[2] / unit**2,
+            "dark_spread2": dark_spread2,
         }
         if self.warm is not None:
             warm = _dark_slope(self.warm, mean[n + len(self.dark.levels) :]) / gain
@@ -400,12 +409,6 @@ class PhotonTransfer:
             ratio = warm / dark if dark > 0 and warm > 0 else np.nan
             found["doubling_k"] = step / np.log2(ratio)
         return {name: float(value) for name, value in found.items()}
-
-    def _dark_spread2(self, variance: np.ndarray, spatial: np.ndarray) -> float:
-        """Variance over pixels of the dark current, (DN/s)^2: of pixels' means it grows as the exposure's square."""
-        levels = slice(len(self.light.levels), len(self.light.levels) + len(self.dark.levels))
-        spread = spatial[levels] - variance[levels] / self.dark.frames
-        return _line(np.square(_seconds(self.dark)), spread, 1.0 / np.square(self.dark.variances()))[1]
 
 
 def _at_pixels(
@@ -424,12 +427,7 @@ def _at_pixels(
 
 def _dark_slope(series: FlatSeries, means: np.ndarray) -> float:
     """DN per second of exposure."""
-    return _line(_seconds(series), means, 1.0 / series.variances())[1]
-
-
-def _seconds(series: FlatSeries) -> np.ndarray:
-    """Return the exposures of the levels, seconds."""
-    return np.array([float(level.exposure_us or 0) * 1e-6 for level in series.levels])
+    return _line(series.seconds(), means, 1.0 / series.variances())[1]
 
 
 def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
@@ -438,12 +436,3 @@ def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, flo
     x_mean, y_mean = weights @ x / total, weights @ y / total
     slope = float((weights * (x - x_mean)) @ y / ((weights * (x - x_mean)) @ x))
     return float(y_mean - slope * x_mean), slope
-
-
-def _parabola(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
-    """Return the start, slope at 0 and coefficient of the square, by weighted least squares."""
-    unit = float(np.max(np.abs(x)))
-    columns = np.stack([np.ones_like(x), x / unit, np.square(x / unit)], axis=1)
-    roots = np.sqrt(weights)
-    found = np.linalg.lstsq(columns * roots[:, None], y * roots, rcond=None)[0]
-    return float(found[0]), float(found[1] / unit), float(found[2] / unit**2)

@@ -12,20 +12,20 @@ ranked ones a random order of fixed scores. So
 - numbers without noise of different outputs may agree exactly, as readings of nothing do; of N readings of a density f
   in steps of d, at most a Poisson number of mean N d f agree with one of them.
 
-**What stays on trust.** A fault that is too small for these tests passes them. `Trusted` states the smallest one that
-shows with probability 0.99 at the calibration's number of readings or frames.
+**What stays on trust.** A fault that is too small for these tests passes them. A `TrustedProperty` states the smallest
+one that shows with probability 0.99 at the calibration's number of readings or frames.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.fft import rfft
 from scipy.special import betainc, betaincinv, chdtr, ndtri, pdtr, pdtrc
 
+from opusim.devices.certificate import TrustedProperty
 from opusim.p_values import bonferroni, gamma_p_value, normal_p_value
 
 FAR_OUT = (1000.0, 300.0, 100.0, 30.0)
@@ -37,23 +37,6 @@ _LEAST_BLOCK = 8  # of one output; the sum of fewer squares is near 0 by chance
 _ROUNDINGS = 4.0  # roundings of the number type within which two readings may agree
 _FOUND = 0.99
 _MISSED = -float(ndtri(1 - _FOUND))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trusted:
-    """A property that a law takes for granted as far as the calibration does not show it.
-
-    Attributes:
-        text: the property.
-        fault: the fault against it.
-        size: smallest fault that shows with probability 0.99; of a period, the longest.
-        unit: what the size counts.
-    """
-
-    text: str
-    fault: str
-    size: float
-    unit: str
 
 
 def least_energy(parts: Sequence[np.ndarray]) -> float:
@@ -178,9 +161,9 @@ def one_value(part: np.ndarray) -> float:
 # What stays on trust
 
 
-def missing_readings(readings: int) -> Trusted:
+def missing_readings(readings: int) -> TrustedProperty:
     """Return the least share of readings whose noise may be missing at all outputs, if one such reading shows."""
-    return Trusted(
+    return TrustedProperty(
         text="noise is missing at all outputs in no reading",
         fault="readings without noise if they are at least",
         size=1 - (1 - _FOUND) ** (1 / readings),
@@ -190,7 +173,7 @@ def missing_readings(readings: int) -> Trusted:
 
 def missing_numbers(
     numbers: int, readings: int, level: float, *, samples: int = 1, of: str = "readings"
-) -> Trusted:
+) -> TrustedProperty:
     """Return the least share of single numbers whose noise may be missing.
 
     Args:
@@ -202,7 +185,7 @@ def missing_numbers(
     """
     within = 1 - _beyond(near_limit(readings), max(readings, 4))
     error = math.sqrt(samples * within / (numbers * (1 - within)))
-    return Trusted(
+    return TrustedProperty(
         text=f"noise is missing in no single number of {of}",
         fault="numbers without noise if they are at least",
         size=min(1.0, _margin(level) * error),
@@ -210,7 +193,7 @@ def missing_numbers(
     )
 
 
-def slow_noise(readings: int, columns: int, level: float) -> Trusted:
+def slow_noise(readings: int, columns: int, level: float) -> TrustedProperty:
     """Return the least share of 1/f noise in the variance, the same at all outputs.
 
     Args:
@@ -221,7 +204,7 @@ def slow_noise(readings: int, columns: int, level: float) -> Trusted:
     harmonic = np.cumsum(1 / np.arange(1, readings // 2 + 1))
     counts = np.array(_frequencies(readings))
     gains = readings / 2 * harmonic[counts - 1] / (counts * harmonic[-1])  # of the lowest ones' mean power
-    return Trusted(
+    return TrustedProperty(
         text="noise is not stronger at low frequencies (1/f)",
         fault="1/f noise of at least",
         size=min(1.0, float(np.min(_margin(level) / np.sqrt(counts * columns) / gains))),
@@ -229,14 +212,14 @@ def slow_noise(readings: int, columns: int, level: float) -> Trusted:
     )
 
 
-def repeats(readings: int) -> Trusted:
+def repeats(readings: int) -> TrustedProperty:
     """Return the longest period with which noise may repeat that so many readings show."""
-    return Trusted(
+    return TrustedProperty(
         text="noise does not repeat", fault="a repeat after up to", size=float(readings), unit="readings"
     )
 
 
-def cut_tails(limit: float, readings: int, of: str = "readings") -> Trusted:
+def cut_tails(limit: float, readings: int, of: str = "readings") -> TrustedProperty:
     """Return the farthest cut of the tails that shows.
 
     Numbers that are cut off lie at the cut in true standard deviations. In measured ones they scatter by the errors of
@@ -248,7 +231,7 @@ def cut_tails(limit: float, readings: int, of: str = "readings") -> Trusted:
         of: what the numbers are.
     """
     scatter = math.sqrt((1 + limit**2 / 2) / readings)
-    return Trusted(
+    return TrustedProperty(
         text=f"tails of {of} are not cut",
         fault="a cut at up to",
         size=max(0.0, limit - 2.5 * scatter),
@@ -261,7 +244,7 @@ def _margin(level: float) -> float:
     return -float(ndtri(level / 2)) + _MISSED
 
 
-def third_cumulant(error: float, level: float) -> Trusted:
+def third_cumulant(error: float, level: float) -> TrustedProperty:
     """Return the least loss of counts' variance that their third cumulant shows.
 
     Counts whose deviations are multiplied by f have the variance f^2 times Poisson's, and a third cumulant 1/f times
@@ -271,7 +254,7 @@ def third_cumulant(error: float, level: float) -> Trusted:
         error: relative standard error of the third cumulant.
         level: of the test.
     """
-    return Trusted(
+    return TrustedProperty(
         text="counts vary as much as Poisson's (third cumulants)",
         fault="a loss of at least",
         size=1 - (1 + _margin(level) * error) ** -2 if math.isfinite(error) else 1.0,
@@ -279,7 +262,7 @@ def third_cumulant(error: float, level: float) -> Trusted:
     )
 
 
-def weak_inputs(tolerance: float, numbers: int, level: float) -> Trusted:
+def weak_inputs(tolerance: float, numbers: int, level: float) -> TrustedProperty:
     """Return the least loss of variance at one tried input that shows, with what the test tolerates.
 
     Args:
@@ -287,7 +270,7 @@ def weak_inputs(tolerance: float, numbers: int, level: float) -> Trusted:
         numbers: readings of the input times outputs.
         level: of the test of one input.
     """
-    return Trusted(
+    return TrustedProperty(
         text="noise is as strong as stated at inputs that were not tried",
         fault="a loss at a tried input of at least",
         size=min(1.0, tolerance + _margin(level) * math.sqrt(2 / numbers)),

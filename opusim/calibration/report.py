@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import io
-from html import escape
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.special import ndtr, ndtri
 
@@ -17,30 +13,54 @@ from opusim.calibration.flat_series import COUNT
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.devices.certificate import Certificate, GaussianLaw, Limits
 from opusim.p_values import FAMILY_ALARM
-from opusim.tables import print_table, unit_of, wrapped
+from opusim.tables import data_url, html_page, png_bytes, print_table, unit_of, wrapped
 from opusim.temperature import TemperatureLaw
 
 
-def transfer_figure(calibration: Calibration) -> Figure | None:
-    """Photon transfer, response, its residuals and dark current; None if the device has no flat frames."""
-    transfer = calibration.transfer
-    if transfer is None:
-        return None
+def transfer_figure(certificate: Certificate, transfer: PhotonTransfer) -> Figure:
+    """Draw photon transfer, response, its residuals and dark current."""
     figure = Figure(figsize=(10, 8), layout="constrained")
     figure.get_layout_engine().set(hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]
-    axes = figure.subplots(2, 2)
-    found = calibration.certificate.estimates
+    (variance, response), (residuals, dark) = figure.subplots(2, 2)
+    found, used = certificate.estimates, transfer.used()
     gain, black = found["gain_dn_per_e"].value, found["black_level_dn"].value
-    _photon_transfer(axes[0, 0], transfer, gain)
-    _response(axes[0, 1], transfer, gain * found["quantum_efficiency"].value, black)
-    _residuals(axes[1, 0], transfer)
-    _dark(axes[1, 1], transfer)
+    photons, means, variances = transfer.photons(), transfer.light.means(), transfer.light.variances()
+
+    variance.plot(means, variances, "o", color="0.7", label="left out: rounding or saturation")
+    variance.plot(means[used], variances[used], "o", color="C0", label="used")
+    line = np.linspace(means[0], means[used].max(), 2)
+    start = float(np.mean(variances[used] - gain * means[used]))
+    variance.plot(line, start + gain * line, "k--", linewidth=0.8, label=f"slope K = {gain:.5g} DN/e⁻")
+    variance.set(xlabel="mean, DN", ylabel="temporal variance, DN²", title="Photon transfer")
+    variance.legend()
+
+    slope = gain * found["quantum_efficiency"].value
+    response.plot(photons[:-1], means[:-1], "o")
+    response.plot(
+        photons[:-1], black + slope * photons[:-1], "k--", linewidth=0.8, label=f"{slope:.5g} DN/photon"
+    )
+    response.set(xlabel="photons on a pixel", ylabel="mean, DN", title="Response")
+    response.legend()
+
+    photons, means = photons[used], means[used]
+    rest = means - np.polyval(np.polyfit(photons, means, 1), photons)
+    samples = transfer.light.frames * transfer.light.sums[:, used, COUNT].sum(axis=0)
+    residuals.axhline(0, color="k", linewidth=0.8)
+    residuals.errorbar(photons, rest, yerr=np.sqrt(variances[used] / samples), fmt="o", capsize=3)
+    residuals.set(
+        xlabel="photons on a pixel", ylabel="mean minus line, DN", title="Linearity, with standard errors"
+    )
+
+    for series, label in ((transfer.dark, "operating temperature"), (transfer.warm, "warm")):
+        if series is not None:
+            dark.plot(series.seconds(), series.means(), "o-", label=label)
+    dark.set(xlabel="exposure, s", ylabel="mean under constant light, DN", title="Dark current")
+    dark.legend()
     return figure
 
 
-def readings_figure(calibration: Calibration) -> Figure:
+def readings_figure(samples: np.ndarray) -> Figure:
     """Plot quantiles of standardised readings against the Gaussian's, and the standard deviations of the outputs."""
-    samples = calibration.readings
     centred = samples - samples.mean(axis=0)
     std = centred.std(axis=0, ddof=1)
     values = np.sort((centred / np.where(std > 0, std, 1)).ravel())
@@ -74,54 +94,6 @@ def temperature_figure(law: TemperatureLaw, name: str) -> Figure:
     share.set_ylabel("dark current's share of the variance, %", color="C1")
     share.set_ylim(0, 100)
     return figure
-
-
-def _photon_transfer(axes: Axes, transfer: PhotonTransfer, gain: float) -> None:
-    means, variances, used = transfer.light.means(), transfer.light.variances(), transfer.used()
-    axes.plot(means, variances, "o", color="0.7", label="left out: rounding or saturation")
-    axes.plot(means[used], variances[used], "o", color="C0", label="used")
-    line = np.linspace(means[0], means[used].max(), 2)
-    start = float(np.mean(variances[used] - gain * means[used]))
-    axes.plot(line, start + gain * line, "k--", linewidth=0.8, label=f"slope K = {gain:.5g} DN/e⁻")
-    axes.set(xlabel="mean, DN", ylabel="temporal variance, DN²", title="Photon transfer")
-    axes.legend()
-
-
-def _response(axes: Axes, transfer: PhotonTransfer, response: float, black: float) -> None:
-    photons, means = transfer.photons()[:-1], transfer.light.means()[:-1]
-    axes.plot(photons, means, "o")
-    axes.plot(photons, black + response * photons, "k--", linewidth=0.8, label=f"{response:.5g} DN/photon")
-    axes.set(xlabel="photons on a pixel", ylabel="mean, DN", title="Response")
-    axes.legend()
-
-
-def _residuals(axes: Axes, transfer: PhotonTransfer) -> None:
-    used = transfer.used()
-    photons, means = transfer.photons()[used], transfer.light.means()[used]
-    line = np.polyval(np.polyfit(photons, means, 1), photons)
-    axes.axhline(0, color="k", linewidth=0.8)
-    samples = transfer.light.frames * transfer.light.sums[:, used, COUNT].sum(axis=0)
-    errors = np.sqrt(transfer.light.variances()[used] / samples)
-    axes.errorbar(photons, means - line, yerr=errors, fmt="o", capsize=3)
-    axes.set(
-        xlabel="photons on a pixel", ylabel="mean minus line, DN", title="Linearity, with standard errors"
-    )
-
-
-def _dark(axes: Axes, transfer: PhotonTransfer) -> None:
-    for series, label in ((transfer.dark, "operating temperature"), (transfer.warm, "warm")):
-        if series is not None:
-            seconds = [float(level.exposure_us or 0) * 1e-6 for level in series.levels]
-            axes.plot(seconds, series.means(), "o-", label=label)
-    axes.set(xlabel="exposure, s", ylabel="mean under constant light, DN", title="Dark current")
-    axes.legend()
-
-
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:66em;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .9em;border-bottom:1px solid #ddd;text-align:left}"
-    "img{max-width:100%}.against{color:#a00}"
-)
 
 
 _CAP = 37.0  # of a p-value that double precision can hold
@@ -161,10 +133,7 @@ _WORDS = {
 
 def print_calibration(found: Calibration) -> None:
     """Print constants, tests and the certified law as tables."""
-    rows = [
-        (key, f"{v.value:.5g}", f"{v.low:.5g} to {v.high:.5g}", _described(v), _unit(key))
-        for key, v in found.certificate.estimates.items()
-    ]
+    rows = [(key, *_shown(key, estimate)) for key, estimate in found.certificate.estimates.items()]
     if rows:
         limits = f"limits at {found.certificate.confidence:.0%}"
         print_table("Constants from frames", ("constant", "estimate", limits, "described", "unit"), rows)
@@ -226,104 +195,59 @@ def print_temperatures(law: TemperatureLaw, name: str, n_inputs: int, steps: int
 
 def write_report(calibration: Calibration, path: Path) -> None:
     """Write the page; everything it shows is inside it."""
-    certificate = calibration.certificate
-    parts = [
-        f"<h1>Calibration of {escape(certificate.device)}</h1>",
-        f"<p>{escape(certificate.date)}, {certificate.frames:,} frames, window of {certificate.n_inputs:,} inputs and "
-        f"{certificate.n_outputs:,} outputs.</p>",
-        _law(certificate),
-        _estimates(calibration),
-        _image(transfer_figure(calibration), "photon transfer, response, linearity and dark current"),
-        _readings(calibration),
-        _image(readings_figure(calibration), "law of a reading and noise of the outputs"),
-        "<h2>Remarks</h2><ul>"
-        + "".join(f"<li>{escape(text)}</li>" for text in certificate.assumptions)
-        + "</ul>",
-    ]
-    title = f"Calibration of {escape(certificate.device)}"
-    head = f"<head><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style></head>"
-    page = f"<!doctype html><html lang='en'>{head}<body>" + "\n".join(parts) + "</body></html>\n"
+    certificate, transfer = calibration.certificate, calibration.transfer
+    law = {} if certificate.noise is None else certificate.noise.model_dump(exclude_none=True)
+    page = html_page(
+        "calibration.html",
+        title=f"Calibration of {certificate.device}",
+        certificate=certificate,
+        transfer=transfer,
+        noise=calibration.reading_noise,
+        alarm=FAMILY_ALARM,
+        law=_LAWS[law["law"]] if law else None,
+        numbers=[
+            {"constant": _WORDS[key], "value": _number(value), "unit": unit_of(key), "key": key}
+            for key, value in law.items()
+            if key != "law"
+        ],
+        constants=[
+            {
+                "constant": _WORDS.get(key, key),
+                **dict(zip(("estimate", "limits", "described", "unit"), _shown(key, found), strict=True)),
+                "key": key,
+            }
+            for key, found in certificate.estimates.items()
+        ],
+        transfer_figure=None
+        if transfer is None
+        else data_url(png_bytes(transfer_figure(certificate, transfer))),
+        tests=[
+            {
+                "property": test.text,
+                "distance from it": f"{test.standard_errors:.2f} standard errors"
+                if test.standard_errors < _CAP
+                else f"above {_CAP:g} standard errors",
+                "holds": "holds" if test.holds else "does not hold",
+                "for the law": "needed" if test.needed else "not needed",
+            }
+            for test in certificate.tests
+        ],
+        failed=[n for n, test in enumerate(certificate.tests) if test.needed and not test.holds],
+        readings_figure=data_url(png_bytes(readings_figure(calibration.readings))),
+    )
     path.write_text(page, encoding="utf-8")
 
 
-def _described(limits: Limits) -> str:
-    """Return what the description says of a constant."""
-    return "-" if limits.described is None else f"{limits.described:.5g}"
-
-
-def _unit(key: str) -> str:
-    """Return a constant's unit, and whether its limits are those of the certified law, at a share of its beta."""
-    return unit_of(key) + (", limits as certified" if key == "light_noise" else "")
+def _shown(key: str, found: Limits) -> tuple[str, str, str, str]:
+    """Return an estimate, its limits, what the description says, and the unit with what sets the limits apart."""
+    return (
+        f"{found.value:.5g}",
+        f"{found.low:.5g} to {found.high:.5g}",
+        "-" if found.described is None else f"{found.described:.5g}",
+        unit_of(key) + (", limits as certified" if key == "light_noise" else ""),  # at a share of its beta
+    )
 
 
 def _number(value: float | str) -> str:
     """Return a number of a law, or the name of one, such as that of a light's power."""
     return value.replace("_", "-") if isinstance(value, str) else f"{value:.6g}"
-
-
-def _law(certificate: Certificate) -> str:
-    """Return what is certified."""
-    if certificate.noise is None:
-        return "<h2>Certified noise</h2><p class='against'>None: a test speaks against the described law.</p>"
-    numbers = certificate.noise.model_dump(exclude_none=True)
-    rows = "".join(
-        f"<tr><td>{escape(_WORDS[key])}</td><td>{_number(value)}</td><td>{escape(unit_of(key))}</td><td><code>{key}</code></td></tr>"
-        for key, value in numbers.items()
-        if key != "law"
-    )
-    return (
-        f"<h2>Certified noise: {escape(_LAWS[numbers['law']])}</h2><p>Limits that hold together but for a "
-        f"probability of {certificate.beta:g}.</p><table>{rows}</table>"
-    )
-
-
-def _estimates(calibration: Calibration) -> str:
-    """Return the constants with their limits."""
-    certificate = calibration.certificate
-    if not certificate.estimates:
-        return ""
-    rows = "".join(
-        f"<tr><td>{escape(_WORDS.get(key, key))}</td><td>{v.value:.5g}</td><td>{v.low:.5g} to {v.high:.5g}</td>"
-        f"<td>{_described(v)}</td><td>{escape(_unit(key))}</td><td><code>{escape(key)}</code></td></tr>"
-        for key, v in certificate.estimates.items()
-    )
-    error = (
-        ""
-        if calibration.transfer is None
-        else (f"<p>Linearity error, largest: {calibration.transfer.linearity_error():.3%}.</p>")
-    )
-    return (
-        f"<h2>Constants from frames</h2><p>Each single interval at {certificate.confidence:.0%}.</p><table><tr>"
-        f"<th>constant</th><th>estimate</th><th>limits</th><th>described</th><th>unit</th><th>key</th></tr>{rows}</table>{error}"
-    )
-
-
-def _readings(calibration: Calibration) -> str:
-    """Return the noise of readings and the tests."""
-    noise, tests = calibration.reading_noise, calibration.certificate.tests
-    rows = "".join(
-        f"<tr class='{'against' if t.needed and not t.holds else ''}'><td>{escape(t.text)}</td>"
-        f"<td>{_errors(t.standard_errors)}</td><td>{'holds' if t.holds else 'does not hold'}</td>"
-        f"<td>{'needed' if t.needed else 'not needed'}</td></tr>"
-        for t in tests
-    )
-    return (
-        f"<h2>Readings of constant inputs</h2><p>{noise.readings:,} readings of {noise.n_outputs:,} outputs at each of "
-        f"{noise.inputs} inputs: standard deviation {noise.mean_std:.5g} (root mean square) and "
-        f"{noise.smallest_std:.5g} at the quietest output, projection units; correlation of successive readings "
-        f"{noise.successive:.5f}.</p><h2>Tests</h2><p>What the law needs, and what Gaussian readings would need "
-        f"besides. A sound device fails any of them with probability {FAMILY_ALARM:g}.</p><table>{rows}</table>"
-    )
-
-
-def _errors(value: float) -> str:
-    return f"{value:.2f} standard errors" if value < _CAP else f"above {_CAP:g} standard errors"
-
-
-def _image(figure: Figure | None, text: str) -> str:
-    if figure is None:
-        return ""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return f"<img alt='{escape(text)}' src='data:image/png;base64,{data}'>"

@@ -133,11 +133,6 @@ class FrameLook:
         """What frames read above the blank frame, shape (frames, outputs)."""
         return self.mean - self.mean[:1]
 
-    @property
-    def light_variance(self) -> np.ndarray:
-        """Variance of the error of `light`."""
-        return (self.variance + self.variance[:1]) / self.repeats
-
 
 def patterns_of(n_inputs: int) -> torch.Tensor:
     """Return the patterns: nothing, half of the data mirrors, single ones of a narrow window; (patterns, n_inputs)."""
@@ -230,9 +225,26 @@ def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float
     """
     if first is None or now is None:
         return None
-    found = _lost_frames(first, now) or _fluctuation(first, now)
-    if found is not None or now.light[1].sum() < _DARK * first.light[1].sum():
-        return found
+    # Frames that repeat the one before, or are constant and darker than before; not if nearly all are.
+    number, level = now.constant.T
+    error = np.sqrt(first.variance.sum(axis=1)) / first.mean.shape[1]
+    darker = (level < first.mean.mean(axis=1) - _SURE * error) & (first.constant[:, 0] == 0)
+    lost, shown = now.lost + int(number[darker].sum()), now.repeats * len(now.mean)
+    if 0 < lost < _ALL_LOST * shown:
+        return Finding(
+            f"loses or repeats frames: {lost} of {shown} frames are black or repeat the one before",
+            "check the camera's link and its driver",
+        )
+    # Scatter that outputs share, significant and above the first one's.
+    if now.shared > _MORE_SHARED * first.shared and now.shared != 0:
+        along = now.along > _ALONG
+        return Finding(
+            "fluctuates: the noise of all its outputs rises and falls together, as "
+            + ("the laser's power does" if along else "if the image moves"),
+            "steady the laser's power, or calibrate it again" if along else "steady the bench and the camera",
+        )
+    if now.light[1].sum() < _DARK * first.light[1].sum():
+        return None
     silent = _silent(now)
     if len(silent) - silent.sum() < LEAST_OUTPUTS:
         return None
@@ -240,36 +252,17 @@ def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float
     newly = float(np.mean(silent & ~_silent(first)))
     return (
         change.blank_light()
-        or (_silent_outputs(newly) if newly > tolerated else None)
+        or (
+            Finding(
+                f"has about {100 * newly:.1f} % of its outputs silent or stuck",
+                "mask them, or have it repaired",
+            )
+            if newly > tolerated
+            else None
+        )
         or change.cross_talk()
         or change.stuck_mirrors()
         or change.moving_medium()
-    )
-
-
-def _lost_frames(first: FrameLook, now: FrameLook) -> Finding | None:
-    """Frames that repeat the one before, or are constant and darker than before; not if nearly all are."""
-    number, level = now.constant.T
-    error = np.sqrt(first.variance.sum(axis=1)) / first.mean.shape[1]
-    darker = (level < first.mean.mean(axis=1) - _SURE * error) & (first.constant[:, 0] == 0)
-    lost, shown = now.lost + int(number[darker].sum()), now.repeats * len(now.mean)
-    if not 0 < lost < _ALL_LOST * shown:
-        return None
-    return Finding(
-        f"loses or repeats frames: {lost} of {shown} frames are black or repeat the one before",
-        "check the camera's link and its driver",
-    )
-
-
-def _fluctuation(first: FrameLook, now: FrameLook) -> Finding | None:
-    """Scatter that outputs share, significant and above the first one's."""
-    if now.shared <= _MORE_SHARED * first.shared or now.shared == 0:
-        return None
-    along = now.along > _ALONG
-    return Finding(
-        "fluctuates: the noise of all its outputs rises and falls together, as "
-        + ("the laser's power does" if along else "if the image moves"),
-        "steady the laser's power, or calibrate it again" if along else "steady the bench and the camera",
     )
 
 
@@ -277,12 +270,6 @@ def _silent(look: FrameLook) -> np.ndarray:
     """Which outputs have no light in any frame of many mirrors: dead ones, and those that are always full."""
     light = look.light[_LIT]
     return np.asarray(np.all(np.abs(light) < _SILENT * light.mean(axis=1, keepdims=True), axis=0))
-
-
-def _silent_outputs(share: float) -> Finding:
-    return Finding(
-        f"has about {100 * share:.1f} % of its outputs silent or stuck", "mask them, or have it repaired"
-    )
 
 
 _STUCK_REMEDY = "have the mirror array repaired, or begin a new run"
@@ -300,7 +287,9 @@ class _Change:
     def __init__(self, first: FrameLook, now: FrameLook, alive: np.ndarray) -> None:
         self._first, self._now, self._alive = first, now, alive
         self._before, self._after = first.light[:, alive], now.light[:, alive]
-        self._error_before, self._error_after = (look.light_variance[:, alive] for look in (first, now))
+        self._error_before, self._error_after = (
+            ((look.variance + look.variance[:1]) / look.repeats)[:, alive] for look in (first, now)
+        )
 
     def blank_light(self) -> Finding | None:
         """Blank frames that read more or less: uniform, like the anchor, or as speckle."""
@@ -355,7 +344,16 @@ class _Change:
 
     def stuck_mirrors(self) -> Finding | None:
         """Mirrors that are stuck although blank frames do not tell."""
-        gone, tested = self._gone_mirrors()
+        (before, own), (after, noise) = self._singles(self._first), self._singles(self._now)
+        gone = tested = 0  # single mirrors that read nothing any more, and those of which the noise can tell
+        if len(before):
+            power = np.mean(np.square(before) - own, axis=1)
+            now = np.mean(np.square(after) - noise, axis=1)
+            error_of_one = np.sqrt(2 * np.mean(np.square(noise), axis=1) / noise.shape[1])
+            light = float(self._after[1].sum() / self._before[1].sum())
+            least = _GONE * light**2 * power
+            told = _SURE * error_of_one < least
+            gone, tested = int(np.sum(told & (now < least))), int(told.sum())
         if 0 < gone < tested:
             return Finding(f"has {gone} of {tested} mirrors stuck that were shown singly", _STUCK_REMEDY)
         data, complements = self._correlation(_HALF), self._correlation(_COMPLEMENTS)
@@ -383,19 +381,6 @@ class _Change:
             "was swapped",
             "begin a new run with it, or bring the medium back",
         )
-
-    def _gone_mirrors(self) -> tuple[int, int]:
-        """Return how many single mirrors read nothing any more, and of how many the noise can tell."""
-        (before, own), (after, noise) = self._singles(self._first), self._singles(self._now)
-        if not len(before):
-            return 0, 0
-        power = np.mean(np.square(before) - own, axis=1)
-        now = np.mean(np.square(after) - noise, axis=1)
-        error = np.sqrt(2 * np.mean(np.square(noise), axis=1) / noise.shape[1])
-        light = float(self._after[1].sum() / self._before[1].sum())
-        least = _GONE * light**2 * power
-        told = _SURE * error < least
-        return int(np.sum(told & (now < least))), int(told.sum())
 
     def _singles(self, look: FrameLook) -> tuple[np.ndarray, np.ndarray]:
         """Return readings of single mirrors, I_e - I_(a-e) - I_0 + I_a, and the variance of their errors."""

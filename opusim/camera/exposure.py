@@ -27,7 +27,8 @@ from scipy.special import chndtr
 
 from opusim import checks
 from opusim.camera.kernels import expose_fields, recover_rows
-from opusim.camera.stages import Light, Sensor
+from opusim.camera.stages import Sensor
+from opusim.description.camera import LightSettings
 from opusim.noise import LightPower
 from opusim.processes import pause
 from opusim.randomness.kernels import run_split
@@ -110,7 +111,7 @@ class Exposure:
         offset_e: fixed offset of each pixel, electrons, shape (n_outputs,).
     """
 
-    light: Light
+    light: LightSettings
     sensor: Sensor
     mirrors: int
     dark_current_e: float

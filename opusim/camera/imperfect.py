@@ -14,11 +14,23 @@ average, normal, cut at 1, and a pixel collects from where it was and from the n
 The read-out N (1 - q N / N_sat) is a function of the count and changes no
 guarantee. A dropped frame is black; a repeated one shows the numbers of the frame before, so that readings are no
 longer independent, and no law is stated.
+
+**Power.** The laser's power in each frame is one number W for all pixels, fluctuating from frame to frame and drifting
+slowly:
+    log_normal   W = exp(s g - s^2 / 2) exp(s' h - s'^2 / 2),   s^2 = log(1 + rms^2), s'^2 = log(1 + drift_rms^2)
+    gaussian     W = max(0, 1 + rms g + drift_rms h)
+
+g is a standard normal number of the frame. Frames that one call takes are exposed in turn, and the numbers g of frames
+k apart correlate by rho^k, rho = exp(-frame period / correlation time); frames of different calls are independent. h is
+a stationary Ornstein-Uhlenbeck process of the training step, computed at any time without its past by the media
+weights of `opusim.camera.speckle`, so that a resumed run finds the same drift. In every frame W has the stated law, of
+the relative variance (1 + rms^2)(1 + drift_rms^2) - 1 or rms^2 + drift_rms^2, which is all that a guarantee uses.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,53 +38,124 @@ import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
 
-from opusim import checks
 from opusim.camera.exposure import FRAME_SIGNS, FRAMES_PER_TERNARY, Exposure
 from opusim.camera.kernels import fill_counts
-from opusim.camera.laser import Laser, frame_normals
+from opusim.camera.speckle import grid_point, medium_weights
 from opusim.camera.stages import pixel_normals
-from opusim.randomness.streams import NoiseStream
+from opusim.description.camera import PixelSettings
+from opusim.noise import LightPower
+from opusim.plugins import Deferred
+from opusim.randomness.streams import NoiseStream, SeededStream
+
+signal = Deferred("scipy.signal")
 
 _DCNU_PLANE, _FAULT_PLANE = 18, 19  # counter words that no medium uses
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixelFaults:
-    """Which pixels are hot or dead, and how dark currents differ; computed from the seed and the pixel's number.
+class LaserLaw:
+    """How a laser's power fluctuates.
 
     Attributes:
-        hot_share: share of hot pixels, in [0, 0.2].
-        hot_factor: their dark current as a multiple, at least 1.
-        dead_share: share of dead pixels, in [0, 0.2].
-        dcnu: relative standard deviation of the dark current over pixels, at least 0.
-        seed: which sensor this is, in [0, 2^64).
+        law: name of the law of W, a key of `opusim.noise.POWER_LAWS`.
+        rms: relative standard deviation from frame to frame, at least 0.
+        correlation: rho of successive frames, in [0, 1).
+        drift_rms: relative standard deviation of the slow part, at least 0; 0 is off.
+        drift_per_step: time that passes in a step, in units of the slow part's correlation time.
     """
 
-    hot_share: float = 0.0
-    hot_factor: float = 1.0
-    dead_share: float = 0.0
-    dcnu: float = 0.0
-    seed: int = 0
+    law: str
+    rms: float
+    correlation: float = 0.0
+    drift_rms: float = 0.0
+    drift_per_step: float = 0.0
 
-    def __post_init__(self) -> None:
-        checks.in_range(0, 0.2, hot_share=self.hot_share, dead_share=self.dead_share)
-        checks.non_negative(dcnu=self.dcnu)
-        checks.in_range(1, 1e6, hot_factor=self.hot_factor)
+    @property
+    def power(self) -> LightPower:
+        """The law of W in a frame, drift included.
 
-    def dead(self, pixels: np.ndarray) -> np.ndarray:
-        """Whether each pixel is dead."""
-        return self._place(pixels) > 1 - self.dead_share
+        Raises:
+            ValueError: both parts together exceed the law's largest standard deviation.
+        """
+        square = self.rms**2 + self.drift_rms**2
+        if self.law == "log_normal":
+            square += (self.rms * self.drift_rms) ** 2
+        return LightPower(law=self.law, rms=math.sqrt(square))
 
-    def dark_scale(self, pixels: np.ndarray) -> np.ndarray:
-        """Dark current of each pixel as a multiple of the sensor's, float64, at least 0."""
-        s = math.sqrt(math.log1p(self.dcnu**2))
-        scale = np.exp(s * pixel_normals(self.seed, _DCNU_PLANE, pixels) - 0.5 * s * s)
-        scale[self._place(pixels) < self.hot_share] *= self.hot_factor
-        return np.where(self.dead(pixels), 0.0, scale)
 
-    def _place(self, pixels: np.ndarray) -> np.ndarray:
-        """A number in (0, 1) for each pixel."""
-        return np.asarray(ndtr(pixel_normals(self.seed, _FAULT_PLANE, pixels)))
+class Laser:
+    """A laser with a state: where its slow drift is.
+
+    Args:
+        law: see `LaserLaw`.
+        seed: of the drift, or None to draw one from the operating system's entropy.
+    """
+
+    def __init__(self, law: LaserLaw, seed: int | None) -> None:
+        self.law = law
+        self._slow = SeededStream(int.from_bytes(os.urandom(8)) if seed is None else seed, "laser drift")
+        self._fast = LightPower(law=law.law, rms=law.rms)
+        self.mean = 1.0
+        self.seek(0)
+
+    def seek(self, step: int) -> None:
+        """Move the drift to a training step; `mean` is the mean power there."""
+        law = self.law
+        if law.drift_rms == 0:
+            return
+        h = 0.0
+        for epoch, weight in medium_weights(grid_point(step * law.drift_per_step)):
+            self._slow.seek(epoch)
+            h += weight * float(self._slow.normal((1,)))
+        self.mean = float(LightPower(law=law.law, rms=law.drift_rms).of_normal(h))
+
+    def powers(self, frames: int, stream: NoiseStream) -> np.ndarray:
+        """Return the powers of frames that are exposed in turn, float64, shape (frames,).
+
+        Args:
+            frames: at least 1.
+            stream: source of the noise; takes one reading of it.
+        """
+        g = frame_normals(frames, self.law.correlation, stream)
+        if self.law.law == "gaussian":
+            return np.maximum(0.0, self.mean + self.law.rms * g)
+        return self.mean * self._fast.of_normal(g)
+
+    def covariance(self, frames: int) -> np.ndarray:
+        """Return the covariance of the powers of successive frames around the drift, shape (frames, frames)."""
+        apart = np.abs(np.subtract.outer(np.arange(frames), np.arange(frames)))
+        shared = np.where(apart == 0, 1.0, self.law.correlation**apart)
+        if self.law.law == "gaussian":
+            return np.asarray(self.law.rms**2 * shared)
+        return np.asarray(self.mean**2 * np.expm1(self._fast.log_std**2 * shared))
+
+
+def frame_normals(frames: int, correlation: float, stream: NoiseStream) -> np.ndarray:
+    """Return standard normal numbers of frames that are exposed in turn, float64, shape (frames,).
+
+    Args:
+        frames: at least 1.
+        correlation: rho, in [0, 1); numbers of frames k apart correlate by rho^k.
+        stream: source of the noise; takes one reading of it.
+    """
+    g: np.ndarray = stream.normal((frames,)).double().numpy()
+    if correlation > 0:
+        g[1:] *= math.sqrt(1 - correlation**2)
+        g = signal.lfilter([1.0], [1.0, -correlation], g)
+    return g
+
+
+def dead_pixels(faults: PixelSettings, seed: int, pixels: np.ndarray) -> np.ndarray:
+    """Return whether each pixel is dead; computed from the sensor's seed and the pixel's number."""
+    return np.asarray(ndtr(pixel_normals(seed, _FAULT_PLANE, pixels)) > 1 - faults.dead_share)
+
+
+def dark_scale(faults: PixelSettings, seed: int, pixels: np.ndarray) -> np.ndarray:
+    """Return the dark current of each pixel as a multiple of the sensor's, float64, at least 0."""
+    s = math.sqrt(math.log1p(faults.dcnu**2))
+    scale = np.exp(s * pixel_normals(seed, _DCNU_PLANE, pixels) - 0.5 * s * s)
+    scale[ndtr(pixel_normals(seed, _FAULT_PLANE, pixels)) < faults.hot_share] *= faults.hot_factor or 1.0
+    return np.where(dead_pixels(faults, seed, pixels), 0.0, scale)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,22 +186,6 @@ class Pointing:
     rms: float
     correlation: float
     places: np.ndarray
-
-    @property
-    def mean_size(self) -> float:
-        """Mean of |D|, m."""
-        return self.rms * math.sqrt(2 / math.pi)
-
-    def of_frames(self, light: np.ndarray, stream: NoiseStream) -> np.ndarray:
-        """Return the light of frames that are exposed in turn, shape (frames, n_outputs).
-
-        Args:
-            light: what each place gives, shape (3, frames, n_outputs).
-            stream: source of the noise; takes one reading of it.
-        """
-        d = self.rms * frame_normals(light.shape[1], self.correlation, stream)[:, None]
-        size = np.minimum(np.abs(d), 1.0)
-        return np.asarray(light[0] + size * (np.where(d < 0, light[1], light[2]) - light[0]))
 
 
 def with_neighbours(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -167,7 +234,7 @@ class ImperfectExposure(Exposure):
     def parts(self) -> Iterator[tuple[float, np.ndarray | slice, np.ndarray]]:
         """See `Exposure.parts`; on average, if the image vibrates."""
         if self.pointing is not None:
-            m = self.pointing.mean_size
+            m = self.pointing.rms * math.sqrt(2 / math.pi)  # the mean of |D|
             for share, place in zip((1 - m, m / 2, m / 2), self.pointing.places, strict=True):
                 yield share, place, self.gain_e
             return
@@ -245,7 +312,9 @@ class ImperfectExposure(Exposure):
         frames, sensor = light.shape[-2], self.sensor
         shot, read = self._normal(2, frames, stream)
         if self.pointing is not None and light.ndim == 3:
-            light = self.pointing.of_frames(light, stream)
+            d = self.pointing.rms * frame_normals(frames, self.pointing.correlation, stream)[:, None]
+            aside = np.where(d < 0, light[1], light[2])
+            light = light[0] + np.minimum(np.abs(d), 1.0) * (aside - light[0])
         power = np.ones(frames) if self.laser is None else self.laser.powers(frames, stream)
         rates = np.ascontiguousarray(power[:, None] * light + self.dark_e)  # the kernel takes flat views
         counts = rates
@@ -262,14 +331,10 @@ class ImperfectExposure(Exposure):
         numbers = sensor.black_level_dn + sensor.gain_dn_per_e * numbers
         if sensor.adc_bits is not None:
             numbers = np.clip(np.rint(numbers), 0.0, sensor.top_dn)
-        return self._transferred(numbers.astype(np.float32), stream)
-
-    def _transferred(self, numbers: np.ndarray, stream: NoiseStream) -> np.ndarray:
-        """Frames as they arrive: some are black, some repeat the one before."""
-        if not self.dropped and not self.repeated:
-            return numbers
-        lost, again = stream.normal((2, len(numbers))).double().numpy()
-        numbers[lost < ndtri(self.dropped)] = 0.0
-        for frame in np.flatnonzero(again < ndtri(self.repeated)).tolist():
-            numbers[frame] = numbers[max(frame - 1, 0)]
-        return numbers
+        arrived = numbers.astype(np.float32)
+        if self.dropped or self.repeated:  # some frames are black, some repeat the one before
+            lost, again = stream.normal((2, frames)).double().numpy()
+            arrived[lost < ndtri(self.dropped)] = 0.0
+            for frame in np.flatnonzero(again < ndtri(self.repeated)).tolist():
+                arrived[frame] = arrived[max(frame - 1, 0)]
+        return arrived

@@ -12,6 +12,13 @@ the grid, which moves each of the two times by at most tau / 8192, and 1.2e-7 by
 nodes.
 Entries keep the tail cut and the rounding to 2^-12 of `opusim.medium`. Source for the midpoint: the Gaussian law of an
 Ornstein-Uhlenbeck bridge, Gillespie, Phys. Rev. E 54, 2084 (1996), exact for any step.
+
+**Faulty mirrors.** A mirror that is off leaks the amplitude e = 1 / sqrt(contrast) of one that is on; a stuck one keeps
+its state in every frame. The field of a frame x is then affine in x,
+    u_x = v + (1 - e) sum over free mirrors of R_i x_i,      v = u_0, the field of the blank frame,
+and a frame and its complement add up to the same field t = u_a + v for every x. So the recovery stays linear:
+    |u_x|^2 - |u_(a-x)|^2 = |v|^2 - |u_a|^2 + 2 (1 - e) sum_i Re(conj(t) R_i) x_i.
+Which mirrors are stuck is computed from the medium's seed and the mirror's number.
 """
 
 from __future__ import annotations
@@ -23,7 +30,10 @@ from functools import cached_property, lru_cache, partial, reduce
 
 import numpy as np
 import torch
+from scipy.special import ndtr
 
+from opusim.camera.stages import pixel_normals
+from opusim.description.camera import MirrorSettings
 from opusim.errors import ConfigError
 from opusim.medium.transmission import (
     IMAGINARY_PLANE,
@@ -34,6 +44,8 @@ from opusim.medium.transmission import (
     exact_product,
 )
 
+_STUCK_PLANE = 20  # a counter word that no medium uses
+_MIRRORS_AT_ONCE = 2048
 STEPS_PER_TAU = 4096
 _NODE = 8 * STEPS_PER_TAU
 MOST_TAU = (2**32 - 2 * _NODE) // STEPS_PER_TAU
@@ -352,3 +364,84 @@ class Speckle:
                 [term.double().numpy() for term in (*sums[:5], slanted[0], sums[5], slanted[1])]
             )
         return total
+
+
+class FaultyMirrors(Speckle):
+    """The medium as a camera sees it behind a faulty mirror array; see `opusim.camera.speckle`.
+
+    The map of usable pixels is that of the sound array: faults came later.
+
+    Args:
+        law: as for `Speckle`.
+        faults: what is wrong.
+        seed: which array this is, in [0, 2^64).
+        n_outputs: as for `Speckle`.
+        file: as for `Speckle`.
+        pixels: as for `Speckle`.
+    """
+
+    def __init__(
+        self,
+        law: SpeckleLaw,
+        faults: MirrorSettings,
+        seed: int,
+        n_outputs: int,
+        file: str,
+        pixels: np.ndarray | None = None,
+    ) -> None:
+        super().__init__(law, n_outputs, file, pixels)
+        place = ndtr(pixel_normals(seed, _STUCK_PLANE, np.arange(law.mirrors)))
+        leak = 0.0 if faults.contrast is None else faults.contrast**-0.5
+        # the amplitude of every mirror in the blank frame and in the anchor
+        self._blank = np.where(place < faults.stuck_on, 1.0, leak)
+        self._lit = np.where(place > 1 - faults.stuck_off, leak, 1.0)
+        self._free = torch.from_numpy(self._blank != self._lit)[: law.n_inputs].float()
+        self._swing = 1.0 - leak
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Fields of the blank frame, the anchor, and all free data mirrors: float64, shape (3, 2, n_outputs)."""
+        free = np.zeros(self.law.mirrors)
+        free[: self.law.n_inputs] = self._swing * self._free.numpy()
+        table = torch.from_numpy(np.stack([self._blank, self._lit, free]))  # (3, mirrors)
+        found = np.zeros((len(table), 2, self.n_outputs))
+        for outputs in self._output_blocks():
+            for start in range(0, self.law.mirrors, _MIRRORS_AT_ONCE):
+                rows = range(start, min(start + _MIRRORS_AT_ONCE, self.law.mirrors))
+                for part, plane in enumerate((REAL_PLANE, IMAGINARY_PLANE)):
+                    sums = table[:, rows.start : rows.stop] @ self._tile(plane, outputs, rows).double()
+                    found[:, part, outputs.start : outputs.stop] += sums.numpy()
+        return found
+
+    @property
+    def blank(self) -> np.ndarray:
+        """v, the field of the frame in which every mirror is off: float64, shape (2, n_outputs)."""
+        return self._ends[0]
+
+    @property
+    def anchor(self) -> np.ndarray:
+        """u_a, the field of the frame in which every mirror is on: float64, shape (2, n_outputs)."""
+        return self._ends[1]
+
+    def fields(self, frames: torch.Tensor) -> torch.Tensor:
+        """Return fields of binary frames; see `Speckle.fields`. Exact but for the rounding of the blank frame's."""
+        shown = super().fields(frames * self._free.to(frames.device))
+        return shown.mul_(self._swing).add_(torch.from_numpy(self.blank).float()[:, None, :])
+
+    def responses(self, plane: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return how the field answers to each input: (1 - e) R_i, 0 for a stuck mirror; see `Speckle.responses`."""
+        return super().responses(plane, device) * (self._swing * self._free.to(device))[:, None]
+
+    def largest_fields(self) -> np.ndarray:
+        """Upper limits as `Speckle.largest_fields`: by the triangle inequality from the sound array's.
+
+        |u_x| <= |v| + (1 - e) L and |u_(a-x)| <= |u_a - z_1| + (1 - e) L, with L the sound array's limit over data
+        mirrors and z_1 the field of all free data mirrors, since frames of free mirrors are frames of all mirrors.
+        """
+        limit = self._swing * super().largest_fields()[0]
+        blank, anchor, data = self._ends
+        return np.stack([np.hypot(*blank) + limit, np.hypot(*(anchor - data)) + limit])
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.__dict__.pop("_ends", None)

@@ -4,7 +4,7 @@ Source of the chain: EMVA 1288 release 3.1 (linear camera). Order:
 light -> photo-electrons, with bias light and dark current (one Poisson count of the summed rate) -> full well ->
 fixed offset and read noise -> gain and black level -> rounding and clipping.
 
-**Moments of a digital number** (`number_moments`), exact through every stage: DN = clip(round(X), 0, top), X = b + K
+**Moments of a digital number** (`Sensor.moments`), exact through every stage: DN = clip(round(X), 0, top), X = b + K
 min(N, well) + s z with N ~ Poisson(rate), z ~ N(0, 1). Where neither end is met, the rounding error e = X - round(X) is
 a sawtooth of X, and with phi(t) = E exp(i t X) (Fourier series of e and e^2)
     E[e]   = sum over k >= 1 of (-1)^(k+1) / (pi k) Im phi(2 pi k),
@@ -13,15 +13,31 @@ a sawtooth of X, and with phi(t) = E exp(i t X) (Fourier series of e and e^2)
 phi falls as exp(-2 pi^2 k^2 s^2), so that a few terms do. Elsewhere the law's masses are added up. Both keep the mean
 within 1e-6 DN and the variance within 1e-6 DN^2.
 Source of the series: Widrow and Kollar, Quantization Noise (2008), chapter 4.
+
+**Law of a digital number** (`number_law`): the masses of every code, given the expected electrons. The read-out
+f(n) = n (1 - q min(n / saturation, 1)) stands in place of n; b holds the pixel's offset. Given N, the code d has the
+mass Phi((d + 1/2 - c) / s) - Phi((d - 1/2 - c) / s), c = b + K f(min(N, well)), s = K r; masses of codes beyond an end
+of the converter lie on the end.
+
+**Sums of a group.** On the lattice frequencies t in [-pi, pi] the characteristic function of one number is the sum over
+integers k of sinc(u / 2) exp(-s^2 u^2 / 2 + i b u + rate (e^{i K u} - 1)) with u = t + 2 pi k (Poisson summation). The
+product of the terms k = 0 over the n pixels of a group depends on the sum of their rates only; if K is a whole number,
+each rate enters by the factor exp(rate (e^{i K t} - 1)), so that all of it does. Otherwise the terms k != 0 are at most
+beta(t) = 2 sum over k >= 1 of exp(-s^2 (2 pi k - |t|)^2 / 2) together, so that the total rate tells the mass of the
+group's sum at each place up to the largest n beta (exp(-s^2 t^2 / 2) + beta)^(n - 1) (`spread_error`), if no number
+lies at an end of the converter or of the well.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numba
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from scipy.special import gammaln, ndtr, pdtrc, xlogy
 
 from opusim import checks
 from opusim.medium.transmission import Medium
@@ -30,44 +46,18 @@ _LEAST_STD_DN = 0.05  # of the Gaussian part; below it the series is long
 _TERM = 1e-9
 _FAR = 8.5  # standard deviations from an end at which it is never met
 _ROOT_HALF = math.sqrt(0.5)
+_NO_MASS = 1e-22
+"""Masses at the ends of a sum's law that are dropped: at most 1e-17 over all its places."""
+_MORE_ELECTRONS = 30
+_FREQUENCIES = 20_001
+"""Frequencies at which characteristic functions are bounded."""
+_LEAST_LOG = -745.0
+"""Logarithm of the smallest double, for codes without mass."""
 
 
-def number_moments(
-    rate_e: np.ndarray, base_dn: np.ndarray, sensor: tuple[float, float, float, float, float, float]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and variance of digital numbers.
-
-    Args:
-        rate_e: expected electrons, at least 0, any shape.
-        base_dn: black level plus the pixel's offset, DN; broadcasts with the rates.
-        sensor: as `opusim.camera.stages.Sensor.numbers` gives it.
-
-    Returns:
-        DN and DN squared, float64, of the broadcast shape.
-    """
-    shot, well, read_e, gain, _, top = sensor
-    rate, base = (np.array(part, dtype=float, order="C") for part in np.broadcast_arrays(rate_e, base_dn))
-    if rate.ndim == 0:
-        mean, variance = number_moments(rate[None], base[None], sensor)
-        return mean[0], variance[0]
-    std = gain * read_e
-    mean, variance = base + gain * rate, np.full(rate.shape, std**2) + (gain**2 * rate if shot else 0.0)
-    reach = _FAR * np.sqrt(variance) + (20 * gain if shot else 0.0)  # 20 electrons: a Poisson law is skew
-    ends = rate + (_FAR * np.sqrt(rate) + 20 if shot else 0.0) >= well
-    if top >= 0:
-        ends |= (mean - reach < -0.5) | (mean + reach > top + 0.5)
-        if std >= _LEAST_STD_DN:
-            inside = ~ends
-            shift, factor = _rounding(rate[inside], base[inside], std, gain, shot > 0)
-            mean[inside] -= shift
-            variance[inside] += factor
-        else:
-            ends[:] = True
-    if np.any(ends):
-        found = np.empty((2, int(ends.sum())))
-        _add_up(found, rate[ends], base[ends], shot > 0, well, std, gain, top)
-        mean[ends], variance[ends] = found
-    return mean, variance
+def _terms(std: float) -> int:
+    """Return how many terms of the series exceed `_TERM`."""
+    return math.ceil(math.sqrt(-math.log(_TERM) / 2) / (math.pi * std))
 
 
 def _rounding(
@@ -79,7 +69,7 @@ def _rounding(
     centre = start + gain * counts
     start = start - np.rint(centre)  # whole numbers shift both X and its rounding
     first, second, product = np.zeros_like(rate), np.full_like(rate, 1 / 12), np.zeros_like(rate)
-    for k in range(1, math.ceil(math.sqrt(-math.log(_TERM) / 2) / (math.pi * std)) + 1):
+    for k in range(1, _terms(std) + 1):
         t, sign = 2 * math.pi * k, 1.0 if k % 2 else -1.0
         turn = np.exp(1j * gain * t)
         value = np.exp(1j * t * start + counts * (turn - 1) - 0.5 * (std * t) ** 2)
@@ -88,39 +78,6 @@ def _rounding(
         second -= sign / (math.pi * k) ** 2 * value.real
         product += sign / (math.pi * k) * slope.imag
     return first, second - first**2 - 2 * product
-
-
-def rounding_limit(rate_e: np.ndarray, sensor: tuple[float, float, float, float, float, float]) -> np.ndarray:
-    """Return how far rounding may move a number's variance from K^2 (rate + read_noise^2) + 1/12, for every offset.
-
-    A limit for every rate from the given one on, by the magnitudes of the series' terms; valid if no end is met.
-
-    Args:
-        rate_e: least expected electrons, any shape.
-        sensor: as for `number_moments`.
-
-    Returns:
-        DN squared, of the rates' shape; 0 without a converter, at most a quarter.
-    """
-    shot, _, read_e, gain, _, top = sensor
-    std, rate = gain * read_e, np.asarray(rate_e, dtype=float)
-    if top < 0:
-        return np.zeros_like(rate)
-    if std < _LEAST_STD_DN:
-        return np.full_like(rate, 0.25)
-    first, second, product = np.zeros_like(rate), np.zeros_like(rate), np.zeros_like(rate)
-    for k in range(1, math.ceil(math.sqrt(-math.log(_TERM) / 2) / (math.pi * std)) + 1):
-        t, damping = 2 * math.pi * k, math.exp(-0.5 * (std * 2 * math.pi * k) ** 2)
-        fall = 1 - math.cos(gain * t) if shot else 0.0
-        size = damping * np.exp(-fall * rate)
-        peak = np.maximum(rate, 1 / fall) if fall > 0 else rate  # rate exp(-fall rate) is largest there
-        counts = (
-            damping * gain * peak * np.exp(-fall * peak) * 2 * abs(math.sin(gain * t / 2)) if shot else 0.0
-        )
-        first += size / (math.pi * k)
-        second += size / (math.pi * k) ** 2
-        product += (counts + size * std**2 * t) / (math.pi * k)
-    return np.minimum(second + first**2 + 2 * product, 0.25)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -186,86 +143,6 @@ def _numbers(centre: float, std: float, top: float, origin: float) -> tuple[floa
         two += (up_to - below) * value * value
         below = up_to
     return one, two
-
-
-_PRNU_PLANE, _DSNU_PLANE = 16, 17  # counter words that no medium uses
-MAX_PRNU = 0.2
-"""Above, a pixel 4.3 standard deviations dark would have no sensitivity left."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Light:
-    """Photons on a pixel and the electrons they free: rate = quantum_efficiency flux exposure.
-
-    Attributes:
-        anchor_flux_per_s: photons per second, averaged over pixels, while every mirror of the window is on.
-        bias_flux_per_s: photons per second on every pixel of every frame, incoherent and uniform; 0 is off. Its shot
-            noise does not depend on the data.
-        ambient_flux_per_s: the same of light that no key controls; 0 is off. No law credits it.
-        quantum_efficiency: electrons per photon, in (0, 1].
-        exposure_us: exposure of a frame, microseconds.
-    """
-
-    anchor_flux_per_s: float
-    bias_flux_per_s: float = 0.0
-    ambient_flux_per_s: float = 0.0
-    quantum_efficiency: float
-    exposure_us: float
-
-    def __post_init__(self) -> None:
-        checks.positive(anchor_flux_per_s=self.anchor_flux_per_s, exposure_us=self.exposure_us)
-        checks.non_negative(bias_flux_per_s=self.bias_flux_per_s, ambient_flux_per_s=self.ambient_flux_per_s)
-        checks.positive(quantum_efficiency=self.quantum_efficiency)
-        checks.in_range(0, 1, quantum_efficiency=self.quantum_efficiency)
-
-    @property
-    def anchor_e(self) -> float:
-        """Photo-electrons of the anchor frame, averaged over pixels."""
-        return self.quantum_efficiency * self.anchor_flux_per_s * self.exposure_us * 1e-6
-
-    @property
-    def bias_e(self) -> float:
-        """Electrons of the bias light in a frame."""
-        return self.quantum_efficiency * self.bias_flux_per_s * self.exposure_us * 1e-6
-
-    @property
-    def ambient_e(self) -> float:
-        """Electrons of the ambient light in a frame."""
-        return self.quantum_efficiency * self.ambient_flux_per_s * self.exposure_us * 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedPattern:
-    """What differs from pixel to pixel and stays from frame to frame; no randomness of a reading.
-
-    Both are normal numbers cut at 4.3 standard deviations, computed from the seed and the pixel's number. The offset
-    is added behind the full well, as EMVA 1288 measures it in dark frames; within the Poisson rate,
-    as some write it, rates would have to be negative at some pixels.
-
-    Attributes:
-        prnu: photo response non-uniformity, standard deviation relative to the mean, in [0, 0.2]; 0 is off.
-        dsnu_e: dark signal non-uniformity, standard deviation, electrons, at least 0; 0 is off.
-        seed: which sensor this is, in [0, 2^64).
-    """
-
-    prnu: float = 0.0
-    dsnu_e: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        checks.in_range(0, MAX_PRNU, prnu=self.prnu)
-        checks.non_negative(dsnu_e=self.dsnu_e)
-
-    def response(self, first: int, stop: int) -> np.ndarray:
-        """1 + PRNU of the pixels first to stop - 1, float64."""
-        return 1.0 + self.prnu * self._normal(_PRNU_PLANE, first, stop)
-
-    def offset_e(self, first: int, stop: int) -> np.ndarray:
-        """Return the offsets of the pixels first to stop - 1, electrons, float64."""
-        return self.dsnu_e * self._normal(_DSNU_PLANE, first, stop)
-
-    def _normal(self, plane: int, first: int, stop: int) -> np.ndarray:
-        return pixel_normals(self.seed, plane, np.arange(first, stop))
 
 
 def pixel_normals(seed: int, plane: int, pixels: np.ndarray) -> np.ndarray:
@@ -384,8 +261,29 @@ class Sensor:
             offset_e: fixed offset of the pixel, electrons; broadcasts with the rates.
         """
         checks.non_negative(rate_e=rate_e)
-        base = self.black_level_dn + self.gain_dn_per_e * np.asarray(offset_e, dtype=np.float64)
-        return number_moments(np.asarray(rate_e, dtype=np.float64), base, self.numbers())
+        base_dn = self.black_level_dn + self.gain_dn_per_e * np.asarray(offset_e, dtype=np.float64)
+        parts = np.broadcast_arrays(np.atleast_1d(np.asarray(rate_e, dtype=np.float64)), base_dn)
+        rate, base = (np.array(part, dtype=float, order="C") for part in parts)
+        scalar = np.ndim(rate_e) == 0 and np.ndim(base_dn) == 0
+        shot, well, read_e, gain, _, top = self.numbers()
+        std = gain * read_e
+        mean, variance = base + gain * rate, np.full(rate.shape, std**2) + (gain**2 * rate if shot else 0.0)
+        reach = _FAR * np.sqrt(variance) + (20 * gain if shot else 0.0)  # 20 electrons: a Poisson law is skew
+        ends = rate + (_FAR * np.sqrt(rate) + 20 if shot else 0.0) >= well
+        if top >= 0:
+            ends |= (mean - reach < -0.5) | (mean + reach > top + 0.5)
+            if std >= _LEAST_STD_DN:
+                inside = ~ends
+                shift, factor = _rounding(rate[inside], base[inside], std, gain, shot > 0)
+                mean[inside] -= shift
+                variance[inside] += factor
+            else:
+                ends[:] = True
+        if np.any(ends):
+            found = np.empty((2, int(ends.sum())))
+            _add_up(found, rate[ends], base[ends], shot > 0, well, std, gain, top)
+            mean[ends], variance[ends] = found
+        return (mean[0], variance[0]) if scalar else (mean, variance)
 
     def variance_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
         """K^2 (rate + read_noise^2) + 1/12, DN squared, elementwise; terms that are off are left out.
@@ -398,5 +296,196 @@ class Sensor:
         return np.asarray(self.gain_dn_per_e**2 * electrons + rounding)
 
     def rounding_limit_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
-        """How far `variance_dn2` may be off by rounding at this rate and above, for every offset, DN squared."""
-        return rounding_limit(np.asarray(rate_e, dtype=np.float64), self.numbers())
+        """Return how far `variance_dn2` may be off by rounding at this rate and above, for every offset, DN squared.
+
+        By the magnitudes of the series' terms; valid if no end is met. 0 without a converter, at most a quarter.
+
+        Args:
+            rate_e: least expected electrons, any shape.
+        """
+        shot, _, read_e, gain, _, top = self.numbers()
+        std, rate = gain * read_e, np.asarray(rate_e, dtype=np.float64)
+        if top < 0:
+            return np.zeros_like(rate)
+        if std < _LEAST_STD_DN:
+            return np.full_like(rate, 0.25)
+        first, second, product = np.zeros_like(rate), np.zeros_like(rate), np.zeros_like(rate)
+        for k in range(1, _terms(std) + 1):
+            t, damping = 2 * math.pi * k, math.exp(-0.5 * (std * 2 * math.pi * k) ** 2)
+            fall = 1 - math.cos(gain * t) if shot else 0.0
+            size = damping * np.exp(-fall * rate)
+            peak = np.maximum(rate, 1 / fall) if fall > 0 else rate  # rate exp(-fall rate) is largest there
+            counts = (
+                damping * gain * peak * np.exp(-fall * peak) * 2 * abs(math.sin(gain * t / 2))
+                if shot
+                else 0.0
+            )
+            first += size / (math.pi * k)
+            second += size / (math.pi * k) ** 2
+            product += (counts + size * std**2 * t) / (math.pi * k)
+        return np.minimum(second + first**2 + 2 * product, 0.25)
+
+
+# Law of a number
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NumberLaw:
+    """Masses of the codes of some pixels under some inputs.
+
+    Attributes:
+        first: Code of the first mass.
+        masses: Shape (inputs, pixels, codes), rows of sum 1 up to rounding.
+    """
+
+    first: int
+    masses: np.ndarray
+
+    def log_likelihood(self, numbers: np.ndarray) -> np.ndarray:  # (frames, pixels) -> (frames, inputs)
+        """Return log P(numbers | input), summed over pixels; a code without mass counts as the smallest double.
+
+        Args:
+            numbers: Digital numbers, whole numbers, shape (frames, pixels).
+        """
+        inputs, pixels, codes = self.masses.shape
+        checks.shape((None, pixels), numbers=numbers)
+        with np.errstate(divide="ignore"):
+            logs = np.maximum(np.log(self.masses), _LEAST_LOG)
+        places = np.clip(np.rint(numbers).astype(np.int64) - self.first, 0, codes - 1)
+        total = np.zeros((len(places), inputs))
+        for pixel in range(pixels):
+            total += logs[:, pixel, :].T[places[:, pixel]]
+        return total
+
+    def sums(self, groups: Sequence[np.ndarray]) -> np.ndarray:  # (inputs, groups, sums)
+        """Return the masses of the sum of the codes of each group of pixels, from `first` times pixels on.
+
+        Args:
+            groups: Numbers of the pixels of each group, equally many.
+        """
+        inputs, _, codes = self.masses.shape
+        found = np.zeros((inputs, len(groups), len(groups[0]) * (codes - 1) + 1))
+        for group, pixels in enumerate(groups):
+            for row, own in enumerate(self.masses[:, pixels]):
+                start, total = _with_mass(own[0])
+                for part in own[1:]:
+                    shift, more = _with_mass(part)
+                    cut, total = _with_mass(np.convolve(total, more))
+                    start += shift + cut
+                found[row, group, start : start + total.size] = total
+        return found
+
+
+def _with_mass(masses: np.ndarray) -> tuple[int, np.ndarray]:
+    """Return the first place with mass, and the masses from there to the last one; those at the ends are lost."""
+    places = np.flatnonzero(masses > _NO_MASS)
+    return int(places[0]), masses[places[0] : places[-1] + 1]
+
+
+def number_law(
+    rates: np.ndarray, offset_e: np.ndarray, sensor: Sensor, nonlinearity: float = 0.0
+) -> NumberLaw:
+    """Return the law of the digital numbers of some pixels.
+
+    Args:
+        rates: Expected electrons, shape (inputs, pixels), at least 0.
+        offset_e: Fixed offset of each pixel, electrons, shape (pixels,).
+        sensor: The stages behind the light, with shot noise and a converter.
+        nonlinearity: q of the read-out, in [0, 0.25], so that numbers rise with the count.
+
+    Raises:
+        ValueError: The sensor has no shot noise, or no converter that makes numbers discrete.
+    """
+    checks.shape((None, None), rates=rates)
+    checks.non_negative(rates=rates)
+    checks.in_range(0, 0.25, nonlinearity=nonlinearity)
+    if not sensor.shot_noise or sensor.adc_bits is None:
+        raise ValueError(
+            "sensor: needs shot noise and a converter (sensor.adc_bits), whose codes have masses"
+        )
+    black, gain, std = sensor.black_level_dn, sensor.gain_dn_per_e, sensor.gain_dn_per_e * sensor.read_noise_e
+    well = math.inf if sensor.full_well_e is None else sensor.full_well_e
+    base = black + gain * np.asarray(offset_e, dtype=float)
+    slope = gain * (1 - nonlinearity)  # least mean slope, at saturation
+    full = math.ceil(
+        min(well, (sensor.top_dn + 1 + _FAR * std - float(base.min())) / slope)
+    )  # more change no code
+    least = min(_electrons(float(np.min(rates)), -1), full)
+    most = min(_electrons(float(np.max(rates)), 1), full)
+    low = float(base.min()) + slope * min(least, well) - _FAR * std
+    high = float(base.max()) + gain * min(most, well) + _FAR * std
+    first, last = (int(np.clip(np.rint(end), 0, sensor.top_dn)) for end in (low, high))
+    electrons = np.arange(least, most + 1)
+    centres = np.minimum(electrons, well).astype(float)
+    if nonlinearity:
+        centres *= 1 - nonlinearity * np.minimum(centres / sensor.saturation_e, 1)
+    centres *= gain
+    masses = np.empty((*np.shape(rates), last - first + 1))
+    for pixel in range(np.shape(rates)[1]):
+        rate = np.asarray(rates)[:, pixel, None]
+        counts = np.exp(
+            xlogy(electrons, rate) - gammaln(electrons + 1) - rate
+        )  # Poisson, (inputs, electrons)
+        counts[:, -1] += pdtrc(most, rate[:, 0])
+        codes = _code_masses(base[pixel] + centres, std, first, last)
+        masses[:, pixel] = counts @ codes
+    return NumberLaw(first=first, masses=masses)
+
+
+def spread_error(sensor: Sensor, offset_e: np.ndarray, most: float, nonlinearity: float = 0.0) -> float:
+    """Bound how much the law of a group's sum depends on how its total rate is spread over its pixels.
+
+    Args:
+        sensor: The stages behind the light, with shot noise and a converter.
+        offset_e: Fixed offset of each pixel of the group, electrons, shape (n,).
+        most: Largest expected electrons of a pixel.
+        nonlinearity: q of the read-out.
+
+    Returns:
+        The distance in total variation between any two spreads of one total; infinite if the read-out bends, or a
+        number may lie at an end of the converter or of the full well.
+    """
+    gain, std, n = sensor.gain_dn_per_e, sensor.gain_dn_per_e * sensor.read_noise_e, np.size(offset_e)
+    base = sensor.black_level_dn + gain * np.asarray(offset_e, dtype=float)
+    highest = _electrons(most, 1)
+    ends = float(base.min()) - _FAR * std, float(base.max()) + gain * highest + _FAR * std
+    if (
+        nonlinearity
+        or sensor.adc_bits is None
+        or ends[0] < 1
+        or ends[1] > sensor.top_dn - 1
+        or highest >= (math.inf if sensor.full_well_e is None else sensor.full_well_e)
+    ):
+        return math.inf
+    beyond = 4e-17 * n  # masses that lie farther than `_FAR` at the ends
+    if float(gain).is_integer() or n == 1:
+        return beyond
+    t = np.linspace(0.0, math.pi, _FREQUENCIES)
+    others = 2.01 * sum(np.exp(-np.square(std * (2 * math.pi * k - t)) / 2) for k in range(1, 10))
+    height = n * others * (np.exp(-np.square(std * t) / 2) + others) ** (n - 1)
+    between = math.exp(std**2 * (n + 1) * math.pi**2 / (2 * _FREQUENCIES - 2))  # frequencies off the grid
+    places = n * (ends[1] - ends[0] + 1)
+    return float(beyond + places * np.max(height) * between)
+
+
+def _electrons(rate: float, side: int) -> int:
+    """The count below (side -1) or above (1) which a mass of 1e-17 lies."""
+    return max(0, math.floor(rate + side * (_FAR * math.sqrt(rate) + _MORE_ELECTRONS)))
+
+
+def _code_masses(centres: np.ndarray, std: float, first: int, last: int) -> np.ndarray:
+    """Masses of clip(round(centre + std z), first, last), shape (centres, codes)."""
+    codes = np.arange(first, last + 1)
+    if std <= 0:
+        return (np.clip(np.rint(centres), first, last)[:, None] == codes).astype(float)
+    steps = centres[0] + np.arange(centres.size)
+    if codes.size < 3 or np.any(np.abs(centres - steps) > 4 * np.spacing(np.abs(steps))):
+        below = ndtr((codes[:-1] + 0.5 - centres[:, None]) / std)
+        return np.diff(below, axis=1, prepend=0.0, append=1.0)
+    # one digital number an electron: masses depend on the code less the electrons only
+    edges = ndtr((codes[0] + 0.5 - steps[-1] + np.arange(centres.size + codes.size - 2)) / std)
+    masses = np.empty((centres.size, codes.size))
+    masses[:, 0] = edges[centres.size - 1 :: -1]
+    masses[:, 1:-1] = sliding_window_view(np.diff(edges), codes.size - 2)[::-1]
+    masses[:, -1] = 1 - edges[: codes.size - 3 : -1]
+    return masses

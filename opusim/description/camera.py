@@ -11,7 +11,7 @@ from opusim.temperature import DarkCurrent, DoublingDarkCurrent, TableDarkCurren
 
 
 class PowerSettings(StrictSection):
-    """Laser power that fluctuates, common to all pixels of a frame; see `opusim.camera.laser`.
+    """Laser power that fluctuates, common to all pixels of a frame; see `opusim.camera.imperfect`.
 
     Attributes:
         law: the law of the power W of a frame relative to its mean, log_normal or gaussian. A guarantee rests on it.
@@ -42,9 +42,14 @@ class PowerSettings(StrictSection):
 
 
 class LightSettings(StrictSection):
-    """Light on the sensor; see `opusim.camera.stages.Light`, whose attributes the keys are.
+    """Light on the sensor: photons on a pixel and the electrons they free, quantum_efficiency flux exposure.
 
     Attributes:
+        anchor_flux_per_s: photons per second, averaged over pixels, while every mirror of the window is on.
+        bias_flux_per_s: photons per second on every pixel of every frame, incoherent and uniform; 0 is off. Its shot
+            noise does not depend on the data.
+        quantum_efficiency: electrons per photon, in (0, 1].
+        exposure_us: exposure of a frame, microseconds.
         ambient_flux_per_s: photons per second on every pixel of light that no key switches on or off (a lamp, leaks);
             None is off. It adds noise, and no law credits it: it may be gone tomorrow.
         power: how the laser's power fluctuates, or None if it is constant.
@@ -57,11 +62,34 @@ class LightSettings(StrictSection):
     ambient_flux_per_s: float | None = Field(default=None, ge=0)
     power: PowerSettings | None = None
 
+    @property
+    def anchor_e(self) -> float:
+        """Photo-electrons of the anchor frame, averaged over pixels."""
+        return self.quantum_efficiency * self.anchor_flux_per_s * self.exposure_us * 1e-6
+
+    @property
+    def bias_e(self) -> float:
+        """Electrons of the bias light in a frame."""
+        return self.quantum_efficiency * self.bias_flux_per_s * self.exposure_us * 1e-6
+
+    @property
+    def ambient_e(self) -> float:
+        """Electrons of the ambient light in a frame."""
+        return self.quantum_efficiency * (self.ambient_flux_per_s or 0.0) * self.exposure_us * 1e-6
+
 
 class SensorSettings(StrictSection):
-    """The sensor; see `opusim.camera.stages.Sensor` and `FixedPattern`, whose attributes the keys are.
+    """The sensor; see `opusim.camera.stages.Sensor`, whose attributes the keys are. What is not given is off.
 
-    What is not given is off.
+    PRNU and DSNU differ from pixel to pixel and stay from frame to frame; they are no randomness of a reading. Both are
+    normal numbers cut at 4.3 standard deviations, computed from the medium's seed and the pixel's number, so that above
+    a PRNU of 0.2 a dark pixel would have no sensitivity left. The offset is added behind the full well, as EMVA 1288
+    measures it in dark frames; within the Poisson rate, as some write it, rates would have to be negative at some
+    pixels.
+
+    Attributes:
+        prnu: photo response non-uniformity, standard deviation relative to the mean, in [0, 0.2]; 0 is off.
+        dsnu_e: dark signal non-uniformity, standard deviation, electrons, at least 0; 0 is off.
     """
 
     gain_dn_per_e: float = Field(gt=0)
@@ -120,7 +148,7 @@ class DarkSettings(StrictSection):
 
 
 class MirrorSettings(StrictSection):
-    """What is wrong with the mirror array; see `opusim.camera.mirrors`. What is not given is off.
+    """What is wrong with the mirror array; see `opusim.camera.speckle.FaultyMirrors`. What is not given is off.
 
     Attributes:
         stuck_on: share of the mirrors that are always on.

@@ -11,23 +11,21 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.camera.described_law import (
+from opusim.camera.exposure import CountLaw, Exposure, Recovery, saturated_shares
+from opusim.camera.from_description import (
+    camera_sections,
     count_boxes,
     count_weights,
+    exposure_of,
+    laser_of,
+    reference_beam_of,
     require_fixed_rates,
     require_lawful_readings,
     require_unsaturated,
     rescaled,
-    under_power,
-)
-from opusim.camera.exposure import CountLaw, Exposure, Recovery, saturated_shares
-from opusim.camera.from_description import (
-    camera_sections,
-    exposure_of,
-    laser_of,
-    reference_beam_of,
     speckle_law_of,
     speckle_of,
+    under_power,
 )
 from opusim.camera.holography import HologramRecovery
 from opusim.camera.imperfect import ImperfectExposure
@@ -415,7 +413,8 @@ class CameraDevice(NoisyDevice):
         checks.positive(light=light)
         shown = BinaryFrames(x, self.n_inputs, packed=False).rows(0, len(x), self._torch_device)
         flux = light * self.exposure.light.anchor_flux_per_s
-        dimmed = replace(self.exposure, light=replace(self.exposure.light, anchor_flux_per_s=flux))
+        dimmed_light = self.exposure.light.model_copy(update={"anchor_flux_per_s": flux})
+        dimmed = replace(self.exposure, light=dimmed_light)
         self._meter.count(len(x))
         return dimmed.expose(self._speckle.fields(shown), self._stream).cpu().numpy()
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Any, Literal, Self
 
 import numpy as np
+import torch
 from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
 
 from opusim import checks
 
@@ -44,7 +46,7 @@ class FrameEncoder(TransformerMixin, BaseEstimator):
         """
         checks.complete(X=X)
         check_is_fitted(self)
-        return self.frames_of(validate_data(self, X, reset=False))
+        return self._encode(validate_data(self, X, reset=False))
 
     def frames_of(self, records: np.ndarray) -> np.ndarray:
         """Return the frames of records as `transform` does, without its checks of the records' form."""
@@ -124,7 +126,8 @@ class MultiThresholdEncoder(FrameEncoder):
         n_levels: Number of values that the code tells apart, at least 2; it has n_levels - 1 bits.
         spacing: "uniform": thresholds evenly over the range of the records; "quantile": the same number of records
             between any two.
-        thresholds: The thresholds themselves, increasing, in place of n_levels and spacing.
+        thresholds: The thresholds themselves, increasing, in place of n_levels and spacing: shape (t,), or (d, t) with
+            a row for each feature.
         per_feature: Whether each feature has thresholds of its own.
 
     Attributes:
@@ -146,10 +149,15 @@ class MultiThresholdEncoder(FrameEncoder):
 
     def _learn(self, X: np.ndarray) -> None:
         if self.thresholds is not None:
-            self.thresholds_ = np.asarray(self.thresholds, dtype=np.float64)
-            checks.finite(thresholds=self.thresholds_)
-            if self.thresholds_.ndim != 1 or np.any(np.diff(self.thresholds_) <= 0):
+            found = np.asarray(self.thresholds, dtype=np.float64)
+            checks.finite(thresholds=found)
+            if found.ndim not in (1, 2) or np.any(np.diff(found) <= 0):
                 raise ValueError(f"thresholds = {self.thresholds!r}: must be increasing numbers; sort them")
+            if found.ndim == 2 and len(found) != X.shape[1]:
+                raise ValueError(
+                    f"thresholds has shape {found.shape}: must be ({X.shape[1]}, t), a row for each feature"
+                )
+            self.thresholds_ = found.T
             return
         checks.integer(n_levels=self.n_levels, minimum=2)
         checks.choice(("uniform", "quantile"), spacing=self.spacing)
@@ -338,3 +346,80 @@ class IdentityEncoder(OneToOneFeatureMixin, FrameEncoder):
                 "X holds other numbers than 0 and 1, which no mirror shows; take an encoder such as ThresholdEncoder()"
             )
         return frames
+
+
+class AutoencoderEncoder(FrameEncoder):
+    """Codes b = 1[W x > 0] from which W^T b reconstructs x; W is learnt by gradient descent on the decoder.
+
+    Tissier et al., "Near-lossless binarization of word embeddings", 2019: the code has no gradient, so that only the
+    decoder W^T is learnt, and the encoder follows because it is the same W. The loss is the mean squared error of the
+    reconstruction plus |W^T W - 1|^2 / 2, which keeps the columns of W apart.
+
+    Args:
+        n_bits: Width of the code.
+        epochs: Passes over the records.
+        batch_size: Records of a step.
+        learning_rate: Adam's learning rate.
+        random_state: Seed of W and of the batches, in [0, 2^63).
+
+    Attributes:
+        mean_: Mean of the records, which is taken off before encoding, shape (d,).
+        scale_: Root mean square of what is left.
+        weights_: W, shape (n_bits, d).
+    """
+
+    def __init__(
+        self,
+        n_bits: int = 256,
+        *,
+        epochs: int = 5,
+        batch_size: int = 128,
+        learning_rate: float = 1e-3,
+        random_state: int = 0,
+    ) -> None:
+        self.n_bits = n_bits
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.random_state = random_state
+
+    def reconstruct(self, codes: np.ndarray) -> np.ndarray:
+        """Return the records that codes stand for, float32, shape (n, d)."""
+        return np.asarray(codes, dtype=np.float32) @ self.weights_ * self.scale_ + self.mean_
+
+    def _learn(self, X: np.ndarray) -> None:
+        checks.integer(n_bits=self.n_bits, epochs=self.epochs, batch_size=self.batch_size, minimum=1)
+        checks.positive(learning_rate=self.learning_rate)
+        checks.integer(random_state=self.random_state, minimum=0, maximum=2**63 - 1)
+        self.mean_ = np.mean(X, axis=0, dtype=np.float64).astype(np.float32)
+        self.scale_ = float(np.sqrt(np.mean(np.square(X - self.mean_)))) or 1.0
+        records = torch.from_numpy(self._centred(X))
+        generator = torch.Generator().manual_seed(self.random_state)
+        d = records.shape[1]
+        weights = torch.randn(self.n_bits, d, generator=generator).div_(self.n_bits**0.5).requires_grad_()
+        optimizer = torch.optim.Adam([weights], lr=self.learning_rate)
+        for _ in range(self.epochs):
+            for batch in torch.randperm(len(records), generator=generator).split(self.batch_size):
+                optimizer.zero_grad()
+                x = records[batch]
+                error = (binary_code(weights, x).float() @ weights - x).square().mean()
+                (error + orthogonality(weights)).backward()
+                optimizer.step()
+        self.weights_ = weights.detach().numpy()
+
+    def _encode(self, X: np.ndarray) -> np.ndarray:
+        return (self._centred(X) @ self.weights_.T > 0).astype(np.uint8)
+
+    def _centred(self, X: np.ndarray) -> np.ndarray:
+        return ((X - self.mean_) / self.scale_).astype(np.float32)
+
+
+def binary_code(weights: Tensor, x: Tensor) -> Tensor:
+    """Return 1[W x > 0], bool, shape (n, n_bits), of rows x; the code passes no gradient."""
+    return x.detach() @ weights.detach().T > 0
+
+
+def orthogonality(weights: Tensor) -> Tensor:
+    """Return |W^T W - 1|^2 / 2, which keeps the columns of W apart."""
+    gram = weights.T @ weights
+    return 0.5 * (gram - torch.eye(len(gram), device=gram.device)).square().sum()

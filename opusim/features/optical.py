@@ -1,7 +1,8 @@
-"""Optical random features as a scikit-learn transformer and as a torch module."""
+"""Optical random features as a scikit-learn transformer and as a torch module, and the kernel that they approximate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -134,7 +135,18 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     def __sklearn_tags__(self) -> Tags:
         """Say that a noisy device gives other numbers in each call."""
         tags = super().__sklearn_tags__()
-        tags.non_deterministic = self._is_noisy()
+        tags.non_deterministic = False  # of a device that is given open; it is asked once a call
+        if not isinstance(self.device, NoisyDevice):
+            opened = self.__dict__.get("device_")
+            description = (
+                load_description(self.device, dict(self.options or {}))
+                if opened is None
+                else opened.description
+            )
+            noise, tags.non_deterministic = description.noise, True
+            simulated = description.lighton is None or description.lighton.simulated
+            if simulated and description.kind in ("ideal", "gaussian", "lighton"):
+                tags.non_deterministic = noise is not None and noise.value() > 0
         tags.transformer_tags.preserves_dtype = []
         return tags
 
@@ -164,19 +176,6 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         """Number of columns, for `get_feature_names_out`."""
         rows = self.encoder_.rows_per_record
         return int(self.encoder_.decode(np.zeros((rows, self.n_components), dtype=np.float32)).shape[1])
-
-    def _is_noisy(self) -> bool:
-        """Whether a named device gives other numbers in each call; asked once a call, so an open one tells it."""
-        if isinstance(self.device, NoisyDevice):
-            return False
-        opened = self.__dict__.get("device_")
-        description = (
-            load_description(self.device, dict(self.options or {})) if opened is None else opened.description
-        )
-        simulated = description.lighton is None or description.lighton.simulated
-        if simulated and description.kind in ("ideal", "gaussian", "lighton"):
-            return description.noise is not None and description.noise.value() > 0
-        return True
 
     def _open(self) -> None:
         device = self.device
@@ -244,6 +243,48 @@ class OpticalLayer(nn.Module):
         """Return what a printed model shows."""
         what = "linear" if self.linear else "intensities"
         return f"{self.device.name!r}, {self.device.n_inputs}, {self.device.n_outputs}, {what}"
+
+
+def opu_kernel(X: Any, Y: Any = None, *, degree: int = 2, bias: float = 0.0, gain: float = 1.0) -> np.ndarray:
+    """Return the expected product of two intensities, the OPU kernel, exact for real vectors.
+
+    For rows r of a complex medium with independent standard complex normal entries, E|r_i|^2 = 1, and s = degree / 2,
+
+        k(x, y) = E[|r x|^degree |r y|^degree] = (s!)^2 sum_i C(s, i)^2 (x.y)^(2i) (|x|^2 |y|^2)^(s - i),
+
+    which is |x|^2 |y|^2 + (x.y)^2 at degree 2. Features are `device.intensities(x) ** s / sqrt(n_outputs)`: their dot
+    products have this mean. Sources: Saade et al., "Random projections through multiple optical scattering", 2016,
+    for degree 2; Ohana et al., "Kernel computations from large-scale random features obtained by optical processing
+    units", 2020, for even degrees. scikit-learn takes the function as a kernel, as in KernelRidge(kernel=opu_kernel).
+
+    Args:
+        X: Vectors, shape (n, d) or (d,).
+        Y: Vectors, shape (m, d) or (d,); None takes X.
+        degree: An even number of at least 2.
+        bias: b^2, added to every dot product: a vector with one more entry b, or b^2 mirrors that are always on.
+        gain: Factor on the intensities.
+
+    Returns:
+        float64, shape (n, m); a number for two vectors.
+
+    Raises:
+        ValueError: Another degree or shape.
+    """
+    checks.integer(degree=degree, minimum=2)
+    checks.non_negative(bias=bias)
+    checks.positive(gain=gain)
+    if degree % 2:
+        raise ValueError(f"degree = {degree}: must be even; an intensity has degree 2")
+    checks.complete(X=X, Y=Y)
+    x = np.asarray(X, dtype=np.float64)
+    y = x if Y is None else np.asarray(Y, dtype=np.float64)
+    if x.shape[-1:] != y.shape[-1:] or not 1 <= x.ndim <= 2 or not 1 <= y.ndim <= 2:
+        raise ValueError(f"X has shape {x.shape} and Y {y.shape}: must be (n, d) and (m, d) with the same d")
+    dots = x @ y.T + bias
+    sizes = np.multiply.outer(np.sum(x * x, axis=-1) + bias, np.sum(y * y, axis=-1) + bias)
+    s = degree // 2
+    total = sum(math.comb(s, i) ** 2 * dots ** (2 * i) * sizes ** (s - i) for i in range(s + 1))
+    return np.asarray(math.factorial(s) ** 2 * gain**degree * total)
 
 
 def require_window(device: NoisyDevice, n_inputs: int, n_outputs: int) -> None:

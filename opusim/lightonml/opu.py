@@ -23,9 +23,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import DeviceUnavailable
 from opusim.features.optical import widened
 from opusim.lightonml.context import Context, ContextArray
-from opusim.lightonml.device import OpuDevice, chosen_device
 from opusim.lightonml.encoding.base import NoDecoding, NoEncoding
-from opusim.lightonml.inputs import Fit, as_array, features_of, layout_of, like, require_shown
+from opusim.lightonml.inputs import Fit, OpuDevice, as_array, features_of, layout_of, like, require_shown
 from opusim.lightonml.types import InputRoiStrategy, OutputRescaling
 from opusim.progress import Progress
 
@@ -124,10 +123,15 @@ class OPU:
             raise ValueError(
                 "config_override is not passed on; lay sections over the device by options={...}"
             )
-        chosen = chosen_device(device, opu_device, simulated=simulated)
+        told = [each for each in (device, opu_device) if each is not None]
+        if len(told) + simulated > 1:
+            raise ValueError("device, opu_device and simulated=True each name a device; give one of them")
+        chosen = "ideal" if simulated else told[0] if told else "lighton_appliance"
+        remedy = "give a name such as 'camera', or open_device(...)"
+        checks.instance((str, Path, NoisyDevice), device=chosen, remedy=remedy)
         sections = merged(options or {}, {"lighton": {"config_file": config_file}} if config_file else {})
         self.device = OpuDevice(chosen, sections, mirror_shape=mirror_shape, seed=seed, mode=mode)
-        self._is_default = device is None and opu_device is None and not simulated
+        self._is_default = not told and not simulated
         self._fit: Fit | None = None
         self._max_n_features: int | None = None
         self._is_active = self._stays_open = False
@@ -346,23 +350,6 @@ class OPU:
         return f"{text}\n{self.device.description.title}" if devices else text
 
     def _apply(self, X: Any, encoder_cls: Any, decoder_cls: Any, *, linear: bool) -> Any:
-        fit = self._usable_fit()
-        encoder: Any = encoder_cls() if inspect.isclass(encoder_cls) else encoder_cls
-        rows, batch = fit.features.rows(as_array(encoder.transform(X)))
-        if fit.online and math.prod(batch) != 1:
-            raise ValueError(
-                f"X is a batch of {math.prod(batch)} vectors, and the last fit said online=True; give one vector at a "
-                "time, or fit with online=False"
-            )
-        numbers, context = self._read(rows, fit, linear=linear)
-        decoder: Any = _made(decoder_cls, encoder) if inspect.isclass(decoder_cls) else decoder_cls
-        found = np.asarray(decoder.transform(numbers.reshape(*batch, fit.n_components)))
-        if linear:
-            found = found / np.float32(self._divisor(fit))
-        _LOG.info("OPU: transformed %d vectors with %s", len(rows), context)
-        return like(found, X) if isinstance(X, torch.Tensor) else ContextArray(found, context)
-
-    def _usable_fit(self) -> Fit:
         if not self._is_active:
             raise DeviceUnavailable("the OPU is closed; call open(), or work inside `with opu:`")
         fit = self._fit
@@ -378,14 +365,43 @@ class OPU:
                 raise NotFittedError(
                     f"{name} was {then} at the last fit and is {now} now; call fit1d or fit2d again"
                 )
-        return fit
+        encoder: Any = encoder_cls() if inspect.isclass(encoder_cls) else encoder_cls
+        rows, batch = fit.features.rows(as_array(encoder.transform(X)))
+        if fit.online and math.prod(batch) != 1:
+            raise ValueError(
+                f"X is a batch of {math.prod(batch)} vectors, and the last fit said online=True; give one vector at a "
+                "time, or fit with online=False"
+            )
+        numbers, context = self._read(rows, fit, linear=linear)
+        decoder: Any = _made(decoder_cls, encoder) if inspect.isclass(decoder_cls) else decoder_cls
+        found = np.asarray(decoder.transform(numbers.reshape(*batch, fit.n_components)))
+        if linear and self.rescale is not OutputRescaling.none:
+            size = fit.features.size if self.rescale is OutputRescaling.variance else fit.n_components
+            found = found / np.float32(math.sqrt(size))
+        _LOG.info("OPU: transformed %d vectors with %s", len(rows), context)
+        return like(found, X) if isinstance(X, torch.Tensor) else ContextArray(found, context)
 
     def _read(self, rows: np.ndarray, fit: Fit, *, linear: bool) -> tuple[np.ndarray, Context]:
         """Return the device's numbers of rows, float32, shape (n, n_components), and the context."""
-        start = dt.datetime.now()
+        start, ones = dt.datetime.now(), 0
         device = self.device.reader(fit.layout.width, fit.n_components, **dict(fit.timing))
         frames_before = device.usage.frames
-        found, ones = self._numbers(device, rows, fit, linear=linear)
+        found = np.empty((len(rows), fit.n_components), dtype=np.float32)
+        at_once = max(1, min(_ROWS_AT_ONCE, _MIRRORS_AT_ONCE // device.n_inputs))
+        shows = get_verbose_level() > 0 and not self.disable_pbar
+        with Progress("OPU", "vectors") if shows else contextlib.nullcontext() as progress:
+            if progress is not None:
+                progress.start(len(rows))
+            for begin in range(0, len(rows), at_once):  # frames are made a block at a time
+                part = fit.features.unpacked(rows[begin : begin + at_once])
+                require_shown(part, ternary=linear)
+                part = part.astype(np.int8 if linear else np.uint8, copy=False)
+                ones += int(np.count_nonzero(part))
+                frames = widened(fit.layout.frames(part), device.n_inputs, bias=0)
+                numbers = device.project(frames) if linear else device.intensities(frames)
+                found[begin : begin + len(part)] = numbers[:, : fit.n_components]
+                if progress is not None:
+                    progress.advance(done=begin + len(part))
         context = Context(
             device=device.name,
             unit="projection units" if linear else self.device.unit,
@@ -400,33 +416,6 @@ class OPU:
             input_roi=fit.layout.roi,
         )
         return found, context
-
-    def _numbers(
-        self, device: NoisyDevice, rows: np.ndarray, fit: Fit, *, linear: bool
-    ) -> tuple[np.ndarray, int]:
-        """Return the device's numbers, and how many features were not 0; frames are made a block at a time."""
-        found, ones = np.empty((len(rows), fit.n_components), dtype=np.float32), 0
-        at_once = max(1, min(_ROWS_AT_ONCE, _MIRRORS_AT_ONCE // device.n_inputs))
-        shows = get_verbose_level() > 0 and not self.disable_pbar
-        with Progress("OPU", "vectors") if shows else contextlib.nullcontext() as progress:
-            if progress is not None:
-                progress.start(len(rows))
-            for begin in range(0, len(rows), at_once):
-                part = fit.features.unpacked(rows[begin : begin + at_once])
-                require_shown(part, ternary=linear)
-                part = part.astype(np.int8 if linear else np.uint8, copy=False)
-                ones += int(np.count_nonzero(part))
-                frames = widened(fit.layout.frames(part), device.n_inputs, bias=0)
-                numbers = device.project(frames) if linear else device.intensities(frames)
-                found[begin : begin + len(part)] = numbers[:, : fit.n_components]
-                if progress is not None:
-                    progress.advance(done=begin + len(part))
-        return found, ones
-
-    def _divisor(self, fit: Fit) -> float:
-        if self.rescale is OutputRescaling.none:
-            return 1.0
-        return math.sqrt(fit.features.size if self.rescale is OutputRescaling.variance else fit.n_components)
 
 
 def _made(decoder_cls: Any, encoder: Any) -> Any:

@@ -272,8 +272,8 @@ class _CameraFaults(CameraDevice):
         plan = self._plan
         if plan.active(Fault.LIGHT_CHANGED, Fault.SATURATED, Fault.DARK):
             factor = 1e-12 if plan.fault is Fault.DARK else plan.amount
-            light = replace(sound.light, anchor_flux_per_s=sound.light.anchor_flux_per_s * factor)
-            return replace(sound, light=light)
+            flux = sound.light.anchor_flux_per_s * factor
+            return replace(sound, light=sound.light.model_copy(update={"anchor_flux_per_s": flux}))
         if plan.active(Fault.DEAD_OUTPUTS):
             return replace(sound, response=np.where(plan.hit(self.n_outputs), 0.0, sound.response))
         if plan.active(Fault.HOT_OUTPUTS):

@@ -23,7 +23,7 @@ from training.errors import FolderBusy, RunFolderError
 from training.runs import storage
 from training.runs.storage import only_writer
 from training.sweeps.execution import run_sweep
-from training.sweeps.rows import SweepFolder
+from training.sweeps.results import SweepFolder
 from training.tuning import Draw, Search
 
 CONFIG: dict[str, Any] = {

@@ -62,21 +62,17 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         }
         typer.echo(json.dumps(content, indent=2))
     else:
-        _print(sections, len(broken))
+        from opusim.tables import wrapped
+
+        for title, facts in sections.items():
+            typer.echo(title)
+            for fact in facts:
+                mark = "!!" if fact.broken else "  "
+                typer.echo(wrapped(f"{mark}{fact.what}: {fact.found}", indent=" " * 6, widest=_WIDTH))
+        state = "Nothing is broken." if not broken else f"{len(broken)} broken, marked !! above."
+        typer.echo(f"\n{state} Paste this into a report.")
     if broken:
         raise typer.Exit(1)
-
-
-def _print(sections: dict[str, list[Fact]], broken: int) -> None:
-    from opusim.tables import wrapped
-
-    for title, facts in sections.items():
-        typer.echo(title)
-        for fact in facts:
-            mark = "!!" if fact.broken else "  "
-            typer.echo(wrapped(f"{mark}{fact.what}: {fact.found}", indent=" " * 6, widest=_WIDTH))
-    state = "Nothing is broken." if not broken else f"{broken} broken, marked !! above."
-    typer.echo(f"\n{state} Paste this into a report.")
 
 
 def _looked_at(look: Callable[[], Iterator[Fact]]) -> list[Fact]:
@@ -127,12 +123,13 @@ def _versions() -> Iterator[Fact]:
                 yield Fact(requirement.name, f"missing; opusim needs {requirement}", broken=True)
             continue
         fits = requirement.specifier.contains(found, prereleases=True)
-        if (
-            not fits
-            and extra
-            and not all(map(_is_installed, (r for r in listed if r.marker == requirement.marker)))
-        ):
-            continue  # an extra that is not installed asks for nothing
+        if not fits and extra:
+            try:
+                for other in listed:
+                    if other.marker == requirement.marker:
+                        version(other.name)
+            except PackageNotFoundError:
+                continue  # an extra that is not installed asks for nothing
         yield Fact(
             requirement.name, found if fits else f"{found}; opusim needs {requirement}", broken=not fits
         )
@@ -140,19 +137,15 @@ def _versions() -> Iterator[Fact]:
         yield Fact("optional, not installed", ", ".join(absent))
 
 
-def _is_installed(requirement: Any) -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        version(requirement.name)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 def _machine() -> Iterator[Fact]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Fact("processor", f"{_processor()}, {os.cpu_count()} cores, {usable} for this process")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = named[0] if named else platform.processor() or platform.machine()
+    yield Fact("processor", f"{processor}, {os.cpu_count()} cores, {usable} for this process")
     yield from (Fact(name, os.environ[name]) for name in _NUMBERS if name in os.environ)
     import numpy as np
     import torch
@@ -177,16 +170,6 @@ def _machine() -> Iterator[Fact]:
             f"CUDA device {number}",
             f"{facts.name}, {data_size(facts.total_memory)}, CUDA {torch.version.cuda}",
         )
-
-
-def _processor() -> str:
-    """Return the processor's name, as far as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
 
 
 def _kernels() -> Iterator[Fact]:

@@ -28,8 +28,7 @@ from training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
     from training.sweeps.execution import SweepForecast
-    from training.sweeps.rows import Row
-    from training.tuning import Search, SearchResult
+    from training.sweeps.results import Row
 
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -137,10 +136,21 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
             "--choose is missing: name a key and its values, such as --choose optimizer.lr=1,2,4"
         )
     search, release = Search(config, parse_choices(choose), mean=trials, folder=out), config.mode == "release"
-    found = _run(search, quiet=quiet, release=release)
     if quiet:
+        search.run()
         typer.echo(out)
         return
+    if release:
+        typer.echo("the number of trials below is private: do not publish it", err=True)
+    with Progress("tune", "trials") as progress:
+
+        def tell(done: int, of: int) -> None:
+            if done:
+                progress.advance(done=done)
+            else:
+                progress.start(of, at_once=True)
+
+        found = search.run(tell)
     from accounting.tables import guarantee_rows, print_rows
 
     print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
@@ -153,23 +163,6 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
         return
     typer.echo(f"best: {', '.join(found.settings)}; score {100 * (found.score or 0):.2f} % (noised)")
     typer.echo(f"run folder: {found.run.folder.path}")
-
-
-def _run(search: Search, *, quiet: bool, release: bool) -> SearchResult:
-    """Run the search with a progress line."""
-    if quiet:
-        return search.run()
-    if release:
-        typer.echo("the number of trials below is private: do not publish it", err=True)
-    with Progress("tune", "trials") as progress:
-
-        def tell(done: int, of: int) -> None:
-            if done:
-                progress.advance(done=done)
-            else:
-                progress.start(of, at_once=True)
-
-        return search.run(tell)
 
 
 _EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys of every run, \\[axes] with lists \
@@ -216,14 +209,18 @@ def curve(
     """Train a table of runs, draw accuracy and epsilon against noise, and write one report."""
     from training.sweeps.spec import one_at_a_time, points_of, read_spec
 
-    _check_flags(jobs, cluster, retry_failed=retry_failed, draw_only=draw_only)
+    if draw_only and (jobs is not None or cluster is not None or retry_failed):
+        raise ValueError("--draw-only trains nothing; leave --jobs, --cluster and --retry-failed out")
+    if cluster is not None and jobs is not None:
+        raise ValueError(
+            f"--jobs = {jobs} does nothing with --cluster, whose workers decide; leave one of them out"
+        )
     read, text = read_spec(spec)
     points = points_of(read, text)
     from accounting.tables import print_rows
     from training.reports.sweep_report import setting_rows, write_sweep
-    from training.sweeps.curves import SweepResult
     from training.sweeps.execution import run_sweep
-    from training.sweeps.rows import SweepFolder
+    from training.sweeps.results import SweepFolder, SweepResult
 
     folder = SweepFolder(out or Path("runs") / spec.stem)
     if draw_only:
@@ -249,16 +246,6 @@ def curve(
     typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")
     if any(row.status == "failed" for row in rows.values()):
         raise typer.Exit(code=1)
-
-
-def _check_flags(jobs: int | None, cluster: str | None, *, retry_failed: bool, draw_only: bool) -> None:
-    """Refuse flags that would do nothing next to the others."""
-    if draw_only and (jobs is not None or cluster is not None or retry_failed):
-        raise ValueError("--draw-only trains nothing; leave --jobs, --cluster and --retry-failed out")
-    if cluster is not None and jobs is not None:
-        raise ValueError(
-            f"--jobs = {jobs} does nothing with --cluster, whose workers decide; leave one of them out"
-        )
 
 
 class SweepProgress:

@@ -77,18 +77,22 @@ def temperature_rows(counts: LabelCounts, steps: int = _TABLE_STEPS) -> list[dic
 
 def target_rows(counts: LabelCounts, targets: Sequence[float]) -> list[dict[str, str]]:
     """Return table rows from epsilon to the temperature, light, exposure or bias light that reaches it."""
-    return [row for target in targets for row in _ways_to(counts, target)]
-
-
-def _ways_to(counts: LabelCounts, target: float) -> list[dict[str, str]]:
-    if counts.certificate is not None:
-        return [_by_certified_light(counts, target)]
-    return [
-        *(_by_temperature(counts, target, light) for light in _useful_lights(counts, target)),
-        _by_share(counts, target, "light", "laser light"),
-        _by_share(counts, target, "exposure", "exposure"),
-        *([] if counts.kept == "argmax" else [_by_bias(counts, target)]),
-    ]
+    rows = []
+    for target in targets:
+        if counts.certificate is not None:
+            rows.append(_by_certified_light(counts, target))
+            continue
+        if counts.temperatures_c is not None:
+            # the described light, and the largest light at which some temperature reaches the target
+            hottest = OperatingPoint(temperature_c=counts.temperatures_c[1])
+            reached = (light for light in LIGHTS if counts.may_reach(target, replace(hottest, light=light)))
+            lights = sorted({1.0, next(reached, 1.0)}, reverse=True)
+            rows += [_by_temperature(counts, target, light) for light in lights]
+        rows.append(_by_share(counts, target, "light", "laser light"))
+        rows.append(_by_share(counts, target, "exposure", "exposure"))
+        if counts.kept != "argmax":
+            rows.append(_by_bias(counts, target))
+    return rows
 
 
 def _by_share(
@@ -134,15 +138,6 @@ def _by_bias(counts: LabelCounts, target: float) -> dict[str, str]:
         return _row(counts, target, "bias light", f"none: it takes {wanted}, but a pixel holds {well:.5g}")
     bias = _rounded(bias, _UP)
     return _row(counts, target, "bias light", f"{bias:.3g} e⁻ a frame", OperatingPoint(bias_e=bias))
-
-
-def _useful_lights(counts: LabelCounts, target: float) -> list[float]:
-    """Return the described light, and the largest light at which some temperature reaches the target."""
-    if counts.temperatures_c is None:
-        return []
-    hottest = OperatingPoint(temperature_c=counts.temperatures_c[1])
-    reached = (light for light in LIGHTS if counts.may_reach(target, replace(hottest, light=light)))
-    return sorted({1.0, next(reached, 1.0)}, reverse=True)
 
 
 def _by_temperature(counts: LabelCounts, target: float, light: float) -> dict[str, str]:

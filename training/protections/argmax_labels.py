@@ -25,7 +25,7 @@ from accounting.mechanisms.counts import LabelArgmax, argmax_epsilon, confusion_
 from accounting.mechanisms.observations import UniformSource
 from opusim import checks
 from opusim.camera.exposure import CountLaw
-from opusim.camera.number_law import number_law, spread_error
+from opusim.camera.stages import number_law, spread_error
 from opusim.errors import ConfigError
 from training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
 from training.protections.noisy_labels import Pay

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opusim.camera.exposure import CountLaw, OperatingPoint
-from opusim.camera.number_law import NumberLaw, number_law
+from opusim.camera.stages import NumberLaw, number_law
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw

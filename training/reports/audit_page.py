@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from accounting.guarantee import Guarantee
 from accounting.tables import number
 from opusim.files import write_file
+from opusim.tables import data_url, html_page, png_bytes
 from training.attacks.findings import (
     LOW_RATE,
     Curve,
@@ -43,8 +43,8 @@ from training.attacks.one_run.report import (
     says_of_control,
     weakness_of_scores,
 )
-from training.reports.drawing import new_figure, png_bytes, style
-from training.reports.run_report import NOT_FOR_RELEASE, data_url, render, run_name
+from training.reports.drawing import new_figure, style
+from training.reports.run_report import NOT_FOR_RELEASE, run_name
 from training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from training.runs.stored_run import StoredRun
 
@@ -122,7 +122,7 @@ def write_audit_page(run: StoredRun, audit: RunAudit | OneRunAudit, folder: Path
     page, document = ((folder / kept).with_suffix(suffix) for suffix in (".html", ".pdf"))
     figure, axes = new_figure(5.2, 4.0)
     draw_curves(axes, sheet)
-    html = render("audit.html", title=sheet.title, sheet=sheet, curve=data_url(png_bytes(figure)))
+    html = html_page("audit.html", title=sheet.title, sheet=sheet, curve=data_url(png_bytes(figure)))
     write_file(page, html.encode())
     buffer = io.BytesIO()
     draw_sheet(sheet).savefig(buffer, format="pdf", metadata={"Title": sheet.title, "CreationDate": None})
@@ -408,21 +408,11 @@ def draw_curves(axes: Axes, sheet: Sheet) -> None:
     axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def draw_sheet(sheet: Sheet) -> Figure:
-    """Return the A4 page; long texts are wrapped, and the type shrinks until all of it fits."""
-    for size in (8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0):
-        figure, used = _drawn(sheet, size)
-        if used >= _BOTTOM:
-            break
-    return figure
-
-
 class _Page:
     """Writes lines of text from the top of a page downwards."""
 
     def __init__(self, size: float) -> None:
         self.figure = Figure(figsize=_A4)
-        FigureCanvasAgg(self.figure)
         self.size, self.y = size, _TOP
 
     def text(
@@ -465,8 +455,8 @@ class _Page:
             self.y = lowest - 0.002
 
 
-def _drawn(sheet: Sheet, size: float) -> tuple[Figure, float]:
-    """Return the page with type of one size, and how far down it reaches."""
+def draw_sheet(sheet: Sheet, size: float = 8.0) -> Figure:
+    """Return the A4 page with type of one size, smaller until all of it fits; long texts are wrapped."""
     page = _Page(size)
     page.text(sheet.title, size=size + 6, fontweight="bold")
     page.text(
@@ -503,4 +493,4 @@ def _drawn(sheet: Sheet, size: float) -> tuple[Figure, float]:
         page.y -= 0.003
     page.heading("To repeat it")
     page.pairs(sheet.facts)
-    return page.figure, page.y
+    return page.figure if page.y >= _BOTTOM or size <= 5.0 else draw_sheet(sheet, size - 0.5)

@@ -1,21 +1,265 @@
-"""What matplotlib's figures share: their look, a canvas without a display, and PNG files."""
+"""Figures of reports: line charts as SVG, and what matplotlib's figures share.
+
+Importing and starting matplotlib takes longer than a short run's steps, so that reports of runs have line charts of
+their own. Figures with error bars, shared axes or annotations are matplotlib's.
+"""
 
 from __future__ import annotations
 
-import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape, quoteattr
 
 from opusim.files import write_file
-from training.reports.line_chart import COLOURS
+from opusim.plugins import Deferred
+from opusim.tables import png_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+matplotlib = Deferred("matplotlib.figure")
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+"""Okabe and Ito's, ordered so that neighbours also differ in lightness when printed in grey."""
+_DASHES = ("", "7 3", "7 3 2 3", "2 3")
+_WIDTH, _PLOT_HEIGHT = 640.0, 310.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 14.0, 12.0, 46.0
+"""Pixels around the plot."""
+_LEGEND_LINE, _LEGEND_KEY, _LETTER, _WIDE_LETTER = 19.0, 34.0, 6.7, 7.7
+"""Pixels: height of a row of the legend, width of a line's sample, a letter's mean width and a digit's."""
+_MARGIN = 0.05
+"""Share of the range of values that an axis adds on either side."""
+_TICKS = 7
+"""Most ticks of an axis, about."""
+_LEAST_WIDTH = 1e-9
+"""Range of values, relative to the largest, from which they are drawn as different."""
+_MOST_DIGITS = 15
+"""Significant digits that float64 holds."""
+_MARKERS_PER_LINE = 12
+_OUTLINES = (
+    "M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0",
+    "M-2.8,-2.8h5.6v5.6h-5.6z",
+    "M0,-3.4L3.2,2.6H-3.2z",
+    "M0,-3.8L3.2,0L0,3.8L-3.2,0z",
+    "M0,3.4L3.2,-2.6H-3.2z",
+    "M-1.2,-3.4h2.4v2.2h2.2v2.4h-2.2v2.2h-2.4v-2.2h-2.2v-2.4h2.2z",
+    "M-3,-3L3,3M-3,3L3,-3",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        x: Where it has values.
+        y: The values, as many, finite.
+        label: What the legend says.
+        number: Chooses colour, marker and dashes, each of which distinguishes neighbours on its own.
+        hollow: Whether it is dotted and its markers are empty, as of a companion of the line of that number.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    label: str
+    number: int
+    hollow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineChart:
+    """Lines over whole numbers, such as epochs.
+
+    Attributes:
+        lines: At least one, each with a value at least.
+        x_label: Of the axis of whole numbers.
+        y_label: Of the other axis.
+        y_limits: Ends of that axis; None takes those of the values and a margin.
+        logarithmic: Whether that axis is, unless a value is 0 or below.
+    """
+
+    lines: Sequence[Line]
+    x_label: str
+    y_label: str
+    y_limits: tuple[float, float] | None = None
+    logarithmic: bool = False
+
+    @cached_property
+    def x_limits(self) -> tuple[float, float]:
+        """Ends of the axis of whole numbers; a single one gets a half on either side."""
+        low, high = min(min(line.x) for line in self.lines), max(max(line.x) for line in self.lines)
+        margin = _MARGIN * (high - low) or 0.5
+        return low - margin, high + margin
+
+    @property
+    def x_ticks(self) -> list[float]:
+        """Whole numbers."""
+        low, high = self.x_limits
+        return _multiples(low, high, max(1.0, _nice_step(high - low)))
+
+    @cached_property
+    def is_logarithmic(self) -> bool:
+        """Whether the axis of the values is logarithmic."""
+        return self.logarithmic and all(y > 0 for line in self.lines for y in line.y)
+
+    @cached_property
+    def limits(self) -> tuple[float, float]:
+        """Ends of the axis of the values."""
+        if self.y_limits is not None:
+            return self.y_limits
+        values = [math.log10(y) if self.is_logarithmic else y for line in self.lines for y in line.y]
+        low, high = min(values), max(values)
+        size = 1.0 if self.is_logarithmic else max(abs(low), abs(high))
+        width = high - low if high - low > _LEAST_WIDTH * size else size
+        margin = _MARGIN * (width or 1.0)
+        ends = low - margin, high + margin
+        return (10 ** ends[0], 10 ** ends[1]) if self.is_logarithmic else ends
+
+    @cached_property
+    def y_ticks(self) -> list[float]:
+        """Multiples of 1, 2 or 5 times a power of ten.
+
+        On a logarithmic axis powers of ten; if fewer than three fit, 2 and 5 times them, too; if fewer than two of
+        these fit, the same as on a linear axis.
+        """
+        low, high = self.limits
+        if not self.is_logarithmic:
+            return _multiples(low, high, _nice_step(high - low))
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        every = max(1, len(decades) // _TICKS)
+        ticks = [10.0**k for k in decades if k % every == 0 and low <= 10.0**k <= high]
+        if len(ticks) > 2:
+            return ticks
+        ticks = [tick for k in decades for share in (1, 2, 5) if low <= (tick := share * 10.0**k) <= high]
+        return ticks if len(ticks) > 1 else _multiples(low, high, _nice_step(high - low))
+
+    def svg(self) -> bytes:
+        """Return the chart as an SVG file."""
+        # The legend, in as many rows as its lines need; the plot begins below it.
+        legend: list[str] = []
+        x, y = _LEFT, _TOP + 4
+        for line in self.lines:
+            label = _fitting(line.label)
+            width = _LEGEND_KEY + _LETTER * (len(label) + 2)
+            if x > _LEFT and x + width > _WIDTH - _RIGHT:
+                x, y = _LEFT, y + _LEGEND_LINE
+            legend += [_path(f"M{x:.1f},{y:.1f}h26", line), _marker(x + 13, y, line)]
+            legend.append(_text(x + _LEGEND_KEY, y + 4, label))
+            x += width
+        top = y - 4 + _LEGEND_LINE
+        bottom, right, middle = top + _PLOT_HEIGHT, _WIDTH - _RIGHT, top + _PLOT_HEIGHT / 2
+        # The grid, the numbers at its lines, and what the axes show; the plot is right of its longest number.
+        texts = [_number(tick, self.y_ticks) for tick in self.y_ticks]
+        left = max(_LEFT, 28 + _WIDE_LETTER * max(map(len, texts)))
+        low, high = self.x_limits
+
+        def across(value: float) -> float:
+            return left + (value - low) / (high - low) * (right - left)
+
+        axes: list[str] = []
+        for tick in self.x_ticks:
+            axes.append(f'<path d="M{across(tick):.1f},{top:g}V{bottom:g}" stroke="#ddd"/>')
+            axes.append(_text(across(tick), bottom + 17, f"{tick:.0f}", anchor="middle"))
+        for tick, text in zip(self.y_ticks, texts, strict=True):
+            axes.append(f'<path d="M{left:g},{self._y(tick, top):.1f}H{right:g}" stroke="#ddd"/>')
+            axes.append(_text(left - 7, self._y(tick, top) + 4, text, anchor="end"))
+        axes.append(f'<path d="M{left:g},{top:g}V{bottom:g}H{right:g}" fill="none" stroke="#333"/>')
+        axes.append(_text((left + right) / 2, bottom + 37, self.x_label, anchor="middle"))
+        turned = f' transform="rotate(-90 14 {middle:g})"'
+        axes.append(_text(14, middle, self.y_label, anchor="middle", more=turned))
+        # The lines, each with a few markers.
+        drawn: list[str] = []
+        for line in self.lines:
+            points = [(across(x), self._y(y, top)) for x, y in zip(line.x, line.y, strict=True)]
+            drawn.append(_path("M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points), line))
+            drawn += [_marker(x, y, line) for x, y in points[:: max(1, len(points) // _MARKERS_PER_LINE)]]
+        height = bottom + _BOTTOM
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" width="{_WIDTH:g}" '
+            f'height="{height:g}" font-family="DejaVu Sans, Verdana, sans-serif" font-size="12">',
+            f'<rect width="{_WIDTH:g}" height="{height:g}" fill="white"/>',
+            *legend,
+            *axes,
+            *drawn,
+            "</svg>\n",
+        ]
+        return "\n".join(parts).encode()
+
+    def _y(self, value: float, top: float) -> float:
+        """Place of a value; one outside of the limits stands at the nearer end."""
+        low, high = self.limits
+        value = min(max(value, low), high)
+        if self.is_logarithmic:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
+        return top + _PLOT_HEIGHT * (1 - (value - low) / (high - low))
+
+
+def _nice_step(width: float) -> float:
+    """Return the least of 1, 2 and 5 times the powers of ten that divides a width into few enough parts."""
+    power = 10.0 ** math.floor(math.log10(width / _TICKS))
+    return next(share * power for share in (1, 2, 5, 10) if width / (share * power) <= _TICKS)
+
+
+def _multiples(low: float, high: float, step: float) -> list[float]:
+    """Return the multiples of a step in a range."""
+    return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _number(tick: float, ticks: Sequence[float]) -> str:
+    """Return a tick as text, with the digits that tell it from its neighbours."""
+    gaps = [abs(b - a) for a, b in pairwise(ticks)] or [abs(tick)]
+    gap, largest = min(gaps), max(abs(each) for each in ticks)
+    tick = tick if abs(tick) > 1e-3 * gap else 0.0
+    if 1e-4 <= largest < 1e6 and gap > 0.2 * max(gaps):
+        digits = max(0, -math.floor(math.log10(gap) + 1e-9))
+        text = f"{tick:.{digits}f}"
+    elif gap > 0.2 * max(gaps):
+        text = f"{tick:.{min(_MOST_DIGITS, math.ceil(math.log10(largest / gap)) + 1)}g}"
+    else:  # a logarithmic axis
+        text = f"{tick:g}"
+    return text.replace("-", "\u2212")
+
+
+def _path(commands: str, line: Line) -> str:
+    dash = "2 3" if line.hollow else _DASHES[line.number % len(_DASHES)]
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<path d="{commands}" fill="none" stroke="{_colour(line)}" stroke-width="1.8"{dashes}/>'
+
+
+def _marker(x: float, y: float, line: Line) -> str:
+    outline = _OUTLINES[line.number % len(_OUTLINES)]
+    fill = "white" if line.hollow else _colour(line)
+    return (
+        f'<path transform="translate({x:.1f} {y:.1f})" d="{outline}" fill="{fill}" stroke="{_colour(line)}"/>'
+    )
+
+
+def _colour(line: Line) -> str:
+    return COLOURS[line.number % len(COLOURS)]
+
+
+def _fitting(label: str) -> str:
+    """Return a label; the middle of one that is longer than a row of the legend is left out."""
+    most = int((_WIDTH - _LEFT - _RIGHT - _LEGEND_KEY) / _WIDE_LETTER)
+    half = (most - 1) // 2
+    return label if len(label) <= most else f"{label[:half]}\u2026{label[-half:]}"
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", more: str = "") -> str:
+    shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)  # XML refuses the others
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor={quoteattr(anchor)}{more}>{escape(shown)}</text>'
+
+
+# Figures of matplotlib
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
-_DPI = 130
 
 
 def style(number: int) -> dict[str, Any]:
@@ -31,19 +275,11 @@ def style(number: int) -> dict[str, Any]:
 
 def new_figure(width: float = 6.4, height: float = 3.8) -> tuple[Figure, Axes]:
     """Make a figure with one pair of axes, drawn without a display; sizes in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure: Figure = matplotlib.Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3, linewidth=0.6)
     return figure, axes
-
-
-def png_bytes(figure: Figure) -> bytes:
-    """Return the figure as PNG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI)
-    return buffer.getvalue()
 
 
 def save_figure(figure: Figure, path: Path) -> bytes:

@@ -1,24 +1,24 @@
-"""One self-contained HTML page for a run, or for several runs side by side."""
+"""One self-contained HTML page for a run, or for several runs side by side.
+
+Its figures are learning curves, alignment with backpropagation, and signal beside noise.
+"""
 
 from __future__ import annotations
 
-import base64
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from accounting.tables import guarantee_rows
 from opusim.files import write_file
-from opusim.tables import duration, energy
+from opusim.tables import data_url, duration, energy, html_page
 from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
 from training.attacks.one_run.report import OneRunAudit, one_run_paragraphs, one_run_rows, read_one_run
 from training.config.data import OWN_ARRAYS
 from training.config.reading import flat
-from training.reports import run_figures as figures
-from training.reports.line_chart import LineChart
+from training.reports.drawing import Line, LineChart
 from training.runs.folder import RunFolder
 from training.runs.stored_run import StoredRun
 from training.zeroth_order.config import ZoConfig
@@ -31,6 +31,10 @@ RELEASE_DASHES = (
     "guarantee covers them. Measure its model on public records with: opusim evaluate RUN --data NAME (or --arrays)."
 )
 """Explains the dashes in the table of a release run."""
+_MIN_ACCURACY_RANGE = 2.0
+"""Smallest range of an accuracy axis, in percentage points."""
+_LEAST_ALIGNMENT, _MOST_ALIGNMENT = -0.05, 1.05
+"""Ends of the axis of cosines, unless one is lower."""
 
 
 def write_report(
@@ -54,27 +58,16 @@ def write_report(
     Raises:
         OSError: The folder is not writable.
     """
-    drawn = [
-        ("learning", "Accuracy against epochs", figures.learning_curves([run], [run_name(run)])),
-        (
-            "alignment",
-            "Cosine of each layer's update with its backpropagation gradient",
-            figures.alignment_curves(run),
-        ),
-        (
-            "noise",
-            "Norm of the signal that each hidden layer receives, and of its noise",
-            figures.noise_curves(run),
-        ),
-    ]
     place = run.folder if folder is None else RunFolder(folder)
-    page = _render(
-        title=run_name(run),
-        runs=[run],
-        pictures=[_picture(place.figures / f"{n}.svg", c, f) for n, c, f in drawn if f is not None],
-        audits=_kept_audits([run]) if audit is None else [audit],
-        one_runs=_kept_one_runs([run]) if one_run is None else [one_run],
-    )
+    name = run_name(run)
+    alignment = "Cosine of each layer's update with its backpropagation gradient"
+    noise = "Norm of the signal that each hidden layer receives, and of its noise"
+    drawn = [
+        ("learning", "Accuracy against epochs", learning_curves([run], [name])),
+        ("alignment", alignment, alignment_curves(run)),
+        ("noise", noise, noise_curves(run)),
+    ]
+    page = _page([(name, run)], name, _pictures(place.figures, drawn), audit, one_run)
     write_file(place.report_file, page.encode())
     return place.report_file
 
@@ -106,35 +99,21 @@ def write_comparison(
     if not runs:
         raise ValueError("runs is empty; give at least one run folder")
     labels = list(names) if names is not None else [run_name(run) for run in runs]
-    folder = path.parent / "figures"
-    curves = figures.learning_curves(runs, labels)
-    pictures = [_picture(folder / "learning.svg", "Accuracy against epochs", curves)] if curves else []
+    drawn = [("learning", "Accuracy against epochs", learning_curves(runs, labels))]
     for number, (run, label) in enumerate(zip(runs, labels, strict=True), start=1):
-        if run.config.trainer.kind != "pdfa":
-            continue
-        stem = f"{number}-{run.folder.path.name}"
-        for name, caption, figure in (
-            (
-                "alignment",
-                f"{label}: cosine of each layer's update with its gradient",
-                figures.alignment_curves(run),
-            ),
-            ("noise", f"{label}: norm of signal and noise in each hidden layer", figures.noise_curves(run)),
-        ):
-            if figure is not None:
-                pictures.append(_picture(folder / f"{stem}-{name}.svg", caption, figure))
+        if run.config.trainer.kind == "pdfa":
+            stem = f"{number}-{run.folder.path.name}"
+            alignment = f"{label}: cosine of each layer's update with its gradient"
+            noise = f"{label}: norm of signal and noise in each hidden layer"
+            drawn += [
+                (f"{stem}-alignment", alignment, alignment_curves(run)),
+                (f"{stem}-noise", noise, noise_curves(run)),
+            ]
+    pictures = _pictures(path.parent / "figures", drawn)
     pictures += [
         {"caption": caption, "source": data_url(file.read_bytes())} for caption, file in extra_pictures
     ]
-    page = _render(
-        title=title,
-        runs=runs,
-        pictures=pictures,
-        labels=labels,
-        audits=_kept_audits(runs),
-        one_runs=_kept_one_runs(runs),
-    )
-    write_file(path, page.encode())
+    write_file(path, _page(list(zip(labels, runs, strict=True)), title, pictures).encode())
     return path
 
 
@@ -163,7 +142,7 @@ def summary_row(run: StoredRun, label: str) -> dict[str, str]:
     }
     if run.config.mode == "release":  # its folder holds none of them
         spent = dict.fromkeys(spent, _NOT_WRITTEN)
-    figure = figures.main_figure(run)
+    figure = main_figure(run)
     return {
         "run": label,
         **{
@@ -174,99 +153,60 @@ def summary_row(run: StoredRun, label: str) -> dict[str, str]:
     }
 
 
-def same_columns(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Return rows that all have the columns of all, with dashes for what a run lacks."""
-    columns = dict.fromkeys(column for row in rows for column in row)
-    return [{column: row.get(column, _NOT_WRITTEN) for column in columns} for row in rows]
-
-
-def _render(
-    *,
+def _page(
+    named: Sequence[tuple[str, StoredRun]],
     title: str,
-    runs: Sequence[StoredRun],
-    pictures: list[dict[str, str]],
-    audits: Sequence[RunAudit | None],
-    one_runs: Sequence[OneRunAudit | None],
-    labels: Sequence[str] | None = None,
+    pictures: Sequence[Mapping[str, str]],
+    audit: RunAudit | None = None,
+    one_run: OneRunAudit | None = None,
 ) -> str:
-    names = labels or [run_name(run) for run in runs]
-    return render(
+    """Return the page of some runs by their names; audits that are not given are those in the run folders."""
+    runs = [run for _, run in named]
+    rows = [summary_row(run, name) for name, run in named]
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return html_page(
         "report.html",
         title=title,
-        rows=same_columns([summary_row(run, name) for run, name in zip(runs, names, strict=True)]),
+        rows=[{column: row.get(column, _NOT_WRITTEN) for column in columns} for row in rows],
         dashes=RELEASE_DASHES,
         pictures=pictures,
-        devices=distinct(
-            [
-                (name, _device_rows(run.facts["device"], run.facts["noise"]))
-                for run, name in zip(runs, names, strict=True)
-                if run.facts["device"]
-            ]
-        ),
-        takes=[row for run, name in zip(runs, names, strict=True) for row in _device_time_rows(run, name)],
-        data_sets=distinct([(name, run.facts["data"]) for run, name in zip(runs, names, strict=True)]),
-        guarantees=[(name, _guarantee_rows(run)) for run, name in zip(runs, names, strict=True)],
+        devices=distinct([(name, _device_rows(run)) for name, run in named if run.facts["device"]]),
+        takes=[row for name, run in named for row in _device_time_rows(run, name)],
+        data_sets=distinct([(name, run.facts["data"]) for name, run in named]),
+        guarantees=[
+            {"run": name, **row}
+            for name, run in named
+            for row in guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
+        ],
         device_notes=dict.fromkeys(run.device_note for run in runs if run.device_note is not None),
         folders=[shlex.quote(str(run.folder.path)) for run in runs],
-        audits=[
-            (name, finding_rows(found), [*paragraphs(found), *_warning(run)])
-            for run, name, found in zip(runs, names, audits, strict=True)
-            if found is not None
-        ]
-        + [
-            (
-                f"{name}, in {_trainings(each)}",
-                one_run_rows(each),
-                [*one_run_paragraphs(each), *_warning(run)],
-            )
-            for run, name, each in zip(runs, names, one_runs, strict=True)
-            if each is not None
-        ],
+        audits=_audits(named, audit, one_run),
         modes=sorted({run.config.mode for run in runs}),
-        configurations=[(name, _shown(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
+        configurations=[(name, _shown(run.facts["config"])) for name, run in named],
         commands=[_command(run) for run in runs],
-        versions=distinct([(name, run.facts["versions"]) for run, name in zip(runs, names, strict=True)]),
+        versions=distinct([(name, run.facts["versions"]) for name, run in named]),
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """Return a page made from one of the templates."""
-    environment = Environment(
-        loader=PackageLoader("training.reports"), autoescape=True, undefined=StrictUndefined
-    )
-    return environment.get_template(template).render(**values)
-
-
-def _guarantee_rows(run: StoredRun) -> list[dict[str, str]]:
-    return guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
-
-
-def _kept_audits(runs: Sequence[StoredRun]) -> list[RunAudit | None]:
-    """Read the audits in the run folders; an audit never writes into the folder of a release run."""
-    return [
-        read_audit(run.folder.audit_file)
-        if run.config.mode == "experiment" and run.folder.audit_file.exists()
-        else None
-        for run in runs
-    ]
-
-
-def _kept_one_runs(runs: Sequence[StoredRun]) -> list[OneRunAudit | None]:
-    """Read the audits of one training, as `_kept_audits` does."""
-    return [
-        read_one_run(run.folder.one_run_file)
-        if run.config.mode == "experiment" and run.folder.one_run_file.exists()
-        else None
-        for run in runs
-    ]
-
-
-def _trainings(audit: OneRunAudit) -> str:
-    return "one training" if audit.trainings == 1 else f"{audit.trainings} trainings"
-
-
-def _warning(run: StoredRun) -> list[str]:
-    return [NOT_FOR_RELEASE] if run.config.mode == "release" else []
+def _audits(
+    named: Sequence[tuple[str, StoredRun]], audit: RunAudit | None, one_run: OneRunAudit | None
+) -> list[tuple[str, list[dict[str, str]], list[str]]]:
+    """Return name, table and texts of each audit; none is ever written into the folder of a release run."""
+    of_steps, of_trainings = [], []
+    for name, run in named:
+        warning = [NOT_FOR_RELEASE] if run.config.mode == "release" else []
+        found, trained = audit, one_run
+        if audit is None and not warning and run.folder.audit_file.exists():
+            found = read_audit(run.folder.audit_file)
+        if one_run is None and not warning and run.folder.one_run_file.exists():
+            trained = read_one_run(run.folder.one_run_file)
+        if found is not None:
+            of_steps.append((name, finding_rows(found), [*paragraphs(found), *warning]))
+        if trained is not None:
+            played = "one training" if trained.trainings == 1 else f"{trained.trainings} trainings"
+            texts = [*one_run_paragraphs(trained), *warning]
+            of_trainings.append((f"{name}, in {played}", one_run_rows(trained), texts))
+    return of_steps + of_trainings
 
 
 def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -282,15 +222,15 @@ def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [("; ".join(names), value) for names, value in groups]
 
 
-def _picture(path: Path, caption: str, figure: LineChart) -> dict[str, str]:
-    content = figure.svg()
-    write_file(path, content)
-    return {"caption": caption, "source": data_url(content, "image/svg+xml")}
-
-
-def data_url(picture: bytes, kind: str = "image/png") -> str:
-    """Return a picture as a data URL, which keeps the page self-contained."""
-    return f"data:{kind};base64,{base64.b64encode(picture).decode()}"
+def _pictures(folder: Path, drawn: Sequence[tuple[str, str, LineChart | None]]) -> list[dict[str, str]]:
+    """Write the figures that have something to show, (name, caption, figure), and return them for a page."""
+    pictures = []
+    for name, caption, figure in drawn:
+        if figure is not None:
+            content = figure.svg()
+            write_file(folder / f"{name}.svg", content)
+            pictures.append({"caption": caption, "source": data_url(content, "image/svg+xml")})
+    return pictures
 
 
 def _command(run: StoredRun) -> str:
@@ -307,15 +247,16 @@ def _command(run: StoredRun) -> str:
     )
 
 
-def _device_time_rows(run: StoredRun, name: str) -> list[tuple[str, ...]]:
+def _device_time_rows(run: StoredRun, name: str) -> list[dict[str, str]]:
     """Return what the run was expected to take of its device, of the features' device, and what it took."""
     known = {
         "expected of training": run.facts.get("expected"),
         "expected of the features' device": run.facts.get("expected_of_features"),
         "taken in training": run.summary if run.summary and run.summary.get("frames") else None,
     }
+    columns = "run", "", "frames", "device time", "with its host", "energy"
     return [
-        (name, what, f"{found['frames']:,}", *_times_and_energy(found))
+        dict(zip(columns, (name, what, f"{found['frames']:,}", *_times_and_energy(found)), strict=True))
         for what, found in known.items()
         if found is not None and found["frames"]
     ]
@@ -328,24 +269,148 @@ def _times_and_energy(used: Mapping[str, Any]) -> tuple[str, str, str]:
     return duration(seconds), with_host, energy(used.get("joules", 0.0))
 
 
-def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the noise law and the description of a device as rows of key, value, status, source."""
+def _device_rows(run: StoredRun) -> list[dict[str, str]]:
+    """Return the noise law and the description of the run's device as rows of key, value, status, source."""
+    device, noise = run.facts["device"], run.facts["noise"]
     provenance = device.get("provenance", {})
     law = noise.get("description", noise["law"])
-    rows = [{"key": "noise", "value": law, "status": "", "source": ""}]
-    for key, value in _shown({k: v for k, v in device.items() if k != "provenance"}):
-        origin = provenance.get(key, {})
-        rows.append(
-            {
-                "key": key,
-                "value": value,
-                "status": origin.get("status", ""),
-                "source": origin.get("source", ""),
-            }
-        )
-    return rows
+    described = _shown({key: value for key, value in device.items() if key != "provenance"})
+    origins = [(key, value, provenance.get(key, {})) for key, value in described]
+    return [
+        {"key": key, "value": value, "status": origin.get("status", ""), "source": origin.get("source", "")}
+        for key, value, origin in [("noise", law, {}), *origins]
+    ]
 
 
 def _shown(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Flatten a nested mapping into (dotted key, value) pairs, without empty values."""
     return [(key, str(value)) for key, value in flat(values).items() if value is not None]
+
+
+# Figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """The figure that a table shows of a target.
+
+    Attributes:
+        key: Its name in metrics, behind "train_", "validation_" or "test_".
+        label: Its name in tables.
+        share: Whether it is a share, shown in percent.
+    """
+
+    key: str
+    label: str
+    share: bool = False
+
+    def shown(self, value: float | None, *, digits: int = 2) -> str:
+        """Return a value as text, or a dash if there is none."""
+        if value is None:
+            return "–"
+        return f"{100 * value:.{digits}f} %" if self.share else f"{value:.{digits + 2}g}"
+
+
+MAIN_FIGURES: Mapping[str, Figure] = {
+    "class": Figure(key="accuracy", label="accuracy", share=True),
+    "tokens": Figure(key="bits_per_token", label="bits per token"),
+    "real": Figure(key="rmse", label="RMSE"),
+    "labels": Figure(key="accuracy", label="accuracy", share=True),
+}
+BITS_PER_BYTE = Figure(key="bits_per_byte", label="bits per byte")
+"""The figure of tokens that stand for a text."""
+LOSS_FIGURE = Figure(key="loss", label="loss")
+"""A figure that every target has."""
+
+
+def main_figure(run: StoredRun) -> Figure:
+    """Return the figure that a table shows of a run: that of its target, for a text bits per byte."""
+    is_text = "bytes_per_token" in run.facts["data"].get("origin", {})
+    return BITS_PER_BYTE if is_text and run.config.loss == "cross-entropy" else MAIN_FIGURES[run.target]
+
+
+def learning_curves(runs: Sequence[StoredRun], names: Sequence[str]) -> LineChart | None:
+    """Draw accuracy against epochs, on validation records if every run held some out, else on training records.
+
+    Runs without class numbers show the figure of their target; runs of different targets show their losses.
+
+    Returns:
+        The figure, or None if no run wrote figures (release mode).
+    """
+    shown = {main_figure(run) for run in runs}
+    main = shown.pop() if len(shown) == 1 else LOSS_FIGURE
+    held_out = all(f"validation_{main.key}" in record for run in runs for record in run.metrics)
+    part = "validation" if held_out else "train"
+    if not any(f"{part}_{main.key}" in record for run in runs for record in run.metrics):
+        main = LOSS_FIGURE
+    key, scale = f"{part}_{main.key}", 100 if main.share else 1
+    lines = []
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+        drawn = [(record["epoch"], scale * record[key]) for record in run.metrics if key in record]
+        if drawn:
+            epochs, values = zip(*drawn, strict=True)
+            lines.append(Line(x=epochs, y=values, label=name, number=number))
+    if not lines:
+        return None
+    unit = " [%]" if main.share else ""
+    chart = LineChart(
+        lines=lines,
+        x_label="epoch",
+        y_label=f"{'validation' if held_out else 'training'} {main.label}{unit}",
+    )
+    low, high = chart.limits
+    if not main.share or high - low >= _MIN_ACCURACY_RANGE:
+        return chart
+    half = _MIN_ACCURACY_RANGE / 2
+    middle = min(max((low + high) / 2, half), 100 - half)
+    return replace(chart, y_limits=(middle - half, middle + half))
+
+
+def alignment_curves(run: StoredRun) -> LineChart | None:
+    """Draw the cosine between each layer's update and its backpropagation gradient (PDFA paper, Figure 2 right).
+
+    Returns:
+        The figure, or None if the run has no observations.
+    """
+    observed = [record for record in run.metrics if record.get("alignment")]
+    if not observed:
+        return None
+    epochs = [record["epoch"] for record in observed]
+    part = "layer" if "layers" in run.facts["network"] else "point"
+    lines = [
+        Line(
+            x=epochs,
+            y=[record["alignment"][layer] for record in observed],
+            label=f"{part} {layer + 1}",
+            number=layer,
+        )
+        for layer in range(len(observed[0]["alignment"]))
+    ]
+    lowest = min(min(line.y) for line in lines)
+    return LineChart(
+        lines=lines,
+        x_label="epoch",
+        y_label="cosine with the gradient",
+        y_limits=(min(_LEAST_ALIGNMENT, 1.1 * lowest), _MOST_ALIGNMENT),
+    )
+
+
+def noise_curves(run: StoredRun) -> LineChart | None:
+    """Draw the mean norm of the signal that each hidden layer receives (for bp: of the error), and of its noise.
+
+    Returns:
+        The figure, or None if the run has no observations or without noise.
+    """
+    observed = [record for record in run.metrics if record.get("signal_norm")]
+    if not observed or not any(any(record["noise_norm"]) for record in observed):
+        return None
+    epochs = [record["epoch"] for record in observed]
+    lines = []
+    for layer in range(len(observed[0]["signal_norm"])):
+        place = "error" if run.config.trainer.kind == "bp" else f"layer {layer + 1}"
+        for what, key in (("signal", "signal_norm"), ("noise", "noise_norm")):
+            values = [record[key][layer] for record in observed]
+            lines.append(
+                Line(x=epochs, y=values, label=f"{what}, {place}", number=layer, hollow=what == "noise")
+            )
+    return LineChart(lines=lines, x_label="epoch", y_label="mean norm per record", logarithmic=True)

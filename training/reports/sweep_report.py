@@ -1,9 +1,13 @@
-"""Write a sweep's results: the table as CSV and JSON, figures as PNG with their data, one self-contained HTML page."""
+"""Write a sweep's results: the table as CSV and JSON, figures as PNG with their data, one self-contained HTML page.
+
+Figures: accuracy and epsilon against noise, accuracy against epsilon, and the cost of a run.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import shlex
 import statistics
@@ -11,41 +15,44 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from accounting.tables import guarantee_rows, number
 from opusim.files import write_file
-from opusim.tables import duration, energy
-from training.reports import sweep_figures as figures
-from training.reports.drawing import save_figure
-from training.reports.run_report import data_url, distinct, render
+from opusim.tables import data_url, duration, energy, html_page
+from training.reports.drawing import COLOURS, LINES, new_figure, save_figure, style
+from training.reports.run_report import distinct
 from training.runs.folder import RunFolder
 from training.runs.storage import record_json, write_json
-from training.sweeps import curves
-from training.sweeps.curves import Curve, SweepResult, curve_rows
-from training.sweeps.rows import SCHEMA_VERSION, Row, audited_epsilon
+from training.sweeps import results as curves
+from training.sweeps.results import (
+    SCHEMA_VERSION,
+    Curve,
+    Row,
+    SweepResult,
+    audited_epsilon,
+    axis_label,
+    curve_rows,
+)
 from training.sweeps.spec import Point
 
 _NOTHING = "–"
-_FIGURES: dict[
-    str, tuple[str, Callable[[SweepResult], Figure | None], Callable[[SweepResult], list[Curve]]]
-] = {
-    "accuracy-noise": (
-        "Accuracy against noise: mean over seeds and its standard error",
-        figures.accuracy_noise,
-        curves.accuracy_against_noise,
-    ),
-    "epsilon-noise": (
-        "Epsilon against noise: claimed by a paper's formula, proven, and found by an audit",
-        figures.epsilon_noise,
-        curves.epsilon_against_noise,
-    ),
-    "accuracy-epsilon": (
-        "Accuracy against epsilon: mean over seeds and its standard error; infinite epsilons on the right",
-        figures.accuracy_epsilon,
-        lambda result: [*curves.accuracy_against_epsilon(result), *curves.published(result)],
-    ),
-    "cost": ("Mean cost of one run of each series", figures.cost, curves.costs),
+_LOG_SCALE_RATIO = 20.0
+"""Ratio of the largest to the smallest x above which an axis is logarithmic."""
+_MIN_TICK_DISTANCE = 0.05
+"""Smallest distance of labelled ticks, as a share of the axis."""
+_INFINITY_SPACING = 1.35
+"""Factor between the infinities of different curves, which would hide each other."""
+_LONG_LABEL = 40
+"""Length of a label, in characters, above which a legend has one column."""
+_PUBLISHED_MARKS = "x+1234*"
+"""Marks of accuracies that others published."""
+_KINDS = {
+    "proven": {"linestyle": "-", "label": "proven"},
+    "claimed": {"linestyle": "--", "label": "claimed by the paper's formula"},
+    "audited": {"linestyle": ":", "label": "found by an audit, at least"},
 }
 
 
@@ -71,7 +78,30 @@ def write_sweep(result: SweepResult, spec_text: str) -> Path:
         ],
     }
     write_json(result.folder.data_file, document)
-    page = _render(result, _pictures(result), records, spec_text)
+    rows, columns = list(result.rows.values()), _columns(records)
+    page = html_page(
+        "sweep.html",
+        title=result.spec.title,
+        pictures=_pictures(result),
+        settings=setting_rows(result),
+        guarantees=_guarantees(result) or [{"series": "", "status": "no run has figures yet"}],
+        runs=[
+            {key: record.get(key, "") for key in columns} | {"again": _again(result, point)}
+            for record, point in zip(records, result.points, strict=True)
+        ],
+        total=len({point.identity for point in result.points}),
+        finished=sum(row.status != "failed" for row in rows),
+        failed=sum(row.status == "failed" for row in rows),
+        modes=sorted({point.config.mode for point in result.points}),
+        versions=distinct(
+            [
+                (name, RunFolder(result.folder.run_path(point)).read_facts()["versions"])
+                for name in [*result.series, *result.references]
+                for point, _ in result.finished(name)[:1]
+            ]
+        ),
+        spec=spec_text,
+    )
     write_file(result.folder.report_file, page.encode())
     return result.folder.report_file
 
@@ -83,28 +113,29 @@ def setting_rows(result: SweepResult) -> list[dict[str, str]]:
     for point in result.points:
         setting = (point.series, *(str(point.values.get(key, "")) for key in keys))
         groups.setdefault(setting, []).append((point, result.rows.get(point.identity)))
-    rows = [
-        {"series": setting[0], **dict(zip(keys, setting[1:], strict=True)), **_figures_of(result, found)}
-        for setting, found in groups.items()
-    ]
+    rows = []
+    for setting, found in groups.items():
+        done = [row for _, row in found if row is not None and row.status != "failed"]
+        audited = [audited_epsilon(result.folder.path / "runs" / row.identity) for row in done]
+        rows.append(
+            {
+                "series": setting[0],
+                **dict(zip(keys, setting[1:], strict=True)),
+                "runs": f"{len(done)}/{len(found)}",
+                "accuracy [%]": _mean_and_error(
+                    [100 * row.accuracy for row in done if row.accuracy is not None]
+                ),
+                "ε proven": _epsilons([row.proven_epsilon for row in done]),
+                "ε claimed": _epsilons([row.claimed_epsilon for row in done]),
+                "ε audited": _epsilons(audited),
+                "frames": _mean([row.figures.get("frames") for row in done], "{:,.0f}".format),
+                "device energy": _mean([row.figures.get("joules") for row in done], energy),
+                "device time": _mean([row.figures.get("seconds") for row in done], duration),
+                "wall time": _mean([row.wall_s for row in done], duration),
+            }
+        )
     told = [key for key in rows[0] if any(row[key] not in ("", _NOTHING) for row in rows)]
     return [{key: row[key] for key in told} for row in rows]
-
-
-def _figures_of(result: SweepResult, found: Sequence[tuple[Point, Row | None]]) -> dict[str, str]:
-    rows = [row for _, row in found if row is not None and row.status != "failed"]
-    accuracies = [100 * row.accuracy for row in rows if row.accuracy is not None]
-    return {
-        "runs": f"{len(rows)}/{len(found)}",
-        "accuracy [%]": _mean_and_error(accuracies),
-        "ε proven": _epsilons([row.proven_epsilon for row in rows]),
-        "ε claimed": _epsilons([row.claimed_epsilon for row in rows]),
-        "ε audited": _epsilons([audited_epsilon(result.folder.path / "runs" / row.identity) for row in rows]),
-        "frames": _mean([row.figures.get("frames") for row in rows], "{:,.0f}".format),
-        "device energy": _mean([row.figures.get("joules") for row in rows], energy),
-        "device time": _mean([row.figures.get("seconds") for row in rows], duration),
-        "wall time": _mean([row.wall_s for row in rows], duration),
-    }
 
 
 def _record(result: SweepResult, point: Point) -> dict[str, Any]:
@@ -138,51 +169,46 @@ def _again(result: SweepResult, point: Point) -> str:
 
 def _pictures(result: SweepResult) -> list[dict[str, str]]:
     """Draw each figure that has something to show, and write its data next to it."""
+    drawn: dict[str, tuple[str, Figure | None, Sequence[Curve]]] = {
+        "accuracy-noise": (
+            "Accuracy against noise: mean over seeds and its standard error",
+            accuracy_noise(result),
+            curves.accuracy_against_noise(result),
+        ),
+        "epsilon-noise": (
+            "Epsilon against noise: claimed by a paper's formula, proven, and found by an audit",
+            epsilon_noise(result),
+            curves.epsilon_against_noise(result),
+        ),
+        "accuracy-epsilon": (
+            "Accuracy against epsilon: mean over seeds and its standard error; infinite epsilons on the right",
+            accuracy_epsilon(result),
+            [*curves.accuracy_against_epsilon(result), *curves.published(result)],
+        ),
+        "cost": ("Mean cost of one run of each series", cost(result), curves.costs(result)),
+    }
     pictures = []
-    for name, (caption, draw, data) in _FIGURES.items():
-        figure = draw(result)
+    for name, (caption, figure, data) in drawn.items():
         if figure is not None:
             content = save_figure(figure, result.folder.figures / f"{name}.png")
-            _write_csv(result.folder.figures / f"{name}.csv", curve_rows(data(result)))
+            _write_csv(result.folder.figures / f"{name}.csv", curve_rows(data))
             pictures.append({"caption": caption, "source": data_url(content)})
     return pictures
 
 
+def _columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for record in records for key in record))
+
+
 def _write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    columns = list(dict.fromkeys(key for record in records for key in record))
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, _columns(records), restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     write_file(path, text.getvalue().encode())
 
 
-def _render(
-    result: SweepResult, pictures: list[dict[str, str]], records: Sequence[Mapping[str, Any]], spec: str
-) -> str:
-    rows = list(result.rows.values())
-    columns = list(dict.fromkeys(key for record in records for key in record))
-    runs = [
-        {key: record.get(key, "") for key in columns} | {"again": _again(result, point)}
-        for record, point in zip(records, result.points, strict=True)
-    ]
-    return render(
-        "sweep.html",
-        title=result.spec.title,
-        pictures=pictures,
-        settings=setting_rows(result),
-        guarantees=_guarantees(result) or [("", {"status": "no run has figures yet"})],
-        runs=runs,
-        total=len({point.identity for point in result.points}),
-        finished=sum(row.status != "failed" for row in rows),
-        failed=sum(row.status == "failed" for row in rows),
-        modes=sorted({point.config.mode for point in result.points}),
-        versions=distinct(_versions(result)),
-        spec=spec,
-    )
-
-
-def _guarantees(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
+def _guarantees(result: SweepResult) -> list[dict[str, str]]:
     """Return the statements about each series at its weakest setting, the one with the least noise."""
     found = []
     for name in [*result.series, *result.references]:
@@ -192,7 +218,7 @@ def _guarantees(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
             stored = point.config.mode == "experiment"
             setting = ", ".join(f"{key} = {value}" for key, value in point.values.items() if key != "seed")
             found += [
-                (name, {"setting": setting, **statement})
+                {"series": name, "setting": setting, **statement}
                 for statement in guarantee_rows(row.guarantees, seed_stored=stored)
             ]
     return found
@@ -206,15 +232,6 @@ def _weakness(run: tuple[Point, Row]) -> tuple[float, float]:
         (float(values[key]) for key in ("sigma", "noise_multiplier", "temperature_c") if key in values), 0.0
     )
     return row.proven_epsilon or 0.0, -(noise if row.noise_std is None else row.noise_std)
-
-
-def _versions(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
-    """Return the package versions of the finished runs, by series."""
-    return [
-        (name, RunFolder(result.folder.run_path(point)).read_facts()["versions"])
-        for name in [*result.series, *result.references]
-        for point, _ in result.finished(name)[:1]
-    ]
 
 
 def _mean_and_error(values: Sequence[float]) -> str:
@@ -237,3 +254,201 @@ def _epsilons(values: Sequence[float | None]) -> str:
     if math.isclose(known[0], known[-1], rel_tol=1e-3) or known[0] == known[-1]:
         return number(known[0])
     return f"{number(known[0])} to {number(known[-1])}"
+
+
+# Figures
+
+
+def accuracy_noise(result: SweepResult) -> Figure | None:
+    """Draw accuracy against noise: mean over seeds and its standard error, with references as level lines."""
+    drawn, key = curves.accuracy_against_noise(result), result.noise_key
+    if not drawn or key is None:
+        return None
+    figure, axes = new_figure(7.2, 4.2)
+    for curve in drawn:
+        x, mean = [level.x for level in curve.levels], [level.mean for level in curve.levels]
+        error = [level.error for level in curve.levels]
+        axes.errorbar(x, mean, error, capsize=3, label=curve.name, **style(result.series.index(curve.name)))
+    _draw_references(axes, curves.references(result), len(result.series))
+    _noise_axis(axes, drawn, key)
+    axes.set(ylabel="test accuracy [%]")
+    _legend(axes)
+    return figure
+
+
+def epsilon_noise(result: SweepResult) -> Figure | None:
+    """Draw claimed, proven and audited epsilon against noise; infinity has its own tick at the top."""
+    drawn, key = curves.epsilon_against_noise(result), result.noise_key
+    if not drawn or key is None:
+        return None
+    figure, axes = new_figure(7.2, 4.6)
+    finite = [level.mean for curve in drawn for level in curve.levels if 0 < level.mean < math.inf]
+    low, high = (min(finite), max(finite)) if finite else (0.1, 10.0)
+    infinity = high * max(10.0, (high / low) ** 0.2)
+    infinite = [curve for curve in drawn if any(math.isinf(level.mean) for level in curve.levels)]
+    for curve in drawn:
+        heights = [
+            infinity * _INFINITY_SPACING ** infinite.index(curve)
+            if math.isinf(level.mean)
+            else max(level.mean, low / 2)
+            for level in curve.levels
+        ]
+        look = style(result.series.index(curve.name)) | {"linestyle": _KINDS[curve.kind]["linestyle"]}
+        if curve.kind != "proven":
+            look["markerfacecolor"] = "white"
+        label = f"{curve.name}: {_KINDS[curve.kind]['label']}"
+        axes.plot([level.x for level in curve.levels], heights, label=label, **look)
+    axes.set(yscale="log", ylabel="ε", ylim=(low / 2, infinity * _INFINITY_SPACING ** len(infinite) * 1.5))
+    if infinite:
+        _mark_infinity(axes, "y", infinity * _INFINITY_SPACING ** ((len(infinite) - 1) / 2), high)
+    _noise_axis(axes, drawn, key)
+    _legend(axes)
+    return figure
+
+
+def accuracy_epsilon(result: SweepResult) -> Figure | None:
+    """Draw accuracy against proven and claimed epsilon: mean over seeds and its standard error.
+
+    References are level lines, and accuracies that others published single marks. Settings without a finite guarantee
+    are drawn at infinity, on the right.
+    """
+    drawn = curves.accuracy_against_epsilon(result)
+    if not drawn:
+        return None
+    figure, axes = new_figure(7.2, 4.6)
+    finite = [level.x for curve in drawn for level in curve.levels if math.isfinite(level.x)]
+    infinity = max(finite) * max(4.0, (max(finite) / min(finite)) ** 0.15)
+    both = {curve.name for curve in drawn if curve.kind == "claimed"}
+    for curve in drawn:
+        look = style(result.series.index(curve.name)) | {"linestyle": _KINDS[curve.kind]["linestyle"]}
+        if curve.kind == "claimed":
+            look["markerfacecolor"] = "white"
+        label = f"{curve.name}: {_KINDS[curve.kind]['label']}" if curve.name in both else curve.name
+        for ends, finite_side in (("", True), ("none", False)):
+            levels = [level for level in curve.levels if math.isfinite(level.x) is finite_side]
+            if levels:
+                x = [min(level.x, infinity) for level in levels]
+                mean, error = [level.mean for level in levels], [level.error for level in levels]
+                line = look | ({"linestyle": ends} if ends else {})
+                axes.errorbar(x, mean, error, capsize=3, label=label, **line)
+                label = "_nolegend_"
+    _draw_references(axes, curves.references(result), len(result.series))
+    for curve, mark in zip(curves.published(result), itertools.cycle(_PUBLISHED_MARKS), strict=False):
+        x, mean = [level.x for level in curve.levels], [level.mean for level in curve.levels]
+        axes.plot(x, mean, mark, color="black", markersize=9, markeredgewidth=1.4, zorder=4, label=curve.name)
+        finite += x
+    _scale(axes, finite, log_ratio=3.0)
+    if any(math.isinf(level.x) for curve in drawn for level in curve.levels):
+        axes.set_xscale("log")
+        _mark_infinity(axes, "x", infinity, max(finite))
+    axes.set(xlabel="ε (proven unless stated otherwise)", ylabel="test accuracy [%]")
+    _legend(axes)
+    return figure
+
+
+def cost(result: SweepResult) -> Figure | None:
+    """Draw device energy, device time and wall time of one run, a bar for each series."""
+    drawn = curves.costs(result)
+    kinds = [
+        kind
+        for kind in dict.fromkeys(c.kind for c in drawn)
+        if any(c.levels[0].mean for c in drawn if c.kind == kind)
+    ]
+    if not kinds:
+        return None
+    names = list(dict.fromkeys(curve.name for curve in drawn))
+    figure = Figure(figsize=(7.2, 0.9 + 0.34 * len(names)), layout="constrained")
+    panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for axes, kind in zip(panels, kinds, strict=True):
+        found = [curve for curve in drawn if curve.kind == kind]
+        places = [names.index(curve.name) for curve in found]
+        label, unit = _scaled(kind, max(curve.levels[0].mean for curve in found))
+        means = [curve.levels[0].mean / unit for curve in found]
+        axes.barh(places, means, color=[COLOURS[place % len(COLOURS)] for place in places], height=0.6)
+        for place, mean in zip(places, means, strict=True):
+            text = f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"  # three digits, without powers of ten
+            axes.annotate(text, (mean, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set(xlabel=label, xlim=(0, max(max(means), 1e-12) * 1.3))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.label.set_size(9)
+        axes.tick_params(axis="x", labelsize=8)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+    return figure
+
+
+def _draw_references(axes: Axes, references: Sequence[Curve], first: int) -> None:
+    for place, curve in enumerate(references, start=first):
+        colour, line = COLOURS[place % len(COLOURS)], LINES[(place + 1) % len(LINES)]
+        level = curve.levels[0]
+        axes.axhline(level.mean, color=colour, linestyle=line, linewidth=1.4, label=curve.name)
+        if level.error:
+            ends = level.mean - level.error, level.mean + level.error
+            axes.axhspan(*ends, color=colour, alpha=0.12, linewidth=0)
+
+
+def _noise_axis(axes: Axes, drawn: Sequence[Curve], key: str) -> None:
+    """Label the lower axis in the key's unit; for a temperature, the upper one with the noise that it gives."""
+    levels = {level.x: level for curve in drawn for level in curve.levels}
+    _scale(axes, list(levels))
+    axes.set_xlabel(axis_label(key))
+    stds = {x: level.std for x, level in sorted(levels.items()) if level.std is not None}
+    if key.split(".")[-1] == "temperature_c" and len(stds) > 1:
+        upper = axes.secondary_xaxis("top")
+        upper.xaxis.set_major_locator(FixedLocator(list(stds)))
+        upper.set_xticklabels([f"{std:.3g}" for std in stds.values()])
+        upper.set_xlabel("standard deviation of the device's noise [units of the projection]")
+
+
+def _scale(axes: Axes, values: Sequence[float], *, log_ratio: float = _LOG_SCALE_RATIO) -> None:
+    """Use a logarithmic axis for wide ranges (linear near 0 if 0 is a value), with ticks at the values."""
+    positive = sorted({value for value in values if value > 0})
+    if len(positive) > 1 and positive[-1] / positive[0] >= log_ratio and min(values) >= 0:
+        if min(values) == 0:
+            axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
+            axes.set_xlim(left=-0.25 * positive[0])
+        else:
+            axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+    ticks = sorted(set(values))
+    if len(ticks) <= 8:
+        place = math.log if axes.get_xscale() == "log" else float
+        least, kept = _MIN_TICK_DISTANCE * (place(ticks[-1]) - place(ticks[0])), ticks[:1]
+        for tick in ticks[1:]:  # labels do not overlap the one before
+            if place(tick) - place(kept[-1]) >= least:
+                kept.append(tick)
+        axes.set_xticks(kept, [f"{tick:g}" for tick in kept])
+
+
+def _mark_infinity(axes: Axes, side: str, infinity: float, largest: float) -> None:
+    """Mark infinity as a separate tick of a logarithmic axis, "x" or "y", after a gap."""
+    axis, line = (axes.xaxis, axes.axvline) if side == "x" else (axes.yaxis, axes.axhline)
+    line(math.sqrt(infinity * largest), color="0.5", linewidth=0.8, linestyle=(0, (2, 3)))
+    low = axis.get_view_interval()[0]
+    ticks = [tick for tick in axis.get_ticklocs() if low <= tick <= largest]
+    axis.set_ticks([*ticks, infinity], labels=[*(_power(tick) for tick in ticks), "∞"])
+    axis.set_minor_locator(NullLocator())
+
+
+def _scaled(kind: str, largest: float) -> tuple[str, float]:
+    """Return an axis label in the unit that suits its largest value, and that unit in joules or seconds."""
+    name, _, base = kind.rstrip("]").partition(" [")
+    units = {"J": ((1e6, 1e6, "MJ"), (1e4, 1e3, "kJ")), "s": ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"))}
+    for limit, size, unit in units.get(base, ()):
+        if largest >= limit:
+            return f"{name} [{unit}]", size
+    return kind, 1.0
+
+
+def _power(value: float) -> str:
+    """Format a tick of a logarithmic axis in digits, or as a power of ten if there are many."""
+    return f"{value:g}" if 1e-3 <= value < 1e4 else f"$10^{{{round(math.log10(value))}}}$"
+
+
+def _legend(axes: Axes) -> None:
+    """Put the legend below the axes, where it covers no curve."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 1 if max(len(label) for label in labels) > _LONG_LABEL else 2
+    axes.figure.legend(
+        handles, labels, frameon=False, fontsize=8.5, loc="outside lower center", ncols=columns
+    )

@@ -36,7 +36,7 @@ from training.runs.cluster import connected
 from training.runs.folder import RunFolder
 from training.runs.run import Run, load_run
 from training.runs.storage import only_writer, require_kind
-from training.sweeps.rows import Row, SweepFolder, failed_row, row_of, write_row
+from training.sweeps.results import Row, SweepFolder, failed_row, row_of, write_row
 from training.sweeps.spec import Point
 
 _MAX_DEATHS = 3
@@ -171,7 +171,9 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
     started = time.perf_counter()
     try:
         run = _finished(config, folder)
-        row = row_of(run, config, wall_s=_wall_seconds(folder, time.perf_counter() - started))
+        # the seconds of training in all processes that wrote the folder, at least those of this call
+        written = sum(record["wall_s"] for record in folder.read_timing())
+        row = row_of(run, config, wall_s=max(time.perf_counter() - started, written))
     except RunInterrupted:
         raise
     except FOREIGN_ERRORS as error:  # one failed run must not stop the others
@@ -200,12 +202,6 @@ def _finished(config: RunConfig, folder: RunFolder) -> Run:
 def _dataset(options: DataConfig, split: SplitRule) -> Dataset:
     """Load a data set once per process for consecutive runs."""
     return build_dataset(options, split)
-
-
-def _wall_seconds(folder: RunFolder, measured: float) -> float:
-    """Return the seconds of training in all processes that wrote the folder, at least those of this call."""
-    written = sum(record["wall_s"] for record in folder.read_timing())
-    return max(measured, written)
 
 
 def _here(points: Sequence[Point], folder: SweepFolder, jobs: int) -> Generator[Row, None, None]:

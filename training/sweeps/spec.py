@@ -169,29 +169,33 @@ def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
         ConfigError: An axis has no values or one value twice, two axes set the same key, a configuration does not
             take a key or a value, or a trainer, device or data set is not known.
     """
-    _require_few(spec, text.origin)
-    points: list[Point] = []
-    for series in spec.series or (SeriesSpec(name="runs"),):
-        points += _series_points(spec, series, text.origin)
-    axes = dict.fromkeys(key for point in points for key in point.values)
-    if spec.noise is not None and spec.noise not in axes:  # figures would lack their axis
-        hint = f"take one of {', '.join(axes)}, or leave it out" if axes else "leave it out"
-        raise ConfigError(text.origin, "noise", f"{spec.noise!r} is not an axis of this sweep; {hint}")
-    return points
-
-
-def _require_few(spec: SweepSpec, origin: str) -> None:
-    """Refuse a table of more runs than a sweep can be meant to have, before they are made.
-
-    Raises:
-        ConfigError: There are more than `RUNS_LIMIT`.
-    """
+    wanted = spec.series or (SeriesSpec(name="runs"),)
     runs = 0
-    for series in spec.series or (SeriesSpec(name="runs"),):
+    for series in wanted:  # a table of more runs than a sweep can be meant to have is never made
         axes = (*flat(spec.axes).values(), *flat(series.axes).values())
         runs += math.prod(len(values) for values in axes if isinstance(values, list))
     if runs > RUNS_LIMIT:
-        raise ConfigError(origin, "axes", f"make {runs:,} runs, more than {RUNS_LIMIT:,}; divide the table")
+        raise ConfigError(
+            text.origin, "axes", f"make {runs:,} runs, more than {RUNS_LIMIT:,}; divide the table"
+        )
+    points: list[Point] = []
+    for series in wanted:
+        place = f"{text.origin}, series {series.name!r}" if spec.series else text.origin
+        pairs = [*flat(spec.axes).items(), *flat(series.axes).items()]
+        fixed = merged(spec.config, series.config)
+        for number, (key, values) in enumerate(pairs):
+            problem = _problem_of_values(values) or _problem_of_clash(key, pairs[:number], fixed)
+            if problem:
+                raise ConfigError(place, f"axes.{key}", problem)
+        keys = [key for key, _ in pairs]
+        for values in itertools.product(*(values for _, values in pairs)):
+            changes = dict(zip(keys, values, strict=True))
+            points.append(Point(series=series.name, values=changes, config=_resolved(fixed, changes, place)))
+    known = dict.fromkeys(key for point in points for key in point.values)
+    if spec.noise is not None and spec.noise not in known:  # figures would lack their axis
+        hint = f"take one of {', '.join(known)}, or leave it out" if known else "leave it out"
+        raise ConfigError(text.origin, "noise", f"{spec.noise!r} is not an axis of this sweep; {hint}")
+    return points
 
 
 def one_at_a_time(points: Sequence[Point]) -> bool:
@@ -202,22 +206,6 @@ def one_at_a_time(points: Sequence[Point]) -> bool:
             if access is not None and access.exclusive:
                 return True
     return False
-
-
-def _series_points(spec: SweepSpec, series: SeriesSpec, origin: str) -> list[Point]:
-    place = f"{origin}, series {series.name!r}" if spec.series else origin
-    axes = [*flat(spec.axes).items(), *flat(series.axes).items()]
-    fixed = merged(spec.config, series.config)
-    for number, (key, values) in enumerate(axes):
-        problem = _problem_of_values(values) or _problem_of_clash(key, axes[:number], fixed)
-        if problem:
-            raise ConfigError(place, f"axes.{key}", problem)
-    keys = [key for key, _ in axes]
-    points = []
-    for values in itertools.product(*(values for _, values in axes)):
-        changes = dict(zip(keys, values, strict=True))
-        points.append(Point(series=series.name, values=changes, config=_resolved(fixed, changes, place)))
-    return points
 
 
 def _problem_of_values(values: Any) -> str | None:

@@ -59,7 +59,7 @@ class _Encoder(BaseTransformer):
 
     def fit(self, X: Any = None, y: Any = None) -> Self:
         """Learn the constants of the code from X, shape (n, d)."""
-        self.coder_ = self._fitted(self._prepared(as_array(X)))
+        self.coder_ = self._coder().fit(self._prepared(as_array(X)))
         return self
 
     def transform(self, X: Any) -> Any:
@@ -77,16 +77,12 @@ class _Encoder(BaseTransformer):
                     f"{type(self).__name__} learns its constants from data; call fit on the training data before "
                     "transform"
                 )
-            coder = self._fitted(records)
-        return like(self._finished(coder.transform(records)), X)
+            coder = self._coder().fit(records)
+        return like(coder.transform(records), X)
 
     def _coder(self) -> FrameEncoder:
         """Return the encoder that does the work, not fitted."""
         raise NotImplementedError
-
-    def _fitted(self, records: np.ndarray) -> FrameEncoder:
-        """Return it fitted."""
-        return self._coder().fit(records)
 
     def _learns(self) -> bool:
         """Whether its constants come from data."""
@@ -95,10 +91,6 @@ class _Encoder(BaseTransformer):
     def _prepared(self, X: np.ndarray) -> np.ndarray:
         """Return what the encoder is given."""
         return X
-
-    def _finished(self, frames: np.ndarray) -> np.ndarray:
-        """Return what the user gets."""
-        return frames
 
 
 class BinaryThresholdEncoder(_Encoder):
@@ -179,26 +171,15 @@ class MultiThresholdEncoder(_Encoder):
         return False
 
     def _coder(self) -> FrameEncoder:
-        if not self._learns():
-            return ThermometerEncoder(thresholds=None if self.columnwise else self.thresholds)
-        spacing: Any = "uniform" if self.thresholds == "linspace" else "quantile"
-        return ThermometerEncoder(self.n_bins, spacing=spacing, per_feature=self.columnwise)
-
-    def _fitted(self, records: np.ndarray) -> FrameEncoder:
-        coder = super()._fitted(records)
-        if self.columnwise and not self._learns():
-            coder.thresholds_ = self._columns(records.shape[1])
-        return coder
-
-    def _columns(self, width: int) -> np.ndarray:
-        found = np.asarray(self.thresholds, dtype=np.float64)
-        checks.finite(thresholds=found)
-        if found.ndim != 2 or len(found) != width or bool(np.any(np.diff(found) <= 0)):
+        if self._learns():
+            spacing: Any = "uniform" if self.thresholds == "linspace" else "quantile"
+            return ThermometerEncoder(self.n_bins, spacing=spacing, per_feature=self.columnwise)
+        if np.ndim(self.thresholds) != 1 + self.columnwise:
             raise ValueError(
-                f"thresholds has shape {found.shape}: must be ({width}, t), increasing along each row, with "
-                "columnwise=True; sort them, or set columnwise=False"
+                f"thresholds has shape {np.shape(self.thresholds)}: must be (d, t) with columnwise=True, else (t,); "
+                f"give it that shape, or set columnwise={not self.columnwise}"
             )
-        return found.T
+        return ThermometerEncoder(thresholds=self.thresholds)
 
 
 class ConcatenatedBitPlanEncoder(BaseTransformer):
@@ -299,10 +280,12 @@ class SequentialBaseTwoEncoder(_Encoder):
             raise ValueError(f"n_gray_levels = {self.n_gray_levels}: must be a power of 2, such as 16")
         return BitPlaneEncoder(self.n_gray_levels.bit_length() - 1)
 
-    def _finished(self, frames: np.ndarray) -> np.ndarray:
-        bits = self.n_gray_levels.bit_length() - 1
+    def transform(self, X: Any) -> Any:
+        """Return the code, uint8; see above."""
+        frames, bits = as_array(super().transform(X)), self.n_gray_levels.bit_length() - 1
         digits = frames.reshape(len(frames), -1, bits)
-        return digits.repeat(2 ** np.arange(bits - 1, -1, -1), axis=2).reshape(len(frames), -1)
+        code = digits.repeat(2 ** np.arange(bits - 1, -1, -1), axis=2)
+        return like(code.reshape(len(frames), -1), X)
 
 
 class SeparatedBitPlanEncoder(BaseTransformer):

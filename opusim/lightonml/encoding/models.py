@@ -1,6 +1,6 @@
 """Autoencoders that learn a binary code, as torch modules: the reconstruction in training, the code in evaluation.
 
-For a code in scikit-learn's words, see `opusim.features.learnt.AutoencoderEncoder`.
+For a code in scikit-learn's words, see `opusim.features.encoders.AutoencoderEncoder`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opusim import checks
-from opusim.features.learnt import binary_code, orthogonality
+from opusim.features.encoders import binary_code, orthogonality
 
 
 class AE(nn.Module):
@@ -165,7 +165,16 @@ def train(
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model.train().to(where)
     for epoch in range(epochs):
-        losses = [_step(model, batch, optimizer, criterion, where) for batch in dataloader]
+        losses = []
+        for batch in dataloader:
+            data = (batch if isinstance(batch, Tensor) else next(iter(batch))).to(where)
+            optimizer.zero_grad()
+            loss = criterion(model(data), data)
+            losses.append(float(loss.detach()))  # of the reconstruction
+            if isinstance(model, EncoderDecoder):
+                loss = loss + orthogonality(model.proj.weight)
+            torch.autograd.backward(loss)
+            optimizer.step()
         if not losses:
             raise ValueError("dataloader gives no batch; give one that can be iterated again, with data")
         if epoch and epoch % beta_interval == 0 and isinstance(model, _SoftCode):
@@ -173,22 +182,3 @@ def train(
         if verbose:
             print(f"Epoch {epoch + 1} of {epochs}: training loss {sum(losses) / len(losses):g}")
     return model
-
-
-def _step(
-    model: AE,
-    batch: Any,
-    optimizer: torch.optim.Optimizer,
-    criterion: Callable[[Tensor, Tensor], Tensor],
-    device: torch.device | str,
-) -> float:
-    """Take one step, and return the loss of the reconstruction."""
-    data = (batch if isinstance(batch, Tensor) else next(iter(batch))).to(device)
-    optimizer.zero_grad()
-    loss = criterion(model(data), data)
-    found = float(loss.detach())
-    if isinstance(model, EncoderDecoder):
-        loss = loss + orthogonality(model.proj.weight)
-    torch.autograd.backward(loss)
-    optimizer.step()
-    return found

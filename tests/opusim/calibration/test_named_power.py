@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from opusim.calibration.calibrate import Calibration, Plan, calibrate, require_noise
+from opusim.calibration.count_law import without_power
 from opusim.calibration.independence import independence_p_values
-from opusim.calibration.light_power import without_power
-from opusim.camera.laser import Laser
+from opusim.camera.imperfect import Laser
 from opusim.description.loading import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, load_certificate

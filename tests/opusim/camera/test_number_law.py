@@ -10,8 +10,8 @@ import torch
 from scipy.stats import norm
 
 from opusim.camera.exposure import Exposure
-from opusim.camera.number_law import number_law, spread_error
-from opusim.camera.stages import Light, Sensor
+from opusim.camera.stages import Sensor, number_law, spread_error
+from opusim.description.camera import LightSettings
 from opusim.randomness.streams import SeededStream
 
 SENSOR = Sensor(
@@ -45,7 +45,7 @@ def test_the_masses_have_the_exact_moments(sensor: Sensor) -> None:
 def test_drawn_frames_have_the_masses(sensor: Sensor, seed: int) -> None:
     n = 40_000
     exposure = Exposure(
-        light=Light(anchor_flux_per_s=1.0, quantum_efficiency=1.0, exposure_us=1.0),
+        light=LightSettings(anchor_flux_per_s=1.0, quantum_efficiency=1.0, exposure_us=1.0),
         sensor=sensor,
         mirrors=2,
         dark_current_e=0.0,

@@ -10,6 +10,7 @@ from sklearn.base import clone
 from sklearn.utils.estimator_checks import check_estimator
 
 from opusim.features.encoders import (
+    AutoencoderEncoder,
     BitPlaneEncoder,
     FloatBitsEncoder,
     FrameEncoder,
@@ -17,7 +18,6 @@ from opusim.features.encoders import (
     MultiThresholdEncoder,
     ThresholdEncoder,
 )
-from opusim.features.learnt import AutoencoderEncoder
 
 X = np.random.default_rng(3).normal(size=(40, 7)) * [1, 2, 3, 4, 5, 6, 7]
 

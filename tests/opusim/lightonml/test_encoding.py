@@ -163,7 +163,7 @@ REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
         base.MultiThresholdEncoder([1.0, 2.0], columnwise=True),
         REALS,
         ValueError,
-        r"must be \(7, t\)",
+        r"must be \(d, t\) with columnwise=True",
     ),
     (
         "quantile",

@@ -14,8 +14,7 @@ import opusim
 from opusim import lightonml
 from opusim.devices.base import NoisyDevice
 from opusim.features.encoders import ThresholdEncoder
-from opusim.features.kernels import opu_kernel
-from opusim.features.optical import OpticalFeatures
+from opusim.features.optical import OpticalFeatures, opu_kernel
 from training.data.arrays import RecordForm, from_arrays
 from training.data.dataset import Standardisation
 

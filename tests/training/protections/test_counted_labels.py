@@ -22,7 +22,7 @@ from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import CertifiedMechanism, Mechanism
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from opusim import open_device
-from opusim.camera.number_law import number_law
+from opusim.camera.stages import number_law
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of
 from opusim.errors import ConfigError

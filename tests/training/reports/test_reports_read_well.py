@@ -14,14 +14,12 @@ import pytest
 import training
 from accounting.tables import guarantee_rows, print_rows
 from opusim.tables import column_widths, output_width, print_table, wrapped
-from training.reports import run_figures as figures
-from training.reports import sweep_figures
-from training.reports.line_chart import Line, LineChart
+from training.reports import run_report, sweep_report
+from training.reports.drawing import Line, LineChart
 from training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
 from training.reports.sweep_report import setting_rows, write_sweep
 from training.runs.run import Run
-from training.sweeps.curves import SweepResult
-from training.sweeps.rows import SweepFolder, row_of
+from training.sweeps.results import SweepFolder, SweepResult, row_of
 from training.sweeps.spec import SpecText, parse_spec, points_of
 
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
@@ -96,9 +94,9 @@ def page(sweep: SweepResult) -> str:
 
 def test_one_epoch_stands_on_an_axis_of_whole_epochs(one_epoch: Run) -> None:
     for drawn in (
-        figures.learning_curves([one_epoch], ["a"]),
-        figures.alignment_curves(one_epoch),
-        figures.noise_curves(one_epoch),
+        run_report.learning_curves([one_epoch], ["a"]),
+        run_report.alignment_curves(one_epoch),
+        run_report.noise_curves(one_epoch),
     ):
         assert drawn is not None
         assert drawn.x_ticks == [1.0]
@@ -106,7 +104,7 @@ def test_one_epoch_stands_on_an_axis_of_whole_epochs(one_epoch: Run) -> None:
 
 
 def test_accuracies_that_barely_differ_do_not_fill_the_axis(one_epoch: Run) -> None:
-    drawn = figures.learning_curves([one_epoch], ["a"])
+    drawn = run_report.learning_curves([one_epoch], ["a"])
     assert drawn is not None
     low, high = drawn.limits
     assert high - low >= 2.0
@@ -131,7 +129,7 @@ def test_long_times_and_large_energies_are_short(sweep: SweepResult, page: str) 
     (row, *_) = setting_rows(sweep)
     assert (row["device energy"], row["device time"], row["wall time"]) == ("1.36 MJ", "12.6 h", "12.6 h")
     assert "1,362,060" not in page
-    drawn = sweep_figures.cost(sweep)
+    drawn = sweep_report.cost(sweep)
     assert drawn is not None
     labels = [axes.get_xlabel() for axes in drawn.axes]
     assert labels == ["device energy [MJ]", "device time [h]", "wall time [h]"]

@@ -19,9 +19,8 @@ from tests.support.command import opusim
 from training.reports.run_report import write_report
 from training.reports.sweep_report import write_sweep
 from training.runs.run import load_run
-from training.sweeps.curves import SweepResult
 from training.sweeps.execution import run_sweep
-from training.sweeps.rows import SweepFolder
+from training.sweeps.results import SweepFolder, SweepResult
 from training.sweeps.spec import points_of, read_spec
 
 SMALL: dict[str, Any] = {

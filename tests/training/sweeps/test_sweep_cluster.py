@@ -16,7 +16,7 @@ import pytest
 from tests.support.ports import free_port
 from training.errors import SweepStopped
 from training.sweeps.execution import run_sweep
-from training.sweeps.rows import SweepFolder
+from training.sweeps.results import SweepFolder
 from training.sweeps.spec import Point, points_of, read_spec
 
 dask = pytest.importorskip("dask")

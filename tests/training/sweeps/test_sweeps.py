@@ -22,14 +22,13 @@ from training.cli import main
 from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import RunFolderError, RunInterrupted, SweepStopped
-from training.reports.sweep_figures import accuracy_epsilon
-from training.reports.sweep_report import write_sweep
+from training.reports.sweep_report import accuracy_epsilon, write_sweep
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run, load_run
-from training.sweeps import curves, execution
-from training.sweeps.curves import SweepResult
+from training.sweeps import execution
+from training.sweeps import results as curves
 from training.sweeps.execution import SweepForecast, run_point, run_sweep
-from training.sweeps.rows import Row, SweepFolder, read_row, write_row
+from training.sweeps.results import Row, SweepFolder, SweepResult, read_row, write_row
 from training.sweeps.spec import Point, SweepSpec, points_of, read_spec
 
 SPEC = """\

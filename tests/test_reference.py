@@ -42,7 +42,7 @@ def silent(page: str) -> list[str]:
 def test_every_row_has_a_meaning(page: str) -> None:
     text = reference.PAGES[page][0]()
     assert silent(text) == []
-    assert len(re.findall(r"\n\| \[?`", text)) > 20
+    assert len(re.findall(r"\n\| \[?`", text)) > 15
     assert silent(text + "| `key` | text | – |  |\n") == ["`key` | text | –"]
 
 
@@ -63,7 +63,7 @@ def test_every_command_is_listed() -> None:
 def test_every_theorem_is_listed_with_the_page_that_derives_it() -> None:
     page = reference.theorems_page()
     ours = {found.name: found.page for found in known_theorems() if found.code.startswith("accounting.")}
-    assert len(ours) >= 25
+    assert len(ours) >= 20
     assert ours.keys() <= set(re.findall(r"^## ([a-z-]+)$", page, re.MULTILINE))
     assert [name for name, derived in ours.items() if not (DOCS / derived.split(",")[0]).exists()] == []
 

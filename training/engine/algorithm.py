@@ -50,7 +50,7 @@ class DeviceShape:
 class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
     """An algorithm bound to the plan of one run.
 
-    A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` returns it. It must give
+    A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` names it. It must give
 
     - `build_network` and `rebuild_network`: the network, new and from its description in a run folder;
     - `trainer`: a `training.engine.trainer.Trainer` on `self.network`.
@@ -144,7 +144,8 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
     @cached_property
     def protection(self) -> Protection:
         """The protection of the run."""
-        return self.plan.config.protection.build(self.plan, self)
+        protection: Protection = self.plan.config.protection.implementing_class()(self.plan, self)
+        return protection
 
     def gradients(self, device: NoisyDevice | None) -> PrivateGradients | None:
         """Return what writes the gradients of a trainer in this run, or None if the trainer writes them itself.
@@ -313,7 +314,7 @@ def require_target(config: RunConfig, dataset: Dataset) -> None:
             labels are protected and are no classes.
     """
     kind, found = config.trainer.kind, dataset.target
-    taken = config.trainer.implementation().targets
+    taken = config.trainer.implementing_class().targets
     if found not in taken:
         reason = (
             f"{found!r} is not what trainer.kind = {kind!r} learns, which is {' or '.join(map(repr, taken))}; take "

@@ -119,7 +119,7 @@ class RunPlan:
         plan = cls(
             config=config,
             dataset=dataset,
-            network=config.trainer.implementation().build_network(config, dataset, model),
+            network=config.trainer.implementing_class().build_network(config, dataset, model),
             description=monitored(description, certificate),
             sampler=build_sampler(config, dataset),
             certificate=certificate,
@@ -145,7 +145,7 @@ class RunPlan:
         Args:
             config: It differs in no key of the sections data and device.
         """
-        network = config.trainer.implementation().build_network(config, self.dataset, None)
+        network = config.trainer.implementing_class().build_network(config, self.dataset, None)
         return self.configured(config).on_network(network)._with_choices()._require_covered()
 
     @classmethod
@@ -181,7 +181,7 @@ class RunPlan:
         return cls(
             config=config,
             dataset=to_device(dataset, config.torch_device),
-            network=config.trainer.implementation().rebuild_network(facts["network"], model),
+            network=config.trainer.implementing_class().rebuild_network(facts["network"], model),
             description=_description(config, folder),
             sampler=build_sampler(config, dataset),
             certificate=None if kept is None else Certificate.model_validate(kept),
@@ -190,7 +190,8 @@ class RunPlan:
     @cached_property
     def algorithm(self) -> Algorithm[Any, Any, Any]:
         """The algorithm of the run."""
-        algorithm: Algorithm[Any, Any, Any] = self.config.trainer.build(self)
+        options = self.config.trainer
+        algorithm: Algorithm[Any, Any, Any] = options.implementing_class()(self, options)
         return algorithm
 
     @property
@@ -324,7 +325,7 @@ def default_inputs(
     if data is not None or model is not None:
         return config, data, model
     inputs: tuple[RunConfig, Arrays | None, nn.Module | None]
-    inputs = config.trainer.implementation().default_inputs(config)
+    inputs = config.trainer.implementing_class().default_inputs(config)
     return inputs
 
 

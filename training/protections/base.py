@@ -54,7 +54,7 @@ class SoftLabels(ABC):
 class Protection:
     """How a run protects its records or labels.
 
-    A new protection is a subclass of this and of `ProtectionSection`, whose `implementation` returns it. It overrides
+    A new protection is a subclass of this and of `ProtectionSection`, whose `implementation` names it. It overrides
 
     - `calibrated`: which noise multiplier reaches the section's epsilon;
     - `released`: the mechanisms that the ledger records for every step; or `pay_upfront`, if the run pays once;

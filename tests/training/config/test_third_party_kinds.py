@@ -10,9 +10,11 @@ from typing import ClassVar, Literal
 
 import pytest
 
+from opusim import Algorithm, Protection
 from opusim.errors import ConfigError
 from tests.support.packages import install
 from training.cli.options import key_rows
+from training.config.kinds import PROTECTIONS, TRAINERS
 from training.config.reading import load_config
 from training.config.sections import ProtectionSection
 
@@ -108,3 +110,16 @@ def test_a_broken_package_is_one_line_and_leaves_the_others(
         load_config({"trainer": {"kind": "broken"}})
     assert load_config().trainer.kind == "pdfa"  # a package cannot replace a kind of opusim
     assert not any(key == "trainer.broken" for key, _, _ in key_rows())
+
+
+def test_every_kind_names_a_class_that_exists() -> None:
+    for kinds, base in ((TRAINERS, Algorithm), (PROTECTIONS, Protection)):
+        for name, section in kinds.every().items():
+            needed = {"epsilon": 1.0} if "epsilon" in section.model_fields else {}
+            assert issubclass(section(**needed).implementing_class(), base), name
+    for special in (
+        {"kind": "label-readout", "noise": "counts"},
+        {"kind": "label-readout", "noise": "argmax"},
+        {"kind": "label-randomized-response", "stages": 2},
+    ):
+        assert issubclass(PROTECTIONS.validated({**special, "epsilon": 1.0}).implementing_class(), Protection)

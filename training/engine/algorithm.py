@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,7 @@ from training.data.tables import Arrays
 from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
-from training.protections.planning import Plan, Updates
+from training.protections.planning import Plan, ProtectedAlgorithm
 from training.runs.folder import RunFolder
 
 OptionsT = TypeVar("OptionsT", bound=TrainerSection)
@@ -47,7 +47,7 @@ class DeviceShape:
     n_outputs: int
 
 
-class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
+class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     """An algorithm bound to the plan of one run.
 
     A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` names it. It must give
@@ -69,17 +69,17 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
 
     Attributes:
         plan: The run.
-        options: The section `trainer` of its configuration.
+        config: Its configuration.
+        options: Its section `trainer`.
+        dataset: Its records.
+        network: The network to train.
         writer: The writer of private gradients that the trainer was given, or None.
         uses_public_randomness: Whether a step draws more than the noise that a guarantee rests on, such as directions
             or probes. An audit lets its attacker know those draws.
-        noise_guess: Where the search for the noise multiplier starts, above 0.
     """
 
     targets: ClassVar[tuple[Target, ...]] = ("class",)
     """What the trainer predicts of a record; one that names "tokens" also takes records that hold tokens."""
-    applies: ClassVar[frozenset[Applied]] = frozenset()
-    """How the trainer carries out a protection; nothing by default."""
     rounds_own_noise: ClassVar[bool] = False
     """Whether noise that it adds itself to clipped records goes through `NoiseStream.add_rounded`."""
     uses_public_randomness: ClassVar[bool] = False
@@ -89,8 +89,11 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
     record_options: ClassVar[Mapping[str, Any]] = {}
     """Keys of the section `trainer` that a run under protection.kind = 'record' must have, with their values."""
 
+    network: NetworkT
+
     def __init__(self, plan: Plan, options: OptionsT) -> None:
-        self.plan, self.options = plan, options
+        self.plan, self.config, self.options = plan, plan.config, options
+        self.dataset, self.network = plan.dataset, plan.network
         self.writer: PrivateGradients | None = None
 
     # Before there is a plan
@@ -135,16 +138,10 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """
         return {}
 
-    @property
-    def network(self) -> NetworkT:
-        """The network to train."""
-        network: NetworkT = self.plan.network
-        return network
-
     @cached_property
     def protection(self) -> Protection:
         """The protection of the run."""
-        protection: Protection = self.plan.config.protection.implementing_class()(self.plan, self)
+        protection: Protection = self.config.protection.implementing_class()(self.plan, self)
         return protection
 
     def gradients(self, device: NoisyDevice | None) -> PrivateGradients | None:
@@ -209,11 +206,6 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """
         return None
 
-    @property
-    def updates(self) -> Updates:
-        """How the trainer's updates treat signals, for a protection that writes its gradients."""
-        return Updates()
-
     def initialise(self, trainer: TrainerT) -> None:  # optional hook
         """Set the parameters of a new run, before its first checkpoint."""
 
@@ -241,18 +233,9 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """
         return config.protection.clip
 
-    @property
-    def noise_guess(self) -> float:
-        """See the class."""
-        return 1.0
-
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """Return what a run releases of whole records with this noise: in one step, or as its last iterate.
-
-        Raises:
-            NoGuarantee: The sampler has no sampling probability.
-        """
-        return self.clipped_records(noise_multiplier, divisor=self.plan.config.divisor)
+        """See ProtectedAlgorithm.mechanism; by default a step of clipped contributions."""
+        return self.clipped_records(noise_multiplier, divisor=self.config.divisor)
 
     def clipped_records(self, noise_multiplier: float, *, divisor: float) -> RecordCentral | RecordReplaced:
         """Return one step of clipped records with central Gaussian noise, under the run's relation.
@@ -264,12 +247,12 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         Raises:
             NoGuarantee: The sampling scheme has no sampling probability.
         """
-        config = self.plan.config
+        config = self.config
         relation = config.relation or Adjacency.ZERO_OUT
         parameters: dict[str, Any] = {
             "noise_multiplier": noise_multiplier,
             "sampling_probability": self.plan.sampling_probability,
-            "clip_norm": self.clip_norm(config, self.plan.dataset.n_classes),
+            "clip_norm": self.clip_norm(config, self.dataset.n_classes),
             "divisor": divisor,
             "device_noise": config.protection.noise == "device",
             "correlation": self.protection.correlation,
@@ -287,8 +270,8 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         Args:
             noise: The law of the device's noise, or None if there is no device or its law is unknown.
         """
-        if self.plan.config.protection.protects == "nothing":
-            return (Unprotected(what=f"{self.plan.config.trainer.kind} without protection"),)
+        if self.config.protection.protects == "nothing":
+            return (Unprotected(what=f"{self.config.trainer.kind} without protection"),)
         return self.protection.released()
 
     # What its audit needs
@@ -336,14 +319,14 @@ def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:
         NoGuarantee: `Algorithm.applies` holds nothing of `Protection.needs`.
     """
     needs = algorithm.protection.needs
-    protects = algorithm.plan.config.protection.protects != "nothing"
+    protects = algorithm.config.protection.protects != "nothing"
     if protects and not needs & algorithm.applies:
         raise NoGuarantee(_not_applied(algorithm, *sorted(needs)))
 
 
 def _not_applied(algorithm: Algorithm[Any, Any, Any], *needs: Applied) -> str:
     """Why a protection does not hold under an algorithm."""
-    kind, trainer = algorithm.plan.config.protection.kind, algorithm.options.kind
+    kind, trainer = algorithm.config.protection.kind, algorithm.options.kind
     return (
         f"protection.kind = {kind!r} needs a trainer that applies {' or '.join(repr(need) for need in needs)}, and "
         f"trainer.kind = {trainer!r} applies {', '.join(map(repr, sorted(algorithm.applies))) or 'no protection'}; "

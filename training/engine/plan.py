@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
 from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription, NoiseSettings
@@ -22,7 +21,6 @@ from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described
 from opusim.devices.shared import SharedDevice
 from opusim.errors import ConfigError
-from opusim.noise import NoiseModel
 from opusim.processes.ranks import Ranks
 from training.config.data import OWN_ARRAYS
 from training.config.run import RunConfig
@@ -35,41 +33,22 @@ from training.data.samplers import PoissonSampler, Sampler, make_sampler
 from training.data.synthetic_images import synthetic_components
 from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
-from training.engine.certified import certificate_of, credit_of, monitored
+from training.engine.certified import certificate_of, monitored
 from training.errors import RunFolderError
 from training.networks.base import Network, require_fresh_noise, require_room
 from training.networks.user_code import require_importable, require_trusted, warn_if_changed
-from training.protections.base import PrivateGradients, Protection
+from training.protections.base import Protection
+from training.protections.planning import Plan
 from training.protections.record import CyclicPoissonSampler
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class RunPlan(Plan):
     """A run before it starts: what it trains on, with what, and what it releases.
 
     Training, resumption, audits and `opusim tune` take one. It never changes; `replaced` returns another.
-
-    Attributes:
-        config: The configuration, with every default and the noise multiplier that its epsilon asks for.
-        dataset: The records, in principal components if the run trains on those.
-        network: The network to train.
-        sampler: How records are drawn into batches.
-        description: The device's description, or None if the run has no device.
-        noise: The law of the device's noise, or None if it is unknown before the device is open.
-        certificate: The certificate that the guarantee rests on, or None if it rests on none.
-        wrap_writer: Wraps the writer of private gradients, for an audit that plants crafted ones; None for none.
     """
-
-    config: RunConfig
-    dataset: Dataset
-    network: Network
-    sampler: Sampler
-    description: DeviceDescription | None
-    noise: NoiseModel | None = None
-    certificate: Certificate | None = None
-    wrap_writer: Callable[[PrivateGradients], PrivateGradients] | None = None
 
     @classmethod
     def resolve(
@@ -203,30 +182,6 @@ class RunPlan:
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """What one step releases; nothing if the run pays for everything upfront."""
         return self.algorithm.released(self.noise)
-
-    @property
-    def credit(self) -> Mapping[str, Any]:
-        """Keywords `beta` and `certificate` of a mechanism that rests on the device's noise; empty without one."""
-        return credit_of(self.config.protection, self.certificate)
-
-    @property
-    def total_steps(self) -> int:
-        """Number of steps of the whole run."""
-        return self.config.epochs * self.sampler.steps_per_epoch
-
-    @property
-    def sampling_probability(self) -> float:
-        """q, the probability with which a record enters a batch.
-
-        Raises:
-            NoGuarantee: The sampling scheme has none.
-        """
-        probability = self.sampler.sampling_probability
-        if probability is None:
-            raise NoGuarantee(
-                f"sampler.scheme = {self.sampler.scheme!r} has no sampling probability; use 'poisson'"
-            )
-        return probability
 
     def replaced(self, **changes: Any) -> Self:
         """Return the plan with some keys of its configuration changed; see `RunConfig.replaced`."""

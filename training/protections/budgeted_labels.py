@@ -33,14 +33,11 @@ from training.protections.base import (
     PrivateGradients,
     Protection,
     calibrated_once,
-    central_noise,
     linear_uses,
     noise_std,
-    noise_work,
     with_constant,
     write_gradient,
 )
-from training.protections.config import LabelBudgetConfig
 from training.protections.metric import batch_leverages
 from training.protections.planning import epsilon_of
 from training.runs.folder import RunFolder
@@ -61,13 +58,13 @@ class LabelBudgetProtection(Protection):
 
         The mean leverage in a batch of m is at most (fan_in + 1) / m, and mu^2 = 4 lev / z^2 for each layer and step.
         """
-        if self.section.noise_multiplier is not None:
-            return self.section.noise_multiplier
-        sampler = self._plan.sampler
+        if self.options.noise_multiplier is not None:
+            return self.options.noise_multiplier
+        sampler = self.plan.sampler
         batch = sampler.expected_batch_size
-        fan_ins = [linear.in_features + (linear.bias is not None) for linear in self._plan.network.linears]
+        fan_ins = [linear.in_features + (linear.bias is not None) for linear in self.plan.network.linears]
         leverage = sum(min(1.0, fan_in / batch) for fan_in in fan_ins)
-        visits = self._plan.total_steps * batch / sampler.n_records
+        visits = self.plan.total_steps * batch / sampler.n_records
         return 2 * math.sqrt(visits * leverage / _SPENDING) / self.budget.budget_mu
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
@@ -80,29 +77,29 @@ class LabelBudgetProtection(Protection):
 
     def gradients(self, device: NoisyDevice | None) -> BudgetedLabels:
         """See Protection.gradients."""
-        options = self._plan.config.protection_as(LabelBudgetConfig)
+        options = self.options
         return BudgetedLabels(
             budget_mu=self.budget.budget_mu,
-            n_records=len(self._plan.dataset.train),
+            n_records=len(self.dataset.train),
             clip_norm=options.clip,
             noise_multiplier=self.noise_multiplier,
             floor=options.floor,
-            noise=central_noise(self._plan, device),
-            output_gain=self._algorithm.updates.output_gain
-            * self._plan.network.activations[-1].slope_bounds[1],
+            noise=self.central_noise(device),
+            output_gain=self.algorithm.updates.output_gain
+            * self.plan.network.activations[-1].slope_bounds[1],
         )
 
     def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
         """See Protection.work_of_step; each layer's signals have noise, and its sum, its bias included."""
         sizes = [
             size
-            for linear in self._plan.network.linears
+            for linear in self.plan.network.linears
             for size in (
                 records * linear.out_features,
                 linear.out_features * (linear.in_features + (linear.bias is not None)),
             )
         ]
-        return noise_work(self._plan, sizes, n_outputs)
+        return self.noise_work(sizes, n_outputs)
 
     def whole_run(self) -> LabelBudget:
         """See Protection.whole_run."""
@@ -111,8 +108,8 @@ class LabelBudgetProtection(Protection):
     @property
     def budget(self) -> LabelBudget:
         """The budget of every record's label in the whole run."""
-        options = self.section
-        start = LabelBudget(budget_mu=1.0, device_noise=options.noise == "device", **self._plan.credit)
+        options = self.options
+        start = LabelBudget(budget_mu=1.0, device_noise=options.noise == "device", **self.plan.credit)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
 

@@ -39,7 +39,6 @@ from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
-from training.protections.config import LabelRandomizedResponseConfig, LabelReadoutConfig, OneLookConfig
 from training.protections.planning import epsilon_of, require_own_noise
 from training.protections.staged_responses import (
     LEAST_PART,
@@ -102,10 +101,8 @@ class OneLookProtection(Protection, ABC):
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels."""
-        flat_steps = math.ceil(
-            self._plan.config.protection_as(OneLookConfig).flat_prior * self._plan.total_steps
-        )
-        place, k = self._plan.config.torch_device, self._plan.dataset.n_classes
+        flat_steps = math.ceil(self.options.flat_prior * self.plan.total_steps)
+        place, k = self.config.torch_device, self.dataset.n_classes
         return StoredLabels(folder, place=place, n_classes=k, flat_steps=flat_steps)
 
 
@@ -115,31 +112,31 @@ class LabelReadoutProtection(OneLookProtection):
     @property
     def mechanism(self) -> LabelReadout:
         """See OneLookProtection.mechanism."""
-        options = self.section
-        start = LabelReadout(mu=1.0, **self._plan.credit)
+        options = self.options
+        start = LabelReadout(mu=1.0, **self.plan.credit)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
-        config, dataset = self._plan.config, self._plan.dataset
+        config, dataset = self.config, self.dataset
         noise = noise_stream(config.mode, config.seed_for("label-noise"), "label-noise")
         labels, k, mu = dataset.train.y.cpu(), dataset.n_classes, self.mechanism.mu
-        if self.section.noise == "device" and device is not None:
-            return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay, credit=self._plan.credit)
+        if self.options.noise == "device" and device is not None:
+            return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay, credit=self.plan.credit)
         return read_once(labels, k, mu=mu, noise=noise, pay=pay)
 
     def work_before(self) -> DeviceWork:
         """See Protection.work_before; one reading of each label."""
-        if self.section.noise != "device":
+        if self.options.noise != "device":
             return DeviceWork()
-        labels = len(self._plan.dataset.train)
+        labels = len(self.dataset.train)
         return DeviceWork(projections=labels, calls=math.ceil(labels / _RECORDS_AT_ONCE))
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels; a device that cannot read labels is refused before the run begins."""
-        if self.section.noise == "device" and device is not None:
-            law = readable_law(device, self._plan.credit)
-            if not self._plan.config.protection_as(LabelReadoutConfig).top_up:
+        if self.options.noise == "device" and device is not None:
+            law = readable_law(device, self.plan.credit)
+            if not self.options.top_up:
                 codes = device.require("matrix").matrix().cpu().double().numpy()
                 require_own_noise(device, law, label_distance(codes), self.mechanism)
         return super().soft_labels(device, folder)
@@ -151,16 +148,16 @@ class RandomizedResponseProtection(OneLookProtection):
     @property
     def mechanism(self) -> RandomizedResponse:
         """See OneLookProtection.mechanism."""
-        options, start = self.section, RandomizedResponse.from_epsilon(1.0, self._plan.dataset.n_classes)
+        options, start = self.options, RandomizedResponse.from_epsilon(1.0, self.dataset.n_classes)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
-        return randomize(self._plan.dataset.train.y.cpu(), self.mechanism, self.source(), pay=pay)
+        return randomize(self.dataset.train.y.cpu(), self.mechanism, self.source(), pay=pay)
 
     def source(self) -> UniformSource:
         """Return what responses are drawn from: a generator of the run's seed, or the system in a release."""
-        seed = self._plan.config.seed_for("labels")
+        seed = self.config.seed_for("labels")
         return SystemUniforms() if seed is None else np.random.default_rng(seed)
 
 
@@ -169,19 +166,19 @@ class StagedResponseProtection(RandomizedResponseProtection):
 
     @property
     def _stages(self) -> int:
-        return self._plan.config.protection_as(LabelRandomizedResponseConfig).stages
+        return self.options.stages
 
     @property
     def mechanism(self) -> StagedResponse:  # type: ignore[override]
         """See OneLookProtection.mechanism."""
-        options, k = self.section, self._plan.dataset.n_classes
+        options, k = self.options, self.dataset.n_classes
         start = StagedResponse(step_epsilon=1.0, n_classes=k, stages=self._stages)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
     def require_covered(self) -> None:
         """See Protection.require_covered; records without plain features, or too few or too wide ones, are refused."""
         super().require_covered()
-        stages, dataset = self._stages, self._plan.dataset
+        stages, dataset = self._stages, self.dataset
         kind, reason = "tokens" if dataset.holds_tokens else dataset.target, None
         if kind != "class":
             reason = f"fits a model of the class to numeric features, and the records are of {kind!r}"
@@ -198,9 +195,9 @@ class StagedResponseProtection(RandomizedResponseProtection):
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
-        train, mechanism = self._plan.dataset.train, self.mechanism
+        train, mechanism = self.dataset.train, self.mechanism
         pay(mechanism)
-        x = train.x.to(self._plan.config.torch_device)
+        x = train.x.to(self.config.torch_device)
         return randomize_in_stages(x, train.y.cpu().numpy(), mechanism, self.source())
 
 

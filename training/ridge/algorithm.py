@@ -135,7 +135,7 @@ class RidgeAlgorithm(Algorithm[RidgeConfig, FullyConnected, RidgeTrainer]):
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> RidgeTrainer:
         """See Algorithm.trainer."""
-        config = self.plan.config
+        config = self.config
         return RidgeTrainer(
             self.network,
             ridge=self.options.ridge,
@@ -146,5 +146,5 @@ class RidgeAlgorithm(Algorithm[RidgeConfig, FullyConnected, RidgeTrainer]):
 
     def prepare(self, trainer: RidgeTrainer, folder: RunFolder) -> None:
         """Hand the trainer the model that the protection released; without one it fits its own."""
-        if self.plan.config.protection.protects != "nothing":
+        if self.config.protection.protects != "nothing":
             trainer.released = torch.from_numpy(read_array(folder.labels_file))

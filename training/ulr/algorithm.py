@@ -115,7 +115,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> UlrTrainer:
         """See Algorithm.trainer."""
-        config = self.plan.config
+        config = self.config
         return UlrTrainer(
             self.network,
             make_optimizer(self.network.parameters, config.optimizer),
@@ -133,7 +133,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
 
     def require_covered(self) -> None:
         """See Algorithm.require_covered; the published form brings its own noise."""
-        protection = self.plan.config.protection
+        protection = self.config.protection
         if self.options.form == "published" and protection.protects != "nothing":
             raise ConfigError(
                 "configuration",
@@ -156,7 +156,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
 
     def _published_step(self) -> PublishedUlr:
         """Return one step of the published form, with the constants of the paper's eq. 11."""
-        network, sampler, config = self.network, self.plan.sampler, self.plan.config.sampler
+        network, sampler, config = self.network, self.plan.sampler, self.config.sampler
         sizes = [sum(p.numel() for p in network.layer_parameters(layer)) for layer in range(network.depth)]
         return PublishedUlr(
             target_std=self.options.target_std,
@@ -170,7 +170,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         )
 
     def _update(self, device: NoisyDevice | None) -> Update:
-        config, options = self.plan.config, self.options
+        config, options = self.config, self.options
         noise = self._output_noise(device)
         if options.form == "published":
             extra = noise_stream(config.mode, config.seed_for("extra-noise"), "extra-noise")
@@ -197,7 +197,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         Raises:
             ConfigError: The device's law is not Gaussian.
         """
-        config = self.plan.config
+        config = self.config
         if self.options.noise == "device" and device is not None:
             return DeviceNormals(device, key="trainer.noise")
         return noise_stream(config.mode, config.seed_for("output-noise"), "output-noise")

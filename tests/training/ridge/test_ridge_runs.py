@@ -298,22 +298,15 @@ def test_a_kept_design_is_that_of_the_same_features(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Design, "levelled", classmethod(levelled))
 
-    config = load_config(
-        {
-            "data": {"name": "digits", "features": "hog"},
-            "trainer": {"kind": "ridge"},
-            "protection": {"epsilon": 1.0},
-        }
-    )
-    plan: Any = SimpleNamespace(config=config, dataset=SimpleNamespace(public_map={"map": "hog"}))
+    settings: dict[str, Any] = {"kept": True, "ridge": 0.01, "rounds": 1, "level": 1.0}
     x = torch.from_numpy(data()[0])
-    first, again = public_design(plan, x), public_design(plan, x)
+    first, again = public_design(x, **settings), public_design(x, **settings)
     assert len(counted) == 1
     assert torch.equal(first.metric.factor, again.metric.factor)
     assert torch.equal(first.weights, again.weights)
     assert first.ridge == again.ridge
     (file,) = (tmp_path / "features").iterdir()
     file.write_bytes(file.read_bytes()[:-100])
-    assert torch.equal(public_design(plan, x).weights, first.weights)
-    public_design(plan, x + 1)
+    assert torch.equal(public_design(x, **settings).weights, first.weights)
+    public_design(x + 1, **settings)
     assert len(counted) == 3

@@ -27,7 +27,7 @@ class SoftmaxAlgorithm(Algorithm):
 
     def trainer(self, device, labels=None):
         """The trainer, with the protection's gradients."""
-        optimizer = make_optimizer(self.network.parameters, self.plan.config.optimizer)
+        optimizer = make_optimizer(self.network.parameters, self.config.optimizer)
         return SoftmaxTrainer(self.network, optimizer, self.options, self.gradients(device))
 
 

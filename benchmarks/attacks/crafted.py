@@ -104,7 +104,7 @@ def budget() -> BudgetGame:
     visits = 4
     distance = math.sqrt(2.0 * visits / (1 + 1e-3)) * (1 + 1e-6)
     return BudgetGame(
-        plan.replaced(protection={"noise_multiplier": distance / plan.protection.budget.budget_mu})
+        plan.unchecked(protection={"noise_multiplier": distance / plan.protection.budget.budget_mu})
     )
 
 

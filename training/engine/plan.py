@@ -35,6 +35,7 @@ from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from training.engine.certified import certificate_of, monitored
 from training.errors import RunFolderError
+from training.networks.any_module import own_model_name
 from training.networks.base import Network, require_fresh_noise, require_room
 from training.networks.user_code import require_importable, require_trusted, warn_if_changed
 from training.protections.base import Protection
@@ -47,7 +48,7 @@ from training.runs.storage import read_array
 class RunPlan(Plan):
     """A run before it starts: what it trains on, with what, and what it releases.
 
-    Training, resumption, audits and `opusim tune` take one. It never changes; `replaced` returns another.
+    Training, resumption, audits and `opusim tune` take one. It never changes; `unchecked` returns another.
     """
 
     @classmethod
@@ -76,7 +77,7 @@ class RunPlan(Plan):
         plan = cls.checked(config, dataset, model=model, folder=folder)
         section = plan.config.protection
         found = {k: v for k, v in plan.protection.resolved().items() if v != getattr(section, k)}
-        return plan.replaced(protection=found) if found else plan
+        return plan.unchecked(protection=found) if found else plan
 
     @classmethod
     def checked(
@@ -108,7 +109,7 @@ class RunPlan(Plan):
     def _with_choices(self) -> Self:
         """Return the plan of a new run with what its algorithm chooses for the network."""
         found = self.algorithm.chosen()
-        return self.replaced(trainer=dict(found)) if found else self
+        return self.unchecked(trainer=dict(found)) if found else self
 
     def _require_covered(self) -> Self:
         """Refuse a run whose guarantee its network or algorithm does not carry, and return it."""
@@ -183,10 +184,6 @@ class RunPlan(Plan):
         """What one step releases; nothing if the run pays for everything upfront."""
         return self.algorithm.released(self.noise)
 
-    def replaced(self, **changes: Any) -> Self:
-        """Return the plan with some keys of its configuration changed; see `RunConfig.replaced`."""
-        return self.configured(self.config.replaced(**changes))
-
     def unchecked(self, **changes: Any) -> Self:
         """Return the plan with some keys of its configuration changed and not validated; see `RunConfig.unchecked`."""
         return self.configured(self.config.unchecked(**changes))
@@ -198,7 +195,7 @@ class RunPlan(Plan):
     def started(self, *, threads: int, device: NoisyDevice | None) -> Self:
         """Return the plan with what only the start tells: torch's threads and the law that the open device states."""
         noise = None if device is None else device.stated_noise
-        return replace(self, config=self.config.replaced(threads=threads), noise=noise)
+        return replace(self, config=self.config.unchecked(threads=threads), noise=noise)
 
     def on_network(self, network: Network) -> Self:
         """Return the plan with another network of the same shape."""
@@ -246,7 +243,7 @@ def for_this_machine(config: RunConfig) -> RunConfig:
         ConfigError: Its torch device is not available.
     """
     check_torch_device(config.torch_device)
-    return config.replaced(seed=0) if config.mode == "release" else config
+    return config.unchecked(seed=0) if config.mode == "release" else config
 
 
 def check_torch_device(name: str) -> None:
@@ -284,26 +281,36 @@ def default_inputs(
     return inputs
 
 
-def with_own_data(
-    config: RunConfig, data: OwnData | Dataset | None, label: str | Sequence[str] | None = None
+def with_own_inputs(
+    config: RunConfig,
+    data: OwnData | Dataset | None,
+    model: nn.Module | None = None,
+    label: str | Sequence[str] | None = None,
 ) -> RunConfig:
-    """Return the configuration for user-supplied data: their name, and no constants of a known data set.
+    """Return the configuration for user-supplied inputs: their names, and no constants of a known data set.
 
     Args:
         config: The configuration.
         data: The data, or None.
+        model: The module, or None.
         label: The column of a table that holds what to predict, or several; None takes data.label.
+
+    Raises:
+        ConfigError: A key does not fit them, or model.name names another network.
     """
-    if label is not None:
-        config = config.replaced(data={"label": label})
-    if data is None:
-        return config
-    changes: dict[str, Any] = {"name": OWN_ARRAYS}
-    if config.data.standardise != "records":
-        changes["standardise"] = config.data.mean is not None
-    if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
-        changes["split"] = "id"
-    return config.replaced(data=changes)
+    changes: dict[str, Any] = {} if label is None else {"label": label}
+    if data is not None:
+        changes["name"] = OWN_ARRAYS
+        if config.data.standardise != "records":
+            changes["standardise"] = config.data.mean is not None
+        if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
+            changes["split"] = "id"
+    found, name = config, own_model_name(config, model)
+    if name != config.model.name:
+        found = found.unchecked(model={"name": name})
+    if any(getattr(config.data, key) != value for key, value in changes.items()):
+        found = found.unchecked(data=changes)
+    return config if found is config else found.replaced()
 
 
 def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest | None = None) -> Dataset:

@@ -146,7 +146,8 @@ class Protection:
         Raises:
             NoGuarantee: No noise reaches epsilon.
         """
-        return {"noise_multiplier": self.calibrated()}
+        multiplier = self.calibrated()
+        return {"noise_multiplier": None if multiplier is None else float(multiplier)}
 
     def released(self) -> tuple[Mechanism, ...]:
         """Return what one step releases; nothing if the run pays for everything upfront."""

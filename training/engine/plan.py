@@ -284,16 +284,16 @@ def default_inputs(
 def with_own_inputs(
     config: RunConfig,
     data: OwnData | Dataset | None,
-    model: nn.Module | None = None,
     label: str | Sequence[str] | None = None,
+    model: nn.Module | None = None,
 ) -> RunConfig:
     """Return the configuration for user-supplied inputs: their names, and no constants of a known data set.
 
     Args:
         config: The configuration.
         data: The data, or None.
-        model: The module, or None.
         label: The column of a table that holds what to predict, or several; None takes data.label.
+        model: The module, or None.
 
     Raises:
         ConfigError: A key does not fit them, or model.name names another network.

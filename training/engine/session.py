@@ -117,7 +117,7 @@ def train(
         if ranks.world > 1:
             require_shareable(resolved, ranks)
         resolved, data, model = default_inputs(resolved, data, model)
-        resolved = with_own_inputs(resolved, data, model, label)
+        resolved = with_own_inputs(resolved, data, label, model)
         named = None if folder is None else Path(folder)
         run_folder = None if named is None else RunFolder(named if follows else own_folder(named))
         if run_folder is not None and not resume and not follows:

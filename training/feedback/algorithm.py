@@ -242,7 +242,6 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
         return ModuleGradients(
             network,
             Objective.named(config.loss, dataset.target),
-            kind=self.options.kind,
             feedback=feedback,
             seed=config.seed_for("module"),
             tape=tape,

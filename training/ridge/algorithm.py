@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from opusim.devices.base import NoisyDevice
-from opusim.devices.usage import DeviceWork, Usage
+from opusim.devices.usage import DeviceWork
 from training.config.run import LossName, RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
@@ -41,7 +41,7 @@ class RidgeTrainer(Trainer):
         released: The model that a protection released, float64, shape (k, d), or None.
     """
 
-    kind = "ridge"
+    network: FullyConnected
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class RidgeTrainer(Trainer):
         protected: bool = False,
         device: NoisyDevice | None = None,
     ) -> None:
-        self.model = network.model
-        self._network, self._ridge, self._loss, self._device = network, ridge, LOSSES[loss], device
+        self.network, self.device = network, device
+        self._ridge, self._loss = ridge, LOSSES[loss]
         self.optimizer = torch.optim.SGD(network.linears[0].parameters())  # holds a rate that nothing uses
         self._protected = protected
         self.released: Tensor | None = None
@@ -71,7 +71,7 @@ class RidgeTrainer(Trainer):
             raise NoGuarantee(
                 "trainer.kind = 'ridge': no protected model was released; prepare the run first"
             )
-        linear = self._network.linears[0]
+        linear = self.network.linears[0]
         with torch.no_grad(), full_precision():
             solved = self._fitted(x, y) if self.released is None else self.released
             found = solved.to(linear.weight)
@@ -89,17 +89,7 @@ class RidgeTrainer(Trainer):
     def _fitted(self, x: Tensor, y: Tensor) -> Tensor:
         """Return W, float64, shape (k, d)."""
         design = Design.of(x, ridge=self._ridge)
-        return design.solved(design.sums(x, y, self._network.widths[-1]))
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """See Network.tensors."""
-        return self._network.tensors
-
-    @property
-    def usage(self) -> Usage:
-        """See Trainer.usage."""
-        return Usage() if self._device is None else self._device.usage
+        return design.solved(design.sums(x, y, self.network.widths[-1]))
 
 
 class RidgeAlgorithm(Algorithm[RidgeConfig, FullyConnected, RidgeTrainer]):

@@ -2,7 +2,7 @@
 
 import torch
 
-from opusim import Algorithm, StepRecord, Trainer, Usage
+from opusim import Algorithm, StepRecord, Trainer
 from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.networks.optimizers import make_optimizer
@@ -34,16 +34,8 @@ class SoftmaxAlgorithm(Algorithm):
 class SoftmaxTrainer(Trainer):
     """A step of softmax regression."""
 
-    kind, usage = "softmax", Usage()
-
     def __init__(self, network, optimizer, options, gradients):
         self.network, self.optimizer, self.options, self.gradients = network, optimizer, options, gradients
-        self.model = network.model
-
-    @property
-    def tensors(self):
-        """The weight and the bias."""
-        return self.network.tensors
 
     def step(self, x, y, *, step, observe, records=None):
         """Project the error onto the features; the protection clips and noises it."""

@@ -354,10 +354,8 @@ class KindSection(Section):
 
     def implementing_class(self) -> Any:
         """Import the class that `implementation` names."""
-        if not self.implementation:
-            raise NotImplementedError(
-                f"{type(self).__name__} must name its implementation, as 'module:Class'"
-            )
+        if not (isinstance(self.implementation, str) and self.implementation):
+            raise TypeError(f"{type(self).__name__}.implementation must name a class, as 'module:Class'")
         return resolve_name(self.implementation)
 
     def check(self, run: Any) -> None:

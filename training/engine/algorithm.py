@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
@@ -53,7 +54,8 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` names it. It must give
 
     - `build_network` and `rebuild_network`: the network, new and from its description in a run folder;
-    - `trainer`: a `training.engine.trainer.Trainer` on `self.network`.
+    - `open` and `step`, if it is a `training.engine.trainer.Trainer`, too; else `trainer`, which returns one on
+      `self.network`.
 
     It may also give
 
@@ -162,14 +164,21 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         """How wide the device is opened, if `config.uses_device`."""
         raise NotImplementedError(f"{type(self).__name__} uses a device and must override device_shape")
 
-    @abstractmethod
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> TrainerT:
-        """Return the trainer, with its noise and protection.
+        """Return the trainer, with its noise and protection: by default a copy of this, opened.
 
         Args:
             device: The open device, or None if the run has none.
             labels: What training knows of the labels in their place, or None if it sees the labels.
         """
+        opened: Any = copy(self)
+        opened.open(device, labels)
+        self.writer = opened.writer
+        return cast(TrainerT, opened)
+
+    def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
+        """Prepare for steps: set `optimizer`, and what a step needs; the arguments are those of `trainer`."""
+        raise NotImplementedError(f"{type(self).__name__} must override open and step, or trainer")
 
     def protected_trainer(self, device: NoisyDevice | None, folder: RunFolder) -> TrainerT:
         """Return the trainer of the run, which was given everything that the protection puts in place of the data.

@@ -14,7 +14,7 @@ from training.config.sections import Effect, Given, ProtectionSection, TrainerSe
 class RidgeConfig(TrainerSection):
     """A linear model in closed form: ridge regression on one-hot labels, one step on all records."""
 
-    implementation = "training.ridge.algorithm:RidgeAlgorithm"
+    implementation = "training.ridge.algorithm:RidgeTrainer"
     summary: ClassVar[str] = "A linear model in closed form, in one step; private for labels in one release."
     protections: ClassVar[tuple[str, ...]] = ("none", "label-release")
     device_keys: ClassVar[Mapping[str, str] | None] = {"protection.noise": "device"}

@@ -32,7 +32,7 @@ def opusim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, which says at its end whether it imported torch."""
     code = (
         "import sys\nfrom training.cli import main\ntry:\n    main()\nfinally:\n"
-        "    heavy = [name for name in ('torch', 'numba', 'lab_softmax.algorithm') if name in sys.modules]\n"
+        "    heavy = [name for name in ('torch', 'numba', 'lab_softmax.trainer') if name in sys.modules]\n"
         "    print('heavy:', *heavy)"
     )
     path = os.pathsep.join(map(str, [*PACKAGES, ROOT]))

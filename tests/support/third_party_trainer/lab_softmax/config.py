@@ -10,7 +10,7 @@ from opusim import TrainerSection
 class SoftmaxConfig(TrainerSection):
     """Softmax regression."""
 
-    implementation = "lab_softmax.algorithm:SoftmaxAlgorithm"
+    implementation = "lab_softmax.trainer:SoftmaxTrainer"
     summary: ClassVar[str] = "Softmax regression at a temperature (from lab-softmax)."
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
 

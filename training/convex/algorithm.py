@@ -1,6 +1,6 @@
 """The convex trainer as the algorithm of a run.
 
-`require_contraction` and its neighbours refuse runs that the theorem of the last iterate does not cover.
+`ConvexAlgorithm.require_covered` refuses runs that the theorem of the last iterate does not cover.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def require_plain_descent(config: RunConfig) -> None:
 
     Raises:
         ConfigError: Momentum, weight decay, another optimizer, a clip in the wrong section, an average of weights.
-        NoGuarantee: A last iterate under a sampler with random batches.
     """
     optimizer, protection = config.optimizer, config.protection
     wrong: dict[str, tuple[object, bool, str]] = {
@@ -74,26 +73,6 @@ def require_plain_descent(config: RunConfig) -> None:
     for key, (value, is_wrong, remedy) in wrong.items():
         if is_wrong:
             raise ConfigError("configuration", key, f"{value!r} is not for trainer.kind = 'convex': {remedy}")
-
-
-def require_last_iterate_scheme(scheme: str) -> None:
-    """Refuse random batches if only the last iterate is to be private."""
-    if scheme not in LAST_ITERATE_SCHEMES:
-        raise NoGuarantee(
-            f"sampler.scheme = {scheme!r}: the last iterate's theorem needs fixed disjoint batches in a fixed order; "
-            f"use {' or '.join(repr(name) for name in LAST_ITERATE_SCHEMES)}, or protection.kind = 'record' with "
-            "'poisson'"
-        )
-
-
-def require_contraction(config: RunConfig, options: ConvexConfig, n_classes: int) -> None:
-    """Refuse a learning rate at which steps push two models apart without a bound.
-
-    Raises:
-        NoGuarantee: eta >= 2 / (beta + lambda), or clipped softmax beyond its own limit.
-    """
-    rate = np.array([config.optimizer.lr])
-    log_expansion(options.objective, options.residual_clip, n_classes, rate, options.regularisation)
 
 
 class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
@@ -186,9 +165,20 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
         """See Algorithm.require_covered; also momentum, other optimizers and rates that no theorem covers."""
         super().require_covered()
         require_plain_descent(self.config)
-        if self.config.protection.last_iterate:
-            require_last_iterate_scheme(self.plan.sampler.scheme)
-            require_contraction(self.config, self.options, self.dataset.n_classes)
+        if not self.config.protection.last_iterate:
+            return
+        scheme, options = self.plan.sampler.scheme, self.options
+        if scheme not in LAST_ITERATE_SCHEMES:
+            raise NoGuarantee(
+                f"sampler.scheme = {scheme!r}: the last iterate's theorem needs fixed disjoint batches in a fixed "
+                f"order; use {' or '.join(repr(name) for name in LAST_ITERATE_SCHEMES)}, or protection.kind = 'record' "
+                "with 'poisson'"
+            )
+        # raises NoGuarantee if eta >= 2 / (beta + lambda), or beyond the limit of clipped softmax
+        rate = np.array([self.config.optimizer.lr])
+        log_expansion(
+            options.objective, options.residual_clip, self.dataset.n_classes, rate, options.regularisation
+        )
 
     @classmethod
     def clip_norm(cls, config: RunConfig, n_classes: int) -> float:

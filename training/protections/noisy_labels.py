@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -51,8 +51,6 @@ from training.runs.storage import read_array, write_array
 LABEL_STEP = 2**64 - 1
 """The step number under which labels are read, so that no training step repeats their noise."""
 _RECORDS_AT_ONCE = 4096
-_PAYMENT = "labels"
-"""What a ledger calls the one look at the labels."""
 
 Pay = Callable[[Mechanism], None]
 """Puts what is about to be released on record; called before anything is drawn."""
@@ -62,6 +60,8 @@ class OneLookProtection(Protection, ABC):
     """Labels that are looked at once; the run folder keeps what was observed."""
 
     needs = frozenset({"soft labels"})
+    payment: ClassVar[str] = "labels"
+    """What a ledger calls the one look at the labels."""
 
     @property
     @abstractmethod
@@ -91,15 +91,15 @@ class OneLookProtection(Protection, ABC):
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
         """See Protection.pay_upfront."""
         if not folder.labels_file.exists():
-            scores = self.look(device, lambda mechanism: ledger.pay_once(_PAYMENT, mechanism))
+            scores = self.look(device, lambda mechanism: ledger.pay_once(self.payment, mechanism))
             write_array(folder.labels_file, scores.numpy())
-        elif all(payment.name != _PAYMENT for payment in ledger.content.payments):
+        elif all(payment.name != self.payment for payment in ledger.content.payments):
             raise LedgerCorrupt(
                 f"{folder.ledger_file}: does not pay for {folder.labels_file.name}, which is there; restore it from a "
                 "copy"
             )
 
-    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
+    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels | None:
         """See Protection.soft_labels."""
         flat_steps = math.ceil(self.options.flat_prior * self.plan.total_steps)
         place, k = self.config.torch_device, self.dataset.n_classes
@@ -132,7 +132,7 @@ class LabelReadoutProtection(OneLookProtection):
         labels = len(self.dataset.train)
         return DeviceWork(projections=labels, calls=math.ceil(labels / _RECORDS_AT_ONCE))
 
-    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
+    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels | None:
         """See Protection.soft_labels; a device that cannot read labels is refused before the run begins."""
         if self.options.noise == "device" and device is not None:
             law = readable_law(device, self.plan.credit)

@@ -34,6 +34,7 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
         given: The model that a protection released, float64, shape (k, d), or None.
     """
 
+    network: FullyConnected
     applies = frozenset({"own noise"})
     given: Tensor | None = None
 

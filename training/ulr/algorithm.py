@@ -13,7 +13,6 @@ from accounting.mechanisms import Mechanism
 from accounting.ulr.mechanisms import PublishedUlr
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
-from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.run import RunConfig
@@ -130,18 +129,6 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
     def updates(self) -> Updates:
         """See Algorithm.updates."""
         return Updates(by_layer=self.options.clip == "module")
-
-    def require_covered(self) -> None:
-        """See Algorithm.require_covered; the published form brings its own noise."""
-        protection = self.config.protection
-        if self.options.form == "published" and protection.protects != "nothing":
-            raise ConfigError(
-                "configuration",
-                "protection.kind",
-                f"{protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
-                "use 'none', or trainer.form = 'proven'",
-            )
-        super().require_covered()
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
         """See Algorithm.released; the published form states the paper's formula."""

@@ -159,7 +159,17 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         """See Algorithm.require_covered; also keys without a meaning for zo, and noise that is not its law's."""
         super().require_covered()
         config = self.config
-        _require_plain_descent(config)
+        tail = config.optimizer.averaged_tail
+        if tail:
+            reason = f"{tail} needs a second copy of the parameters, and the step log leads to the last ones"
+            raise ConfigError("configuration", "optimizer.averaged_tail", f"{reason}; leave it out for zo")
+        for key, plain in (("name", "sgd"), ("momentum", 0.0)):
+            value = getattr(config.optimizer, key)
+            if value != plain:
+                reason = (
+                    f"{value!r} is not for trainer.kind = 'zo', whose update has neither momentum nor moments"
+                )
+                raise ConfigError("configuration", f"optimizer.{key}", f"{reason}; leave it out")
         if config.protection.protects == "nothing":
             return
         if self.options.law == "laplace" and config.protection.noise == "device":
@@ -260,31 +270,4 @@ def _require_same_steps(trainer: ZoTrainer) -> None:
         raise RunFolderError(
             f"steps done = {trainer.steps} here, but another of the {ranks.world} processes has a different number; "
             "resume from folders of one run, and delete newer checkpoints that not all of them have"
-        )
-
-
-def _require_plain_descent(config: RunConfig) -> None:
-    """Refuse keys of the optimizer that mean nothing to an update without moments.
-
-    Raises:
-        ConfigError: An average of weights, momentum or another optimizer.
-    """
-    optimizer = config.optimizer
-    if optimizer.averaged_tail:
-        raise ConfigError(
-            "configuration",
-            "optimizer.averaged_tail",
-            f"{optimizer.averaged_tail} needs a second copy of the parameters, and the step log leads to "
-            "the last ones; leave it out for zo",
-        )
-    wrong: dict[str, object] = {}
-    if optimizer.name != "sgd":
-        wrong["name"] = optimizer.name
-    if optimizer.momentum > 0:
-        wrong["momentum"] = optimizer.momentum
-    for key, value in wrong.items():
-        raise ConfigError(
-            "configuration",
-            f"optimizer.{key}",
-            f"{value!r} is not for trainer.kind = 'zo', whose update has neither momentum nor moments; leave it out",
         )

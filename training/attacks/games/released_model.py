@@ -25,6 +25,7 @@ from torch import Tensor
 from accounting.convex.mechanisms import ConvexLastIterate, learning_rates, proven_mu
 from accounting.labels.linear_model import LabelRelease
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
+from training.convex.algorithm import ConvexAlgorithm
 from training.convex.config import ConvexConfig
 from training.convex.gated import GatedNetwork, GatedRelu
 from training.engine.plan import RunPlan
@@ -168,7 +169,8 @@ class LastIterateGame(TwoWorlds):
         lean: float = LEAN,
     ) -> None:
         self._plan, self._lean = plan, lean
-        self._own: ConvexLastIterate = plan.algorithm.mechanism(plan.protection.noise_multiplier)
+        algorithm: ConvexAlgorithm = plan.algorithm
+        self._own = algorithm.last_iterate(plan.protection.noise_multiplier)
         self._accounted = self._own if accounted is None else accounted
         self._position = int(np.argmax(self.exact_mus())) if position is None else position
         self._values: tuple[float, float] | None = None

@@ -44,13 +44,13 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.camera
 	$(BIN)/python -m benchmarks.speed.features
 	$(BIN)/python -m benchmarks.speed.matrix_free
-	$(BIN)/python -m benchmarks.speed.structured_feedback
 	$(BIN)/python -m benchmarks.speed.commands
 	$(BIN)/python -m benchmarks.speed.causes
 	$(BIN)/python -m benchmarks.speed.growth
 	$(BIN)/python -m benchmarks.speed.examples
 	$(BIN)/python -m benchmarks.speed.convolution_rows
 	$(BIN)/python -m benchmarks.speed.noise_threads
+	$(BIN)/python -m benchmarks.speed.fixed_batches
 	$(BIN)/python -m benchmarks.speed.rounded_noise
 	$(BIN)/python -m benchmarks.speed.served
 	$(BIN)/python -m benchmarks.speed.operators

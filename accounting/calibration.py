@@ -10,7 +10,7 @@ from accounting import numerics
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim import checks
 
 _MOST_NOISE = 1e6

@@ -17,14 +17,18 @@ import typer
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.convex.mechanisms import ConvexLastIterate
-from accounting.convex.planning import least_regularisation, most_epochs, priced_descents
-from accounting.devices.readings import DeviceReadings, device_readings_guarantee
 from accounting.errors import NoGuarantee
-from accounting.explanation import explain_theorem, guarantees_text
+from accounting.explanation import explain_theorem, guarantees_text, large_delta
 from accounting.guarantee import Guarantee
-from accounting.large_delta import large_delta
-from accounting.mechanisms import Mechanism, Parameter, mechanism_classes, parameters_of
+from accounting.mechanism import Mechanism, mechanism_classes
+from accounting.mechanisms.convex import (
+    ConvexLastIterate,
+    least_regularisation,
+    most_epochs,
+    priced_descents,
+)
+from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
+from accounting.parameters import Parameter, parameters_of
 from accounting.tables import number, print_rows
 from accounting.theorems import known_theorems, theorem
 from opusim import checks
@@ -114,25 +118,19 @@ def convex_plan(
         noise_multiplier=1.0 if noise_multiplier is None else noise_multiplier,
         final_noise=math.sqrt(batches - 1),
     )
-    answer = _show_least_noise if noise_multiplier is None else _show_what_a_noise_allows
-    answer(start, target_epsilon=target_epsilon, delta=delta)
-
-
-def _show_least_noise(start: ConvexLastIterate, *, target_epsilon: float, delta: float) -> None:
-    found = priced_descents(start, target_epsilon=target_epsilon, delta=delta, epochs=_EPOCHS_SHOWN)
-    rows = [
-        {
-            "epochs": str(one.mechanism.epochs),
-            "noise multiplier": f"{one.mechanism.noise_multiplier:.4g}",
-            "noise on a weight [C / records]": f"{one.weight_noise:.4g}",
-            "epsilon": number(one.epsilon),
-        }
-        for one in found
-    ]
-    print_rows(rows)
-
-
-def _show_what_a_noise_allows(start: ConvexLastIterate, *, target_epsilon: float, delta: float) -> None:
+    if noise_multiplier is None:
+        found = priced_descents(start, target_epsilon=target_epsilon, delta=delta, epochs=_EPOCHS_SHOWN)
+        rows = [
+            {
+                "epochs": str(one.mechanism.epochs),
+                "noise multiplier": f"{one.mechanism.noise_multiplier:.4g}",
+                "noise on a weight [C / records]": f"{one.weight_noise:.4g}",
+                "epsilon": number(one.epsilon),
+            }
+            for one in found
+        ]
+        print_rows(rows)
+        return
     for label, name, solve in (
         ("least regularisation", "regularisation", least_regularisation),
         ("most epochs", "epochs", most_epochs),

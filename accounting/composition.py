@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim import checks
 
 
@@ -38,16 +38,11 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
     merged = [*merge(one for one in ran if one.additive), *sorted(apart, key=_text)]
     if not merged:
         raise NoGuarantee("mechanisms: there is none, nothing was paid for; name at least one")
-    accountants = {_accountant(type(mechanism)) for mechanism in merged}
+    accountants = {mechanism.accountant for mechanism in merged}
     if len(accountants) != 1:
         kinds = ", ".join(sorted({mechanism.kind for mechanism in merged}))
         raise NoGuarantee(f"mechanisms {kinds}: no accountant covers them together; state each separately")
     return accountants.pop().guarantees(merged, delta=delta, enforced=enforced)
-
-
-def _accountant(kind: type[Mechanism]) -> type[Mechanism]:
-    """The class whose `guarantees` a kind uses; mechanisms that share it compose."""
-    return next(base for base in kind.__mro__ if "guarantees" in vars(base))
 
 
 def merge(mechanisms: Iterable[Mechanism]) -> list[Mechanism]:
@@ -93,10 +88,12 @@ class Budget:
         if not merged:
             return 0.0
         if merged not in self._known:
-            proven = [
-                guarantee for guarantee in guarantees(merged, delta=self.delta) if self._counts(guarantee)
+            counted = [
+                one.epsilon
+                for one in guarantees(merged, delta=self.delta)
+                if one.is_proven and self.unit in (None, one.unit) and self.adjacency in (None, one.adjacency)
             ]
-            self._known[merged] = min((guarantee.epsilon for guarantee in proven), default=math.inf)
+            self._known[merged] = min(counted, default=math.inf)
         return self._known[merged]
 
     def would_exceed(self, paid: Sequence[Mechanism], more: Sequence[Mechanism]) -> bool:
@@ -159,8 +156,3 @@ class Budget:
             f"budget: the next step would cost more than epsilon {self.epsilon:g} at delta {self.delta:g} "
             f"(spent {self.spent(paid):.4g}); it was not taken. Use more noise, fewer steps or a larger budget"
         )
-
-    def _counts(self, guarantee: Guarantee) -> bool:
-        fits_unit = self.unit is None or guarantee.unit is self.unit
-        fits_relation = self.adjacency is None or guarantee.adjacency is self.adjacency
-        return guarantee.is_proven and fits_unit and fits_relation

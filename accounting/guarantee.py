@@ -44,7 +44,8 @@ def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
     """
     values = dict(content)
     for key in [key for key, value in values.items() if value == "inf"]:
-        if _is_number(get_type_hints(kind).get(key)):
+        hint = get_type_hints(kind).get(key)
+        if float in (hint, *get_args(hint)):  # a float, or a float or None
             values[key] = math.inf
     for key, value in values.items():
         if isinstance(value, float) and math.isnan(value):
@@ -52,21 +53,11 @@ def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
     try:
         return cast(R, _adapter_of(kind).validate_json(json.dumps(values), strict=True))
     except pydantic.ValidationError as error:
-        raise ValueError(_one_line(error.errors()[0])) from error
-
-
-def _one_line(problem: Mapping[str, Any]) -> str:
-    cause = problem.get("ctx", {}).get("error")
-    if cause:
-        return str(cause)
-    place, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
-    shown = "" if isinstance(value, dict | list) else f" = {checks.short(value)}"
-    return f"{place}{shown}: {problem['msg']}"
-
-
-def _is_number(hint: Any) -> bool:
-    """Whether a field holds a float, or a float or None."""
-    return float in (hint, *get_args(hint))
+        problem = error.errors()[0]
+        cause = problem.get("ctx", {}).get("error")
+        place, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
+        shown = "" if isinstance(value, dict | list) else f" = {checks.short(value)}"
+        raise ValueError(str(cause) if cause else f"{place}{shown}: {problem['msg']}") from error
 
 
 def _adapter_of(kind: type[Any]) -> Any:
@@ -197,9 +188,6 @@ class Guarantee:
         checks.in_unit_interval(closed="left", delta=self.delta)
         if self.epsilon_lower is not None and not self.epsilon_lower <= self.epsilon:
             raise ValueError(f"epsilon_lower = {self.epsilon_lower}: exceeds epsilon = {self.epsilon}")
-        self._check_status()
-
-    def _check_status(self) -> None:
         failed = self.failed_assumptions
         if math.isinf(self.epsilon) != (self.reason is not None):
             raise ValueError(

@@ -6,7 +6,7 @@ prints the rest, so that an installed package can show what an epsilon rests on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accounting.errors import NoGuarantee
@@ -163,31 +163,13 @@ def about_rounding(exactly_rounded: bool, *, enforced: bool, what: str = "number
     Args:
         exactly_rounded: Whether every release went through `opusim.randomness.rounded` with noise of exact law.
         enforced: Whether the code that ran did so.
-        what: Which released numbers that is about; others rest on a theorem of their own.
+        what: Which released numbers that is about; others rest on a theorem of their own. The contributions to
+            `NOISY_SUM` are rounded besides.
     """
-    if exactly_rounded:
-        return assumptions((_EXACTLY_ROUNDED.format(what=what),), enforced=enforced)
-    return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
-
-
-def about_noisy_sums(exactly_rounded: bool, *, enforced: bool) -> tuple[Assumption, ...]:
-    """Return what a statement about noisy sums of contributions assumes about rounding.
-
-    Args:
-        exactly_rounded: Whether every entry went through `NoiseStream.add_rounded` with noise of exact law.
-        enforced: Whether the code that ran did so.
-    """
-    rounding = about_rounding(exactly_rounded, enforced=enforced, what=NOISY_SUM)
-    return (*rounding, Assumption(text=_SUMS_ROUND)) if exactly_rounded else rounding
-
-
-def weaker(relations: Iterable[Adjacency]) -> Adjacency:
-    """Return what holds for all of several relations: zero_out, unless all are add_or_remove_one.
-
-    If no constant comes from the data, a run with a null record equals the run without that record, so a guarantee for
-    add_or_remove_one is one for zero_out.
-    """
-    return Adjacency.ZERO_OUT if Adjacency.ZERO_OUT in set(relations) else Adjacency.ADD_OR_REMOVE_ONE
+    if not exactly_rounded:
+        return (Assumption(text=_ROUNDING_NOT_ATTACKED),)
+    stated = assumptions((_EXACTLY_ROUNDED.format(what=what),), enforced=enforced)
+    return (*stated, Assumption(text=_SUMS_ROUND)) if what == NOISY_SUM else stated
 
 
 def leaving_out(**relations: str) -> None:

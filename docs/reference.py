@@ -16,6 +16,8 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from accounting.mechanisms import mechanism_classes
+from accounting.theorems import known_theorems
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import variants_of
 from training.cli.app import app
@@ -196,10 +198,30 @@ def commands_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def theorems_page() -> str:
+    """Return the reference of theorems: what `opusim explain` prints of each, with links to their derivations."""
+    mechanism_classes()  # import what defines theorems
+    rows, parts = [], []
+    for one in known_theorems():
+        derived = re.sub(r"^([\w-]+\.md)", r"[\1](../\1)", cell(one.page))
+        rows.append((f"[`{one.name}`](#{one.name})", cell(one.title), derived))
+        parts += [f"## {one.name}", f"**Theorem.** {cell(one.statement)}", f"**Proof.** {cell(one.proof)}"]
+        for heading, texts in (
+            ("Hypotheses that training code checks:", one.checked_by_code),
+            ("Hypotheses taken on trust:", one.trusted),
+        ):
+            parts += ["\n".join([heading, "", *(f"- {cell(text)}" for text in texts)])] if texts else []
+        reference = f" {cell(one.reference)}." if one.reference else ""
+        parts.append(f"Computed by `{one.code}`. Derived in {derived}.{reference}")
+    head = "A statement cites its theorem by name. `opusim explain THEOREM` prints one."
+    return "\n\n".join(["# Theorems", head, table(("theorem", "about", "derived in"), rows), *parts]) + "\n"
+
+
 PAGES = {
     "device-description": (device_description_page, "opusim/description/schema.py"),
     "configuration": (configuration_page, "training/config/run.py"),
     "commands": (commands_page, "training/cli/app.py"),
+    "theorems": (theorems_page, "accounting/theorems.py"),
 }
 """Pages by name, each with the file of the repository that a link to it names."""
 

@@ -47,6 +47,10 @@ _HOMES = _homes()
 __all__ = sorted(_HOMES)
 _FORMER = {
     "calibrate": "opusim.calibrate_noise finds the noise for an epsilon, opusim.calibration measures a device",
+    **dict.fromkeys(
+        ("TensorBoardLogger", "MLflowLogger", "WandbLogger"),
+        "write an opusim.Callback, as examples/tensorboard_logger.py does",
+    ),
     "require_scheme": "opusim.require_poisson refuses every other scheme",
     "train_on": "opusim.train takes arrays or a Dataset as data",
 }

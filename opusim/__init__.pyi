@@ -40,7 +40,7 @@ from accounting import guarantees as guarantees
 from accounting import mechanism_from_json as mechanism_from_json
 from accounting import read_ledger as read_ledger
 from accounting import require_poisson as require_poisson
-from accounting.records.additive_noise import AdditiveNoise as AdditiveNoise
+from accounting.mechanisms.records import AdditiveNoise as AdditiveNoise
 from opusim.crossbar.conversion import DeviceModel as DeviceModel
 from opusim.crossbar.conversion import convert as convert
 from opusim.crossbar.converter import Converter as Converter
@@ -106,9 +106,6 @@ from training.config.sections import TrainerSection as TrainerSection
 from training.engine.algorithm import Algorithm as Algorithm
 from training.engine.algorithm import DeviceShape as DeviceShape
 from training.engine.callbacks import Callback as Callback
-from training.engine.callbacks import MLflowLogger as MLflowLogger
-from training.engine.callbacks import TensorBoardLogger as TensorBoardLogger
-from training.engine.callbacks import WandbLogger as WandbLogger
 from training.engine.trainer import StepRecord as StepRecord
 from training.engine.trainer import Trainer as Trainer
 from training.feedback.diagnosis import Diagnosis as Diagnosis

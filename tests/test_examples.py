@@ -51,6 +51,7 @@ def test_unmarked_lines_are_caught() -> None:
     assert unmarked(f'"""A page."""\nimport opusim\nimport opusim  {MARK}') == ["import opusim"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_quick_examples_learn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     accuracy = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]()

@@ -50,6 +50,7 @@ def test_every_script_is_shown_with_its_picture() -> None:
 QUICK = ("ridge", "membership")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [file if file.stem in QUICK else pytest.param(file, marks=pytest.mark.slow) for file in SCRIPTS],

@@ -34,6 +34,7 @@ from training.attacks.findings import Finding, Role, RunAudit, finding_rows, par
 from training.config.data import DataConfig
 from training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx
 from training.data.tables import file_dataset
+from training.engine.callbacks import Callback
 from training.errors import DataError, RunFolderError
 from training.private_loop.saves import CHECKPOINT_FILE, VERSION, read_save
 from training.private_loop.settings import SETTINGS_FILE
@@ -208,18 +209,12 @@ def test_labelled_texts(folder: Path, content: bytes) -> None:
 # runs
 
 
-class Dead:
+class Dead(Callback):
     """A watcher who falls dead at the third step."""
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
 
     def on_step(self, *, step: int) -> None:
         if step == 3:
             raise KeyboardInterrupt
-
-    def on_epoch(self, record: dict) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accounting.errors import LedgerCorrupt, NoGuarantee
-from accounting.ledger.evidence import CertificateFacts
+from accounting.ledger.content import CertificateFacts
 from accounting.ledger.journal import Journal, head_file
 from accounting.ledger.ledger import LEDGER_FILE, Ledger, read_ledger
 from accounting.ledger.statement import LedgerFacts, Statement
-from accounting.records.mechanisms import RecordCentral
+from accounting.mechanisms.records import RecordCentral
 from opusim.description.loading import load_description, packaged_names, parse_description
 from opusim.devices.access import require_configuration
 from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw, digest_of, load_certificate
@@ -224,7 +224,6 @@ def ledger_in(folder: Path) -> Path:
             for number in range(5):
                 ledger.pay(number, step)
             ledger.return_unused()
-            ledger.note_stop(5, "d" * 32)
     return file
 
 

@@ -74,10 +74,11 @@ ORDER = {
         ("errors",),
         ("guarantee",),
         ("theorems", "tables", "numerics"),
-        ("mechanisms",),
-        ("composition", "explanation", "large_delta"),
+        ("parameters",),
+        ("mechanism",),
+        ("composition", "explanation"),
         ("calibration", "audit", "ledger"),
-        ("records", "labels", "pdfa", "ulr", "zeroth_order", "convex", "selection", "devices"),
+        ("mechanisms",),
         ("cli",),
     ),
     "training": (
@@ -377,10 +378,12 @@ def runs_forked(modules: Iterable[str], seconds: float) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_imports_start_no_threads_that_a_forked_process_lacks() -> None:
     assert runs_forked(product_files(), seconds=60)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has another library of threads")
 def test_threads_that_a_forked_process_lacks_are_caught() -> None:
     assert not runs_forked([], seconds=8)

@@ -6,6 +6,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 LAYERS = ("opusim", "training", "accounting")
 
@@ -25,6 +27,7 @@ with open_device("gaussian", n_inputs=4, n_outputs=8) as device:
 """
 
 
+@pytest.mark.slow
 def test_every_module_of_the_wheel_imports(tmp_path: Path) -> None:
     source = tmp_path / "source"
     unwanted = shutil.ignore_patterns(".*", "build", "results", "__pycache__", "*.egg-info")

@@ -1,8 +1,14 @@
-"""What a ledger holds, from the entries of its journal (`accounting.ledger.ledger` says what they mean)."""
+"""What a ledger holds, from the entries of its journal (`accounting.ledger.ledger` says what they mean).
+
+Its certificates and alarms are about the device whose noise is credited. A statement that rests on a certificate lists
+it among its assumptions. An alarm that speaks against the certified noise divides a run: what was released before the
+last check in order keeps its guarantee, and nothing covers what came after, since later steps build on it.
+"""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,13 +16,106 @@ from typing import Any, Literal, get_args
 
 from accounting.composition import guarantees, merge
 from accounting.errors import LedgerCorrupt
-from accounting.guarantee import Guarantee
-from accounting.ledger.evidence import Alarm, CertificateFacts, stated
+from accounting.guarantee import Assumption, Guarantee, Release, Status, from_json
 from accounting.ledger.journal import Position
-from accounting.mechanisms import CertifiedMechanism, Mechanism, mechanism_from_json
+from accounting.mechanism import CertifiedMechanism, Mechanism, mechanism_from_json
 from opusim import checks
 
 Mode = Literal["experiment", "release"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateFacts:
+    """A certificate of a device's noise, as a statement needs it.
+
+    Attributes:
+        digest: Of the whole certificate; mechanisms name it.
+        device: Name of the device.
+        date: Day of its frames, ISO 8601.
+        age_days: Its age in days when the run first used it.
+        beta: Probability that its numbers are wrong, in (0, 1).
+        law: The certified law in one line.
+        remarks: What it takes on trust and does not cover.
+        every_steps: Steps from one check of the monitor to the next.
+        finds: Loss of the noise's variance against the certified one, as a share, that a single check finds with
+            probability 0.99, in the mean over the outputs.
+        finds_output: The same for a single output whose others lose nothing; None if a check finds none, or if
+            a ledger of an earlier version does not say.
+    """
+
+    digest: str
+    device: str
+    date: str
+    age_days: int
+    beta: float
+    law: str
+    remarks: tuple[str, ...]
+    every_steps: int
+    finds: float
+    finds_output: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.in_unit_interval(closed="neither", beta=self.beta)
+        checks.integer(minimum=0, age_days=self.age_days)
+        checks.integer(minimum=1, every_steps=self.every_steps)
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What a statement that rests on it takes on trust."""
+        age = f"{self.age_days} day{'' if self.age_days == 1 else 's'} old when first used"
+        looks = "every step" if self.every_steps == 1 else f"every {self.every_steps}th step"
+        single = (
+            "no loss at a single output"
+            if self.finds_output is None
+            else f"{100 * self.finds_output:.2g} % less at a single output"
+        )
+        texts = (
+            f"certificate {self.digest[:12]} of device {self.device!r}, dated {self.date}, {age}: {self.law}; it "
+            f"is wrong with probability {self.beta:g}, which delta includes once",
+            "the noise stayed at least as strong as certified from the calibration to the last step; the monitor "
+            f"looked before {looks}, and with probability 0.99 one look finds {100 * self.finds:.2g} % less variance "
+            f"in the mean over the outputs, and {single}",
+            *self.remarks,
+        )
+        return tuple(Assumption(text=text) for text in texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """What a device's monitor stopped a run for.
+
+    Attributes:
+        step: The step before which it stopped; that step was not done.
+        since: First step whose noise may have been weaker than certified, at most `step`; -1 also doubts what was read
+            before the first step.
+        found: What the monitor found, as text.
+        covered: Whether the noise that it found was still as strong as certified.
+    """
+
+    step: int
+    since: int
+    found: str
+    covered: bool
+
+    def __post_init__(self) -> None:
+        checks.integer(minimum=-1, since=self.since)
+        checks.integer(minimum=max(self.since, 0), step=self.step)
+
+    @property
+    def text(self) -> str:
+        """What a statement says of it."""
+        if self.covered:
+            return f"the monitor stopped the run before step {self.step}, at noise as strong as certified: {self.found}"
+        begin = "what was read at the start" if self.since < 0 else f"step {self.since}"
+        return (
+            f"the monitor stopped the run before step {self.step}: {self.found}; from {begin} on, noise may have been "
+            "weaker than certified"
+        )
+
+    @property
+    def doubts(self) -> bool:
+        """Whether something was released under noise that may have been too weak."""
+        return not self.covered and self.since < self.step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +159,6 @@ class LedgerContent:
         payments: Every line that pays, less the steps that were returned.
         certificates: The certificates that mechanisms rest on.
         alarms: What the device's monitor stopped the run for.
-        stopped: The checkpoint of a clean stop if that is the last line, else None.
         position: How far the file reached when it was read.
     """
 
@@ -70,7 +168,6 @@ class LedgerContent:
     payments: tuple[Payment, ...]
     certificates: tuple[CertificateFacts, ...] = ()
     alarms: tuple[Alarm, ...] = ()
-    stopped: str | None = None
     position: Position = field(default_factory=Position)
 
     @property
@@ -96,13 +193,40 @@ class LedgerContent:
         Raises:
             NoGuarantee: Nothing was paid for, or no theorem covers all of it together.
         """
-        return stated(
-            self._guarantees,
-            certificates=self.certificates,
-            alarms=self.alarms,
-            doubts=self.doubts,
-            delta=self.delta if delta is None else delta,
-        )
+        at = self.delta if delta is None else delta
+        whole = self._guarantees(at, None)
+        if not self.doubts:
+            return [self._with_certificates(one) for one in whole]
+        alarm = min(self.doubts, key=lambda alarm: alarm.since)
+        uncovered = [
+            replace(
+                one,
+                epsilon=math.inf,
+                epsilon_lower=None,
+                status=Status.NONE,
+                reason=f"{alarm.text}, and nothing covers what was released since",
+            )
+            if one.is_proven
+            else one
+            for one in whole
+        ]
+        early = [
+            replace(
+                self._with_certificates(one),
+                mechanism=f"released before step {alarm.since}: {one.mechanism}",
+            )
+            for one in self._guarantees(at, alarm.since)
+            if one.status is Status.PROVEN_UNDER_DEVICE_MODEL and one.release is not Release.LAST_ITERATE
+        ]
+        return uncovered + early
+
+    def _with_certificates(self, guarantee: Guarantee) -> Guarantee:
+        """Return a guarantee under a device model with the certificates among its assumptions."""
+        if guarantee.status is not Status.PROVEN_UNDER_DEVICE_MODEL:
+            return guarantee
+        texts = [assumption for certificate in self.certificates for assumption in certificate.assumptions]
+        texts += [Assumption(text=alarm.text) for alarm in self.alarms if alarm.covered]
+        return replace(guarantee, assumptions=(*guarantee.assumptions, *texts))
 
     def _guarantees(self, delta: float, before: int | None) -> list[Guarantee]:
         """Return the guarantees of everything paid for, or of the steps before one; none if there are none."""
@@ -172,35 +296,36 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
     payments: list[Payment] = []
     certificates: list[CertificateFacts] = []
     alarms: list[Alarm] = []
-    stopped, block_before = None, False
+    block_before = False
     for number, entry in enumerate(entries, start=1):
         try:
             if number == 1:
-                mode, delta, enforced = _opening(entry)
+                mode, delta, enforced = entry["mode"], entry["delta"], entry["enforced"]
+                checks.choice(get_args(Mode), mode=mode)
+                checks.in_unit_interval(closed="left", delta=delta)
+                checks.instance(bool, enforced=enforced)
             elif "returned" in entry:
                 if mode != "release" or not block_before:
                     raise ValueError("returns steps, but the line before reserves none in release mode")
                 returned = entry["returned"]
                 payments[-1] = shortened(payments[-1], returned["first_step"], returned["steps"])
             elif "certificate" in entry:
-                certificates.append(CertificateFacts.from_json(entry["certificate"]))
+                certificates.append(from_json(CertificateFacts, entry["certificate"]))
             elif "alarm" in entry:
-                alarms.append(Alarm.from_json(entry["alarm"]))
+                alarms.append(from_json(Alarm, entry["alarm"]))
             elif "stopped" not in entry and "resumed" not in entry:
                 payments.append(_payment(entry))
                 require_certified(payments[-1].mechanisms, certificates)
-            stopped = str(entry["stopped"]["checkpoint"]) if "stopped" in entry else None
         except (KeyError, ValueError, TypeError) as error:
             raise LedgerCorrupt(f"{path}: line {number}: {error}") from error
         block_before = "first_step" in entry
     return LedgerContent(
         mode=mode,
-        delta=delta,
+        delta=float(delta),
         enforced=enforced,
         payments=tuple(payments),
         certificates=tuple(certificates),
         alarms=tuple(alarms),
-        stopped=stopped,
     )
 
 
@@ -239,14 +364,6 @@ def shortened(payment: Payment, first_step: int, steps: int) -> Payment:
             "block in the line before"
         )
     return replace(payment, steps=first_step - begin)
-
-
-def _opening(entry: dict[str, Any]) -> tuple[Mode, float, bool]:
-    mode, delta, enforced = entry["mode"], entry["delta"], entry["enforced"]
-    checks.choice(get_args(Mode), mode=mode)
-    checks.in_unit_interval(closed="left", delta=delta)
-    checks.instance(bool, enforced=enforced)
-    return mode, float(delta), enforced
 
 
 def _payment(entry: dict[str, Any]) -> Payment:

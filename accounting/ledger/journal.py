@@ -19,7 +19,7 @@ keeps the `Position` that the journal had, and every later reader requires that 
 
 The digests have no key: they find accidents and careless edits, not an attacker who recomputes them.
 
-A ledger is one such journal; any other append-only log may be one too, read with `read_journal`.
+A ledger is one such journal; any other append-only log may be one too, read with `read_positioned`.
 """
 
 from __future__ import annotations
@@ -174,11 +174,6 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def read_journal(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> list[dict[str, Any]]:
-    """Return the entries of a journal without repairing anything; arguments and errors as for `read_positioned`."""
-    return read_positioned(path, witnesses=witnesses)[0]
 
 
 def read_positioned(

@@ -11,7 +11,7 @@ are reserved in blocks, one line each, so that not every step waits for a sync.
 - experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once, unless it
   reads a device that repeats no noise: then it is charged again, as in release mode.
 - release mode: a re-executed step draws new noise and is charged again. A kill also loses the rest of a block. A
-  process that stops cleanly returns that rest (`Ledger.return_unused`) and says so for what it paid once (`note_stop`).
+  process that stops cleanly returns that rest (`Ledger.return_unused`).
 
 Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta` and `enforced`. The others are
 
@@ -20,10 +20,9 @@ Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta`
 | `first_step`, `steps`, `mechanisms` | a block of steps is paid for; the descriptions are of a single step |
 | `name`, `mechanisms` | a release that happens once is paid for |
 | `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
-| `certificate` | mechanisms that name its digest rest on it (`accounting.ledger.evidence`) |
+| `certificate` | mechanisms that name its digest rest on it (`accounting.ledger.content`) |
 | `alarm`: `step`, `since`, `found`, `covered` | the device's monitor stopped the run before a step |
-| `stopped`: `step`, `checkpoint` | the run stopped cleanly, and this checkpoint holds all that it did |
-| `resumed`: `checkpoint` | the ledger was reopened, from this checkpoint or none; a `stopped` counts once |
+| `stopped`, `resumed` | written by earlier versions about a budget that a run spends gradually; read, and not used |
 
 Payments cover what is computed, in release mode also each repetition of a step, whichever process is killed and when:
 1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is
@@ -44,8 +43,10 @@ from typing import Any, NoReturn, Self
 
 from accounting.composition import Budget, merge
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, to_json
 from accounting.ledger.content import (
+    Alarm,
+    CertificateFacts,
     Coverage,
     LedgerContent,
     Mode,
@@ -54,9 +55,8 @@ from accounting.ledger.content import (
     require_certified,
     shortened,
 )
-from accounting.ledger.evidence import Alarm, CertificateFacts
 from accounting.ledger.journal import Journal, Position, Witness, read_positioned
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim import checks
 from opusim.files import OwnProcess
 
@@ -74,8 +74,6 @@ class Ledger:
         block: Steps reserved by one line, at least 1.
         budget: Stops the run before the step that would exceed it.
         witnesses: What other files know of the ledger; an older or different one is refused.
-        resumed_from: Digest of the checkpoint that the run resumes from, or None if the run is new. If the last line is
-            a clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
         repeatable: Whether a re-executed step repeats its release in experiment mode. In release mode none does.
 
     Raises:
@@ -93,7 +91,6 @@ class Ledger:
         block: int = 1,
         budget: Budget | None = None,
         witnesses: Sequence[Witness] = (),
-        resumed_from: str | None = None,
         repeatable: bool = True,
     ) -> None:
         checks.integer(minimum=1, block=block)
@@ -103,7 +100,6 @@ class Ledger:
         self._process = OwnProcess()
         self._block, self._budget = block, budget
         self._charges_again = mode == "release" or not repeatable
-        self._resumes = False
         opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}
         self._journal = Journal(path, witnesses=witnesses)
         try:
@@ -115,10 +111,6 @@ class Ledger:
                 raise ValueError(
                     f"{path}: the ledger was created with {kept}, not {opening}; start a new run folder"
                 )
-            if self._content.stopped is not None:  # it counts for this opening only, whether used or not
-                self._resumes = self._content.stopped == resumed_from
-                self._journal.append({"resumed": {"checkpoint": resumed_from}})
-                self._noted()
         except BaseException:
             self._journal.close()
             raise
@@ -163,11 +155,6 @@ class Ledger:
         self._process.require(self._journal.path)
         if self._lines != self._journal.position.lines:
             self._load()
-
-    @property
-    def charges_again(self) -> bool:
-        """Whether a re-executed step is charged again."""
-        return self._charges_again
 
     @property
     def position(self) -> Position:
@@ -218,17 +205,14 @@ class Ledger:
                 return
         self._reserve(step, mechanisms, until)
 
-    def pay_once(self, name: str, *mechanisms: Mechanism, whole_run: bool = False) -> None:
-        """Ensure that a release that happens once is paid for, such as a label table, or a budget for all steps.
+    def pay_once(self, name: str, *mechanisms: Mechanism) -> None:
+        """Ensure that a release that happens once is paid for, such as a label table.
 
-        If steps repeat, the same name is paid once. Otherwise every call is charged, except for a payment for the whole
-        run in a process that resumes from the checkpoint of a clean stop: the steps so far and those to come
-        are one adaptive release under one budget, whose state the checkpoint holds, and nothing was computed since.
+        If steps repeat, the same name is paid once. Otherwise every call is charged.
 
         Args:
             name: Its name in the ledger.
             *mechanisms: What is released, at least one.
-            whole_run: Whether the steps of the run spend it gradually, and a checkpoint holds how much.
 
         Raises:
             BudgetExceeded: It would exceed the budget.
@@ -239,7 +223,7 @@ class Ledger:
         self._require_current()
         _require_mechanisms(mechanisms)
         earlier = [payment for payment in self._payments if payment.name == name]
-        if earlier and (not self._charges_again or (whole_run and self._resumes)):
+        if earlier and not self._charges_again:
             if not _covers(earlier[-1].mechanisms, mechanisms):
                 raise LedgerCorrupt(f"{self._journal.path}: {name!r} was paid for as another mechanism")
             return
@@ -280,7 +264,7 @@ class Ledger:
         """Record a certificate that mechanisms will name; one that is known already writes no line."""
         self._require_current()
         if all(known.digest != certificate.digest for known in self._certificates):
-            self._journal.append({"certificate": certificate.to_json()})
+            self._journal.append({"certificate": to_json(certificate)})
             self._certificates.append(certificate)
             self._noted()
 
@@ -291,22 +275,8 @@ class Ledger:
             OSError: The line could not be written.
         """
         self._require_current()
-        self._journal.append({"alarm": alarm.to_json()})
+        self._journal.append({"alarm": to_json(alarm)})
         self._alarms.append(alarm)
-        self._noted()
-
-    def note_stop(self, step: int, checkpoint: str) -> None:
-        """Record that the run stopped cleanly; call it last, when the checkpoint holds everything computed.
-
-        Args:
-            step: Steps done.
-            checkpoint: Digest of the checkpoint that holds them.
-
-        Raises:
-            OSError: The line could not be written; a resumed run pays again.
-        """
-        self._require_current()
-        self._journal.append({"stopped": {"step": step, "checkpoint": checkpoint}})
         self._noted()
 
     def require_covers(self, steps: int) -> None:
@@ -331,7 +301,16 @@ class Ledger:
         if not self._charges_again:
             paid = self._coverage.find(step)
             if paid is not None:
-                self._reuse(step, mechanisms, paid)
+                if not _covers(paid.mechanisms, mechanisms):
+                    raise LedgerCorrupt(
+                        f"{self._journal.path}: step {step} was paid for as exactly rounded, and only the processor "
+                        "rounds so; resume on the processor, or start a new run folder"
+                        if _covers(mechanisms, paid.mechanisms)
+                        else f"{self._journal.path}: step {step} was paid for as {paid.mechanisms[0].describe()!r}, "
+                        f"not {mechanisms[0].describe()!r}; start a new run folder"
+                    )
+                first = paid.first_step or 0
+                self._credit = (first, first + paid.steps, mechanisms)
                 return
             wanted = self._coverage.room(step, wanted)
         if self._budget:
@@ -342,20 +321,6 @@ class Ledger:
         self._write(Payment(first_step=step, steps=wanted, mechanisms=mechanisms))
         used = 1 if self._charges_again else 0
         self._credit = (step + used, step + wanted, mechanisms)
-
-    def _reuse(self, step: int, mechanisms: tuple[Mechanism, ...], paid: Payment) -> None:
-        if not _covers(paid.mechanisms, mechanisms):
-            if _covers(mechanisms, paid.mechanisms):
-                raise LedgerCorrupt(
-                    f"{self._journal.path}: step {step} was paid for as exactly rounded, and only the processor rounds "
-                    "so; resume on the processor, or start a new run folder"
-                )
-            raise LedgerCorrupt(
-                f"{self._journal.path}: step {step} was paid for as {paid.mechanisms[0].describe()!r}, "
-                f"not {mechanisms[0].describe()!r}; start a new run folder"
-            )
-        first = paid.first_step or 0
-        self._credit = (first, first + paid.steps, mechanisms)
 
     def _write(self, payment: Payment) -> None:
         require_certified(payment.mechanisms, self._certificates)

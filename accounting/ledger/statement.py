@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from accounting.explanation import guarantees_text
+from accounting.explanation import LARGE_DELTA, guarantees_text, large_delta
 from accounting.guarantee import Guarantee, Release, from_json, to_json
-from accounting.large_delta import LARGE_DELTA, large_delta
-from accounting.ledger.content import LedgerContent, Mode
-from accounting.ledger.evidence import Alarm, CertificateFacts
-from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.ledger.content import Alarm, CertificateFacts, LedgerContent, Mode
+from accounting.mechanism import Mechanism, mechanism_from_json
 from accounting.theorems import known_theorems
 from opusim import checks
 from opusim.tables import wrapped
@@ -148,6 +146,7 @@ class Statement:
     @property
     def warnings(self) -> tuple[WarningCode, ...]:
         """What limits every guarantee here; `WARNINGS` has the sentences."""
+        records = None if self.run is None else self.run.records
         last_only = any(guarantee.release is Release.LAST_ITERATE for guarantee in self.guarantees)
         found: dict[WarningCode, bool] = {
             "experiment": self.mode == "experiment",
@@ -155,17 +154,13 @@ class Statement:
             "unwitnessed": not self.ledger.checked_against,
             "unaudited": any(guarantee.is_proven for guarantee in self.guarantees)
             and not all(mechanism.audited for mechanism in self.mechanisms),
-            "large-delta": self._has_large_delta,
+            "large-delta": any(
+                large_delta(one.delta, self.mechanisms, records=records) is not None
+                for one in self.guarantees
+                if one.is_proven
+            ),
         }
         return tuple(code for code, holds in found.items() if holds)
-
-    @property
-    def _has_large_delta(self) -> bool:
-        records = None if self.run is None else self.run.records
-        return any(
-            guarantee.is_proven and large_delta(guarantee.delta, self.mechanisms, records=records) is not None
-            for guarantee in self.guarantees
-        )
 
     def text(self, *, without: Sequence[WarningCode] = ()) -> str:
         """Return the guarantees as a table and paragraphs, as `opusim account run` prints them, with the warnings.
@@ -183,19 +178,26 @@ class Statement:
         return self.text()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document as plain JSON values, keys in a fixed order; infinity becomes the string "inf"."""
+        """Return the document as plain JSON values, keys in a fixed order; infinity becomes the string "inf".
+
+        A guarantee has the theorem that its source cites, or None if it cites no known one.
+        """
+        shown = ("name", "title", "statement", "reference", "code", "page")
+        theorems = {one.name: {key: getattr(one, key) for key in shown} for one in known_theorems()}
         return {
             "schema": SCHEMA,
             "version": VERSION,
             "mode": self.mode,
             "seed_stored": self.mode == "experiment",
             "warnings": [{"code": code, "text": WARNINGS[code]} for code in self.warnings],
-            "guarantees": [_with_theorem(guarantee) for guarantee in self.guarantees],
+            "guarantees": [
+                {**one.to_json(), "theorem": theorems.get(one.theorem or "")} for one in self.guarantees
+            ],
             "mechanisms": [
                 {**mechanism.to_json(), "description": mechanism.describe()} for mechanism in self.mechanisms
             ],
-            "certificates": [certificate.to_json() for certificate in self.certificates],
-            "alarms": [alarm.to_json() for alarm in self.alarms],
+            "certificates": [to_json(certificate) for certificate in self.certificates],
+            "alarms": [to_json(alarm) for alarm in self.alarms],
             "ledger": to_json(self.ledger),
             "run": None if self.run is None else to_json(self.run),
             "versions": dict(self.versions),
@@ -227,9 +229,9 @@ class Statement:
                 guarantees=tuple(Guarantee.from_json(guarantee) for guarantee in content["guarantees"]),
                 mechanisms=tuple(mechanism_from_json(mechanism) for mechanism in mechanisms),
                 certificates=tuple(
-                    CertificateFacts.from_json(one) for one in content.get("certificates", ())
+                    from_json(CertificateFacts, one) for one in content.get("certificates", ())
                 ),
-                alarms=tuple(Alarm.from_json(one) for one in content.get("alarms", ())),
+                alarms=tuple(from_json(Alarm, one) for one in content.get("alarms", ())),
                 ledger=from_json(LedgerFacts, content["ledger"]),
                 run=None if content["run"] is None else from_json(RunFacts, content["run"]),
                 versions=dict(content["versions"]),
@@ -238,12 +240,3 @@ class Statement:
             raise ValueError(
                 f"a key is missing or holds another type ({error}); restore the document"
             ) from error
-
-
-def _with_theorem(guarantee: Guarantee) -> dict[str, Any]:
-    """Return a guarantee with the theorem that its source cites, or None if it cites no known one."""
-    cited = guarantee.theorem
-    theorem = next((one for one in known_theorems() if one.name == cited), None)
-    shown = ("name", "title", "statement", "reference", "code", "page")
-    facts = None if theorem is None else {key: getattr(theorem, key) for key in shown}
-    return {**guarantee.to_json(), "theorem": facts}

@@ -19,9 +19,7 @@ from .poisson_loss import worst_patterns as worst_patterns
 from .poisson_pairs import pattern_divergences as pattern_divergences
 from .poisson_pairs import renyi_upper as renyi_upper
 from .privacy_loss import compose_bounds as compose_bounds
-from .privacy_loss import compose_upper as compose_upper
 from .sampled_noise import GaussianMixture as GaussianMixture
-from .sampled_noise import NoiseCurves as NoiseCurves
 from .sampled_noise import NoisySum as NoisySum
 from .sampled_noise import mixture_bounds as mixture_bounds
 from .sampled_noise import mixture_renyi_curve as mixture_renyi_curve

@@ -25,6 +25,8 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 _UNIT = 2.0**-53
+LARGEST_LOSS = 600.0
+"""e^loss stays a double."""
 Direction = Literal["remove", "add", "replace"]
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(12)
 _FARTHEST = 36.5

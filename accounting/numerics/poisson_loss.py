@@ -10,7 +10,7 @@ constant: one Fourier transform gives its law. This is "connect the dots" (Doros
 adds at most h^2 / 4 for each expected count to the loss's variance.
 
 **Lower bound.** A count may be sent to a random grid point, which is post-processing. The polygon below the
-intensities' divergence curve, with corners on the grid (`lower_polygon.polygon_below`), is reached that way (Blackwell
+intensities' divergence curve, with corners on the grid (`polygon_below`), is reached that way (Blackwell
 1953).
 
 Losses beyond the window of the transform (Chernoff bounds) and the transform's rounding are taken off delta, or added
@@ -27,9 +27,10 @@ from itertools import permutations
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
+from scipy.optimize import isotonic_regression
 
 from accounting.guarantee import EpsilonBounds
-from accounting.numerics.lower_polygon import LARGEST_LOSS, polygon_below
+from accounting.numerics.loss_laws import LARGEST_LOSS
 from accounting.numerics.poisson_pairs import RenyiBounds, tilted_bounds
 from opusim import checks
 
@@ -54,6 +55,8 @@ _BINS = 64
 _DISCOUNT = 300.0
 """Largest exponent within a block of a discounted sum."""
 _NEAR = 0.1
+_ROUNDING = 1e-15
+"""What rounding may make of two equal values, relative to 1 or to the larger one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,7 +178,14 @@ def _worst(rates: np.ndarray, delta: float) -> tuple[tuple[int, int], float]:
 def _worst_of(content: bytes, patterns: int, delta: float) -> tuple[tuple[int, int], float]:
     """`_worst` of rates in row order, kept because a search asks first for the pair and then for the bounds."""
     rates = np.frombuffer(content).reshape(patterns, -1)
-    bounds, level = _first_bounds(rates, delta)
+    bounds, level = (
+        np.full((patterns, patterns), np.inf),
+        _FAIR,
+    )  # upper bounds, and the number of the next finer grid
+    if patterns > 2:
+        renyi = RenyiBounds.of(rates, delta)
+        few = np.count_nonzero(renyi.bounds > _CLOSE * renyi.bounds.max()) <= _MANY
+        bounds, level = (renyi.bounds, 0) if few else (tilted_bounds(rates, delta, renyi), _FAIR)
     bounded = [(-bounds[i, j], level, i, j) for i, j in permutations(range(len(rates)), 2)]
     heapify(bounded)
     while bounded[0][1] < len(_WINDOWS):
@@ -188,16 +198,6 @@ def _worst_of(content: bytes, patterns: int, delta: float) -> tuple[tuple[int, i
             heapreplace(bounded, (max(-found, before), grids + 1, i, j))
     upper, _, i, j = bounded[0]
     return (i, j), -upper
-
-
-def _first_bounds(rates: np.ndarray, delta: float) -> tuple[np.ndarray, int]:
-    """Upper bounds of all ordered pairs (none of two patterns), and the number of the grid that sharpens them."""
-    if len(rates) == 2:
-        return np.full((2, 2), np.inf), _FAIR
-    renyi = RenyiBounds.of(rates, delta)
-    if np.count_nonzero(renyi.bounds > _CLOSE * renyi.bounds.max()) <= _MANY:
-        return renyi.bounds, 0
-    return tilted_bounds(rates, delta, renyi), _FAIR
 
 
 def _upper(pair: _Pair, delta: float, window: int) -> tuple[float, bool]:
@@ -229,8 +229,21 @@ def _lower(pair: _Pair, delta: float) -> float:
     if not _can_follow(pair, left):
         return 0.0
     jumps = pair.jumps()
-    routed = _routed(pair, jumps, _interval(pair, jumps, left, _FINE_WINDOW)[0])
-    return 0.0 if routed is None else _epsilon(routed, pair.shift, left, above=False)
+    interval = _interval(pair, jumps, left, _FINE_WINDOW)[0]
+    grid = np.arange(math.floor(jumps.min() / interval) - 1, math.ceil(jumps.max() / interval) + 2)
+    order = np.argsort(jumps)
+    places = np.searchsorted(jumps[order], (grid[:-1] + 0.5) * interval)
+    tails = [np.append(np.cumsum(rates[order][::-1])[::-1], 0.0)[places] for rates in (pair.a, pair.b)]
+    total_a, total_b = float(np.sum(pair.a)), float(np.sum(pair.b))
+    points = np.exp(grid * interval) * (total_b / total_a)
+    if not np.all(np.diff(points) > 0):  # doubles do not tell neighbouring ratios apart
+        return 0.0
+    found = polygon_below(points, tails[0] / total_a, tails[1] / total_b)
+    if found is None:
+        return 0.0
+    first, masses = found
+    routed = _merged(grid[first : first + len(masses)], masses * (total_a / masses.sum()), interval)
+    return _epsilon(routed, pair.shift, left, above=False)
 
 
 def _finite_share(pair: _Pair, delta: float) -> float:
@@ -288,21 +301,41 @@ def _split(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid:
     return _merged(numbers, np.concatenate([pair.a * lower, pair.a * upper]), interval)
 
 
-def _routed(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid | None:
-    """The polygon below the intensities' curve, or None."""
-    grid = np.arange(math.floor(jumps.min() / interval) - 1, math.ceil(jumps.max() / interval) + 2)
-    order = np.argsort(jumps)
-    places = np.searchsorted(jumps[order], (grid[:-1] + 0.5) * interval)
-    tails = [np.append(np.cumsum(rates[order][::-1])[::-1], 0.0)[places] for rates in (pair.a, pair.b)]
-    total_a, total_b = float(np.sum(pair.a)), float(np.sum(pair.b))
-    points = np.exp(grid * interval) * (total_b / total_a)
-    if not np.all(np.diff(points) > 0):  # doubles do not tell neighbouring ratios apart
+def polygon_below(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[int, np.ndarray] | None:
+    """Masses at the points x whose divergence curve is nowhere above that of a pair of measures of mass 1.
+
+    The curve delta(x) = P(ratio > x) - x Q(ratio > x) is convex and has at a middle m the tangent A - x B. A polygon
+    with corners at the points x_i lies below the curve if its value at x_i is at most that of both neighbouring
+    tangents, which differ there by w_i = x_i Q_i - P_i (Q_i, P_i the masses between two middles). Its slopes are
+    -B_i + (max(0, w_i) + min(0, w_{i+1})) / (x_{i+1} - x_i), and the mass of Q at x_i is the change of slope.
+
+    Args:
+        x: Increasing points, above 0, that enclose all ratios.
+        a: Mass of P beyond a middle of each interval, one less than points.
+        b: Mass of Q there.
+
+    Returns:
+        The first point that is used and the masses of P from there on, or None if the points are too far apart.
+    """
+    # The polygon may leave 1 - x at x_i if 1 - x is at most the tangents behind it at their points, and end at x_i if
+    # the tangents before it are not negative there. (Both fail only near a loss that the mechanism cannot fall below or
+    # exceed.) Neither counts what rounding may make of values that are equal.
+    below = np.flatnonzero(x[:-1] * (1 - b) < (1 - a) - _ROUNDING)
+    negative = np.flatnonzero(a < (1 - _ROUNDING) * x[1:] * b)
+    first = int(below[-1]) + 1 if below.size else 0
+    last = int(negative[0]) if negative.size else len(x) - 1
+    if last <= first:
         return None
-    found = polygon_below(points, tails[0] / total_a, tails[1] / total_b)
-    if found is None:
+    x, a, b = x[first : last + 1], a[first:last], b[first:last]
+    w = np.diff(a, prepend=1.0, append=0.0) - x * np.diff(b, prepend=1.0, append=0.0)
+    slopes = (np.maximum(w[:-1], 0) + np.minimum(w[1:], 0)) / np.diff(x) - b
+    convex = isotonic_regression(
+        slopes, weights=np.diff(x)
+    ).x  # the polygon's convex hull, if it is not convex
+    masses = x * np.diff(convex, prepend=-1.0, append=0.0)
+    if not np.isfinite(masses).all() or masses.min() < -1e-9:
         return None
-    first, masses = found
-    return _merged(grid[first : first + len(masses)], masses * (total_a / masses.sum()), interval)
+    return first, np.maximum(masses, 0.0)
 
 
 def _merged(numbers: np.ndarray, masses: np.ndarray, interval: float) -> _OnGrid:
@@ -343,21 +376,15 @@ def _least_epsilon(losses: np.ndarray, masses: np.ndarray, interval: float, delt
     if losses.size == 0:
         return 0.0
     beyond = np.cumsum(masses[::-1])[::-1]  # P(L >= l)
-    discounted = _discounted(masses, interval)  # E[e^(l - L); L >= l]
-    if beyond[0] - math.exp(-losses[0]) * discounted[0] <= delta:
-        return 0.0
-    at = int(np.argmax(beyond - discounted <= delta))
-    return max(0.0, float(losses[at] + np.log((beyond[at] - delta) / discounted[at])))
-
-
-def _discounted(masses: np.ndarray, interval: float) -> np.ndarray:
-    """Return sum over k >= i of p_k e^(-(k - i) h), for every i, by blocks in which no exponential overflows."""
-    block = max(1, int(_DISCOUNT / interval))
-    found, later = np.empty_like(masses), 0.0
+    # E[e^(l - L); L >= l], by blocks in which no exponential overflows
+    block, later, discounted = max(1, int(_DISCOUNT / interval)), 0.0, np.empty_like(masses)
     for start in reversed(range(0, len(masses), block)):
         part = masses[start : start + block]
         decay = np.exp(-interval * np.arange(len(part)))
         sums = np.cumsum((part * decay)[::-1])[::-1] + later * math.exp(-interval * len(part))
-        found[start : start + block] = sums / decay
-        later = float(found[start])
-    return found
+        discounted[start : start + block] = sums / decay
+        later = float(discounted[start])
+    if beyond[0] - math.exp(-losses[0]) * discounted[0] <= delta:
+        return 0.0
+    at = int(np.argmax(beyond - discounted <= delta))
+    return max(0.0, float(losses[at] + np.log((beyond[at] - delta) / discounted[at])))

@@ -5,11 +5,7 @@ With standard deviation z (in units of C) and sampling probability q the pairs a
     add_or_remove_one, zero_out:  (1 - q) N(0, z^2) + q N(1, z^2)   against   N(0, z^2)
     replace_one:                  (1 - q) N(0, z^2) + q N(1, z^2)   against   (1 - q) N(0, z^2) + q N(-1, z^2)
 
-and likewise with Laplace noise. Closed forms for Laplace noise of scale b at delta = 0: a step costs
-log(1 + q (e^(1/b) - 1)) for the first two relations, since the ratio of the sampled densities is at most
-1 - q + q e^(1/b) when the record leaves, and its inverse at most 1 / (1 - q + q e^(-1/b)), which is less. For
-replace_one both sums contain the record with probability q, so a step costs
-log((1 - q + q e^(1/b)) / (1 - q + q e^(-1/b))).
+and likewise with Laplace noise, which has a closed form at delta = 0 (theorem sampled-laplace).
 
 dp_accounting's RDP and PLD accountants read a replace_one event differently, so an event never goes to both: the Renyi
 bound for replace_one is built here from add_or_remove_one through the data set without the record, by the weak triangle
@@ -22,8 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -36,17 +31,14 @@ from scipy.special import logsumexp
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds
 from accounting.numerics.closed_forms import gaussian_bounds, renyi_to_epsilon
-from accounting.numerics.loss_laws import Direction, GaussianLaw, LaplaceLaw, MixedLaw
-from accounting.numerics.lower_polygon import LARGEST_LOSS
-from accounting.numerics.privacy_loss import NoisyStep, compose_bounds, compose_upper, composed_curve
+from accounting.numerics.loss_laws import LARGEST_LOSS, Direction, GaussianLaw, LaplaceLaw, MixedLaw
+from accounting.numerics.privacy_loss import NoisyStep, compose_bounds, composed_curve
 
 _ORDERS = (
     *(1 + k / 20 for k in range(2, 20)), *(2 + k / 10 for k in range(90)), *range(11, 64), 80, 96, 128, 192, 256, 512
 )  # fmt: skip
 _MIXTURE_ORDERS = (*(1 + k / 20 for k in range(2, 40)), *range(3, 64), 80, 96, 128, 192, 256)
 _LEAST_NOISE, _MOST_NOISE, _RAREST_SAMPLING = 1e-3, 1e5, 1e-9  # what doubles can follow
-_BOTH: tuple[Direction, ...] = ("remove", "add")
-_REPLACED: tuple[Direction, ...] = ("replace",)
 _PURE_ROUNDING = 1e-14
 """What rounding may change a closed form by, relatively."""
 _TIGHT = 1.01
@@ -163,6 +155,11 @@ def _sampled_bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float
 
 
 def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+    """Bounds of the loss distribution, or the Renyi bound if that is sharper or doubles cannot follow.
+
+    Raises:
+        NoGuarantee: Some noise is not Gaussian, and only a Renyi divergence could help.
+    """
     try:
         parts = [_noisy_step(one, adjacency) for one in sums]
     except NoGuarantee:
@@ -170,26 +167,15 @@ def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> Eps
     bounds = compose_bounds(parts, delta) if parts else None
     if bounds is not None and bounds.upper <= _TIGHT * bounds.lower + _SMALL:
         return bounds
-    renyi = _renyi_epsilon(sums, adjacency, delta)
-    if bounds is not None and bounds.upper <= renyi:
-        return bounds
-    lower = min(bounds.lower, renyi) if bounds is not None else 0.0
-    return EpsilonBounds(lower=lower, upper=renyi, method="Renyi divergences")
-
-
-def _renyi_epsilon(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> float:
-    """Epsilon(delta) from Renyi divergences of Gaussian noise, leaving out orders that failed.
-
-    Raises:
-        NoGuarantee: Some noise is not Gaussian: dp_accounting has no Renyi divergence for it.
-    """
     orders = np.array(_ORDERS, dtype=float)
     curve = sum((_renyi_curve(one, adjacency, orders) for one in sums), np.zeros(len(orders)))
     # a failed order is scored 0 or less, which would win the minimum
     usable = np.isfinite(curve) & (curve > 0)
-    if not usable.any():
-        return math.inf
-    return renyi_to_epsilon(orders[usable], curve[usable], delta)
+    renyi = renyi_to_epsilon(orders[usable], curve[usable], delta) if usable.any() else math.inf
+    if bounds is not None and bounds.upper <= renyi:
+        return bounds
+    lower = min(bounds.lower, renyi) if bounds is not None else 0.0
+    return EpsilonBounds(lower=lower, upper=renyi, method="Renyi divergences")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,44 +259,29 @@ def one_way_curve(one: NoisySum, orders: np.ndarray) -> np.ndarray:
     """
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     step = dp_accounting.PoissonSampledDpEvent(one.probability, dp_accounting.GaussianDpEvent(one.scale))
-    with _orders_may_fail():
-        accountant.compose(dp_accounting.SelfComposedDpEvent(step, one.steps))
-    return np.asarray(accountant.rdp, dtype=float)
-
-
-@contextmanager
-def _orders_may_fail() -> Iterator[None]:
-    """Silence dp_accounting's warnings about orders that overflow or do not converge; the caller drops them."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.ERROR)  # orders may overflow or not converge; the caller drops them
     try:
         with np.errstate(all="ignore"):
-            yield
+            accountant.compose(dp_accounting.SelfComposedDpEvent(step, one.steps))
     finally:
         logger.setLevel(level)
+    return np.asarray(accountant.rdp, dtype=float)
 
 
 def _noisy_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
     replaces = adjacency is Adjacency.REPLACE_ONE
     if one.law == "gaussian":
-        directions = _REPLACED if replaces else _BOTH
-        laws = [
-            GaussianLaw(noise=one.scale, probability=one.probability, direction=direction)
-            for direction in directions
-        ]
+        ways: tuple[Direction, ...] = ("replace",) if replaces else ("remove", "add")
+        laws = [GaussianLaw(noise=one.scale, probability=one.probability, direction=way) for way in ways]
         return NoisyStep(laws=tuple(laws), steps=one.steps)
     if one.scale * LARGEST_LOSS < 1:
         raise NoGuarantee(f"Laplace noise: its loss exceeds what doubles can follow at scale = {one.scale:g}")
     if replaces:
         raise NoGuarantee("Laplace noise: its loss has no known distribution for replace_one; use delta = 0")
-    return NoisyStep(
-        laws=(
-            LaplaceLaw(scale=one.scale, probability=one.probability, direction="remove"),
-            LaplaceLaw(scale=one.scale, probability=one.probability, direction="add"),
-        ),
-        steps=one.steps,
-    )
+    remove = LaplaceLaw(scale=one.scale, probability=one.probability, direction="remove")
+    return NoisyStep(laws=(remove, replace(remove, direction="add")), steps=one.steps)
 
 
 def mixture_bounds(mixtures: Sequence[GaussianMixture], delta: float) -> EpsilonBounds:
@@ -322,12 +293,27 @@ def mixture_bounds(mixtures: Sequence[GaussianMixture], delta: float) -> Epsilon
     """
     if delta == 0 or any(one.noise < 2 * _LEAST_NOISE for one in mixtures):
         return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers for so little noise")
+    steps = []
+    for one in mixtures:
+        z, q = min(one.noise, _MOST_NOISE), max(one.probability, _RAREST_SAMPLING)
+        laws = [
+            [GaussianLaw(noise=noise, probability=q, direction=way) for noise in (z, z / 2)]
+            for way in ("remove", "add")
+        ]
+        mixed = (MixedLaw(parts=((1 - one.share, all_), (one.share, half))) for all_, half in laws)
+        steps.append(NoisyStep(laws=tuple(mixed), steps=one.steps))
     with np.errstate(all="ignore"):
-        found = compose_upper([_mixture_step(one) for one in mixtures], delta)
-        renyi = _mixture_renyi_epsilon(mixtures, delta)
-    if found is None or not found.upper <= renyi:
+        found = composed_curve(steps, [delta])
+        upper = math.inf if found is None else found.epsilon(delta)
+        total = sum(
+            (one.steps * mixture_renyi_curve(one) for one in mixtures), np.zeros(len(_MIXTURE_ORDERS))
+        )
+        usable = np.isfinite(total)
+        orders = np.asarray(_MIXTURE_ORDERS, dtype=float)[usable]
+        renyi = renyi_to_epsilon(orders, total[usable], delta) if usable.any() else math.inf
+    if found is None or math.isinf(upper) or not upper <= renyi:
         return EpsilonBounds(lower=0.0, upper=renyi, method="Renyi divergences")
-    return found
+    return EpsilonBounds(lower=0.0, upper=upper, method=found.method)
 
 
 def mixture_renyi_curve(one: GaussianMixture, orders: Sequence[float] = _MIXTURE_ORDERS) -> np.ndarray:
@@ -343,25 +329,3 @@ def mixture_renyi_curve(one: GaussianMixture, orders: Sequence[float] = _MIXTURE
         curves.append(np.where(np.isfinite(curve) & (curve > 0), curve, np.nan) * (grid - 1))
     weights = np.array([[1 - one.share], [one.share]])
     return np.asarray(logsumexp(np.array(curves), b=weights, axis=0) / (grid - 1))
-
-
-def _mixture_renyi_epsilon(mixtures: Sequence[GaussianMixture], delta: float) -> float:
-    total = sum((one.steps * mixture_renyi_curve(one) for one in mixtures), np.zeros(len(_MIXTURE_ORDERS)))
-    usable = np.isfinite(total)
-    if not usable.any():
-        return math.inf
-    return renyi_to_epsilon(np.asarray(_MIXTURE_ORDERS, dtype=float)[usable], total[usable], delta)
-
-
-def _mixture_step(one: GaussianMixture) -> NoisyStep:
-    z, q = min(one.noise, _MOST_NOISE), max(one.probability, _RAREST_SAMPLING)
-    laws = [
-        MixedLaw(
-            parts=(
-                (1 - one.share, GaussianLaw(noise=z, probability=q, direction=direction)),
-                (one.share, GaussianLaw(noise=z / 2, probability=q, direction=direction)),
-            )
-        )
-        for direction in _BOTH
-    ]
-    return NoisyStep(laws=tuple(laws), steps=one.steps)

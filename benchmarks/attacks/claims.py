@@ -22,9 +22,9 @@ from scipy.integrate import trapezoid
 
 from accounting import numerics
 from accounting.audit import gaussian_mu
-from accounting.convex.mechanisms import cyclic_descent_mu
 from accounting.guarantee import Status
-from accounting.selection.mechanisms import selection_bounds, theorem_epsilon
+from accounting.mechanisms.convex import cyclic_descent_mu
+from accounting.mechanisms.selection import selection_bounds, theorem_epsilon
 from benchmarks.attacks import guarantees
 from benchmarks.markdown import command, markdown, section
 from benchmarks.pdfa import table1

@@ -5,7 +5,6 @@ Each plays the product's own code. A new row of the table is an entry of `ROWS`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from benchmarks.attacks.selection import SelectedModelGame, selected_model, sele
 from training.attacks.games.base import TwoWorlds, crafted
 from training.attacks.games.look import LookGame, StagedLookGame
 from training.attacks.games.released_model import LEAN, LastIterateGame, ReleasedModelGame
-from training.attacks.games.steps import AmplifiedGame, BudgetGame
+from training.attacks.games.steps import AmplifiedGame
 from training.config import load_config
 from training.engine.plan import RunPlan
 
@@ -73,11 +72,11 @@ def plan_of(protection: Mapping[str, Any], *, classes: int, **sections: Any) -> 
     return RunPlan.resolve(config, crafted(torch.eye(100)[:, :3], labels, n_classes=classes))
 
 
-def look(
-    noise: str | None = None, kind: str = "label-readout", device: Mapping[str, Any] | None = None
-) -> LookGame:
-    """Return the game of ten labels that are looked at once."""
-    protection = {"kind": kind} if noise is None else {"kind": kind, "noise": noise}
+def look(noise: str | None = None, device: Mapping[str, Any] | None = None) -> LookGame:
+    """Return the game of ten labels that are read through a device, or randomized without one."""
+    protection = {"kind": "label-readout", "noise": noise}
+    if device is None:
+        protection = {"kind": "label-randomized-response"}
     trainer = {"kind": "dfa" if device is None else "pdfa"}
     sections = {} if device is None else {"device": device}
     return LookGame(
@@ -95,17 +94,6 @@ def staged(stages: int = 3) -> StagedLookGame:
 def camera() -> dict[str, Any]:
     """Return the low-light camera without read noise, which the theorem of counts does not credit."""
     return {"name": "camera_low_light", "camera": {"sensor": {"read_noise_e": 0.0}}}
-
-
-def budget() -> BudgetGame:
-    """Return the game of a label budget that four visits spend in full."""
-    protection = {"kind": "label-budget", "noise_multiplier": 1.0, "floor": 1e-3}
-    plan = plan_of(protection, classes=2, trainer={"kind": "dfa"}, model={"hidden": [8]})
-    visits = 4
-    distance = math.sqrt(2.0 * visits / (1 + 1e-3)) * (1 + 1e-6)
-    return BudgetGame(
-        plan.unchecked(protection={"noise_multiplier": distance / plan.protection.budget.budget_mu})
-    )
 
 
 def amplified() -> AmplifiedGame:
@@ -181,11 +169,8 @@ def selected() -> SelectedModelGame:
 
 
 ROWS: dict[str, Row] = {
-    "label, randomized response": Row(
-        game=lambda: look(kind="label-randomized-response"), trials=400_000, required=0.85
-    ),
+    "label, randomized response": Row(game=look, trials=400_000, required=0.85),
     "label, randomized response in stages": Row(game=staged, trials=400_000, required=0.85),
-    "label, readout, digital noise": Row(game=look, trials=2_000_000, required=0.45),
     "label, readout, gaussian device": Row(
         game=lambda: look("device", device={"name": "gaussian"}), trials=2_000_000, required=0.45
     ),
@@ -196,7 +181,6 @@ ROWS: dict[str, Row] = {
         game=lambda: look("argmax", device=camera()), trials=100_000, required=0.85
     ),
     "label, one linear model": Row(game=released_model, trials=600_000, required=0.85, gaussian=True),
-    "label, budget": Row(game=budget, trials=600_000, required=0.45),
     "label, amplified": Row(game=amplified, trials=2_000_000, required=0.6),
     "zeroth order, Gaussian scalars": Row(
         game=lambda: scalars("gaussian", 100), trials=10_000, required=0.6, gaussian=True

@@ -45,6 +45,7 @@ REASONS = {
     "pdfa_without_formula": _NOTHING_PROVEN,
     "ulr_published": f"{_NOTHING_PROVEN} of whole records; `opusim audit RUN --one-run` refutes the claim from the "
     "updates",
+    "label_budget": "stands in ledgers of earlier versions only",
     "unprotected": _NOTHING_PROVEN,
 }
 """Mechanisms without a row of their own."""

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
+from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.medium.directions import Direction
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
 from training.engine.plan import RunPlan

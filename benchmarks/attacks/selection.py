@@ -21,7 +21,7 @@ import numpy as np
 from accounting import numerics
 from accounting.calibration import calibrate_noise
 from accounting.guarantee import Adjacency, Release
-from accounting.selection.mechanisms import NoisyTrial, PrivateSelection
+from accounting.mechanisms.selection import NoisyTrial, PrivateSelection
 from opusim.randomness.streams import derive_seed
 from training.attacks.games.base import Adversary, TwoWorlds, in_passes
 from training.attacks.games.steps import LARGE, OPPOSITE, RECORDS, on_one_layer, writer_of, written

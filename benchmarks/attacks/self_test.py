@@ -32,8 +32,8 @@ NAMED = (
     *("fixed_size_batches", "fixed_size_batches_on_release"),
 )
 OFTEN, ATTEMPTS, NULLS = ("pdfa", "ulr"), 20, 5
-LABELS = ("label-budget", "label-amplified", "label-readout", "label-randomized-response")
-PROTECTIONS = ("record", *LABELS, "last-iterate")
+LABELS = ("label-amplified", "label-randomized-response")
+PROTECTIONS = ("record", *LABELS, "label-readout", "last-iterate")
 
 
 class Cell(NamedTuple):

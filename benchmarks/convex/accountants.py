@@ -23,9 +23,9 @@ from dp_accounting.pld import pld_pmf
 from scipy.stats import binom, norm
 
 from accounting.composition import guarantees
-from accounting.convex.mechanisms import cyclic_descent_mu
 from accounting.guarantee import Adjacency
-from accounting.records.additive_noise import PoissonGaussian
+from accounting.mechanisms.convex import cyclic_descent_mu
+from accounting.mechanisms.records import PoissonGaussian
 from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
 from training.reports.drawing import save_figure, style

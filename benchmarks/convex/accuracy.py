@@ -24,7 +24,7 @@ from joblib import Parallel, delayed
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency
-from accounting.records.additive_noise import PoissonGaussian
+from accounting.mechanisms.records import PoissonGaussian
 from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point
 from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.options import listed

@@ -14,8 +14,8 @@ from typing import Any
 from dp_accounting import get_sigma_gaussian
 
 from accounting.calibration import calibrate_noise
-from accounting.convex.mechanisms import ConvexLastIterate
-from accounting.selection.mechanisms import refined_epsilon, renyi_epsilon, theorem_epsilon
+from accounting.mechanisms.convex import ConvexLastIterate
+from accounting.mechanisms.selection import refined_epsilon, renyi_epsilon, theorem_epsilon
 from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
 

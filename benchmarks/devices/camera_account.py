@@ -14,8 +14,8 @@ from typing import Any
 import typer
 
 from accounting import numerics
-from accounting.devices.readings import epsilon_of_divergence, pattern_rdp
-from accounting.labels.budget import label_distance
+from accounting.mechanisms.observations import label_distance
+from accounting.mechanisms.readings import epsilon_of_divergence
 from benchmarks.results_file import load_results, save_results
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
@@ -71,7 +71,9 @@ def renyi_costs() -> list[dict[str, float]]:
         for epsilon in EPSILONS:
             rates = CountsReadout.within(frames, epsilon=epsilon, delta=DELTA).mechanism.rates
             exact = numerics.pattern_bounds(rates, DELTA).upper
-            renyi = epsilon_of_divergence(lambda order, rates=rates: pattern_rdp(rates, order), DELTA)
+            renyi = epsilon_of_divergence(
+                lambda order, rates=rates: numerics.pattern_divergences(rates, order).max(), DELTA
+            )
             mus = [_mu_of(value) for value in (exact, renyi)]
             found.append({"epsilon": exact, "renyi_epsilon": renyi, "mu_cost": mus[1] / mus[0] - 1})
     return found

@@ -27,9 +27,9 @@ from scipy.special import ndtr, ndtri
 
 from accounting import numerics
 from accounting.audit import clopper_pearson_upper
-from accounting.devices.counts import certified_confusion
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
+from opusim import checks
 from opusim.devices.registry import open_device
 from training.protections.argmax_labels import ArgmaxReadout, Cell, confusion
 from training.protections.counted_labels import CountsReadout
@@ -38,6 +38,29 @@ from training.protections.label_frames import LabelFrames
 NAME, PICTURE, MODULE = "count_attack", Path("docs/count_attack.png"), "benchmarks.devices.count_attack"
 N_CLASSES, N_OUTPUTS, DELTA, ALARM = 10, 128, 1e-5, 1e-3
 _AT_ONCE = 20_000
+
+
+def certified_confusion(counts: np.ndarray, *, beta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return Clopper-Pearson limits of all entries together from readings, wrong with probability at most beta.
+
+    Args:
+        counts: How often each label (row) gave each answer (column), integers, shape (k, k); independent readings.
+        beta: In (0, 1); each limit takes beta / (2 k^2).
+
+    Returns:
+        Lower and upper limits, each of shape (k, k).
+    """
+    checks.in_unit_interval(closed="neither", beta=beta)
+    checks.shape((None, None), counts=counts)
+    found = np.asarray(counts)
+    if found.dtype.kind not in "iu" or found.min() < 0 or not np.all(found.sum(axis=1) > 0):
+        raise ValueError(
+            "counts: must be whole numbers of at least 0, with at least one reading of each label"
+        )
+    level, trials = beta / (2 * found.size), np.broadcast_to(found.sum(axis=1, keepdims=True), found.shape)
+    lower = numerics.beta_quantile(level, np.maximum(found, 1), trials - found + 1)
+    upper = numerics.beta_quantile(1 - level, found + 1, np.maximum(trials - found, 1))
+    return np.where(found == 0, 0.0, lower), np.where(found == trials, 1.0, upper)
 
 
 def losses_of(rates: np.ndarray, a: int, b: int, own: int, readings: int, seed: int) -> np.ndarray:

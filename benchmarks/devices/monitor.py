@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import typer
 
+from benchmarks.devices.effects import Effect, monitored
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
 from opusim.description.loading import load_description
@@ -27,7 +28,6 @@ from opusim.devices.registry import open_described
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
 from opusim.tables import print_table
 from opusim.testing.faults import Fault, faulty_device
-from training.device_privacy.effects import Effect, EffectTable
 
 NAME = "monitor"
 WINDOW = {"n_inputs": 10, "n_outputs": 256}
@@ -139,7 +139,7 @@ def named(trials: int) -> list[dict[str, Any]]:
             effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
             try:
                 found = [
-                    EffectTable(INSTRUMENT, n_outputs=WINDOW["n_outputs"], seed=seed).monitored(effect)
+                    monitored(effect, n_outputs=WINDOW["n_outputs"], seed=seed)
                     for seed in range(1, trials + 1)
                 ]
             except ConfigError:
@@ -185,8 +185,12 @@ def confusion(trials: int, known: list[dict[str, Any]], keep: Callable[[list[dic
         effect = Effect(name=name, size=f"{size:g}", camera=camera_of(size), step=STEP)
         found = Counter(
             called(
-                EffectTable(INSTRUMENT, n_outputs=WINDOW["n_outputs"], seed=seed).monitored(
-                    effect, n_inputs=inputs, medium={"seed": seed}
+                monitored(
+                    effect,
+                    n_outputs=WINDOW["n_outputs"],
+                    seed=seed,
+                    n_inputs=inputs,
+                    medium={"seed": seed},
                 )
             )
             for seed in range(1, trials + 1)

@@ -40,6 +40,7 @@ from benchmarks.devices import (
     real_opu,
     served_faults,
 )
+from benchmarks.known_models import nanogpt, readout_rules
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.papers.page import papers_page
@@ -59,6 +60,7 @@ from benchmarks.speed import (
     convolution_rows,
     examples,
     features,
+    fixed_batches,
     gpu,
     growth,
     matrix_free,
@@ -73,7 +75,6 @@ from benchmarks.speed import (
     record_step,
     rounded_noise,
     served,
-    structured_feedback,
     sweep,
     transformer_step,
     walk,
@@ -122,7 +123,6 @@ def speed_rows() -> list[Row]:
         camera,
         features,
         matrix_free,
-        structured_feedback,
         sweep,
         accounting,
         commands,
@@ -222,6 +222,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             product.page_section,
         ),
     ),
+    "known_models": ("Known models", (nanogpt.page_section, readout_rules.page_section)),
     "devices": (
         "Devices",
         (
@@ -254,6 +255,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             randblas.page_section,
             convolution_rows.page_section,
             noise_threads.page_section,
+            fixed_batches.page_section,
             rounded_noise.page_section,
             gpu.page_section,
             card_steps.page_section,

@@ -13,8 +13,6 @@ PROTECTIONS = {
     "record, pdfa, ternary": "`record`, `pdfa`, ternary",
     "record, DP-SGD": "`record`, `bp` (DP-SGD)",
     "label, amplified": "`label-amplified`, `pdfa`",
-    "label, budget": "`label-budget`, `pdfa`",
-    "label, readout": "`label-readout`, `pdfa`",
     "label, randomized response": "`label-randomized-response`, `pdfa`",
 }
 

@@ -63,9 +63,7 @@ ROWS = {
     "record, pdfa, bit planes": _records(merged(PHOTONIC, {"trainer": {"encoding": "planes"}})),
     "record, pdfa, ternary": _records(PHOTONIC),
     "record, DP-SGD": _records({"trainer": {"kind": "bp"}}),
-    "label, budget": _labels("label-budget", NOISE_GRID, {}),
     "label, amplified": _labels("label-amplified", NOISE_GRID, {}),
-    "label, readout": _labels("label-readout", TABLE_GRID, SMALL_BATCHES),
     "label, randomized response": _labels("label-randomized-response", TABLE_GRID, SMALL_BATCHES),
 }
 TABLE = TunedRows(

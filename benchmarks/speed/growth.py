@@ -27,7 +27,7 @@ from torch import nn
 
 from accounting.composition import Budget
 from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.records.mechanisms import RecordCentral
+from accounting.mechanisms.records import RecordCentral
 from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import open_device

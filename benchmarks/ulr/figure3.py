@@ -18,7 +18,7 @@ import dp_accounting as dp
 import numpy as np
 from dp_accounting import rdp
 
-from accounting.ulr.mechanisms import PublishedUlr, published_value
+from accounting.mechanisms.ulr import PublishedUlr, published_value
 from benchmarks.results_file import load_results
 from benchmarks.ulr.table1 import EPOCHS
 from training.reports.drawing import save_figure, style

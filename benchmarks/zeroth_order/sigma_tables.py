@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from accounting import ZoGaussian, ZoLaplace, calibrate_noise, guarantees
-from accounting.zeroth_order.mechanisms import composed_pure_epsilon, sampled_pure_epsilon
+from accounting.mechanisms.zeroth_order import composed_pure_epsilon, sampled_pure_epsilon
 from benchmarks.markdown import Row, command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.tables import print_table

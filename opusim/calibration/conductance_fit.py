@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -113,6 +113,7 @@ class FittedLaw:
         nu_offset: nu at g = 1.
         nu_std: tau.
         output_std: s_0, 0 for conductances.
+        parameters: those of the search, see `_law`.
     """
 
     shape: Shape
@@ -122,6 +123,7 @@ class FittedLaw:
     nu_offset: float = 0.0
     nu_std: float = 0.0
     output_std: float = 0.0
+    parameters: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def numbers(self) -> dict[str, float]:
         """Return every constant that was fitted under a name."""
@@ -191,22 +193,17 @@ def fit(
     shapes = _shapes(data) if shape is None else [shape]
     law = min((_fitted(data, each) for each in shapes), key=lambda found: _criterion(found, data))
     generator = np.random.default_rng(seed)
-    names = list(law.numbers())
+    estimates = law.numbers()
     drawn, deviations = [], []
     for _ in range(replicates):
         again = replace(data, value=_drawn(law, data, generator))
-        refitted = _fitted(again, law.shape, start=law)
-        drawn.append([refitted.numbers().get(name, 0.0) for name in names])
+        refitted = _fitted(again, law.shape, start=law.parameters)
+        drawn.append([refitted.numbers()[name] for name in estimates])
         deviations.append(_deviation(_residuals(refitted, again), data))
-    tails = 100 * np.array([0.5 - confidence / 2, 0.5 + confidence / 2])
-    low, high = np.percentile(np.array(drawn), tails, axis=0)
-    estimates = law.numbers()
+    tails = np.quantile(drawn, [0.5 - confidence / 2, 0.5 + confidence / 2], axis=0)
     limits = {
-        name: (
-            max(2 * estimates[name] - float(high[k]), 0.0 if name in _DEVIATIONS else -math.inf),
-            2 * estimates[name] - float(low[k]),
-        )
-        for k, name in enumerate(names)
+        name: (max(2 * value - high, 0.0 if name in _DEVIATIONS else -math.inf), 2 * value - low)
+        for (name, value), low, high in zip(estimates.items(), *tails.tolist(), strict=True)
     }
     residuals = _residuals(law, data)
     found = _deviation(residuals, data)
@@ -258,9 +255,9 @@ def _criterion(law: FittedLaw, data: Measurements) -> float:
     return 2 * _loss(law, data) + 2 * constants * lines / max(1, lines - constants - 1)
 
 
-def _fitted(data: Measurements, shape: Shape, start: FittedLaw | None = None) -> FittedLaw:
-    """Return the law of a form with the largest likelihood."""
-    first = _first_guess(data, shape) if start is None else _parameters(start)
+def _fitted(data: Measurements, shape: Shape, start: np.ndarray | None = None) -> FittedLaw:
+    """Return the law of a form with the largest likelihood, searched from the parameters of another law or a guess."""
+    first = _first_guess(data, shape) if start is None else start
 
     def loss(parameters: np.ndarray) -> float:
         law = _law(parameters, shape, data)
@@ -270,42 +267,22 @@ def _fitted(data: Measurements, shape: Shape, start: FittedLaw | None = None) ->
 
 
 def _first_guess(data: Measurements, shape: Shape) -> np.ndarray:
+    """Return parameters to start from: the deviation of the earliest lines at all conductances, and little drift."""
     inputs = np.ones_like(data.target) if data.factor is None else data.factor
     deviation = float(np.sqrt(np.mean((data.value - inputs * data.target)[data.elapsed == 0] ** 2)))
-    law = FittedLaw(
-        shape=shape,
-        programming=(max(deviation, 1e-4),) + (0.0,) * shape.degree,
-        relaxed=None if shape.time != "relaxation" else (max(deviation, 1e-4),) + (0.0,) * shape.degree,
-        nu_offset=0.02,
-        nu_std=0.02,
-        output_std=0.0 if data.factor is None else max(0.5 * deviation, 1e-4),
-    )
-    return _parameters(law)
-
-
-def _knots(degree: int) -> np.ndarray:
-    return np.linspace(0.0, 1.0, degree + 1) if degree else np.zeros(1)
-
-
-def _parameters(law: FittedLaw) -> np.ndarray:
-    """Return the logarithms of what is positive, spreads by their values at equidistant conductances."""
-    knots = _knots(law.shape.degree)
-    found = [*np.log(law.spread(knots))]
-    if law.shape.time == "relaxation":
-        found += [*np.log(law.spread(knots, 1.0))]
-    if law.shape.time == "drift":
-        found += [10 * law.nu_offset, math.log(max(law.nu_std, _LEAST_SPREAD))]
-        found += [10 * law.nu_slope] if law.shape.slope else []
-    return np.array(found + ([math.log(law.output_std)] if law.output_std else []))
+    spreads = (shape.degree + 1) * (2 if shape.time == "relaxation" else 1)
+    drift = [0.2, math.log(0.02), 0.0][: 2 + shape.slope] if shape.time == "drift" else []
+    output = [] if data.factor is None else [math.log(max(0.5 * deviation, 1e-4))]
+    return np.array([math.log(max(deviation, 1e-4))] * spreads + drift + output)
 
 
 def _law(parameters: np.ndarray, shape: Shape, data: Measurements) -> FittedLaw:
-    """Return the law of `_parameters`."""
-    rest, knots = list(parameters), _knots(shape.degree)
+    """Return the law of parameters: logarithms of what is positive, spreads at equidistant conductances, 10 nu."""
+    knots, rest = np.linspace(0.0, 1.0, shape.degree + 1), list(parameters)
+    powers = np.vander(knots, increasing=True)
 
     def polynomial() -> tuple[float, ...]:
         values = np.exp(np.clip([rest.pop(0) for _ in knots], -_LARGEST_LOG, _LARGEST_LOG))
-        powers = np.vander(knots, increasing=True)
         return tuple(map(float, np.linalg.solve(powers, values)))
 
     programming = polynomial()
@@ -322,6 +299,7 @@ def _law(parameters: np.ndarray, shape: Shape, data: Measurements) -> FittedLaw:
         nu_offset=float(offset),
         nu_std=std,
         output_std=0.0 if data.factor is None else math.exp(min(rest.pop(0), _LARGEST_LOG)),
+        parameters=parameters,
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
-from accounting.labels.mechanisms import LabelReadout
-from accounting.records.additive_noise import Gaussian, PoissonGaussian
+from accounting.mechanisms.labels import LabelReadout
+from accounting.mechanisms.records import Gaussian, PoissonGaussian
 
 RUN = PoissonGaussian(noise_multiplier=1.0, sampling_probability=0.1, steps=30)
 DELTA = 1e-5

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from accounting import mechanism as mechanism_module
 from accounting.composition import Budget, guarantees, merge
 from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, Unit
-from accounting.labels.mechanisms import LabelBudget
+from accounting.guarantee import Adjacency, EpsilonBounds, Unit
 from accounting.mechanisms import Mechanism
-from accounting.records.additive_noise import PoissonGaussian
-from accounting.records.mechanisms import Unprotected
+from accounting.mechanisms.labels import LabelBudget
+from accounting.mechanisms.records import AdditiveNoise, Gaussian, PoissonGaussian, RecordCentral, Unprotected
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 OTHER = replace(STEP, noise_multiplier=3.0)
@@ -146,3 +146,50 @@ def test_the_guarantee_of_all_is_that_of_their_sum() -> None:
         guarantees([], delta=DELTA)
     with pytest.raises(NoGuarantee, match="no accountant covers them together"):
         guarantees([STEP, LabelBudget(budget_mu=0.5)], delta=DELTA)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> type[Gaussian]:
+    """A kind of another package: Gaussian noise that states its own number, ten times too small."""
+    monkeypatch.setattr(mechanism_module, "_KINDS", dict(mechanism_module._KINDS))
+
+    class Own(Gaussian):
+        kind = "own_bounds"
+
+        @classmethod
+        def bounds(cls, mechanisms: Sequence[Mechanism], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+            found = super().bounds(mechanisms, adjacency, delta)
+            return replace(found, lower=found.lower / 10, upper=found.upper / 10)
+
+    return Own
+
+
+def test_a_kind_that_states_its_own_number_composes_only_with_itself(own: type[Gaussian]) -> None:
+    """Neither its number for ours, nor ours for it."""
+    plain, theirs = Gaussian(noise_multiplier=2.0), own(noise_multiplier=2.0)
+    priced = [guarantees([one], delta=DELTA)[0].epsilon for one in (plain, theirs)]
+    assert priced[0] == pytest.approx(10 * priced[1])
+    assert guarantees([theirs, own(noise_multiplier=3.0)], delta=DELTA)[0].epsilon > priced[1]
+    with pytest.raises(NoGuarantee, match="no accountant covers them together"):
+        guarantees([plain, theirs], delta=DELTA)
+    assert (PoissonGaussian.accountant, RecordCentral.accountant) == (AdditiveNoise, RecordCentral)
+
+
+def test_a_kind_without_a_theorem_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mechanism_module, "_KINDS", dict(mechanism_module._KINDS))
+
+    class Bare(Gaussian):
+        kind = "bare"
+        theorem = None
+
+    with pytest.raises(NoGuarantee, match="^mechanism 'bare': names no theorem; set one in"):
+        guarantees([Bare(noise_multiplier=2.0)], delta=DELTA)
+
+
+def test_relations_weaken_only_where_the_mechanisms_state_them() -> None:
+    """Constants of a record mechanism come from nowhere or from the public number; of others nothing is known."""
+    central = RecordCentral(noise_multiplier=2.0, sampling_probability=0.1, clip_norm=1.0, divisor=64)
+    both = [central, replace(central, relation=Adjacency.ZERO_OUT)]
+    assert guarantees(both, delta=DELTA)[0].adjacency is Adjacency.ZERO_OUT
+    with pytest.raises(NoGuarantee, match="their relations differ"):
+        guarantees([STEP, replace(STEP, adjacency=Adjacency.ZERO_OUT)], delta=DELTA)

@@ -8,14 +8,13 @@ import pytest
 
 from accounting.cli import show
 from accounting.composition import guarantees
+from accounting.explanation import LARGE_DELTA, large_delta
 from accounting.guarantee import Adjacency
-from accounting.labels.mechanisms import LabelReadout
-from accounting.large_delta import LARGE_DELTA, large_delta
 from accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
 from accounting.mechanisms import Mechanism
-from accounting.records.additive_noise import PoissonGaussian
-from accounting.records.mechanisms import RecordCentral
-from accounting.zeroth_order.mechanisms import ZoGaussian
+from accounting.mechanisms.labels import LabelReadout
+from accounting.mechanisms.records import PoissonGaussian, RecordCentral
+from accounting.mechanisms.zeroth_order import ZoGaussian
 
 N = 1294
 RECORDS = RecordCentral(

@@ -12,11 +12,10 @@ from scipy.fft import rfft
 
 from accounting.guarantee import Adjacency
 from accounting.numerics import tilted_law
-from accounting.numerics.loss_grids import grid_above, grid_below
 from accounting.numerics.loss_laws import GaussianLaw, LaplaceLaw, LossLaw, normal_masses, pooled
-from accounting.numerics.loss_plan import plan_of
-from accounting.numerics.privacy_loss import NoisyStep, compose_bounds
+from accounting.numerics.privacy_loss import NoisyStep, compose_bounds, plan_of
 from accounting.numerics.sampled_noise import NoisySum, noise_bounds
+from accounting.numerics.tilted_law import grid_above, grid_below
 
 UNIT = tilted_law.UNIT
 ADDED = Adjacency.ADD_OR_REMOVE_ONE

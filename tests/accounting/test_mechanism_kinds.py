@@ -17,26 +17,32 @@ from hypothesis import strategies as st
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import Budget, guarantees, merge
-from accounting.convex.mechanisms import ConvexLastIterate
-from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status, Unit
-from accounting.labels.linear_model import LabelRelease
-from accounting.labels.mechanisms import (
+from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
+from accounting.mechanisms.convex import ConvexLastIterate
+from accounting.mechanisms.counts import LabelArgmax, LabelCounts
+from accounting.mechanisms.labels import (
     LabelAmplified,
     LabelBudget,
     LabelReadout,
+    LabelRelease,
     RandomizedResponse,
     StagedResponse,
 )
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
-from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
-from accounting.records.additive_noise import Gaussian, PoissonGaussian, PoissonLaplace
-from accounting.records.mechanisms import RecordCentral, RecordReplaced, Unprotected
-from accounting.selection.mechanisms import NoisyTrial, PrivateSelection
-from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian
-from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
+from accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from accounting.mechanisms.records import (
+    Gaussian,
+    PoissonGaussian,
+    PoissonLaplace,
+    RecordCentral,
+    RecordReplaced,
+    Unprotected,
+)
+from accounting.mechanisms.selection import NoisyTrial, PrivateSelection
+from accounting.mechanisms.ulr import PublishedUlr, RejectionGaussian
+from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from tests.oracles.dp_events import event
 
 DELTA = 1e-5
@@ -115,6 +121,10 @@ WITHOUT_NOISE = (
     ),
 )
 ALL = CALIBRATED + WITHOUT_NOISE
+QUICK = [
+    pytest.param(m, marks=pytest.mark.slow) if isinstance(m, RejectionGaussian) else m for m in CALIBRATED
+]
+"""Those that can be calibrated; that of rejected batches takes 10 s and more."""
 
 
 def _name(mechanism: Mechanism) -> str:
@@ -182,7 +192,7 @@ def test_merging_keeps_the_sum_of_steps(mechanism: Mechanism) -> None:
     assert merged == mechanism.repeated(mechanism.steps + 5)
 
 
-@pytest.mark.parametrize("mechanism", CALIBRATED, ids=_name)
+@pytest.mark.parametrize("mechanism", QUICK, ids=_name)
 def test_calibration_reaches_its_target_from_below(mechanism: Mechanism) -> None:
     found, guarantee = calibrate_noise(mechanism, target_epsilon=1.5, delta=DELTA)
     assert guarantee.is_proven
@@ -205,7 +215,7 @@ def test_a_claim_or_no_guarantee_never_meets_a_target_or_a_budget(
         assert not ledger.content.payments
 
 
-@pytest.mark.parametrize("mechanism", CALIBRATED, ids=_name)
+@pytest.mark.parametrize("mechanism", QUICK, ids=_name)
 def test_a_budget_stops_every_kind(mechanism: Mechanism, tmp_path: Path) -> None:
     step, _ = calibrate_noise(mechanism.repeated(1), target_epsilon=0.8, delta=DELTA)
     with Ledger(
@@ -273,6 +283,7 @@ def test_a_certificate_of_central_noise_takes_its_share_of_delta() -> None:
     )
 
 
+@pytest.mark.slow
 def test_events_say_what_the_accountants_say() -> None:
     """dp_accounting's own accountant on the event, under the relation that the event's docstring names."""
     relations = dp_accounting.NeighboringRelation
@@ -312,9 +323,7 @@ _factor = st.floats(1.05, 3)
 
 @settings(max_examples=6)
 @given(_noise, _factor, st.integers(1, 20), st.integers(1, 20))
-@pytest.mark.parametrize(
-    "mechanism", [m for m in CALIBRATED if not isinstance(m, RandomizedResponse)], ids=_name
-)
+@pytest.mark.parametrize("mechanism", [m for m in QUICK if not isinstance(m, RandomizedResponse)], ids=_name)
 def test_more_noise_never_raises_and_more_steps_never_lower(
     mechanism: Mechanism, noise: float, factor: float, steps: int, more: int
 ) -> None:

@@ -24,7 +24,7 @@ from accounting.audit import (
 )
 from accounting.audit.one_run import _p_value, _refutes_mu
 from accounting.errors import NoGuarantee
-from accounting.records.mechanisms import RecordCentral
+from accounting.mechanisms.records import RecordCentral
 
 DELTA, REPEATS, LEVEL = 1e-5, 10_000, 0.05
 TOLERANCE = 5 * math.sqrt(LEVEL * (1 - LEVEL) / REPEATS)
@@ -59,6 +59,7 @@ def refuted_by_normality(scores: np.ndarray, coins: np.ndarray, mu: float) -> fl
     return float(np.mean(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [pytest.param(1.0, marks=pytest.mark.slow), 4.0])
 @pytest.mark.parametrize("method", GUESSING)
 def test_guesses_on_the_exact_gaussian_mechanism_refute_it_as_seldom_as_stated(

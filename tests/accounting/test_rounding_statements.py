@@ -9,12 +9,11 @@ import pytest
 
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency
-from accounting.labels.linear_model import LabelRelease
-from accounting.labels.mechanisms import LabelAmplified, LabelReadout
 from accounting.mechanisms import Mechanism, mechanism_from_json
-from accounting.records.mechanisms import RecordCentral, RecordReplaced
-from accounting.selection.mechanisms import PrivateSelection
-from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
+from accounting.mechanisms.labels import LabelAmplified, LabelReadout, LabelRelease
+from accounting.mechanisms.records import RecordCentral, RecordReplaced
+from accounting.mechanisms.selection import PrivateSelection
+from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 
 _ZO: dict[str, Any] = {"sampling_probability": 0.1, "clip_norm": 0.05, "divisor": 10}
 _SUM: dict[str, Any] = {"noise_multiplier": 2.0, "exactly_rounded": True}

@@ -12,12 +12,12 @@ from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Status
-from accounting.labels.mechanisms import RandomizedResponse
 from accounting.mechanisms import mechanism_from_json
+from accounting.mechanisms.labels import RandomizedResponse
+from accounting.mechanisms.records import Gaussian, PoissonGaussian, PoissonLaplace
+from accounting.mechanisms.zeroth_order import composed_pure_epsilon
 from accounting.numerics import gaussian_bounds
-from accounting.records.additive_noise import Gaussian, PoissonGaussian, PoissonLaplace
 from accounting.theorems import require_poisson
-from accounting.zeroth_order.mechanisms import composed_pure_epsilon
 from training.data.samplers import SCHEMES
 
 

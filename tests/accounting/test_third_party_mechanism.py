@@ -48,6 +48,7 @@ def test_the_class_is_short() -> None:
     assert len((PACKAGE / "two_views.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_the_command_line_prices_and_calibrates_it() -> None:
     listed = opusim("account", "--help")
     assert "two-views" in listed.stdout
@@ -61,6 +62,7 @@ def test_the_command_line_prices_and_calibrates_it() -> None:
     assert "least noise that reaches the target: noise_multiplier = " in calibrated.stdout
 
 
+@pytest.mark.slow
 def test_a_ledger_holds_it_next_to_ours(theirs: Mechanism, tmp_path: Path) -> None:
     with Ledger(tmp_path / "ledger.jsonl", mode="release", delta=1e-5, enforced=True) as ledger:
         ledger.pay_once("ours", OURS)

@@ -27,6 +27,7 @@ def test_private_searches(results: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "| 6.92 |" in ours("Convex", "Table 1")[1]
 
 
+@pytest.mark.slow
 def test_hyperplanes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 1200)
     monkeypatch.setattr(hyperplanes, "COUNTS", (16,))

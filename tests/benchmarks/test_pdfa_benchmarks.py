@@ -18,6 +18,7 @@ from tests.support.paper_data import ours, trains_nothing, write_mnist
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_pdfa_figure2(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(results.parent, 300)
     (results.parent / "MNIST").rename(results.parent / "FashionMNIST")

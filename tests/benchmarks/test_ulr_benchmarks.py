@@ -13,6 +13,7 @@ from benchmarks.ulr import bound, resnet, table1, variance
 from tests.support.paper_data import ours, take_committed, trains_nothing, write_cifar10, write_mnist
 
 
+@pytest.mark.slow
 def test_resnet(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(results.parent, 2)
     for name, value in (
@@ -40,6 +41,7 @@ def test_resnet(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resnet.left() == before - 4
 
 
+@pytest.mark.slow
 def test_resnet_search(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(results.parent, 2)
     monkeypatch.setattr(resnet, "BATCH", 2)

@@ -122,6 +122,7 @@ def test_laplace_sgd_adds_laplace_noise_of_its_scale(seed: int) -> None:
     assert abs(6.0 * (4 / math.pi) ** 0.5 - 6.0) > error
 
 
+@pytest.mark.slow
 def test_ablations(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_sentences(results.parent, monkeypatch, 300)
     sizes = {"records": 250, "batch": 16, "steps": 40}

@@ -6,12 +6,10 @@ from functools import singledispatch
 
 import dp_accounting as dp
 
-from accounting.labels.linear_model import LabelRelease
-from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelReadout
 from accounting.mechanisms import Mechanism
-from accounting.records.additive_noise import PoissonGaussian
-from accounting.records.mechanisms import ClippedRecords
-from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
+from accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout, LabelRelease
+from accounting.mechanisms.records import ClippedRecords, PoissonGaussian
+from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 
 
 @singledispatch

@@ -1,15 +1,10 @@
-"""One PDFA step under two labels of a record, simulated record by record, and its exact log-likelihood ratio.
-
-Nothing here is shared with the accountant: the noise goes through the update as the training code does it, and the
-ratio comes from the update's full covariance matrices.
-"""
+"""The layers and signals of one PDFA step under two labels of a record; nothing here is shared with the accountant."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import norm
 
 
 @dataclass(frozen=True)
@@ -19,12 +14,9 @@ class Layer:
     signals: np.ndarray  # (m, labels, n)
     sigma: float
     floor: float
-    after: bool = False  # noise added after the slope
 
 
-def random_layers(
-    generator: np.random.Generator, *, m: int, labels: int, floor: float, after: bool = False
-) -> list[Layer]:
+def random_layers(generator: np.random.Generator, *, m: int, labels: int, floor: float) -> list[Layer]:
     """Two hidden layers and an output layer; slopes of tanh and of ReLU; signals scaled to a ball of 1."""
     layers = []
     widths = [(int(generator.integers(2, 9)), int(generator.integers(2, 6))) for _ in range(2)]
@@ -37,7 +29,7 @@ def random_layers(
     probabilities = generator.dirichlet(np.ones(labels), size=m)
     errors = probabilities[:, None, :] - np.eye(labels)[None]
     layers.append(_layer(generator, m, 3, np.ones((m, labels)), errors, 0.7, floor))
-    return [replace(layer, after=after) for layer in layers]
+    return layers
 
 
 def _layer(
@@ -51,47 +43,3 @@ def _layer(
 ) -> Layer:
     h = generator.standard_normal((m, d)) * generator.exponential(size=(m, 1))
     return Layer(np.hstack([h, np.ones((m, 1))]), slopes, signals, sigma, floor)
-
-
-def update(
-    layer: Layer, labels: np.ndarray, generator: np.random.Generator, trials: int, noise: float = 1.0
-) -> np.ndarray:
-    """sum_i ((s_i + g_i) * phi'_i) h_i^T + sqrt(lambda) sigma xi, or s_i * phi'_i + g_i; shape (trials, n, d)."""
-    m, n = layer.slopes.shape
-    signal = layer.signals[np.arange(m), labels]  # (m, n)
-    g = noise * layer.sigma * generator.standard_normal((trials, m, n))
-    xi = noise * layer.sigma * layer.floor**0.5 * generator.standard_normal((trials, n, layer.h.shape[1]))
-    noisy = signal * layer.slopes + g if layer.after else (signal + g) * layer.slopes
-    return np.einsum("tmn,md->tnd", noisy, layer.h) + xi
-
-
-def log_ratio(layer: Layer, released: np.ndarray, record: int, labels: np.ndarray, other: int) -> np.ndarray:
-    """log p(released | labels) - log p(released | record's label replaced by other), shape (trials,)."""
-    total = np.zeros(len(released))
-    changed = labels.copy()
-    changed[record] = other
-    for j in range(layer.slopes.shape[1]):
-        rows = layer.slopes[:, [j]] * layer.h  # (m, d)
-        noisy = layer.h if layer.after else rows
-        covariance = layer.sigma**2 * (noisy.T @ noisy + layer.floor * np.eye(rows.shape[1]))
-        means = [rows.T @ layer.signals[np.arange(len(labels)), chosen, j] for chosen in (labels, changed)]
-        from_own, from_other = (released[:, j] - mean for mean in means)
-        own = np.einsum("td,td->t", from_own, np.linalg.solve(covariance, from_own.T).T)
-        alternative = np.einsum("td,td->t", from_other, np.linalg.solve(covariance, from_other.T).T)
-        total += (alternative - own) / 2
-    return total
-
-
-def moments_deviation(ratios: np.ndarray, mu: float) -> float:
-    """How far mean and variance are from those of N(mu^2/2, mu^2), in standard errors."""
-    n = len(ratios)
-    of_mean = abs(ratios.mean() - mu**2 / 2) / (mu / n**0.5)
-    of_variance = abs(ratios.var(ddof=1) - mu**2) / (mu**2 * (2 / (n - 1)) ** 0.5)
-    return float(max(of_mean, of_variance))
-
-
-def accuracy_excess(correct: np.ndarray, mu: float) -> float:
-    """By how many standard errors a guess between two equally likely labels beats what mu-GDP allows, Phi(mu/2)."""
-    allowed = norm.cdf(mu / 2)
-    error = (allowed * (1 - allowed) / len(correct)) ** 0.5
-    return float((correct.mean() - allowed) / error)

@@ -29,6 +29,7 @@ from torch import nn
 import training
 from accounting.ledger.ledger import Ledger, read_ledger
 from tests.support.killing import Killer, Moment, read_moments, skip_syncs, start_child, status_of
+from training.engine.callbacks import Callback
 from training.engine.loop import Engine
 from training.engine.steps import STEPS_PAID_AT_ONCE
 from training.errors import RunInterrupted
@@ -58,18 +59,12 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(0).normal(size=(8 * STEPS, 4)), np.arange(8 * STEPS) % 3
 
 
-class PressesCtrlC:
+class PressesCtrlC(Callback):
     """A watcher who presses Ctrl-C after the first step."""
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
 
     def on_step(self, *, step: int) -> None:
         if step == 1:
             os.kill(os.getpid(), signal.SIGINT)
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        pass
 
 
 def train(folder: Path, mode: str, epochs: int = 1, watcher: PressesCtrlC | None = None) -> None:

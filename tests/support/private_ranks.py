@@ -177,9 +177,9 @@ def end_by_itself(private: opusim.PrivateTraining, until: int) -> None:
 def own_batches(rank: int) -> None:
     """Each process draws a batch of the stated size from its half of the records, accounted as one from all."""
 
-    def part(self: PaidSteps, step: int, draw: Callable[[int], Tensor]) -> list[int]:
+    def part(self: PaidSteps, step: int, draw: Callable[[int], Tensor]) -> tuple[list[int], int]:
         drawn = {*draw(step).tolist(), *draw(step).tolist()}
-        return sorted(n for n in drawn if n % 2 == rank)
+        return sorted(n for n in drawn if n % 2 == rank), len(drawn)
 
     PaidSteps.part = part  # type: ignore[method-assign]
 
@@ -190,6 +190,7 @@ RELEASE: Options = {"mode": "release", "seed": None}
 LOOPS: Mapping[str, Loop] = {
     "plain": Loop(),
     "in parts": Loop(batch_size=12, options={"max_physical_batch_size": 2}),
+    "fixed": Loop(batch_size=8, options={"fixed_batches": True, "max_physical_batch_size": 4}),
     "other starts": Loop(model=differing),
     "feedback": Loop(model=with_feedback),
     "feedback in parts": Loop(
@@ -254,10 +255,10 @@ def log_steps(private: opusim.PrivateTraining, file: Path) -> None:
         numbered(rows)
         return user(rows)
 
-    def handed(count: int, *, until: int) -> bool:
-        taken, step = hand_out(count, until=until), private.step - 1
+    def handed(*, until: int) -> bool:
+        taken, step, drawn = hand_out(until=until), private.step - 1, private.data_loader._last[0]
         if taken:
-            os.write(descriptor, (json.dumps([step, numbered.last if count else []]) + "\n").encode())
+            os.write(descriptor, (json.dumps([step, numbered.last[:drawn] if drawn else []]) + "\n").encode())
         return taken
 
     collate._collate = collated

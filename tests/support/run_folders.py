@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from accounting.ledger.ledger import Ledger
-from accounting.records.additive_noise import Gaussian
+from accounting.mechanisms.records import Gaussian
 from training.config.reading import load_config
 from training.runs.folder import RunFolder
 from training.runs.seal import Header, checkpoint_path

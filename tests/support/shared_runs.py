@@ -27,6 +27,7 @@ from opusim.errors import DeviceFault
 from tests.support.killing import skip_syncs
 from tests.support.ranks import preload, run_ranks
 from training.engine import leading
+from training.engine.callbacks import Callback
 from training.protections.record import RecordGradients
 
 N_RECORDS, N_FEATURES, N_CLASSES = 60, 6, 3
@@ -201,9 +202,9 @@ RUNS: Mapping[str, Run] = {
     "diverged": Run(config_of({"kind": "bp"}, own=True), module, spoil=one_nan),
     "ulr": Run(config_of({"kind": "ulr"})),
     "convex": Run(config_of({"kind": "convex"})),
-    "label budget": Run(
+    "amplified labels": Run(
         config_of(
-            {"kind": "bp"}, protection={"kind": "label-budget", "epsilon": 3.0}, sampler=RECORD["sampler"]
+            {"kind": "bp"}, protection={"kind": "label-amplified", "epsilon": 3.0}, sampler=RECORD["sampler"]
         )
     ),
     "device noise": Run(
@@ -252,7 +253,7 @@ def noted(folder: Path, name: str, rank: int, **options: Any) -> None:
         dist.destroy_process_group()
 
 
-class Interrupting:
+class Interrupting(Callback):
     """Stops the first process as Ctrl-C does once some steps are done; a watcher."""
 
     def on_start(self, *, step: int, total_steps: int) -> None:
@@ -261,9 +262,6 @@ class Interrupting:
     def on_step(self, *, step: int) -> None:
         if step == self._until:
             os.kill(os.getpid(), signal.SIGINT)
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        pass
 
 
 def main(arguments: list[str]) -> None:

@@ -29,35 +29,31 @@ from training.runs.folder import RunFolder
 STEPS = 24
 Stop = tuple[int, signal.Signals] | None
 """In which step of a process, counted from 1, which signal is sent; None for a process that is left alone."""
-STORIES: dict[str, tuple[str, list[Stop]]] = {
-    "record-ctrl-c": ("record", [(3, signal.SIGINT), (7, signal.SIGINT), None]),
-    "record-kill": ("record", [(3, signal.SIGINT), (4, signal.SIGKILL), (2, signal.SIGINT), None]),
-    "label-ctrl-c": ("label-budget", [(3, signal.SIGINT), (2, signal.SIGINT), None]),
-    "label-kill": ("label-budget", [(3, signal.SIGINT), (2, signal.SIGKILL), None]),
+STORIES: dict[str, list[Stop]] = {
+    "record-ctrl-c": [(3, signal.SIGINT), (7, signal.SIGINT), None],
+    "record-kill": [(3, signal.SIGINT), (4, signal.SIGKILL), (2, signal.SIGINT), None],
 }
 
 
-def config(protection: str) -> dict[str, Any]:
-    scheme = {"scheme": "poisson"} if protection == "record" else {}
-    return {
-        "mode": "release",
-        "epochs": STEPS // 4,
-        "threads": 1,
-        "model": {"hidden": [8]},
-        "data": {"n_classes": 3, "validation_fraction": 0.0},
-        "sampler": {**scheme, "batch_size": 16},
-        "trainer": {"kind": "dfa"},
-        "protection": {"kind": protection, "epsilon": 2.0},
-        "checkpoint": {"every_steps": 5},
-    }
+CONFIG: dict[str, Any] = {
+    "mode": "release",
+    "epochs": STEPS // 4,
+    "threads": 1,
+    "model": {"hidden": [8]},
+    "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 16},
+    "trainer": {"kind": "dfa"},
+    "protection": {"kind": "record", "epsilon": 2.0},
+    "checkpoint": {"every_steps": 5},
+}
 
 
-def train(folder: Path, protection: str) -> int:
+def train(folder: Path) -> int:
     """Start the run, or resume it; return the exit code that the command would have."""
     begun = RunFolder(folder).started
     data = np.random.default_rng(1).normal(size=(64, 5)), np.arange(64) % 3
     try:
-        training.train(None if begun else config(protection), data=data, folder=folder, resume=begun)
+        training.train(None if begun else CONFIG, data=data, folder=folder, resume=begun)
     except RunInterrupted:
         return 130
     except BudgetExceeded:
@@ -65,7 +61,7 @@ def train(folder: Path, protection: str) -> int:
     return 0
 
 
-def child(folder: Path, protection: str, telling: int, answer: int) -> None:
+def child(folder: Path, telling: int, answer: int) -> None:
     step = FeedbackTrainer.step
 
     def told(self: FeedbackTrainer, *arguments: Any, **options: Any) -> Any:
@@ -76,19 +72,19 @@ def child(folder: Path, protection: str, telling: int, answer: int) -> None:
     FeedbackTrainer.step = told  # type: ignore[method-assign]
     code = 1
     try:
-        code = train(folder, protection)
+        code = train(folder)
     finally:
         os._exit(code)
 
 
-def stopped(folder: Path, protection: str, stop: Stop) -> tuple[int, list[int]]:
+def stopped(folder: Path, stop: Stop) -> tuple[int, list[int]]:
     """One process: its exit code, and the steps that it began."""
     (reading, telling), (answer, answering) = os.pipe(), os.pipe()
     number = os.fork()
     if not number:
         os.close(reading)
         os.close(answering)
-        child(folder, protection, telling, answer)
+        child(folder, telling, answer)
     os.close(telling)
     os.close(answer)
     begun: list[int] = []
@@ -106,10 +102,10 @@ def stopped(folder: Path, protection: str, stop: Stop) -> tuple[int, list[int]]:
 def main() -> int:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
-    train(root / "warm", "record")  # imports and compiles in the parent, once for all children
+    train(root / "warm")  # imports and compiles in the parent, once for all children
     told: dict[str, Any] = {}
-    for name, (protection, stops) in STORIES.items():
-        processes = [stopped(root / name, protection, stop) for stop in stops]
+    for name, stops in STORIES.items():
+        processes = [stopped(root / name, stop) for stop in stops]
         told[name] = {
             "codes": [code for code, _ in processes],
             "begun": [step for _, steps in processes for step in steps],

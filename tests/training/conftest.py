@@ -11,26 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from training.engine.callbacks import Callback
 from training.runs.checkpoints import list_checkpoints, reseal_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.seal import read_header
 
 
-class StopAt:
+class StopAt(Callback):
     """A watcher who falls dead after a step: no checkpoint is written."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
-
     def on_step(self, *, step: int) -> None:
         if step == self.step:
             raise KeyboardInterrupt
-
-    def on_epoch(self, record: dict) -> None:
-        pass
 
 
 class CtrlCAt(StopAt):

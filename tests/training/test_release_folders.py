@@ -34,12 +34,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "trainer": {"kind": "ridge"},
         "protection": {"kind": "label-release", "epsilon": 1.0},
     },
-    "label-readout": {
-        "epochs": 1,
-        "trainer": {"kind": "bp"},
-        "sampler": {"scheme": "full-batch"},  # other batches are drawn in each release
-        "protection": {"kind": "label-readout", "epsilon": 1.0},
-    },
 }
 
 
@@ -110,7 +104,6 @@ def _with_accuracy(function: Callable[..., Any]) -> Callable[..., Any]:
     [
         ("zo", None, ""),
         ("label-release", None, ""),
-        ("label-readout", None, ""),
         pytest.param(
             "zo",
             ("training.zeroth_order.trainer:ZoTrainer._entry", _with_the_sums),

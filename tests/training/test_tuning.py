@@ -15,7 +15,7 @@ import training
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from accounting.ledger.ledger import read_ledger
-from accounting.selection.mechanisms import PrivateSelection, selection_bounds
+from accounting.mechanisms.selection import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError
 from training import tuning as searching
 from training.cli import main

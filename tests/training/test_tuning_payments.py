@@ -14,7 +14,7 @@ import pytest
 
 import training
 from accounting.ledger.ledger import read_ledger
-from accounting.selection.mechanisms import PrivateSelection
+from accounting.mechanisms.selection import PrivateSelection
 from training import tuning as searching
 from training.cli import main
 from training.config import load_config

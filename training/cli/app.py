@@ -31,6 +31,11 @@ _HELP = "Problems"
 _UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy that newer versions of typer hold
 _ARGUMENT = re.compile(r"(?P<name>[a-z][\w.]*)(?: = (?P<value>'(?P<quoted>[^']*)'|[^\s:]+))?: (?P<reason>.*)")
 _STANDARD_ERROR = 2
+_FORMER = {
+    "opusim device effects": "it was dropped: set a fault under camera, as in docs/camera.md, then `opusim device "
+    "calibrate` certifies or refuses the instrument, and the monitor names the fault"
+}
+"""Former commands, and what to use now."""
 _FEW_COMMANDS = 8
 """Most subcommands that a refusal lists."""
 
@@ -114,11 +119,8 @@ def _explain() -> Any:
 
 def _device() -> Any:
     from opusim.cli import app as device_app
-    from training.cli.runs import device_effects
 
-    group = typer.main.get_group(device_app)
-    group.add_command(built("effects", device_effects), "effects")
-    return group
+    return typer.main.get_group(device_app)
 
 
 def _doctor() -> Any:
@@ -312,6 +314,9 @@ class CommandLine:
         """Return a rule with the commands that there are, or with where an option belongs."""
         commands = list(getattr(getattr(error.ctx, "command", None), "commands", ()))
         if rule.startswith("No such command"):
+            former = _FORMER.get(f"{self.path} {rule.split(chr(39))[1]}")
+            if former:
+                return f"{rule}; {former}"
             few = "did you mean" not in rule and len(commands) <= _FEW_COMMANDS
             return f"{rule}; the commands here are {', '.join(commands)}" if few else rule
         name = str(getattr(error, "option_name", "")).removeprefix("--")

@@ -441,33 +441,3 @@ def account_device(
     )
     typer.echo(wrapped(text))
     print_rows(level_rows(levels))
-
-
-EffectOutputs = Annotated[int, typer.Option(help="Outputs of a reading, at least 80.")]
-EffectFigure = Annotated[Path | None, typer.Option(help="Draw the table: a PNG file.")]
-
-
-def device_effects(name: DeviceArgument, outputs: EffectOutputs = 128, figure: EffectFigure = None) -> None:
-    """Show what each fault of a real instrument does to readings, learning and privacy, and whether it is noticed.
-
-    Correlation is that of readings with B x of the camera without the fault; noise and learning (the cosine of a hidden
-    layer's update with the exact one) are relative to that camera. Epsilon is that of one label reading, in light that
-    is dimmed until the camera without the fault has 8; "certified" is the same by the limits of a calibration.
-    """
-    from accounting.tables import print_rows
-    from opusim.files import FIGURES, require_writable
-    from opusim.progress import Progress
-    from training.device_privacy.effects import EffectTable, effect_rows, effects_figure
-
-    if figure is not None:
-        require_writable(figure, "--figure", FIGURES)
-    table, rows = EffectTable(name, n_outputs=outputs), []
-    with Progress("device effects", "effects") as progress:
-        progress.start(len(table.effects))
-        for row in table.rows():
-            rows.append(row)
-            progress.advance()
-    print_rows(effect_rows(rows))
-    if figure is not None:
-        effects_figure(rows, name).savefig(figure, dpi=110)
-        typer.echo(f"figure: {figure}")

@@ -32,10 +32,10 @@ from training.cli.options import (
 from training.config.kinds import TRAINERS
 from training.config.run import RunConfig
 from training.config.sections import TrainerSection
+from training.engine.callbacks import Callback, Watchers
 
 if TYPE_CHECKING:
     from opusim.devices.usage import Usage
-    from training.engine.callbacks import Watcher
     from training.runs.run import Run
 
 _EPILOG = (
@@ -133,7 +133,7 @@ def resume(
     if device is not None and not _follows(config):
         require_present(parse_description(str(folder.config_file), device))
 
-    def work(watcher: Watcher | None) -> Run:
+    def work(watcher: Callback | None) -> Run:
         return train(folder=run, resume=True, moved=moved, watcher=watcher, trust_code=trust_code)
 
     watched(config, quiet, work)
@@ -192,7 +192,7 @@ def small_batch(config: RunConfig) -> str | None:
     )
 
 
-def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:
+def watched(config: RunConfig, quiet: bool, work: Callable[[Callback | None], Run]) -> None:
     """Train with a progress bar, then print the table and write the report.
 
     The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
@@ -202,20 +202,13 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
     if _follows(config):
         work(None)
         return
-    warning, hint = caution(config), small_batch(config)
-
-    def warned(watcher: Watcher | None) -> Watcher | None:
-        if watcher is not None:
-            watcher = AnnouncedUsage(watcher)
-        if hint is not None and not quiet:
-            watcher = Announced(hint, watcher)
-        return watcher if warning is None else Announced(warning, watcher)
-
+    lines = [line for line in (caution(config), None if quiet else small_batch(config)) if line is not None]
+    watchers: list[Callback] = [Announced(line) for line in lines]
     if quiet:
-        run = work(warned(None))
+        run = work(Watchers(watchers))
     else:
         with RunProgress(f"train {config.trainer.kind}") as progress:
-            run = work(warned(progress))
+            run = work(Watchers([*watchers, AnnouncedUsage(), progress]))
     report_file = write_report(run)
     if quiet:
         typer.echo(run.folder.path)
@@ -266,8 +259,8 @@ def print_run(run: Run, report_file: Path) -> None:
         typer.echo("experiment mode: not for release, the noise can be reconstructed from the seed")
 
 
-class RunProgress:
-    """Shows steps done, the time left and the newest accuracies; a Watcher of the engine.
+class RunProgress(Callback):
+    """Shows steps done, the time left and the newest accuracies.
 
     Args:
         label: Name of the command.
@@ -288,15 +281,15 @@ class RunProgress:
         self._progress.__exit__(kind, error, trace)
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Watcher.on_start."""
+        """See Callback.on_start."""
         self._progress.start(total_steps, done=step)
 
     def on_step(self, *, step: int) -> None:
-        """See Watcher.on_step."""
+        """See Callback.on_step."""
         self._progress.advance(done=step, news=self._news)
 
     def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Watcher.on_epoch."""
+        """See Callback.on_epoch."""
         parts = [f"epoch {record['epoch']}"]
         for name in ("train", "validation"):
             accuracy = record.get(f"{name}_accuracy")
@@ -310,65 +303,26 @@ class RunProgress:
         self._news = ", ".join(parts)
 
 
-class PassedOn:
-    """Passes all news on to another watcher, if there is one; a Watcher.
-
-    Args:
-        watcher: The other one, or None.
-    """
-
-    def __init__(self, watcher: Watcher | None) -> None:
-        self._watcher = watcher
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Watcher.on_start."""
-        if self._watcher is not None:
-            self._watcher.on_start(step=step, total_steps=total_steps)
-
-    def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
-        """See UsageWatcher.on_usage."""
-        if isinstance(self._watcher, PassedOn):
-            self._watcher.on_usage(expected, steps=steps, is_mean=is_mean)
-
-    def on_features(self, expected: Usage) -> None:
-        """See FeaturesWatcher.on_features."""
-        if isinstance(self._watcher, PassedOn):
-            self._watcher.on_features(expected)
-
-    def on_step(self, *, step: int) -> None:
-        """See Watcher.on_step."""
-        if self._watcher is not None:
-            self._watcher.on_step(step=step)
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Watcher.on_epoch."""
-        if self._watcher is not None:
-            self._watcher.on_epoch(record)
-
-
-class Announced(PassedOn):
+class Announced(Callback):
     """Prints a line when training begins, which a refused run never does.
 
     Args:
         text: The line.
-        watcher: See `PassedOn`.
     """
 
-    def __init__(self, text: str, watcher: Watcher | None) -> None:
-        super().__init__(watcher)
+    def __init__(self, text: str) -> None:
         self._text = text
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Watcher.on_start."""
+        """See Callback.on_start."""
         print(self._text, file=sys.stderr, flush=True)
-        super().on_start(step=step, total_steps=total_steps)
 
 
-class AnnouncedUsage(PassedOn):
+class AnnouncedUsage(Callback):
     """Prints what the run will take of its device, and optical features of theirs."""
 
     def on_features(self, expected: Usage) -> None:
-        """See FeaturesWatcher.on_features."""
+        """See Callback.on_features."""
         from opusim.tables import wrapped
 
         text = (
@@ -377,5 +331,5 @@ class AnnouncedUsage(PassedOn):
         print(wrapped(text), file=sys.stderr, flush=True)
 
     def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
-        """See UsageWatcher.on_usage."""
+        """See Callback.on_usage."""
         print(usage_line(expected, f"{steps:,} steps", is_mean=is_mean), file=sys.stderr, flush=True)

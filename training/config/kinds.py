@@ -34,10 +34,12 @@ class Kinds(Generic[SectionT]):
     Attributes:
         section: Name of the section.
         base: Class that every kind extends.
+        stored: Kinds of stored runs that new ones may not take; they can be found, and are not listed.
     """
 
     section: str
     base: type[SectionT]
+    stored: tuple[str, ...] = ()
 
     @property
     def group(self) -> str:
@@ -46,7 +48,7 @@ class Kinds(Generic[SectionT]):
 
     def names(self) -> list[str]:
         """The kinds that are installed, in alphabetical order."""
-        return plugins.names(self.group)
+        return [name for name in plugins.names(self.group) if name not in self.stored]
 
     def find(self, kind: Any) -> type[SectionT]:
         """The section class of a kind.
@@ -54,7 +56,7 @@ class Kinds(Generic[SectionT]):
         Raises:
             BadKey: There is no such kind, or the package that brings it cannot be used.
         """
-        if kind not in self.names():
+        if kind not in (*self.names(), *self.stored):
             raise BadKey(f"{self.section}.kind", self._unknown(kind))
         try:
             return self._loaded(kind)
@@ -63,7 +65,8 @@ class Kinds(Generic[SectionT]):
 
     def every(self) -> dict[str, type[SectionT]]:
         """The section classes of all kinds; one whose package cannot be used is left out, with a warning."""
-        return plugins.load_all(self.group, self._loaded)
+        found = plugins.load_all(self.group, self._loaded)
+        return {name: section for name, section in found.items() if name not in self.stored}
 
     def validated(self, value: Any) -> Any:
         """The section that a mapping describes, validated as its kind; any other value is returned unchanged.
@@ -119,7 +122,9 @@ class Kinds(Generic[SectionT]):
 
 
 TRAINERS: Kinds[TrainerSection] = Kinds(section="trainer", base=TrainerSection)
-PROTECTIONS: Kinds[ProtectionSection] = Kinds(section="protection", base=ProtectionSection)
+PROTECTIONS: Kinds[ProtectionSection] = Kinds(
+    section="protection", base=ProtectionSection, stored=("label-budget",)
+)
 KINDS: Mapping[str, Kinds[Any]] = {"trainer": TRAINERS, "protection": PROTECTIONS}
 """The sections that are chosen by kind."""
 DEFAULT_TRAINER = "pdfa"

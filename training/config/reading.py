@@ -18,7 +18,7 @@ from opusim.description.section import parse_setting as parse_setting
 from opusim.errors import ConfigError
 from opusim.files import parse_json, parse_toml, read_text
 from training.config.kinds import KINDS, completed, without_derived
-from training.config.run import RunConfig, require_used
+from training.config.run import RunConfig, require_offered, require_used
 
 
 def load_config(
@@ -35,9 +35,10 @@ def load_config(
 
     Raises:
         ConfigError: Missing file, malformed TOML, an unknown key, a value out of range, or a key that does nothing in
-            this configuration; one line that names file, key and reason.
+            this configuration, or what only stored runs may have; one line that names file, key and reason.
     """
     if isinstance(source, RunConfig) and not settings and not changes:
+        require_offered(source)
         return source  # which was validated when it was made
     base, is_resolved = _read(source)
     changed: dict[str, Any] = dict(changes or {})
@@ -46,7 +47,11 @@ def load_config(
     given = changed if is_resolved else merged(base, changed)
     values = merged(_for_kinds(base, changed) if is_resolved else base, changed)
     origin = str(source) if isinstance(source, str | Path) else "configuration"
-    return _validated(values, origin, given=[key for key, value in flat(given).items() if value is not None])
+    config = _validated(
+        values, origin, given=[key for key, value in flat(given).items() if value is not None]
+    )
+    require_offered(config, origin)
+    return config
 
 
 def stored_config(values: Mapping[str, Any]) -> RunConfig:

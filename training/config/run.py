@@ -279,7 +279,8 @@ def _check_kinds(config: RunConfig) -> None:
     if protection.noise != "digital" and not config.uses_device:
         raise ValueError(
             f"protection.noise = {protection.noise!r} needs a device, but trainer.kind = {trainer.kind!r} has none; "
-            "see `opusim train options device`, or take 'digital'"
+            "see `opusim train options device`, or take "
+            + ("trainer.kind = 'pdfa'" if "noise" in protection.dropped else "'digital'")
         )
 
 
@@ -353,6 +354,19 @@ def require_used(config: RunConfig, given: Collection[str] = ()) -> None:
         if found:
             value = _at(config, found[0])
             raise BadKey(found[0], f"{value!r} does nothing here: it needs {needs}; leave it out")
+
+
+def require_offered(config: RunConfig, origin: str = "configuration") -> None:
+    """Refuse what only stored runs may have.
+
+    Raises:
+        ConfigError: A kind has dropped such a value; the message says what to take instead.
+    """
+    for name in ("trainer", "protection"):
+        section = getattr(config, name)
+        for key, better in section.dropped.items():
+            if (value := getattr(section, key)) in better:
+                raise ConfigError(origin, f"{name}.{key}", f"{value!r} was dropped; {better[value]}")
 
 
 def _changed(key: str, value: Any, default: Any) -> list[str]:

@@ -339,6 +339,8 @@ class KindSection(Section):
     implementation: ClassVar[str] = ""
     """The class that carries this kind out, as "module:Class": an `Algorithm` of a trainer, a `Protection` of a
     protection. Reading a configuration and `--help` import neither it nor torch."""
+    dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
+    """Values that stored runs may have and new ones may not: by key and value, what to take instead."""
 
     kind: str
     """Name of the kind."""

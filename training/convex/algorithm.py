@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from accounting.convex.constants import log_expansion, residual_bound
-from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.convex import ConvexLastIterate, log_expansion, residual_bound
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError

@@ -1,7 +1,7 @@
 """Train a gated model by noisy gradient descent, with gradients and their norms in closed form.
 
 A record's gradient is x~ residual^T, of norm |x~| |residual|, so a bound on the residual bounds the gradient.
-`accounting.convex.constants` states each residual's formula, Lipschitz constant and bound.
+`accounting.mechanisms.convex` states each residual's formula, Lipschitz constant and bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accounting.convex.constants import residual_bound
+from accounting.mechanisms.convex import residual_bound
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName

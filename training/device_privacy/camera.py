@@ -26,15 +26,15 @@ from scipy.optimize import brentq
 
 from accounting import numerics
 from accounting.composition import guarantees
-from accounting.devices.counts import (
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Guarantee
+from accounting.mechanisms.counts import (
     LabelArgmax,
     argmax_epsilon,
     at_brightest,
     known_counts_epsilon,
     known_counts_guarantee,
 )
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
 from opusim.camera.exposure import CountLaw, OperatingPoint
 from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice

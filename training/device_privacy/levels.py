@@ -15,8 +15,8 @@ from typing import Any
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.labels.budget import label_distance
-from accounting.labels.mechanisms import LabelReadout
+from accounting.mechanisms.labels import LabelReadout
+from accounting.mechanisms.observations import label_distance
 from accounting.tables import number
 from opusim.description.schema import DeviceDescription
 from opusim.devices.certificate import Certificate

@@ -14,7 +14,7 @@ from torch import nn
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import RecordCentral, RecordReplaced, Unprotected
+from accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError

@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.ledger.evidence import Alarm
+from accounting.ledger.content import Alarm
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from training.data import Split
-from training.engine.callbacks import UsageWatcher, Watcher
+from training.engine.callbacks import Callback
 from training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
 from training.engine.forecast import OBSERVED_STEPS
 from training.engine.leading import lead
@@ -63,7 +63,7 @@ class Engine:
         plan: RunPlan,
         trainer: Trainer,
         folder: RunFolder,
-        watcher: Watcher | None = None,
+        watcher: Callback | None = None,
         *,
         ranks: Ranks | None = None,
         device: NoisyDevice | None = None,
@@ -98,7 +98,7 @@ class Engine:
     def tell(self, expected: Usage, *, is_mean: bool) -> None:
         """Tell the watcher what the steps that are left will take of the device; `is_mean` says that this is random."""
         self._told = True
-        if isinstance(self._watcher, UsageWatcher) and expected.frames:
+        if self._watcher is not None and expected.frames:
             self._watcher.on_usage(expected, steps=self.total_steps - self.step, is_mean=is_mean)
 
     def begin(self, configuration: bytes) -> None:
@@ -110,11 +110,8 @@ class Engine:
         self._files = self._folder.digests(configuration)
         self.checkpoint()
 
-    def resume(self) -> str:
+    def resume(self) -> None:
         """Restore the newest checkpoint of a folder that can be resumed (`RunFolder.require_resumable`).
-
-        Returns:
-            Digest of that checkpoint.
 
         Raises:
             RunFolderError: It is damaged, or of another network or configuration.
@@ -132,7 +129,6 @@ class Engine:
         self._sums.load(checkpoint.progress["sums"])
         self._earlier_usage = Usage.from_json(checkpoint.progress["usage"])
         self._folder.drop_metrics_behind(checkpoint.header.seal)
-        return checkpoint.header.digest
 
     def run(self, interrupted: threading.Event) -> None:
         """Train to the end and write the summary; the ledger is open.
@@ -261,9 +257,7 @@ class Engine:
         ledger.return_unused()
         if error is not None:
             self._note_alarm(error)
-        digest = self.checkpoint()
-        if not self.mechanisms and ledger.charges_again:
-            ledger.note_stop(self.step, digest)
+        self.checkpoint()
 
     def _pay(self) -> None:
         """Pay for the next step; a spent budget ends the run."""
@@ -377,13 +371,13 @@ class Engine:
             )
         return figures
 
-    def checkpoint(self) -> str:
-        """Write a checkpoint of the steps done so far; returns its digest."""
+    def checkpoint(self) -> None:
+        """Write a checkpoint of the steps done so far."""
         self._trainer.before_checkpoint()
         vouched = {}  # up to where checks confirm the noise, which an alarm after a kill needs
         if self._certified is not None:
             vouched[VOUCHED] = vouched_step(self._certified, self.step, self._vouched)
-        header = save_checkpoint(
+        save_checkpoint(
             self._folder.checkpoints,
             step=self.step,
             trainer=self._trainer,
@@ -397,7 +391,6 @@ class Engine:
             seal=self._seal(),
             keep=self._plan.config.checkpoint.keep,
         )
-        return header.digest
 
     def _usage(self) -> Usage:
         """Return the device's usage; nothing in a private run, since it reveals batch sizes."""

@@ -23,7 +23,7 @@ from opusim.devices.shared import SharedDevice
 from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
 from training.config.data import OWN_ARRAYS
-from training.config.run import RunConfig
+from training.config.run import RunConfig, require_offered
 from training.data import Dataset, Split
 from training.data.catalogue import build_dataset
 from training.data.dataset import PrincipalComponents, reduced
@@ -169,7 +169,12 @@ class RunPlan(Plan):
 
     @cached_property
     def algorithm(self) -> Algorithm[Any, Any, Any]:
-        """The algorithm of the run."""
+        """The algorithm of the run.
+
+        Raises:
+            ConfigError: The run is a stored one of a kind that was dropped.
+        """
+        require_offered(self.config)
         options = self.config.trainer
         algorithm: Algorithm[Any, Any, Any] = options.implementing_class()(self, options)
         return algorithm

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from accounting.errors import BudgetExceeded
-from accounting.large_delta import large_delta
+from accounting.explanation import large_delta
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
@@ -30,7 +30,7 @@ from training.data import Dataset
 from training.data.dataset import wide_feature
 from training.data.optical_map import expected_usage as features_usage
 from training.data.tables import OwnData, OwnTest
-from training.engine.callbacks import Callback, FeaturesWatcher, Watcher, Watchers
+from training.engine.callbacks import Callback, Watchers
 from training.engine.certified import facts_of, noted_alarms, require_undoubted
 from training.engine.forecast import Forecast
 from training.engine.leading import (
@@ -73,7 +73,7 @@ def train(
     resume: bool = False,
     moved: bool = False,
     settings: Sequence[str] = (),
-    watcher: Watcher | None = None,
+    watcher: Callback | None = None,
     callbacks: Sequence[Callback] = (),
     trust_code: bool = False,
 ) -> Run:
@@ -98,7 +98,7 @@ def train(
             was moved or restored by copying: no ledger counts what two copies release.
         settings: Lines "key=value" over the configuration.
         watcher: Receives the progress.
-        callbacks: Receive the progress and the end, such as `opusim.TensorBoardLogger`.
+        callbacks: Receive the progress and the end, such as the logger of examples/tensorboard_logger.py.
         trust_code: Whether a resumed run may execute the user-supplied code that its folder names by import path.
 
     Raises:
@@ -146,7 +146,7 @@ def train_on(
     model: nn.Module | None = None,
     resume: bool = False,
     moved: bool = False,
-    watcher: Watcher | None = None,
+    watcher: Callback | None = None,
 ) -> Run:
     """Train under a resolved configuration on records that are already in memory; see `train`.
 
@@ -162,7 +162,7 @@ def train_on(
     private = config.mode == "release"
     if not resume:
         features = _features_usage(config, records)
-        if features is not None and isinstance(watcher, FeaturesWatcher):
+        if features is not None and watcher is not None:
             watcher.on_features(features)
         plan = RunPlan.resolve(config, records, model=model)
         folder = folder or _new_folder(config)
@@ -178,7 +178,7 @@ def train_on(
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
-def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Watcher | None = None) -> None:
+def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Callback | None = None) -> None:
     """Train a resolved run in a new folder; see `train`.
 
     Args:
@@ -218,14 +218,14 @@ def _follow(
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
-def _train_in(folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resume: bool) -> None:
+def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, resume: bool) -> None:
     """Train in a folder whose lock is held."""
     ranks = Ranks()
     if ranks.world > 1:
         ranks = ranks if leads_steps(plan.config) else Ranks.one()
         require_same_plan(plan, ranks)
     ledger_of = partial(_ledger, plan.config, folder)
-    notes = nullcontext() if plan.certificate is None else noted_alarms(folder, partial(ledger_of, None))
+    notes = nullcontext() if plan.certificate is None else noted_alarms(folder, ledger_of)
     with notes, torch_threads(plan.config.threads) as threads, plan.opened_device(ranks) as device:
         plan = plan.started(threads=threads, device=device)
         plan.network.model.to(plan.config.torch_device)
@@ -233,13 +233,13 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resu
         forecast = Forecast.of(plan, device)
         trainer = algorithm.protected_trainer(device, folder)
         with closing(trainer):  # from here on, so that hooks come off a user-supplied module whatever fails
-            facts, resumed_from = _facts(plan, forecast), None
+            facts = _facts(plan, forecast)
             engine = Engine(plan, trainer, folder, watcher, ranks=ranks, device=device)
             if resume:
                 _check_same(folder, facts)
                 if plan.certificate is not None and folder.ledger_file.exists():
                     require_undoubted(folder.read_ledger(), folder)
-                resumed_from = engine.resume()
+                engine.resume()
                 if device is not None and folder.baseline_file.exists():
                     device.compare_with(Baseline.from_array(read_array(folder.baseline_file)), engine.step)
             if forecast is not None:
@@ -253,7 +253,7 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resu
             share_trainer(trainer, ranks)
             ranks.on_first(folder.path.resolve)
             with deferred_interrupt() as interrupted, closing(engine.steps) as steps:
-                steps.open(partial(ledger_of, resumed_from, device), covered=bool(engine.mechanisms))
+                steps.open(partial(ledger_of, device), covered=bool(engine.mechanisms))
                 if plan.certificate is not None and device is not None:
                     steps.ledger.note_certificate(facts_of(plan.certificate, device))
                 try:
@@ -435,9 +435,7 @@ def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
         )
 
 
-def _ledger(
-    config: RunConfig, folder: RunFolder, resumed_from: str | None, device: NoisyDevice | None = None
-) -> Ledger:
+def _ledger(config: RunConfig, folder: RunFolder, device: NoisyDevice | None = None) -> Ledger:
     """Return the run's ledger; steps are reserved one by one if an experiment's device repeats no noise."""
     repeatable = device is None or device.repeats_noise or config.mode == "release"
     return Ledger(
@@ -449,5 +447,4 @@ def _ledger(
         repeatable=repeatable,
         budget=config.budget,
         witnesses=folder.witnesses(),
-        resumed_from=resumed_from,
     )

@@ -189,15 +189,15 @@ class PaidSteps:
             self.agree(act, step=step)
         return self.ranks.on_first(work)
 
-    def part(self, step: int, draw: Callable[[int], Tensor]) -> list[int]:
-        """Return this process's part of the batch that the first one draws.
+    def part(self, step: int, draw: Callable[[int], Tensor]) -> tuple[list[int], int]:
+        """Return this process's part of the batch that the first one draws, and the size of the largest part.
 
         Args:
             step: The number of the step, which may not be paid for yet.
             draw: Draws its batch over the whole data set; called on the first process.
         """
         indices: list[int] = self.on_first("asks for the batch", lambda: draw(step).tolist(), step=step)
-        return indices[self.ranks.part(len(indices))]
+        return indices[self.ranks.part(len(indices))], -(-len(indices) // self.ranks.world)
 
 
 def share_state(ranks: Ranks, tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
-from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
@@ -49,7 +48,6 @@ from training.networks.record_gradients.separation import require_separate_steps
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import batch_statistics, invented_records, two_records
 from training.protections.base import SoftLabels
-from training.protections.planning import Updates
 from training.protections.record import RecordProtection, require_counted_sums
 from training.runs.folder import RunFolder
 
@@ -177,7 +175,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
         raise NoGuarantee(
             f"protection.kind = {kind!r} noises the signal of each layer in the geometry of its public inputs, and its "
             f"theorem is about a fully connected network, not {type(network.model).__name__}; take 'record', "
-            "'label-readout' or 'label-randomized-response', or model.name = 'mlp'"
+            "'label-randomized-response' or with a device 'label-readout', or model.name = 'mlp'"
         )
 
     def _require_separate(self, network: AnyModule) -> None:
@@ -275,15 +273,6 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
         )
         short = self.plan.total_steps < _STEPS_WITH_CONTROL
         return not (private or reads or short or not feedback.gain or Ranks().world > 1)
-
-    @property
-    def updates(self) -> Updates:
-        """See Algorithm.updates; backpropagation may stretch the error on its way to the output layer."""
-        options = self.options
-        if options.kind != "bp":
-            return Updates()
-        unbounded = options.scale == "sphere"  # a ball (eq. 9) stretches nothing
-        return Updates(output_gain=math.inf if unbounded else options.signal_gain)
 
     def initialise(self, trainer: FeedbackTrainer) -> None:
         """See Algorithm.initialise."""

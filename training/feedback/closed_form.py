@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
+from opusim.medium.transmission import Medium
 from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
 from training.feedback.config import (
@@ -27,8 +28,14 @@ from training.feedback.config import (
     PdfaConfig,
     TdfaConfig,
 )
-from training.feedback.projection import AbsoluteTernary, BitPlanes, DeviceProjection, Encoding, Projection
-from training.feedback.structured import digital_projection
+from training.feedback.projection import (
+    AbsoluteTernary,
+    BitPlanes,
+    DenseProjection,
+    DeviceProjection,
+    Encoding,
+    Projection,
+)
 from training.feedback.trainer import Batch, GradientSource, Learned, require_finite
 from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
 from training.networks.functions import LOSSES
@@ -169,12 +176,9 @@ class ClosedForm(GradientSource):
             projection: Projection = DeviceProjection(device, encoding=closed_form_encoding(config))
             draw = device.draw if config.order == "published" else None
         elif isinstance(config, DfaConfig | TdfaConfig):
-            projection = digital_projection(
-                config.projection,
-                widths[-1],
-                max(sum(widths[:-1]), 1),
-                config.feedback_seed,
-                place=self.network.linears[0].weight.device,
+            medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
+            projection = DenseProjection(
+                medium.dense().to(self.network.linears[0].weight.device),
                 encoding=closed_form_encoding(config) if isinstance(config, TdfaConfig) else None,
             )
         else:

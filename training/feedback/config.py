@@ -49,7 +49,6 @@ class FeedbackConfig(TrainerSection):
     protections: ClassVar[tuple[str, ...]] = (
         "none",
         "record",
-        "label-budget",
         "label-amplified",
         "label-readout",
         "label-randomized-response",
@@ -250,15 +249,19 @@ class _ProjectedConfig(PointsConfig, _DigitalConfig):
     """A digital random projection of the error."""
 
     feedback_matrix = True
+    dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {
+        "projection": {
+            "hadamard": "take 'gaussian', which learns as well, or trainer.kind = 'bp' for wide outputs"
+        }
+    }
 
     gain: float | None = Field(None, ge=0.0)
     """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale (by default 1, and
     0.3 where the feedback is chosen to be normalised). 0, for modules only, is the control in which nothing before the
     last feedback point learns."""
     projection: Literal["gaussian", "hadamard"] = "gaussian"
-    """Digital feedback matrix. gaussian: independent entries, as an optical medium has. hadamard: random signs and fast
-    Hadamard transforms, n log n operations for widths of n; faster if the error and the network both have some
-    thousand entries, and no model of an optical medium."""
+    """Digital feedback matrix; hadamard is found in stored runs only. gaussian: independent entries, as an optical
+    medium has."""
     feedback_seed: int = Field(20210603, ge=0)
     """Seed of the digital feedback matrix; the default is the packaged devices' medium, so that tdfa is pdfa without
     noise."""

@@ -67,6 +67,7 @@ class PointHooks(nn.Module):
     _told: bool
     _outside: bool
     _observed: list[Reading] | None
+    _error: Tensor | None
 
     @abstractmethod
     def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
@@ -165,9 +166,11 @@ class PointHooks(nn.Module):
     @torch._disable_dynamo
     def _connect_input(self, name: str, module: nn.Module, args: Any) -> Any:
         """Take the error at what a submodule receives, if it is to be taken there."""
-        if self._idle:
-            return None
         received = args[0] if args else None
+        if self._idle:
+            if self.error_at == name + INPUT:
+                self._keep_error(received)
+            return None
         if self._vocabulary is not None:
             if not is_a_stream(received) or self._at_point(received, self._calls or ()):
                 return None  # the model's output is left
@@ -184,9 +187,12 @@ class PointHooks(nn.Module):
     @torch._disable_dynamo
     def _connect_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Take the error at what a submodule or the model returns, if it is to be taken there."""
-        if self._idle or ((self.error_at or OUTPUT).endswith(INPUT) and module is self.model):
+        if (self.error_at or OUTPUT).endswith(INPUT) and module is self.model:
             return None
         tensors = list(tensors_of(output))
+        if self._idle:
+            self._keep_error(tensors[0] if tensors else None)
+            return None
         if not tensors or (self.error_at is None and not isinstance(output, Tensor)):
             raise ValueError(
                 f"the model returns {type(output).__name__} instead of one tensor; name the submodule whose output "
@@ -200,6 +206,11 @@ class PointHooks(nn.Module):
         self._vocabulary = None
         error, connected = tensors[0], self._connected_error(tensors[0])
         return mapped(output, lambda tensor: connected if tensor is error else tensor)
+
+    def _keep_error(self, error: Any) -> None:
+        """Keep what carries the error in a pass that is backpropagated to observe gradients."""
+        if self._observed is not None and self._state == "backpropagating":
+            self._error = error
 
     @property
     def _idle(self) -> bool:

@@ -298,7 +298,7 @@ def feedback_points(
             "planes": options.planes,
         }
     if isinstance(options, DfaConfig | TdfaConfig):
-        given |= {"seed": options.feedback_seed, "projection": options.projection}
+        given["seed"] = options.feedback_seed
     points, error_at = options.points, options.error_at
     if error_at is None and not chooses:
         error_at = getattr(network.model, "error_at", None) or OUTPUT

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
+from opusim.medium.transmission import Medium
 from opusim.randomness import derive_seed
 from training.feedback.choice import Choosing
 from training.feedback.diagnosis import (
@@ -40,10 +42,12 @@ from training.feedback.layout import (
     Slice,
     View,
     chosen_rows,
+    one_to_one,
     spread,
     through_layer_norm,
 )
 from training.feedback.projection import (
+    DenseProjection,
     DeviceProjection,
     Encoding,
     EncodingName,
@@ -51,10 +55,12 @@ from training.feedback.projection import (
     calibration_work,
     make_encoding,
 )
-from training.feedback.structured import ProjectionName, digital_projection
+from training.feedback.readout import LearntReadout
 from training.feedback.wrapping import refuse_export
 
 _LARGEST_STEP = 2**63
+_READOUT_STEP = 2**62
+"""Number from which on readings to fit a read-out are counted."""
 _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
@@ -107,8 +113,7 @@ class FeedbackAlignment(Choosing):
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
             feedback has to beat. None takes 1, or 0.3 where `normalised` is chosen to be true: such feedback is large
             while the stream is small, which SGD does not even out as Adam does.
-        projection: Digital matrix. "gaussian": independent entries, as an optical medium has; "hadamard": random signs
-            and Hadamard transforms, faster from some thousand outputs and error entries on, and no model of a medium.
+        projection: Digital matrix: "gaussian", independent entries, as an optical medium has.
         seed: Seed of the digital matrix, in [0, 2^64). The default is the packaged devices' medium.
         draw_seed: Seed of drawn positions and stochastic codes, in [0, 2^64); None takes `seed`.
         batch_dim: Dimension of records in outputs of three dimensions and more, else 0; 1 for modules that put time
@@ -142,7 +147,7 @@ class FeedbackAlignment(Choosing):
         planes: int = 4,
         normalised: bool | None = None,
         gain: float | None = None,
-        projection: ProjectionName = "gaussian",
+        projection: str = "gaussian",
         seed: int = 20210603,
         draw_seed: int | None = None,
         batch_dim: int = 0,
@@ -153,10 +158,9 @@ class FeedbackAlignment(Choosing):
         if spread is not None:
             checks.choice(("broadcast", "full"), spread=spread)
         checks.choice(("own", "shared"), slices=slices)
-        checks.choice(("gaussian", "hadamard"), projection=projection)
-        if device is not None and projection != "gaussian":
+        if projection != "gaussian":
             raise ValueError(
-                f"projection = {projection!r}: a device has its own matrix; leave projection out, or the device"
+                f"projection = {projection!r}: was dropped; leave it out for 'gaussian', which learns as well"
             )
         if gain is not None:
             checks.non_negative(gain=gain)
@@ -170,7 +174,7 @@ class FeedbackAlignment(Choosing):
         self._choose(points, error_at=error_at, spread=spread, normalised=normalised, gain=gain)
         self._rows, self._shared = rows, slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
-        self._digital, self._seed, self._draw_seed = projection, seed, draw_seed
+        self._seed, self._draw_seed = seed, draw_seed
         self._rows_before: Callable[[int], int] | None = None
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
         self._noisy_device = device
@@ -185,6 +189,10 @@ class FeedbackAlignment(Choosing):
         self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
         self._told = self._outside = False
         self._observed: list[Reading] | None = None
+        self._error: Tensor | None = None
+        self._readout: LearntReadout | None = None
+        self.private = False
+        """Whether a private loop trains the model, whose records no read-out may learn from."""
         self._step = 0
         self._handles = [model.register_forward_pre_hook(refuse_export), *self._install()]
         self._keep_names()
@@ -422,6 +430,93 @@ class FeedbackAlignment(Choosing):
         updates = Updates(reached=reached, found=found, true=true, reference=reference)
         return compared(updates, seen, self._projector(seen.rows.device), self._slices)
 
+    @property
+    def readout(self) -> LearntReadout:
+        """The learnt read-out of the device's outputs; it exists from the first use on, and starts as plain feedback.
+
+        Its `state_dict` belongs into a checkpoint with the model's.
+
+        Raises:
+            RuntimeError: The sizes are unknown, because neither `shape` nor the model was called.
+        """
+        if self._readout is None:
+            if not self._slices:
+                raise RuntimeError(
+                    "the sizes of the points are not known yet; call shape(x) with two records first"
+                )
+            device = self._noisy_device
+            outputs = self._shape.n_outputs if device is None else device.n_outputs
+            self._readout = LearntReadout(self._slices, outputs)
+        return self._readout
+
+    def fit_readout(self, loss: Callable[[], Tensor]) -> None:
+        """Fit the read-out to one batch that is backpropagated; see `training.feedback.readout`.
+
+        It takes a forward and a backward pass and a reading of the device, and moves no parameter. Call it on one batch
+        in some 100, and in the first steps more often. Outputs of the device beyond the points' own are read as well,
+        and average its noise.
+
+        Args:
+            loss: Runs the model on the batch and returns the loss.
+
+        Raises:
+            RuntimeError: A private loop trains the model.
+            ValueError: The loss does not come from a forward pass of this model.
+        """
+        if self.private:
+            raise RuntimeError(
+                "fit_readout: a private loop trains the model, and a read-out that learns from its records would not "
+                "be private; fit it to public records before make_private"
+            )
+        # 1. Backpropagate to the error's place and to the points.
+        step, self._observed = self._step, []
+        try:
+            with self.backpropagating():
+                value, calls = self._ran(loss)
+            if not calls or self._error is None:
+                raise ValueError(
+                    "loss() returns a value that no forward pass of the model led to; run it on a batch"
+                )
+            outputs = [h for _, h in calls]
+            gradient, *true = torch.autograd.grad(value, [self._error, *outputs])
+        finally:
+            self._observed, self._kept, self._error, self._step = None, [], None, step
+        # 2. Read the device, under a number that no step of training has.
+        if not self._slices:
+            self._lay_out(gradient, calls)
+        readout = self.readout
+        at = _READOUT_STEP + readout.updates
+        if self._noisy_device is not None:
+            self._noisy_device.seek(at)
+        error = self._view.rows(gradient.float())
+        reading = self._read(
+            (error.sum(dim=1) if self._rows == "sum" else error.flatten(0, 1)),
+            self._projector(error.device),
+            at,
+        )
+        # 3. Fit the matrix of each call.
+        for number, (part, h, own) in enumerate(zip(self._slices, outputs, true, strict=True)):
+            rows: Rows = "sum" if self._rows == "sum" else "each"
+            readout.fit(number, *self._pairs(reading, part, h, own, Extent(*error.shape), rows))
+        readout.updates += 1
+
+    def _pairs(
+        self, reading: Tensor, part: Slice, h: Tensor, true: Tensor, error: Extent, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `LearntReadout.fit` takes of a call: scaled readings and true gradients, row by row."""
+        stream, gradient = self._view.rows(h.detach().float()), self._view.rows(true.float())
+        point = Extent(*stream.shape)
+        std = torch.ones_like(stream[..., :1])
+        if self._normalised:
+            std = (stream.var(dim=-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        if one_to_one(error, point, rows):
+            scale = self.gain / part.channels**0.5
+            return reading * (scale / std.reshape(-1, 1)), gradient.flatten(0, 1)
+        own = reading.view(error.records, -1, reading.shape[1]).sum(dim=1)
+        scale = self.gain / (part.channels * point.positions) ** 0.5
+        gradient = gradient.flatten(1) if part.positions > 1 else gradient.mean(dim=1)
+        return own * (scale / std.mean(dim=1)), gradient
+
     def _ran(self, loss: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         """Return the loss and the calls of points that it came from."""
         with torch.random.fork_rng(), torch.enable_grad():
@@ -458,13 +553,17 @@ class FeedbackAlignment(Choosing):
         extent = Extent(*error.shape)
         found: list[Tensor] = []
         signals: dict[Any, Tensor] = {}  # points that share outputs and sizes share a signal
-        for part, h in zip(self._slices, points, strict=True):
+        for number, (part, h) in enumerate(zip(self._slices, points, strict=True)):
             point = self._view.extent(h.shape)
-            key = (part.offset, part.end, point)
-            if key not in signals:
-                signals[key] = spread(
-                    reading, part, extent, point, drawn=drawn, rows=self._rows, gain=self.gain
+            own, key = reading, (part.offset, part.end, point)
+            if self._readout is not None:
+                own, part, key = (
+                    self._readout.apply(number, reading),
+                    replace(part, offset=0),
+                    (number, 0, point),
                 )
+            if key not in signals:
+                signals[key] = spread(own, part, extent, point, drawn=drawn, rows=self._rows, gain=self.gain)
             signal = signals[key]
             if self._normalised:
                 signal = through_layer_norm(signal, self._view.rows(h.detach().float()))
@@ -534,9 +633,8 @@ class FeedbackAlignment(Choosing):
             encoding = self._encoding_of(name)
             if self._noisy_device is None:
                 self._place = place
-                self._projection = digital_projection(
-                    self._digital, *self._shape, self._seed, place=place, encoding=encoding
-                )
+                matrix = Medium(*self._shape, self._seed).dense().to(place)
+                self._projection = DenseProjection(matrix, encoding=encoding)
             elif encoding is None:
                 raise ValueError(
                     "encoding = 'real' cannot be shown to a device; use 'ternary', 'stochastic', 'planes' or 'sign'"

@@ -278,27 +278,20 @@ class Projection(ABC):
         """Return B transposed as the trainer knows it, shape (n_inputs, n_outputs)."""
 
 
-class DigitalProjection(Projection):
-    """B e, or B of the encoded error, computed without a device.
+class DenseProjection(Projection):
+    """B e, or B of the encoded error, as a matrix product without a device.
 
     Args:
+        matrix: B transposed, shape (n_inputs, n_outputs); entries N(0, 1).
         encoding: How e is shown, or None to project e itself.
     """
 
-    def __init__(self, *, encoding: Encoding | None = None) -> None:
-        self._encoding = encoding
+    def __init__(self, matrix: Tensor, *, encoding: Encoding | None = None) -> None:
+        self._matrix, self._encoding = matrix, encoding
 
-    @abstractmethod
-    def product(self, rows: Tensor) -> Tensor:
-        """Return B v for rows v, shape (rows, n_inputs) -> (rows, n_outputs)."""
-
-    def ones(self, like: Tensor) -> Tensor:
-        """Return B 1, shape (n_outputs,).
-
-        Args:
-            like: Rows whose width, type and torch device it takes.
-        """
-        return self.product(torch.ones_like(like[:1]))[0]
+    def columns(self, n_inputs: int) -> Tensor:
+        """See Projection.columns: B transposed exactly."""
+        return self._matrix
 
     def seek(self, step: int, *, before: int = 0) -> None:
         """See Projection.seek."""
@@ -312,36 +305,11 @@ class DigitalProjection(Projection):
     def read(self, error: Tensor) -> Tensor:
         """See Projection.read."""
         if self._encoding is None:
-            return self.product(error)
+            return error @ self._matrix
         encoded = self._encoding(error)
         frames = encoded.frames.flatten(0, 1)
-        ones = None if encoded.offset is None or not len(frames) else self.ones(frames)
-        return encoded.decoded(self.product(frames), ones)
-
-
-class DenseProjection(DigitalProjection):
-    """B e, or B of the encoded error, as a matrix product.
-
-    Args:
-        matrix: B transposed, shape (n_inputs, n_outputs); entries N(0, 1).
-        encoding: How e is shown, or None to project e itself.
-    """
-
-    def __init__(self, matrix: Tensor, *, encoding: Encoding | None = None) -> None:
-        super().__init__(encoding=encoding)
-        self._matrix = matrix
-
-    def product(self, rows: Tensor) -> Tensor:
-        """See DigitalProjection.product."""
-        return rows @ self._matrix
-
-    def ones(self, like: Tensor) -> Tensor:
-        """See DigitalProjection.ones."""
-        return self._matrix.sum(dim=0)
-
-    def columns(self, n_inputs: int) -> Tensor:
-        """See Projection.columns: B transposed exactly."""
-        return self._matrix
+        ones = None if encoded.offset is None or not len(frames) else self._matrix.sum(dim=0)
+        return encoded.decoded(frames @ self._matrix, ones)
 
 
 class DeviceProjection(Projection):

@@ -14,7 +14,7 @@ contribute nothing. Whatever a record holds, its contribution then has norm at m
 Nothing here asks a tensor for a value: what depends on a record's numbers is decided in tensors, so that a graphics
 card does not wait, and time does not tell of a record.
 
-Operators of the PDFA paper (section 3.1, eqs. 8 and 9): `clip_entries`, `offset_entries`, `scale_to_ball`.
+Operators of the PDFA paper (section 3.1, eqs. 8 and 9): `clip_entries`, `offset_entries`, `ball_factors`.
 """
 
 from __future__ import annotations
@@ -299,18 +299,6 @@ def ball_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
     """
     norms = row_norms(v).clamp_min_(torch.finfo(torch.float64).tiny)
     return multipliers((radius / norms).clamp_max_(gain)[:, None])
-
-
-def scale_to_ball(v: Tensor, radius: float) -> Tensor:
-    """scale_s(v) = min(s, ||v||_2) v / ||v||_2 for each row; a zero row stays zero.
-
-    Guarantees that every finite float32 row has norm at most s (1 + 1e-6) and that rows within the ball are unchanged.
-
-    Args:
-        v: Vectors as rows, shape (batch, n).
-        radius: s > 0.
-    """
-    return (v * ball_factors(v, radius)).to(v.dtype)
 
 
 def sphere_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:

@@ -56,7 +56,7 @@ class PrivateCriterion(nn.Module):
         self._vmap, self._checked = True, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the mean loss of the batch.
+        """Return the mean loss of the batch's records.
 
         Args:
             *args: The criterion's arguments: outputs exactly as the module returned them, and targets. Every tensor has
@@ -96,7 +96,11 @@ class PrivateCriterion(nn.Module):
             for output, gradient in zip(outputs.values(), found, strict=True)
             if gradient is not None
         ]
-        return self._private.loss(losses.detach().mean(), gradients)
+        shown, padding = losses.detach(), self._private.padding
+        if padding is not None:
+            drawn = (~padding).sum().clamp_min(1)
+            return self._private.loss(torch.where(padding, 0.0, shown).sum() / drawn, gradients)
+        return self._private.loss(shown.mean(), gradients)
 
     def _losses(self, one: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
         """Return the loss of each record, shape (records,)."""

@@ -2,8 +2,11 @@
 
 The user's loader says which records there are, how they are put together, how many are expected in a batch, and which
 workers read them. Its order is replaced: in each step, each record enters the batch with probability q, independently
-of all others (training.data.samplers.PoissonSampler). A batch without records has tensors without rows and is a step
-like any other. Of several processes, each hands out its part of the batch.
+of all others (training.data.samplers.PoissonSampler). Of several processes, each hands out its part of the batch.
+
+With fixed physical batches every batch has the same number of rows: copies of a record fill it, of weight zero, so that
+shapes do not tell how many were drawn. Else a batch without records has tensors without rows and is a step like any
+other.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -35,6 +39,7 @@ from training.networks.record_independence import (
     seed_generators,
     system_generators,
 )
+from training.private_loop.batch import PhysicalBatches
 from training.private_loop.inputs import first_records
 from training.private_loop.module import PrivateModule
 from training.private_loop.settings import PrivacySettings
@@ -43,6 +48,8 @@ _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""
 _OFFERS = 3
 """How often a batch that was left without a backward pass is handed out again."""
+_FILL = -1
+"""The index of a row that a record's copy fills."""
 _SEEDED = "accelerate.data_loader.SeedableRandomSampler"
 """The permutation of a loader that Accelerate or the Hugging Face Trainer has prepared."""
 _DRIFT = 1e-3
@@ -63,26 +70,42 @@ class PrivateLoader:
     Args:
         loader: The user's loader.
         settings: How batches are drawn, and what a step releases.
+        physical: The rows of a batch.
         module: Trains on each batch that is handed out.
         steps: Where each batch is paid for, and the processes that share it.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], settings: PrivacySettings, module: PrivateModule, steps: PaidSteps
+        self,
+        loader: DataLoader[Any],
+        settings: PrivacySettings,
+        module: PrivateModule,
+        steps: PaidSteps,
+        *,
+        physical: PhysicalBatches,
     ) -> None:
         self.dataset = loader.dataset
         self.batch_size = batch_size_of(loader)
         self._source, self._settings, self._module, self._steps = loader, settings, module, steps
-        self._last: tuple[int, Any] = 0, None  # the batch at hand and the number of its records
+        self._physical = physical
+        self._last: tuple[int, int, Any] = (
+            0,
+            0,
+            None,
+        )  # the records of the batch at hand, its rows, and the batch
         self._iterations = self._offers = 0
         count, seed = len(self.dataset), settings.seed  # type: ignore[arg-type]
         seed = None if seed is None else derive_seed(seed, "private-loop", "batches")
         self._sampler = PoissonSampler(count, settings.sample_rate, seed=seed)
+        require_separate_rows(loader)
+        self._collate: Callable[[list[Any]], tuple[int, int, Any]]
+        if physical.count is not None:
+            self._collate = _CollateFilled(loader.collate_fn, self.dataset[0])
+            return
         one, two = (
             loader.collate_fn([self.dataset[index] for index in indices])
             for indices in ([0], [count - 1, count // 2])
         )
-        require_separate_rows(loader)
         self._collate = _CollateCounted(loader.collate_fn, empty_batch(one, two))
 
     def __len__(self) -> int:
@@ -104,7 +127,7 @@ class PrivateLoader:
         if again:
             with handing_errors():
                 self._offer_again(first - 1)
-            yield self._last[1]
+            yield self._last[2]
             self._end_step(number)
         batches = iter(self._loader(first, last))
         for _ in range(first, last):
@@ -112,9 +135,9 @@ class PrivateLoader:
                 fresh = self._settings.mode == "release"
                 with system_generators(torch.device("cpu"), fresh=fresh):  # the records' transforms draw too
                     self._last = next(batches)
-                if not self._hand_out(self._last[0], until=last):
+                if not self._hand_out(until=last):
                     return
-            yield self._last[1]
+            yield self._last[2]
             self._end_step(number)
 
     def _begin_iteration(self) -> None:
@@ -140,11 +163,10 @@ class PrivateLoader:
         if self._module.trained:
             self._module.drop()
 
-    def _hand_out(self, records: int, *, until: int) -> bool:
+    def _hand_out(self, *, until: int) -> bool:
         """Pay for the next batch and take it as the one at hand; returns False if the budget is spent.
 
         Args:
-            records: Its size.
             until: Number of the first step of the next epoch.
         """
         self._module.paid_on_processor = exact = self._module.on_processor
@@ -154,7 +176,7 @@ class PrivateLoader:
             self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}"
             warnings.warn(self._steps.stopped, stacklevel=3)
             return False
-        self._module.begin(self._steps.step, records)
+        self._begin_step(self._steps.step)
         self._steps.step += 1
         return True
 
@@ -171,7 +193,11 @@ class PrivateLoader:
                 "times; which batches are left out may tell of their records, so the loop ends here: mend the error, "
                 "or resume from the last save with a smaller max_physical_batch_size if memory ran out"
             )
-        self._module.begin(step, self._last[0])
+        self._begin_step(step)
+
+    def _begin_step(self, step: int) -> None:
+        drawn, rows, _ = self._last
+        self._module.begin(step, rows, None if self._physical.count is None else drawn)
 
     def _end_step(self, iteration: int) -> None:
         """Refuse to go on before the batch at hand was trained on, or in an iteration that another one took over from.
@@ -193,14 +219,14 @@ class PrivateLoader:
                     "one, before the next is drawn (a framework that accumulates gradients may draw ahead: give "
                     "max_physical_batch_size instead)"
                 )
-        self._last, self._offers = (0, None), 0
+        self._last, self._offers = (0, 0, None), 0
 
     def _loader(self, first: int, last: int) -> DataLoader[Any]:
         source = self._source
         generator = torch.Generator().manual_seed(self._seed_of_workers((last - 1) // len(self)))
         return DataLoader(
             _Indexed(source.dataset),
-            batch_sampler=_Drawn(self._sampler, first, last, self._steps),
+            batch_sampler=_Drawn(self._sampler, first, last, self._steps, self._physical),
             collate_fn=self._collate,
             generator=generator,
             num_workers=source.num_workers,
@@ -233,29 +259,41 @@ def _require_same_norms(module: torch.nn.Module, ranks: Ranks) -> None:
 
 
 class _Drawn(BatchSampler):
-    """The indices of this process in some steps; a step is drawn once, when a worker may fetch it."""
+    """The indices of this process in some steps, and `_FILL` in the rows that are left; each step is drawn once."""
 
-    def __init__(self, sampler: PoissonSampler, first: int, last: int, steps: PaidSteps) -> None:
+    def __init__(
+        self, sampler: PoissonSampler, first: int, last: int, steps: PaidSteps, physical: PhysicalBatches
+    ) -> None:
         self._poisson, self._first, self._last, self._steps = sampler, first, last, steps
+        self._physical = physical
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self._first, self._last):
-            yield self._steps.part(step, self._poisson.indices)
+            own, most = self._steps.part(step, self._poisson.indices)
+            rows = len(own) if self._physical.count is None else self._physical.rows(most)
+            yield own + [_FILL] * (rows - len(own))
 
     def __len__(self) -> int:
         return self._last - self._first
 
 
+class _Row(Enum):
+    FILL = "a row of weight zero"
+
+
 class _Indexed(torch.utils.data.Dataset[Any]):
-    """A data set of which any number of records may be asked for, also none."""
+    """A data set of which any number of records may be asked for, also none, and rows to be filled."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        if indices and callable(getattr(self._dataset, "__getitems__", None)):
-            return list(self._dataset.__getitems__(indices))
-        return [self._dataset[index] for index in indices]
+        drawn = [index for index in indices if index != _FILL]
+        if drawn and callable(getattr(self._dataset, "__getitems__", None)):
+            records = list(self._dataset.__getitems__(drawn))
+        else:
+            records = [self._dataset[index] for index in drawn]
+        return [*records, *[_Row.FILL] * (len(indices) - len(drawn))]
 
 
 class _CollateCounted:
@@ -264,8 +302,23 @@ class _CollateCounted:
     def __init__(self, collate: Callable[[list[Any]], Any], empty: Any) -> None:
         self._collate, self._empty = collate, empty
 
-    def __call__(self, records: list[Any]) -> tuple[int, Any]:
-        return len(records), self._collate(records) if records else self._empty
+    def __call__(self, records: list[Any]) -> tuple[int, int, Any]:
+        return len(records), len(records), self._collate(records) if records else self._empty
+
+
+class _CollateFilled:
+    """The user's collate function on records and on copies of one of them, with the numbers of records and of rows."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], first: Any) -> None:
+        self._collate, self._first = collate, first
+
+    def __call__(self, rows: list[Any]) -> tuple[int, int, Any]:
+        records = [row for row in rows if row is not _Row.FILL]
+        one = records[0] if records else self._first
+        copies = [
+            copy.copy(one) for _ in range(len(rows) - len(records))
+        ]  # a function may take a record apart
+        return len(records), len(rows), self._collate(records + copies)
 
 
 def empty_batch(one: Any, two: Any) -> Any:

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from opusim.devices.shared import SharedDevice
 from training.engine.steps import PaidSteps
+from training.networks.contributions.sums import Contributions
 from training.networks.memory import preserved_state
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
@@ -77,8 +78,8 @@ class PrivateModule:
         args: Arguments for a few records, as a probe.
         kwargs: Keyword arguments for a few records.
         gradients: Clips, sums and noises.
-        max_physical_batch_size: Records in one forward and backward pass at most, or None for all. Larger batches run
-            in parts, and forward passes twice.
+        most_rows: Rows in one forward and backward pass at most, or None for all. Larger batches run in parts, and
+            forward passes twice.
         steps: The processes that share each batch, as those of `gradients`.
         release: Whether what the module draws in a step, such as dropout, comes from the system.
 
@@ -94,7 +95,7 @@ class PrivateModule:
         *,
         gradients: RecordGradients,
         steps: PaidSteps,
-        max_physical_batch_size: int | None = None,
+        most_rows: int | None = None,
         release: bool = False,
     ) -> None:
         require_recordable(module)
@@ -106,7 +107,7 @@ class PrivateModule:
         """Batches whose gradients were written since the last step of the optimizer."""
         self.paid_on_processor: bool | None = None
         """Where the parameters were when the step was paid for; None before the first."""
-        self._gradients, self._limit = gradients, max_physical_batch_size
+        self._gradients, self._limit = gradients, most_rows
         self._steps = steps
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
         require_rows((args, kwargs), rows_of(args, kwargs) or 0)
@@ -135,15 +136,19 @@ class PrivateModule:
 
     # The batch at hand
 
-    def begin(self, step: int, records: int) -> None:
+    def begin(self, step: int, rows: int, drawn: int | None = None) -> None:
         """Take a batch as the one at hand.
 
         Args:
             step: Its number.
-            records: Its size.
+            rows: Its size.
+            drawn: How many of its rows, the first ones, are records; the others have weight zero. None for all.
         """
         self.require_same_parts()
-        self._plain, self._batch = _UNSEEN, Batch(step=step, records=records)
+        padding = None
+        if drawn is not None:
+            padding = (torch.arange(rows) >= drawn).to(self._trained[0].device, non_blocking=True)
+        self._plain, self._batch = _UNSEEN, Batch(step=step, records=rows, padding=padding)
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -156,8 +161,13 @@ class PrivateModule:
 
     @property
     def records(self) -> int:
-        """Size of the batch at hand."""
+        """Rows of the batch at hand."""
         return 0 if self._batch is None else self._batch.records
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Marks the rows of the batch at hand that only fill it, bool, shape (records,); None if rows never do."""
+        return None if self._batch is None else self._batch.padding
 
     @property
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -335,7 +345,7 @@ class PrivateModule:
             for feedback in feedback_of(self.module):
                 feedback.seek(batch.step * _PASSES_A_STEP)
             recorded = self._recorded(batch, gradients, most - readings)
-            self._gradients.set_gradients(tape.contributions for tape in recorded)
+            self._gradients.set_gradients(recorded)
         except BaseException:
             for parameter in self._trained:
                 parameter.grad = None
@@ -361,29 +371,36 @@ class PrivateModule:
         passes = sum(bool(one.wanted(gradients)) for one in batch.passes)
         return passes * len(self._parts_of(batch.records))
 
-    def _recorded(self, batch: Batch, gradients: Gradients, readings_of_others: int) -> Iterator[RecordTape]:
+    def _recorded(
+        self, batch: Batch, gradients: Gradients, readings_of_others: int
+    ) -> Iterator[Contributions]:
         """Run the backward pass of a batch, and take part in what else other processes read."""
         yield from self._recorded_parts(batch, gradients)
         for points in feedback_of(self.module):
             for _ in range(readings_of_others if isinstance(points.noisy_device, SharedDevice) else 0):
                 points.read_nothing()
 
-    def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[RecordTape]:
-        """Run the backward pass of a batch and yield the tape; once for each part if it runs in parts."""
+    def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[Contributions]:
+        """Run the backward pass of a batch and yield what its records contribute, part for part."""
         if batch.recorder is not None:
             self._differentiate(batch.attached(gradients))
-            self._tape.end(batch.recorder)
-            yield self._tape
+            yield self._ended(batch, batch.recorder, slice(None))
             return
         if not batch.records:
-            self._tape.end(self._tape.begin(0))
-            yield self._tape
+            yield self._ended(batch, self._tape.begin(0), slice(None))
             return
         for number, part in enumerate(self._parts_of(batch.records)):
             recorder = self._tape.begin(part.stop - part.start)
             self._differentiate(self._run_again(batch, recorder, gradients, number, part))
-            self._tape.end(recorder)
-            yield self._tape
+            yield self._ended(batch, recorder, part)
+
+    def _ended(self, batch: Batch, recorder: Recorder, part: slice) -> Contributions:
+        """Return what the records of a part of a batch contribute, after its backward pass."""
+        self._tape.end(recorder)
+        found = self._tape.contributions
+        if batch.padding is not None:
+            found.leave_out(batch.padding[part])
+        return found
 
     def _run_again(
         self,

@@ -18,6 +18,7 @@ from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.ledger.statement import LedgerFacts, Statement
 from training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
 from training.private_loop.accountants import NamedAccountant
+from training.private_loop.batch import PhysicalBatches
 from training.private_loop.criterion import PrivateCriterion
 from training.private_loop.inputs import feedback_of, require_own_parameters
 from training.private_loop.loader import PrivateLoader
@@ -42,6 +43,7 @@ class PrivateTraining:
         criterion: Stands for the criterion given.
         data_loader: Stands for the loader given.
         settings: Every constant of the guarantee.
+        physical_batches: How the records of a step run.
         extra: What the `save` that was resumed from was given besides, or None.
     """
 
@@ -54,6 +56,7 @@ class PrivateTraining:
         *,
         settings: PrivacySettings,
         folder: Path,
+        physical: PhysicalBatches,
         steps: PaidSteps,
         stack: ExitStack,
         accountant: NamedAccountant | None,
@@ -65,7 +68,8 @@ class PrivateTraining:
         """
         self.module, self.optimizer, self.settings, self.folder = private.module, optimizer, settings, folder
         self.criterion = PrivateCriterion(criterion, private)
-        self.data_loader = PrivateLoader(data_loader, settings, private, steps)
+        self.physical_batches = physical
+        self.data_loader = PrivateLoader(data_loader, settings, private, steps, physical=physical)
         self.extra: Any = None
         self._private, self._steps, self._accountant = private, steps, accountant
         self._witnesses = list[Witness]()

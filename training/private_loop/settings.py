@@ -20,7 +20,7 @@ from accounting.composition import Budget
 from accounting.guarantee import Adjacency, Assumption, Guarantee
 from accounting.ledger.content import Mode
 from accounting.ledger.ledger import LEDGER_FILE
-from accounting.records.mechanisms import CLIPPED_RECORDS, RecordCentral
+from accounting.mechanisms.records import CLIPPED_RECORDS, RecordCentral
 from accounting.theorems import NOISY_SUM, about_rounding
 from opusim import checks
 from opusim.randomness import MAX_SEED

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from accounting.large_delta import large_delta
+from accounting.explanation import large_delta
+from accounting.guarantee import Adjacency
 from opusim import checks
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
@@ -23,6 +24,7 @@ from training.engine.steps import PaidSteps
 from training.networks.base import require_fresh_noise
 from training.networks.record_independence import preserved_generators
 from training.private_loop.accountants import NamedAccountant
+from training.private_loop.batch import FIXED_FROM, PhysicalBatches, most_records
 from training.private_loop.inputs import (
     example_of,
     feedback_of,
@@ -60,6 +62,7 @@ def make_private(
     relation: str = "zero_out",
     sample_rate: float | None = None,
     max_physical_batch_size: int | None = None,
+    fixed_batches: bool | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     accountant: str | None = None,
     resume: bool = False,
@@ -103,6 +106,10 @@ def make_private(
         relation: "zero_out", under which n is public, or "add_or_remove_one", under which nothing may come from n.
         sample_rate: q, for add_or_remove_one a constant of your choice; None takes b / n.
         max_physical_batch_size: Records in memory at once; larger batches run in parts, whose forward passes run twice.
+        fixed_batches: Whether every step runs a fixed number of rows, with copies of a record of weight zero in those
+            that are left, so that neither the loop nor the time of a pass sees how many records were drawn; the batch
+            has these rows, too. More run with a chance of 1e-9 a step, or if n q exceeds batch_size. None: on a
+            graphics card, and from 1,024 expected records. `physical_batches` of the private loop says how many run.
         example_inputs: Arguments of the module for a few records, a sequence or a mapping by name, public or invented:
             refusals may depend on them. None takes the shapes of the first entry of the loader's batches, or of all but
             the labels of a mapping, and invents the numbers.
@@ -144,8 +151,12 @@ def make_private(
         if ranks.world > 1:
             call: dict[str, Any] = {**given, **_facts(module, optimizer, data_loader)}
             call |= {"data_loader.batch_size": batch_size, "resume": resume, "accountant": accountant}
+            call |= {"fixed_batches": fixed_batches, "max_physical_batch_size": max_physical_batch_size}
             ranks.require_same(call)
         require_own_readings(module, ranks.world)
+        for points in feedback_of(module):
+            points.private = True
+            stack.callback(setattr, points, "private", False)
         if mode == "release":
             require_fresh_noise(module)
             for points in feedback_of(module):
@@ -153,6 +164,14 @@ def make_private(
         place = Path(folder)
         settings = ranks.on_first(
             lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)
+        )
+        physical = _physical_batches(
+            settings,
+            module,
+            len(data_loader.dataset),  # type: ignore[arg-type]
+            ranks,
+            size=max_physical_batch_size,
+            fixed=fixed_batches,
         )
         args, kwargs = example_of(data_loader, example_inputs, next(module.parameters()).device)
         require_arguments(module, args, kwargs)
@@ -171,7 +190,7 @@ def make_private(
             kwargs,
             gradients=gradients,
             steps=steps,
-            max_physical_batch_size=max_physical_batch_size,
+            most_rows=physical.size,
             release=mode == "release",
         )
         stack.callback(private.close)
@@ -183,11 +202,35 @@ def make_private(
             data_loader,
             settings=settings,
             folder=place,
+            physical=physical,
             steps=steps,
             stack=stack,
             accountant=other,
             resume=resume,
         )
+
+
+def _physical_batches(
+    settings: PrivacySettings,
+    module: nn.Module,
+    records: int,
+    ranks: Ranks,
+    *,
+    size: int | None,
+    fixed: bool | None,
+) -> PhysicalBatches:
+    """Return how the records of a step run; the arguments are those of `make_private`.
+
+    Under add_or_remove_one the number of records is private, and the number of rows follows from other constants.
+    """
+    on_card = any(parameter.device.type != "cpu" for parameter in module.parameters())
+    if not (on_card or settings.batch_size >= FIXED_FROM if fixed is None else fixed):
+        return PhysicalBatches(size=size)
+    if settings.relation is Adjacency.ZERO_OUT:
+        most = most_records(settings.sample_rate * records, records=records, processes=ranks.world)
+    else:
+        most = most_records(settings.batch_size, records=None, processes=ranks.world)
+    return PhysicalBatches.fixed(most, size=size)
 
 
 def _settings(

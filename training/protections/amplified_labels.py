@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from accounting.labels.mechanisms import LabelAmplified
+from accounting.mechanisms.labels import LabelAmplified
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.randomness.streams import NoiseStream

@@ -21,8 +21,8 @@ import torch
 from scipy.optimize import brentq, linear_sum_assignment
 from torch import Tensor
 
-from accounting.devices.counts import LabelArgmax, argmax_epsilon, confusion_matrix
-from accounting.labels.observations import UniformSource
+from accounting.mechanisms.counts import LabelArgmax, argmax_epsilon, confusion_matrix
+from accounting.mechanisms.observations import UniformSource
 from opusim import checks
 from opusim.camera.exposure import CountLaw
 from opusim.camera.number_law import number_law, spread_error

@@ -454,7 +454,7 @@ def creditable_law(
     law, named = device.noise, (credit or {}).get("beta", 0.0)
     if isinstance(law, GaussianNoise) and law.min_std > 0 and law.beta == named:
         return law
-    remedy = "use 'digital'"
+    remedy = "use 'digital', or for label-readout another device"
     if law.beta != named:
         remedy = f"whose beta = {law.beta:g} the run's guarantee does not count ({named:g}); set device.certificate"
     raise ConfigError(

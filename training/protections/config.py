@@ -23,6 +23,9 @@ _STEPS_LOST = (
     "a kill or a power cut makes it pay again for the steps since its last checkpoint, and for up to 15 that it "
     "reserved, so that its budget may end before its last epoch"
 )
+_MORE_ACCURATE = (
+    "take protection.kind = 'label-randomized-response' or 'record', which learn more at the same epsilon"
+)
 Source = Literal["digital", "device"]
 
 
@@ -199,22 +202,13 @@ class LabelNoiseConfig(_NoisyStrength):
 
 
 class LabelBudgetConfig(LabelNoiseConfig):
-    """Labels: noise on every layer's signal, and a privacy budget for each record."""
+    """Labels: noise on every layer's signal, and a privacy budget for each record; of stored runs only."""
 
-    implementation = "training.protections.budgeted_labels:LabelBudgetProtection"
-    needs_epsilon = True
-    cost_of_a_kill: ClassVar[str | None] = (
-        "a kill or a power cut ends it, because its label budget would be spent a second time"
-    )
-    summary: ClassVar[str] = "Labels: noise on every layer's signal and a budget for each record."
-    formerly: ClassVar[tuple[str, ...]] = ("label",)
-    tested_with: ClassVar[Mapping[str, Any]] = {"noise_multiplier": 1.0, "epsilon": 50.0}
-    """No record exhausts this budget."""
+    trainers = ("bp", "dfa", "tdfa", "pdfa")
+    dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {"kind": {"label-budget": _MORE_ACCURATE}}
 
     kind: Literal["label-budget"] = "label-budget"
-    """label-budget: labels, with public features, by noise on every layer's signal and a budget for each record."""
     clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
-    """Largest norm of a record's signal in each layer; 1 by default."""
 
 
 class LabelAmplifiedConfig(LabelNoiseConfig):
@@ -262,17 +256,22 @@ class OneLookConfig(_Strength):
 class LabelReadoutConfig(OneLookConfig):
     """Labels: one noisy reading of each label, kept and reused."""
 
-    summary: ClassVar[str] = "Labels: one noisy reading of each label, kept; posterior targets."
+    summary: ClassVar[str] = "Labels: one reading of each label through a device, kept; posterior targets."
     formerly: ClassVar[tuple[str, ...]] = ("label-once",)
+    dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {
+        "noise": {
+            "digital": f"{_MORE_ACCURATE}; or read labels through a device: 'device', 'counts', 'argmax'"
+        }
+    }
     tested_records: ClassVar[int] = 1000
 
     kind: Literal["label-readout"] = "label-readout"
-    """label-readout: labels, with public features, by one noisy reading of each label."""
+    """label-readout: labels, with public features, by one noisy reading of each label through a device."""
     noise: Literal["digital", "device", "counts", "argmax"] = "digital"
-    """Source of the noise that the guarantee rests on. digital: a generator. device: the device, whose noise must be
-    Gaussian. counts: a camera's photon counts of each label, kept; the laser is dimmed until they cost epsilon. argmax:
-    only the brightest of as many groups of pixels as labels, under a secret permutation of each record's labels; the
-    counts are discarded."""
+    """Source of the noise that the guarantee rests on; digital is found in stored runs only. device: the device, whose
+    noise must be Gaussian. counts: a camera's photon counts of each label, kept; the laser is dimmed until they cost
+    epsilon. argmax: only the brightest of as many groups of pixels as labels, under a secret permutation of each
+    record's labels; the counts are discarded."""
     top_up: bool = True
     """Whether digital noise makes up what the device's lacks for epsilon; false refuses a device of too little noise,
     and says how much it lacks."""

@@ -21,9 +21,9 @@ from scipy.optimize import linprog
 from scipy.special import logsumexp
 from torch import Tensor
 
-from accounting.devices.counts import LabelCounts
-from accounting.labels.observations import UniformSource
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.counts import LabelCounts
+from accounting.mechanisms.observations import UniformSource
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError

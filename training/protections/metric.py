@@ -100,31 +100,3 @@ def equalised_weights(rows: Tensor, *, rounds: int, floor: float) -> Tensor:
         weights = weights * Metric.of_rows(rows, weights=weights, floor=floor).leverages(rows)
         weights = weights / weights.sum()
     return weights
-
-
-def batch_leverages(rows: Tensor, *, floor: float) -> tuple[Tensor, float]:
-    """Return lev_i = h_i^T (sum_k h_k h_k^T + lambda I)^-1 h_i of a batch in itself, and lambda.
-
-    Through the smaller of the two Gram matrices; the other form is lev = 1 - lambda diag((H H^T + lambda I)^-1).
-    That one is rounded up by what cancellation may cost: 2^-50 of the largest condition of the matrix, d / floor + 1.
-
-    Args:
-        rows: h_i with the bias's constant, shape (batch, d), at least one row.
-        floor: lambda over the mean of the sum's diagonal, above 0.
-
-    Returns:
-        The leverages, float64, shape (batch,), in [0, 1]; lambda.
-    """
-    h = rows.double()
-    ridge = floor * float(h.square().sum()) / h.shape[1] or floor
-    if len(h) >= h.shape[1]:
-        gram = h.t() @ h
-        gram.diagonal().add_(ridge)
-        scores = Metric(factor=torch.linalg.cholesky(gram)).leverages(h)
-    else:
-        gram = h @ h.t()
-        gram.diagonal().add_(ridge)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-        cancelled = (h.shape[1] / floor + 1) * 2.0**-50 * (h != 0).any(dim=1)
-        scores = 1 - ridge * inverse.diagonal() + cancelled
-    return scores.clamp(0.0, 1.0), ridge

@@ -1,10 +1,10 @@
 """Labels that are noised once, before training, and never looked at again.
 
-Either training keeps a noisy reading of each record's one-hot label, or each label is replaced by k-ary randomized
-response, or by one among the labels that a model of earlier responses makes likely. All that training sees of the
-labels is the log-likelihood of every class, given what was observed, and the last such model. Its targets are the
-posterior softmax(prior + log-likelihood), with a flat prior or that model at first, and the model's own prediction as
-prior later. All of it is post-processing of what was observed once.
+Either training keeps a device's noisy reading of each record's one-hot label, or each label is replaced by k-ary
+randomized response, or by one among the labels that a model of earlier responses makes likely. All that training sees
+of the labels is the log-likelihood of every class, given what was observed, and the last such model. Its targets are
+the posterior softmax(prior + log-likelihood), with a flat prior or that model at first, and the model's own prediction
+as prior later. All of it is post-processing of what was observed once.
 Source: docs/privacy-labels.md, sections 4 and 5 (labels read once, randomized response).
 """
 
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from accounting.errors import LedgerCorrupt, NoGuarantee
-from accounting.labels.budget import label_distance
-from accounting.labels.mechanisms import LabelReadout, RandomizedResponse, StagedResponse
-from accounting.labels.observations import (
+from accounting.ledger.ledger import Ledger
+from accounting.mechanisms import Mechanism
+from accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
+from accounting.mechanisms.observations import (
     UniformSource,
+    label_distance,
     reading_log_likelihood,
     respond,
     response_log_likelihood,
 )
-from accounting.ledger.ledger import Ledger
-from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.usage import DeviceWork
@@ -107,7 +107,7 @@ class OneLookProtection(Protection, ABC):
 
 
 class LabelReadoutProtection(OneLookProtection):
-    """Labels: one noisy reading of each, at the run's epsilon."""
+    """Labels: one reading of each through a device of Gaussian noise, at the run's epsilon."""
 
     @property
     def mechanism(self) -> LabelReadout:
@@ -121,20 +121,18 @@ class LabelReadoutProtection(OneLookProtection):
         config, dataset = self.config, self.dataset
         noise = noise_stream(config.mode, config.seed_for("label-noise"), "label-noise")
         labels, k, mu = dataset.train.y.cpu(), dataset.n_classes, self.mechanism.mu
-        if self.options.noise == "device" and device is not None:
-            return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay, credit=self.plan.credit)
-        return read_once(labels, k, mu=mu, noise=noise, pay=pay)
+        if device is None:
+            raise ValueError("device is missing: labels are read through the run's device")
+        return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay, credit=self.plan.credit)
 
     def work_before(self) -> DeviceWork:
         """See Protection.work_before; one reading of each label."""
-        if self.options.noise != "device":
-            return DeviceWork()
         labels = len(self.dataset.train)
         return DeviceWork(projections=labels, calls=math.ceil(labels / _RECORDS_AT_ONCE))
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels | None:
         """See Protection.soft_labels; a device that cannot read labels is refused before the run begins."""
-        if self.options.noise == "device" and device is not None:
+        if device is not None:
             law = readable_law(device, self.plan.credit)
             if not self.options.top_up:
                 codes = device.require("matrix").matrix().cpu().double().numpy()
@@ -249,28 +247,6 @@ class StoredLabels(SoftLabels):
         return self._labels.targets(output, records, step)
 
 
-def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, pay: Pay) -> Tensor:
-    """Read one-hot labels with digital Gaussian noise of standard deviation sqrt(2) / mu, exactly rounded.
-
-    Args:
-        labels: Class numbers, shape (n,).
-        n_classes: k.
-        mu: Of the guarantee, above 0.
-        noise: Source of independent N(0, 1).
-        pay: Takes what is released.
-
-    Returns:
-        The log-likelihood of every class, shape (n, k).
-    """
-    pay(LabelReadout(mu=mu))
-    noise.seek(LABEL_STEP)
-    sigma = math.sqrt(2) / mu
-    one_hot = _one_hot(labels, n_classes)
-    readings = noise.rounded(one_hot.numel(), sigma).added_to(one_hot)
-    scores = reading_log_likelihood([readings.numpy()], [np.eye(n_classes)], [sigma])
-    return torch.from_numpy(scores).float()
-
-
 def read_once_through(
     device: NoisyDevice,
     labels: Tensor,
@@ -327,7 +303,7 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
     """
     if isinstance(device.noise, (PhotonCountNoise, FluctuatingCountNoise)):
         holograms = isinstance(device, CameraDevice) and device.is_holographic
-        way = "'digital'" if holograms else "'counts' or 'argmax'"
+        way = "another device" if holograms else "'counts' or 'argmax'"
         reason = f"'device' takes a Gaussian law, and device {device.name!r} counts photons; use {way}"
         raise ConfigError("configuration", "protection.noise", reason)
     law = creditable_law(device, credit=credit)
@@ -335,7 +311,8 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
         raise ConfigError(
             "configuration",
             "protection.noise",
-            f"'device' cannot read labels through device {device.name!r}, whose matrix is not known; use 'digital'",
+            f"'device' cannot read labels through device {device.name!r}, whose matrix is not known; use "
+            "another device, or protection.kind = 'label-randomized-response'",
         )
     return law
 

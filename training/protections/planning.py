@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
-from accounting.labels.mechanisms import LabelReadout
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.labels import LabelReadout
 from accounting.theorems import require_poisson
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
@@ -80,20 +80,6 @@ class Plan(ABC):
         """Open the device of the run; gives None if it has none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Updates:
-    """How a trainer's updates treat signals, as far as a protection must know.
-
-    Attributes:
-        by_layer: Whether each layer's contribution is clipped to C / sqrt(layers), instead of the whole one to C.
-        output_gain: By how much the feedback may stretch the distance of two errors before they reach the output
-            layer, >= 0; infinity if nothing bounds it.
-    """
-
-    by_layer: bool = False
-    output_gain: float = 1.0
-
-
 class ProtectedAlgorithm(ABC):
     """What a protection asks of the algorithm that it protects; the base of `training.engine.algorithm.Algorithm`."""
 
@@ -101,9 +87,9 @@ class ProtectedAlgorithm(ABC):
     """How it carries out a protection (`training.protections.base.Applied`); nothing by default."""
 
     @property
-    def updates(self) -> Updates:
-        """How its updates treat signals, for a protection that writes its gradients."""
-        return Updates()
+    def clips_by_layer(self) -> bool:
+        """Whether each layer's contribution is clipped to C / sqrt(layers), instead of the whole one to C."""
+        return False
 
     @property
     def noise_guess(self) -> float:

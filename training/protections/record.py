@@ -11,7 +11,7 @@ added to every entry of the sum, and a constant divides it. On the processor a s
 number (`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
 
 With protection.bands = b above 1 the noise of b steps in a row is correlated, and batches come from b subsets of the
-records in turn (theorem `accounting.records.mechanisms.BANDED_RECORDS`). Everything that a step does with the noisy sum
+records in turn (theorem `accounting.mechanisms.records.BANDED_RECORDS`). Everything that a step does with the noisy sum
 (learning rates, momentum, averages) is post-processing, but the clip must be the same at every step.
 """
 
@@ -31,7 +31,7 @@ from accounting.calibration import calibrate_noise
 from accounting.errors import NoGuarantee
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import require_bands
+from accounting.mechanisms.records import require_bands
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
@@ -144,7 +144,7 @@ class RecordProtection(PoissonProtection):
             noise_multiplier=self.noise_multiplier,
             divisor=self.config.divisor,
             noise=self._noise(device) if ranks.is_first else self.central_noise(device),
-            by_layer=self.algorithm.updates.by_layer,
+            by_layer=self.algorithm.clips_by_layer,
             ranks=ranks,
         )
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.labels.linear_model import LabelRelease, noise_of
+from accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.files import make_folder

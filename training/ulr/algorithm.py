@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accounting.mechanisms import Mechanism
-from accounting.ulr.mechanisms import PublishedUlr
+from accounting.mechanisms.ulr import PublishedUlr
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.noise import NoiseModel
@@ -25,7 +25,6 @@ from training.networks.optimizers import make_optimizer
 from training.networks.record_gradients.probe import require_separate_outputs
 from training.networks.record_independence import invented_records
 from training.protections.base import DeviceNormals, SoftLabels
-from training.protections.planning import Updates
 from training.ulr.config import UlrConfig
 from training.ulr.directions import coordinates_of, draw_sizes, needed_copies
 from training.ulr.estimator import Estimator, parts_of_records
@@ -126,9 +125,9 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         )
 
     @property
-    def updates(self) -> Updates:
-        """See Algorithm.updates."""
-        return Updates(by_layer=self.options.clip == "module")
+    def clips_by_layer(self) -> bool:
+        """See Algorithm.clips_by_layer."""
+        return self.options.clip == "module"
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
         """See Algorithm.released; the published form states the paper's formula."""

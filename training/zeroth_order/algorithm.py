@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
-from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
+from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError

@@ -13,18 +13,23 @@ from scipy.optimize import minimize
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.convex.constants import log_expansion, residual_bound, smoothness, softmax_gap
-from accounting.convex.mechanisms import (
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, Release, Status
+from accounting.mechanisms.convex import (
     ConvexLastIterate,
     claimed_mu,
     cyclic_descent_mu,
     learning_rates,
+    least_regularisation,
+    log_expansion,
+    most_epochs,
     mu_of_schedule,
+    priced_descents,
     proven_mu,
+    residual_bound,
+    smoothness,
+    softmax_gap,
 )
-from accounting.convex.planning import least_regularisation, most_epochs, priced_descents
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Release, Status
 from benchmarks.attacks.claims import FOUR_GATES_RATE, four_gates
 
 DELTA = 1e-5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,21 +15,21 @@ from scipy.stats import norm, poisson
 from accounting import numerics
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.devices.counts import (
-    LabelArgmax,
-    LabelCounts,
-    argmax_epsilon,
-    certified_confusion,
-    confusion_matrix,
-    known_counts_guarantee,
-)
-from accounting.devices.readings import epsilon_of_divergence, pattern_rdp
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
+from accounting.mechanisms.counts import (
+    LabelArgmax,
+    LabelCounts,
+    argmax_epsilon,
+    confusion_matrix,
+    known_counts_guarantee,
+)
+from accounting.mechanisms.readings import epsilon_of_divergence
 from accounting.numerics import poisson_loss
-from accounting.numerics.lower_polygon import polygon_below
+from accounting.numerics.poisson_loss import polygon_below
 from accounting.numerics.poisson_pairs import RenyiBounds
+from benchmarks.devices.count_attack import certified_confusion
 
 DELTA = 1e-5
 PAIRS = [
@@ -137,7 +138,9 @@ def test_renyi_conversion_costs_some_per_cent_of_mu() -> None:
     for light in (0.5, 1.0, 3.0):
         at = 6.0 + light * (rates - 6.0)
         exact = numerics.pattern_bounds(at, DELTA).upper
-        renyi = epsilon_of_divergence(lambda order, at=at: pattern_rdp(at, order), DELTA)
+        renyi = epsilon_of_divergence(
+            lambda order, at=at: numerics.pattern_divergences(at, order).max(), DELTA
+        )
         mus = [calibrated_mu(epsilon) for epsilon in (exact, renyi)]
         assert exact < renyi
         assert 1.04 < mus[1] / mus[0] < 1.09
@@ -165,7 +168,8 @@ def test_divergences_that_leave_pairs_out_are_above_the_exact_bounds(monkeypatch
     worst = numerics.pattern_bounds(rates, DELTA).upper
     poisson_loss._worst_of.cache_clear()
     too_low = 0.01 / (first + np.eye(5))  # planted fault
-    monkeypatch.setattr(poisson_loss, "_first_bounds", lambda *_: (too_low, 0))
+    fault = SimpleNamespace(of=lambda *_: RenyiBounds(bounds=too_low, above=1.0))
+    monkeypatch.setattr(poisson_loss, "RenyiBounds", fault)
     assert numerics.pattern_bounds(rates, DELTA).upper < worst
     poisson_loss._worst_of.cache_clear()
 

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import poisson
 
 from accounting import numerics
-from accounting.devices.counts import known_counts_epsilon
+from accounting.mechanisms.counts import known_counts_epsilon
 from accounting.numerics import poisson_loss, poisson_pairs
 from accounting.numerics.poisson_pairs import RenyiBounds, tilted_bounds
 

@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.labels.mechanisms import LabelAmplified
+from accounting.mechanisms.labels import LabelAmplified
 from training.networks.clipping import bounded_factors
 from training.protections.amplified_labels import whitened_norms
 from training.protections.metric import Metric
@@ -176,3 +176,12 @@ def test_weighted_contributions_stay_within_the_clip(seed: int) -> None:
         scaled = [delta.double() * factors[:, None] for delta in deltas]
         assert whitened_norms(scaled, rows, metrics).max() <= 1.7 * (1 + 1e-9)
         assert ((factors > 0) & (factors <= 1)).all()
+
+
+def test_the_leverages_of_public_rows_equal_those_by_the_inverse(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    h, base = generator.standard_normal((9, 5)), generator.standard_normal((20, 5))
+    found = Metric.of_rows(torch.from_numpy(base), floor=0.2).leverages(torch.from_numpy(h)).numpy()
+    matrix = base.T @ base / 20
+    inverse = np.linalg.inv(matrix + 0.2 * np.trace(matrix) / 5 * np.eye(5))
+    np.testing.assert_allclose(found, np.einsum("id,de,ie->i", h, inverse, h), rtol=1e-9)

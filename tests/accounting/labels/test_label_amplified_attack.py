@@ -26,7 +26,7 @@ EPSILONS = np.array([0.25, 0.5, 1.0, 1.5])
 
 def _layers(generator: np.random.Generator) -> list[simulation.Layer]:
     """Record 0's two labels send opposite signals, slopes included, large enough to be clipped."""
-    layers = simulation.random_layers(generator, m=8, labels=2, floor=0.5, after=True)
+    layers = simulation.random_layers(generator, m=8, labels=2, floor=0.5)
     for layer in layers:
         layer.slopes[:] = 1.0
         layer.signals[0] = 10 * layer.signals[0] / np.linalg.norm(layer.signals[0], axis=1, keepdims=True)

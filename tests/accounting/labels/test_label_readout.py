@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.labels.mechanisms import LabelReadout
-from accounting.labels.observations import (
+from accounting.mechanisms.labels import LabelReadout
+from accounting.mechanisms.observations import (
     keep_probability,
+    label_distance,
     reading_log_likelihood,
     respond,
     response_log_likelihood,
 )
-from tests.oracles.label_leverage import label_readout_mu
+from tests.oracles.label_readings import label_readout_mu
 from training.protections.noisy_labels import NoisyLabels
 
 
@@ -36,6 +37,7 @@ def test_readings_are_stacked(seed: int) -> None:
     assert max(alone) < stacked <= np.hypot(*alone)
     assert stacked == pytest.approx(label_readout_mu([np.vstack(codes)], [1.0]))
     assert label_readout_mu([np.eye(3)], [2.7]) == pytest.approx(2**0.5 / 2.7)
+    assert label_distance(codes[0]) == pytest.approx(alone[0])
 
 
 def test_log_likelihood_ratio_has_the_law_of_mu(seed: int) -> None:

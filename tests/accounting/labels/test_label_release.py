@@ -11,7 +11,7 @@ from dp_accounting import get_epsilon_gaussian
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.labels.linear_model import LabelRelease, noise_of
+from accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.randomness.streams import SeededStream
 from training.protections.released_model import Design, LabelSums, lowered
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from accounting.composition import guarantees
-from accounting.labels.mechanisms import RandomizedResponse, StagedResponse
-from accounting.labels.observations import (
+from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
+from accounting.mechanisms.observations import (
     among_log_likelihood,
     among_targets,
     respond_among,

@@ -12,14 +12,14 @@ import pytest
 
 from accounting.composition import Budget
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.labels.mechanisms import LabelBudget
-from accounting.ledger.journal import Journal, Position, Witness, read_journal, read_position
+from accounting.ledger.journal import Journal, Position, Witness, read_position, read_positioned
 from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.records.additive_noise import PoissonGaussian
+from accounting.mechanisms.labels import LabelReadout
+from accounting.mechanisms.records import PoissonGaussian
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 TOTAL = 40
-WHOLE = LabelBudget(budget_mu=0.5)
+ONCE = LabelReadout(mu=0.5)
 
 
 def opened(path: Path, **options: object) -> Ledger:
@@ -184,54 +184,17 @@ def test_a_second_return_or_one_in_experiment_mode_is_refused(tmp_path: Path, mo
         read_ledger(path)
 
 
-# What was paid once for the whole run
+# What was paid once
 
 
-def begun(path: Path) -> None:
-    with opened(path, budget=Budget(epsilon=3.0, delta=1e-5)) as ledger:
-        ledger.pay_once("label budget", WHOLE, whole_run=True)
-        ledger.note_stop(5, "a checkpoint")
-
-
-def goes_on(path: Path, checkpoint: str | None, *, whole_run: bool = True) -> int:
-    """Opens the ledger as a resumed run does; how often the budget is paid for afterwards."""
-    with opened(path, resumed_from=checkpoint) as ledger:
-        ledger.pay_once("label budget", WHOLE, whole_run=whole_run)
-    return len(read_ledger(path).payments)
-
-
-def test_a_clean_stop_lets_one_process_go_on_under_the_same_budget(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    begun(path)
-    assert goes_on(path, "a checkpoint") == 1
-    assert (
-        goes_on(path, "a checkpoint") == 2
-    )  # that process was killed: the checkpoint is no longer all there is
-    assert goes_on(path, "a checkpoint") == 3
-
-
-@pytest.mark.parametrize("checkpoint", ["another", None])
-def test_another_checkpoint_pays_again_and_uses_the_stop_up(tmp_path: Path, checkpoint: str | None) -> None:
-    path = tmp_path / "ledger.jsonl"
-    begun(path)
-    assert goes_on(path, checkpoint) == 2
-    assert goes_on(path, "a checkpoint") == 3
-
-
-def test_what_is_drawn_at_once_is_paid_for_again(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    begun(path)
-    assert goes_on(path, "a checkpoint", whole_run=False) == 2
-
-
-def test_a_killed_budget_says_what_ended_it(tmp_path: Path) -> None:
+def test_a_second_payment_beyond_the_budget_says_what_ended_it(tmp_path: Path) -> None:
     path, budget = tmp_path / "ledger.jsonl", Budget(epsilon=2.0, delta=1e-5)
     with opened(path, budget=budget) as ledger:
-        ledger.pay_once("label budget", WHOLE, whole_run=True)
+        ledger.pay_once("labels", ONCE)
     with opened(path, budget=budget) as ledger:
-        message = "'label budget' was paid for.*was killed.*more than epsilon 2.*Start a new run folder"
+        message = "'labels' was paid for.*was killed.*more than epsilon 2.*Start a new run folder"
         with pytest.raises(BudgetExceeded, match=message):
-            ledger.pay_once("label budget", WHOLE, whole_run=True)
+            ledger.pay_once("labels", ONCE)
 
 
 # Witnesses
@@ -263,7 +226,7 @@ def test_a_witness_knows_a_prefix(tmp_path: Path) -> None:
 
 
 def older(path: Path) -> None:
-    entries = read_journal(path)
+    entries = read_positioned(path)[0]
     rewrite(path, entries[:2])
 
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from accounting.composition import guarantees
-from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.errors import LedgerCorrupt
 from accounting.guarantee import Guarantee, Release, Status
-from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelReadout
-from accounting.ledger.evidence import Alarm, CertificateFacts
+from accounting.ledger.content import Alarm, CertificateFacts
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.ledger.statement import LedgerFacts, Statement
 from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
-from accounting.records.mechanisms import RecordCentral, RecordReplaced
-from accounting.selection.mechanisms import PrivateSelection
-from accounting.zeroth_order.mechanisms import ZoGaussian
+from accounting.mechanisms.convex import ConvexLastIterate
+from accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout
+from accounting.mechanisms.records import RecordCentral, RecordReplaced
+from accounting.mechanisms.selection import PrivateSelection
+from accounting.mechanisms.zeroth_order import ZoGaussian
 
 BETA, DELTA = 1e-6, 1e-5
 CERTIFICATE = CertificateFacts(

@@ -11,11 +11,9 @@ import pytest
 
 from accounting.composition import Budget
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism
-from accounting.records.additive_noise import PoissonGaussian
-from accounting.records.mechanisms import RecordCentral
+from accounting.mechanisms.records import PoissonGaussian, RecordCentral
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 
@@ -237,20 +235,6 @@ def test_a_release_that_happens_once_is_paid_once_where_it_repeats(tmp_path: Pat
     assert [payment.name for payment in read_ledger(path).payments] == ["labels", "scores"]
 
 
-def test_a_stopped_run_resumes_under_the_last_payment_of_a_name(tmp_path: Path) -> None:
-    path, whole = tmp_path / "ledger.jsonl", LabelBudget(budget_mu=0.5)
-    larger = LabelBudget(budget_mu=0.7)
-    with Ledger(path, mode="release", delta=1e-5) as ledger:
-        ledger.pay_once("budget", whole, whole_run=True)
-        ledger.pay_once("budget", larger, whole_run=True)
-        ledger.note_stop(3, "stop")
-    with Ledger(path, mode="release", delta=1e-5, resumed_from="stop") as ledger:
-        with pytest.raises(LedgerCorrupt, match="was paid for as another mechanism"):
-            ledger.pay_once("budget", whole, whole_run=True)
-        ledger.pay_once("budget", larger, whole_run=True)
-    assert len(read_ledger(path).payments) == 2
-
-
 def test_a_run_that_fits_is_accounted_for_once_each_time_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,5 +307,4 @@ def test_a_ledger_is_continued_as_it_began(tmp_path: Path, changes: dict[str, ob
             ledger.pay(1)
         with pytest.raises(ValueError, match="step = -1"):
             ledger.pay(-1, STEP)
-        assert not ledger.charges_again
     assert blocks(tmp_path / "l") == [(0, 1)]

@@ -15,8 +15,7 @@ from accounting.guarantee import Release
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
 from accounting.mechanisms import Mechanism
-from accounting.records.additive_noise import PoissonGaussian
-from accounting.records.mechanisms import RecordCentral, Unprotected
+from accounting.mechanisms.records import PoissonGaussian, RecordCentral, Unprotected
 from accounting.tables import number
 from tests.support.command import WIDTH, opusim
 from tests.support.run_folders import made

@@ -19,7 +19,7 @@ from accounting.errors import BudgetExceeded
 from accounting.guarantee import Guarantee
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import mechanism_from_json
-from accounting.records.mechanisms import RecordReplaced
+from accounting.mechanisms.records import RecordReplaced
 
 RUN = RecordCentral(
     noise_multiplier=2.0,

@@ -18,11 +18,16 @@ from accounting.guarantee import Adjacency, Guarantee
 from accounting.ledger.journal import Journal
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism, mechanism_from_json
-from accounting.records.additive_noise import Gaussian, PoissonGaussian, PoissonLaplace
-from accounting.records.mechanisms import RecordCentral, RecordReplaced
+from accounting.mechanisms.records import (
+    Gaussian,
+    PoissonGaussian,
+    PoissonLaplace,
+    RecordCentral,
+    RecordReplaced,
+)
+from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from accounting.tables import guarantee_rows
 from accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
-from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
 
 ADDED, NULL, REPLACED = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 DELTA = 1e-5

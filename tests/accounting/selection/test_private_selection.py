@@ -23,9 +23,8 @@ from scipy.stats import norm
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status, Unit
-from accounting.numerics import noise_bounds
-from accounting.records.additive_noise import Gaussian, PoissonGaussian
-from accounting.selection.mechanisms import (
+from accounting.mechanisms.records import Gaussian, PoissonGaussian
+from accounting.mechanisms.selection import (
     NoisyTrial,
     PrivateSelection,
     gaussian_delta,
@@ -37,6 +36,7 @@ from accounting.selection.mechanisms import (
     selection_bounds,
     theorem_epsilon,
 )
+from accounting.numerics import noise_bounds
 from benchmarks.attacks.claims import search_epsilon
 
 DELTA = 1e-5
@@ -108,6 +108,7 @@ def test_the_exact_instance_of_20_trials() -> None:
         assert found == pytest.approx(expected, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "claimed", "expected"), [(1.33, 2.88, 3.63), (4.76, 8.91, 12.37)])
 def test_the_papers_numbers_are_refuted_by_an_exact_instance(
     base: float, claimed: float, expected: float

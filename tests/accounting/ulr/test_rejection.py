@@ -14,8 +14,8 @@ from scipy.stats import binom, norm
 from accounting import numerics
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, Status
-from accounting.records.additive_noise import Gaussian
-from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian, admissible, published_rdp
+from accounting.mechanisms.records import Gaussian
+from accounting.mechanisms.ulr import PublishedUlr, RejectionGaussian, admissible, published_rdp
 
 CASES = ((24, 0.2, 4, 4.0), (100, 0.2, 20, 4.0), (100, 0.2, 20, 1.0), (50, 0.05, 5, 0.7), (40, 0.5, 1, 2.0))
 """N, q, N_B, z."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accounting.composition import guarantees
 from accounting.guarantee import Status
-from accounting.ulr.mechanisms import PublishedUlr, admissible, published_rdp, published_value
+from accounting.mechanisms.ulr import PublishedUlr, admissible, published_rdp, published_value
 
 DELTA = 1e-5
 PAPER = PublishedUlr(

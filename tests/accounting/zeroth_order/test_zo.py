@@ -13,8 +13,8 @@ import pytest
 from accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism, mechanism_from_json
-from accounting.records.additive_noise import PoissonGaussian, PoissonLaplace
-from accounting.zeroth_order.mechanisms import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
+from accounting.mechanisms.records import PoissonGaussian, PoissonLaplace
+from accounting.mechanisms.zeroth_order import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
 from tests.oracles.dp_events import event
 
 DELTA = 1e-5

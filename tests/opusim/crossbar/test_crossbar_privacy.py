@@ -7,7 +7,7 @@ import json
 import pytest
 
 from accounting import NoGuarantee
-from accounting.devices.readings import DeviceReadings, device_readings_guarantee
+from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise

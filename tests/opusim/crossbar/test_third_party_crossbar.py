@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accounting import NoGuarantee
-from accounting.devices.readings import DeviceReadings, device_readings_guarantee
+from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
 from opusim.crossbar.conversion import convert
 from opusim.description.loading import load_description
 from opusim.devices import kinds

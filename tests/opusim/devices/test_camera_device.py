@@ -186,6 +186,7 @@ def test_the_medium_drifts_by_the_law_and_comes_back(seed: int) -> None:
         still.drift_to(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 def test_threads_change_no_frame(seed: int) -> None:
     before, frames = torch.get_num_threads(), (ternary(40, 60, seed) > 0).float()

@@ -41,7 +41,6 @@ from tests.support.faults import (
     part_repeated,
     part_without_noise,
     sampled_too_often,
-    signal_noise_too_small,
     steps_without_noise,
 )
 from tests.support.faults.base import Fault
@@ -54,7 +53,6 @@ FAULTS: tuple[Fault, ...] = (
     noise_shared_by_parameters.FAULT,
     biases_without_noise.FAULT,
     last_layer_without_noise.FAULT,
-    signal_noise_too_small.FAULT,
     clipped_by_layer.FAULT,
     clip_too_wide.FAULT,
     fixed_size_batches.FAULT,

@@ -35,7 +35,6 @@ def plant() -> AbstractContextManager[None]:
         {
             "training.protections.record:bounded_factors": _wider,
             "training.protections.amplified_labels:bounded_factors": _wider,
-            "training.protections.budgeted_labels:scale_to_ball": _wider,
             "training.convex.trainer:Objective.from_config": _wider_residuals,
             "training.zeroth_order.trainer:loss_differences": _wider_differences,
         }
@@ -46,7 +45,7 @@ FAULT = Fault(
     name="clip_too_wide",
     breaks="A record contributes up to sqrt(2) C.",
     trainers=STEPWISE,
-    protections=("record", "label-budget", "label-amplified"),
+    protections=("record", "label-amplified"),
     checks=("sum: mean, in records",),
     plant=plant,
 )

@@ -42,7 +42,7 @@ FAULT = Fault(
     name="noise_reused",
     breaks="Every second step repeats the noise of the step before, so that their difference has none.",
     trainers=STEPWISE,
-    protections=("record", "label-budget", "label-amplified"),
+    protections=("record", "label-amplified"),
     checks=("noise: steps 1 apart",),
     plant=plant,
 )

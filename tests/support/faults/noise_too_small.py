@@ -24,7 +24,7 @@ FAULT = Fault(
     name="noise_too_small",
     breaks="The credited noise has 1 / sqrt(2) of its standard deviation.",
     trainers=STEPWISE,
-    protections=("record", "label-budget", "label-amplified", "label-readout", "last-iterate"),
+    protections=("record", "label-amplified", "last-iterate"),
     checks=("noise: variance",),
     plant=plant,
 )

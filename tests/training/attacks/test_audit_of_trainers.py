@@ -16,7 +16,7 @@ import training
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import RecordCentral, RecordReplaced
+from accounting.mechanisms.records import RecordCentral, RecordReplaced
 from training.attacks import record_terms
 from training.attacks.findings import Finding, Role, RunAudit
 from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts
@@ -49,7 +49,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "optimizer": {"lr": 0.5, "momentum": 0.0},
     },
 }
-NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "zo, laplace" else name for name in RUNS]
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name != "zo" else []) for name in RUNS]
 MULTIPLIER = {"zo": 4.0, "zo, laplace": 8.0, "ulr": 4.0, "convex": 8.0}
 
 
@@ -219,6 +219,7 @@ def test_a_twentieth_of_the_noise_is_found(
     assert of(audit_run(run, data=data(), trials=TRIALS, seed=7), Role.RUN).refutes
 
 
+@pytest.mark.slow
 def test_a_released_run_is_played_with_directions_that_the_attacker_knows(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_module_of_a_persons_own_is_given_again(tmp_path: Path) -> None:
     assert of(found, Role.RUN).auc == 1.0
 
 
+@pytest.mark.slow
 def test_a_published_likelihood_ratio_is_looked_at_in_its_row_space(tmp_path: Path) -> None:
     published = {"kind": "ulr", "form": "published", "copies": 4}
     run = trained(
@@ -262,6 +264,7 @@ def test_a_last_iterate_is_audited_by_a_game_of_its_last_model(tmp_path: Path) -
     assert not any(finding.refutes for finding in found.findings if finding.role is Role.RUN)
 
 
+@pytest.mark.slow
 def test_a_full_batch_of_few_records_is_audited(tmp_path: Path) -> None:
     """The scheme leaves sampler.batch_size unused, so that its default may exceed the number of records."""
     x, y = np.random.default_rng(1).normal(size=(100, FEATURES)), np.arange(100) % 3

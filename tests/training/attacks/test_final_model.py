@@ -90,6 +90,7 @@ def test_final_models_tell_nearly_what_is_proven_and_less_noise_is_refuted(run: 
     assert not read_scores(replace(game, seed=4), scores, delta=DELTA).refuted  # other coins: nothing to find
 
 
+@pytest.mark.slow
 def test_a_stopped_audit_resumes_and_is_kept(run: Path, tmp_path: Path) -> None:
     place = tmp_path / "audit"
 
@@ -135,6 +136,7 @@ def test_a_stopped_audit_resumes_and_is_kept(run: Path, tmp_path: Path) -> None:
         audit_final_model(again, **options, out=tmp_path / "kept")
 
 
+@pytest.mark.slow
 def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": data(), "seed": 7, "out": tmp_path}
     with warnings.catch_warnings():

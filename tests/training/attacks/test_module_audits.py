@@ -205,6 +205,7 @@ def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path, monkeypatch:
     assert any(finding.refutes for finding in found.findings if finding.role is Role.RUN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "trainer"),
     [
@@ -255,6 +256,7 @@ def own_loss(output, target):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "named"),
     [

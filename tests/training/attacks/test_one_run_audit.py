@@ -18,7 +18,7 @@ import training
 from accounting.audit import Method
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
-from accounting.records.mechanisms import RecordReplaced
+from accounting.mechanisms.records import RecordReplaced
 from benchmarks.attacks import one_run
 from opusim.errors import ConfigError
 from tests.support.faults import (
@@ -105,6 +105,7 @@ def test_a_correct_run_is_not_refuted_and_the_bounds_come_near_the_claim(pdfa: P
     assert "not refuted" in one_run_paragraphs(found)[-1]
 
 
+@pytest.mark.slow
 def test_correlated_noise_is_undone_before_it_is_scored(tmp_path: Path) -> None:
     """As tight as independent noise; half of it is found, and an attacker who ignores the correlation sees less."""
     folder = trained(tmp_path / "run", trainer={"kind": "bp"}, protection={**RUN["protection"], "bands": 4})
@@ -241,7 +242,10 @@ def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path
             marks=pytest.mark.slow,
         ),
         ({"trainer": {"kind": "bp"}, "optimizer": {"name": "adam", "lr": 0.01}}, "undoes"),
-        ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-budget", "epsilon": 4.0}}, "labels"),
+        (
+            {"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response", "epsilon": 4.0}},
+            "labels",
+        ),
     ],
 )
 def test_what_cannot_be_audited_is_refused_with_the_reason(
@@ -257,6 +261,7 @@ def test_more_canaries_than_weights_are_refused(pdfa: Path) -> None:
         audited(pdfa, canaries=5000)
 
 
+@pytest.mark.slow
 def test_the_command_audits_one_training(pdfa: Path, tmp_path: Path) -> None:
     arrays, runner = tmp_path / "records.npz", CliRunner()
     np.savez(arrays, x=data()[0], y=data()[1])

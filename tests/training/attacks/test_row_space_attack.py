@@ -88,6 +88,7 @@ def test_the_likelihood_ratio_equals_that_of_the_densities(seed: int) -> None:
     assert rows.log_likelihood_ratio(h, slope, signal) == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_covariance_tells_members_without_any_signal_at_any_noise(seed: int) -> None:
     """Batch 400, fan-in 32, 256 rows, a record of 1.4 times the usual norm; a planted noise of its own hides it."""
     generator = torch.Generator().manual_seed(seed)

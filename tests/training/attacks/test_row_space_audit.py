@@ -134,6 +134,7 @@ def test_an_edited_audit_is_not_shown(plain: Path, plain_audit: RunAudit) -> Non
     write_report(training.load_run(plain))
 
 
+@pytest.mark.slow
 def test_a_protected_run_stays_below_its_theorem_and_is_found_without_its_noise(
     protected: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,14 @@ def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent:
             ["train", "pdfa", "--protect", "recrod"],
             ("opusim: --protect: 'recrod' is no protection; did you",),
         ),
-        (["train", "pdfa", "--protect", "label-readout"], ("opusim: --epsilon: is missing; kind =",)),
+        (["train", "pdfa", "--protect", "label-release"], ("opusim: --epsilon: is missing; kind =",)),
+        (
+            ["train", "pdfa", "--protect", "label-budget", "--epsilon", "3"],
+            (
+                "opusim: --protect: 'label-budget' was dropped; take",
+                "'label-randomized-response' or 'record'",
+            ),
+        ),
         (["train", "pdfa", "--device", "nope"], ("opusim: --device 'nope': no such device; known",)),
         (["train", "pdfa", "--device=--data"], ("opusim: --device '--data': no such device",)),
         (
@@ -132,7 +139,10 @@ def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent:
             ("opusim: --rate-low -3: must",),
         ),
         (["audit", "--mechanism", "nope"], ("opusim: --mechanism 'nope': must be one of",)),
-        (["device", "effects", "camera", "--outputs", "9"], ("opusim: --outputs 9: must be at least 80",)),
+        (
+            ["device", "effects", "camera"],
+            ("no such command 'effects'; it was dropped: ", "device calibrate`"),
+        ),
         (
             ["account", "photon-counts", "--rate-low", "3", "--rate-high=1"],
             ("opusim: --rate-high 1: must be at least",),

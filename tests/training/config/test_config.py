@@ -30,12 +30,12 @@ def test_a_changed_kind_brings_its_own_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"protection": {"kind": "label-readout"}}, (0.04, 0.5)),
+        ({"protection": {"kind": "label-readout", "noise": "device"}}, (0.04, 0.5)),
         ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response"}}, (0.04, 0.5)),
         ({"protection": {"kind": "label-amplified"}}, (0.01, 0.0)),
-        ({"protection": {"kind": "label-readout"}, "optimizer": {"lr": 0.01}}, (0.01, 0.5)),
-        ({"protection": {"kind": "label-readout"}, "optimizer": {"name": "adam"}}, (0.01, 0.0)),
-        ({"protection": {"kind": "label-readout"}, "model": {"name": "vit-small"}}, (0.002, 0.0)),
+        ({"protection": {"kind": "label-randomized-response"}, "optimizer": {"lr": 0.01}}, (0.01, 0.5)),
+        ({"protection": {"kind": "label-randomized-response"}, "optimizer": {"name": "adam"}}, (0.01, 0.0)),
+        ({"protection": {"kind": "label-randomized-response"}, "model": {"name": "vit-small"}}, (0.002, 0.0)),
     ],
 )
 def test_labels_that_are_read_once_take_larger_steps_and_a_mean(
@@ -110,7 +110,12 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
         ("trainer.kind=backprop", "trainer.kind: 'backprop' is no trainer; known are 'bp', 'convex', 'dfa'"),
         ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
         ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
-        ("protection.kind=label", "protection.kind: 'label' is now 'label-budget'; use that"),
+        ("protection={kind='label-budget', epsilon=1}", "protection.kind: 'label-budget' was dropped; take"),
+        (
+            "trainer={kind='dfa', projection='hadamard'}",
+            "trainer.projection: 'hadamard' was dropped; take 'gaus",
+        ),
+        ("protection={kind='label-readout', epsilon=1}", "protection.noise: 'digital' was dropped; take"),
         (
             "protection.kind=label-once",
             "protection.kind: 'label-once' is now 'label-readout'; use that",

@@ -210,7 +210,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"protection": {"relation": "zero_out"}, "data": {"split": "content"}}, "use 'index' or 'id'"),
     ({"protection": {"relation": "replace_one"}, "data": {"split": "id"}}, "use 'index'"),
     ({"trainer": {"kind": "zo"}, "protection": {"relation": "replace_one"}}, "not for trainer.kind = 'zo'; take one"),
-    ({"protection": {"kind": "label-readout"}}, "'label-readout': its theorem is about replacing a label"),
+    ({"protection": {"kind": "label-amplified"}}, "'label-amplified': its theorem is about replacing a label"),
     ({"protection": {"kind": "last-iterate"}, "trainer": {"kind": "convex"}}, "about replacing a record; leave it"),
     ({"protection": {"kind": "none", "epsilon": None}}, "does nothing here: it needs protection.kind"),
 ]  # fmt: skip

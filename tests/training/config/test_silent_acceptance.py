@@ -105,9 +105,13 @@ USELESS: list[tuple[str, dict[str, Any], Any]] = [
     ("sampler.min_batch_size", {}, 3),
     ("sampler.drop_last", {"sampler": {"scheme": "poisson"}}, True),
     ("sampler.batch_size", {"sampler": {"scheme": "full-batch"}}, 10),
-    ("protection.noise_multiplier", {"protection": {"kind": "label-readout", "epsilon": 3.0}}, 2.0),
-    ("protection.clip_norm", {"protection": {"kind": "label-readout", "epsilon": 3.0}}, 2.0),
-    ("protection.divisor", {"protection": {"kind": "label-budget", "epsilon": 3.0}}, 2.0),
+    (
+        "protection.noise_multiplier",
+        {"protection": {"kind": "label-randomized-response", "epsilon": 3.0}},
+        2.0,
+    ),
+    ("protection.clip_norm", {"protection": {"kind": "label-randomized-response", "epsilon": 3.0}}, 2.0),
+    ("protection.divisor", {"protection": {"kind": "label-randomized-response", "epsilon": 3.0}}, 2.0),
     ("protection.relation", {}, "zero_out"),
     ("protection.noise", {}, "device"),
     ("protection.noise", {"protection": {"kind": "label-randomized-response", "epsilon": 3.0}}, "device"),
@@ -214,8 +218,8 @@ SAME: list[tuple[list[str], str]] = [
         'protection = {kind = "label-amplified", noise_multiplier = 2.0}',
     ),
     (
-        ["bp", "--protect", "label-budget", "--epsilon", "3"],
-        'protection = {kind = "label-budget", epsilon = 3.0}',
+        ["bp", "--protect", "label-randomized-response", "--epsilon", "3"],
+        'protection = {kind = "label-randomized-response", epsilon = 3.0}',
     ),
     (
         ["zo", "--protect", "record", "--epsilon", "3", "--law", "laplace", "--delta", "0"],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from accounting.convex.constants import OBJECTIVES, log_expansion, residual_bound, smoothness
+from accounting.mechanisms.convex import OBJECTIVES, log_expansion, residual_bound, smoothness
 from opusim import open_device
 from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes, seeded_hyperplanes
 from training.convex.trainer import ConvexTrainer, Descent, Objective

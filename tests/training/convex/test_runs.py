@@ -17,10 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 import training
-from accounting.convex.mechanisms import ConvexLastIterate, proven_mu
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status
 from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms.convex import ConvexLastIterate, proven_mu
 from opusim.errors import ConfigError
 from training.cli import main
 from training.cli.app import app
@@ -118,7 +118,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sampler": {"scheme": "shuffled-epochs"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
     ({"sampler": {"scheme": "poisson"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
     ({"protection": {"kind": "record"}}, NoGuarantee, "'disjoint-cyclic'.*Use 'poisson'"),
-    ({"protection": {"kind": "label-budget"}}, ConfigError, "it takes none, record, last-iterate"),
+    (
+        {"protection": {"kind": "label-amplified", "noise_multiplier": 1.0}},
+        ConfigError,
+        "it takes none, record, last-iterate",
+    ),
     ({"data": {"components": 2}}, NoGuarantee, "principal components are computed from the private records"),
     ({"data": {"n_classes": None}}, NoGuarantee, "data.n_classes is missing"),
     (
@@ -239,6 +243,7 @@ def test_sigkill_and_resume_from_outside(tmp_path: Path) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_gates_and_noise_of_a_device_learn_like_those_of_a_seed(tmp_path: Path) -> None:
     """Means of five seeds on digits, each source with its own; tolerance five standard errors of the difference."""
     accuracies: dict[str, list[float]] = {"seed": [], "device": []}

@@ -161,6 +161,7 @@ print(peak[0] - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_their_memory_does_not_grow_with_them(tmp_path: Path) -> None:
     file = tmp_path / "large.npy"

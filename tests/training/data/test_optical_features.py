@@ -23,6 +23,7 @@ from opusim.files import to_toml
 from training.config.reading import load_config
 from training.data import load_dataset, public_map
 from training.data.optical_map import OpticalMap
+from training.engine.callbacks import Callback
 from training.engine.plan import RunPlan, load_data, with_own_inputs
 
 CONFIG: dict[str, Any] = {
@@ -40,14 +41,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "features"
 
 
-class PowerCut:
+class PowerCut(Callback):
     """Ends a run in its fifth step."""
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        """Nothing yet."""
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        """Nothing either."""
 
     def on_step(self, *, step: int) -> None:
         """Stop without a word to the run."""

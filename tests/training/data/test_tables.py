@@ -21,6 +21,7 @@ from training.config import load_config
 from training.data import Dataset, from_arrays
 from training.data import arrays as arrays_module
 from training.data import tables as tables_module
+from training.engine.callbacks import Callback
 from training.engine.plan import RunPlan, fingerprint, load_data, with_own_inputs
 from training.errors import DataError, RunFolderError
 from training.runs.folder import RunFolder
@@ -201,16 +202,10 @@ class TestOtherForms:
 
 class TestRuns:
     def test_a_stopped_run_of_a_frame_resumes_on_the_same_frame_only(self, tmp_path: Path) -> None:
-        class Stop:
-            def on_start(self, *, step: int, total_steps: int) -> None:
-                pass
-
+        class Stop(Callback):
             def on_step(self, *, step: int) -> None:
                 if step == 3:
                     raise RuntimeError("stopped")
-
-            def on_epoch(self, record: dict[str, Any]) -> None:
-                pass
 
         given: dict[str, Any] = {"data": FRAME, "test": FRAME}
         whole = opusim.train(CONFIG, **given, label="species", folder=tmp_path / "whole")

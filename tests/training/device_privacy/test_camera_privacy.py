@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status, Unit
-from accounting.labels.budget import label_distance
-from accounting.labels.mechanisms import LabelReadout
+from accounting.mechanisms.labels import LabelReadout
+from accounting.mechanisms.observations import label_distance
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
@@ -279,7 +279,7 @@ def certificate_of(device: NoisyDevice, folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("kept", ["counts", "argmax", "reading"])
+@pytest.mark.parametrize("kept", ["counts", pytest.param("argmax", marks=pytest.mark.slow), "reading"])
 def test_a_certificate_takes_the_light_of_training_and_its_beta(kept: str, tmp_path: Path) -> None:
     target, description = 2.0, load_description("camera_low_light")
     with open_device("camera_low_light", n_inputs=3, n_outputs=18) as device:

@@ -1,16 +1,19 @@
-"""Loggers get what metrics.jsonl gets, and a release run sends no figure of its data."""
+"""Callbacks get what metrics.jsonl gets, and a release run sends no figure of its data."""
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import opusim
 import training
-from training.engine.callbacks import Callback, TensorBoardLogger, WandbLogger, figures_of
+from training.engine.callbacks import Callback
 
+ROOT = Path(__file__).parents[3]
 CONFIG: dict[str, Any] = {
     "threads": 1,
     "epochs": 2,
@@ -73,22 +76,24 @@ def test_a_release_run_sends_no_figure_of_its_data(tmp_path: Path) -> None:
     assert heard.ends[0].keys() == {"steps", "schema_version"} or heard.ends[0].keys() == {"steps"}
 
 
-def test_tensorboard_shows_the_metrics(tmp_path: Path) -> None:
+def test_the_example_of_a_logger_shows_the_metrics(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = training.train(
-        CONFIG, data=data(), folder=tmp_path / "run", callbacks=[TensorBoardLogger(tmp_path / "logs")]
-    )
+    main = runpy.run_path(str(ROOT / "examples" / "tensorboard_logger.py"))["main"]
+    run = main(str(tmp_path / "logs"), folder=tmp_path / "run")
     events = EventAccumulator(str(tmp_path / "logs")).Reload()
     for name in ("train_loss", "validation_accuracy", "alignment/1"):
         scalars = events.Scalars(name)
         assert [scalar.step for scalar in scalars] == [record["step"] for record in run.metrics]
-        expected = [figures_of(record)[name] for record in run.metrics]
+        key = name.partition("/")[0]
+        figures = [record[key] for record in run.metrics]
+        expected = [figure[0] if isinstance(figure, list) else figure for figure in figures]
         assert [scalar.value for scalar in scalars] == pytest.approx(expected)
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match="wandb is missing; install it: pip install wandb"):
-        WandbLogger(project="opusim")
+def test_former_loggers_name_the_example() -> None:
+    with pytest.raises(
+        AttributeError, match="write an opusim.Callback, as examples/tensorboard_logger.py does"
+    ):
+        opusim.WandbLogger  # noqa: B018

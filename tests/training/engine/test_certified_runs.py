@@ -426,7 +426,6 @@ def test_a_device_weaker_than_its_certificate_does_not_open(tmp_path: Path) -> N
     ("trainer", "protection"),
     [
         ({"kind": "pdfa"}, {"kind": "label-readout", "epsilon": 2.0, "noise": "device"}),
-        ({"kind": "pdfa"}, {"kind": "label-budget", "epsilon": 3.0, "noise": "device"}),
         ({"kind": "pdfa"}, {"kind": "label-amplified", "noise_multiplier": 2.0, "noise": "device"}),
         ({"kind": "zo"}, {"kind": "record", "noise_multiplier": 2.0, "noise": "device"}),
         ({"kind": "convex"}, {"kind": "last-iterate", "epsilon": 3.0, "noise": "device"}),

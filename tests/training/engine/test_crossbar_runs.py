@@ -54,7 +54,7 @@ def test_protection_by_the_noise_of_a_crossbar_is_refused(tmp_path: Path) -> Non
         **CONFIG,
         "trainer": {"kind": "pdfa"},
         "device": {"name": "pcm"},
-        "protection": {"kind": "label-budget", "noise": "device", "epsilon": 3.0},
+        "protection": {"kind": "label-amplified", "noise": "device", "epsilon": 3.0},
     }
     with pytest.raises(ConfigError, match="'device' credits the noise of device 'pcm'.*takes a Gaussian law"):
         training.train(config, folder=tmp_path)

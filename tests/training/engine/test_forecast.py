@@ -101,9 +101,6 @@ FIXED: dict[str, dict[str, Any]] = {
     "labels once": configuration(
         "pdfa", protection=protected("label-readout", epsilon=3.0), sampler=WHOLE | {"batch_size": 12}
     ),
-    "label budget": configuration(
-        "pdfa", protection=protected("label-budget", noise_multiplier=1.0, epsilon=50.0)
-    ),
     "record noise": configuration(
         "pdfa",
         protection=protected(noise_multiplier=1.0, divisor=72.0),

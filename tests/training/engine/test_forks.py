@@ -12,6 +12,7 @@ import pytest
 
 import training
 from accounting.ledger.ledger import read_ledger
+from training.engine.callbacks import Callback
 
 BASE: dict[str, Any] = {
     "epochs": 1,
@@ -31,7 +32,7 @@ RUNS = {
 DATA = np.random.default_rng(5).normal(size=(96, 6)).astype(np.float32), np.arange(96) % 3
 
 
-class Forks:
+class Forks(Callback):
     """Forks the process after the second step; the child says in a file how its training ends."""
 
     child = 0
@@ -39,17 +40,11 @@ class Forks:
     def __init__(self, file: Path) -> None:
         self.file, self.steps = file, 0
 
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        """Nothing."""
-
     def on_step(self, *, step: int) -> None:
         """Fork after the second step."""
         self.steps = step
         if step == 2:
             self.child = os.fork()
-
-    def on_epoch(self, metrics: dict[str, Any]) -> None:
-        """Nothing."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python warns of forks beside threads

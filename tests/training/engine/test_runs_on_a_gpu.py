@@ -81,11 +81,6 @@ CASES: dict[str, dict[str, Any]] = {
         "sampler": {"scheme": "poisson", "batch_size": 64},
         "protection": {"kind": "label-amplified", "epsilon": 4.0},
     },
-    "pdfa, label budget": {
-        "trainer": {"kind": "pdfa"},
-        "protection": {"kind": "label-budget", "epsilon": 4.0},
-    },
-    "bp, label readout": {"trainer": {"kind": "bp"}, "protection": {"kind": "label-readout", "epsilon": 4.0}},
     "bp, randomized response": {
         "trainer": {"kind": "bp"},
         "protection": {"kind": "label-randomized-response", "epsilon": 4.0},

@@ -12,6 +12,8 @@ from benchmarks.devices.served_faults import summary
 from tests.support.served_runs import differences, tensors
 from tests.support.shared_checks import do
 
+pytestmark = pytest.mark.slow
+
 FAULTS = (
     "killed server",
     "stopped server",

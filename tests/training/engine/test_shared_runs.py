@@ -24,13 +24,12 @@ from training.runs.checkpoints import list_checkpoints, read_checkpoint
 SAME = [
     "pdfa=2",
     "pdfa module=2",
-    "pdfa module small batches=2",
-    "pdfa record=2",
     "pdfa record=2+1",
     "pdfa module record=2",
     "bp banded=2+1",
 ]
 MORE = [
+    *("pdfa module small batches=2", "pdfa record=2"),
     *(
         "bp banded=3",
         "bp=2",
@@ -50,7 +49,7 @@ NOISES = ["noise", "noise in release", "noise of both", "noise averaged", "noise
 REFUSED = {
     "ulr": "trainer.kind: 'ulr' trains in one process; take 'bp', 'dfa'",
     "convex": "trainer.kind: 'convex' trains in one process; take 'bp', 'dfa'",
-    "label budget": "protection.kind: 'label-budget' holds in one process; take 'none' or 'record'",
+    "amplified labels": "protection.kind: 'label-amplified' holds in one process; take 'none' or 'record'",
     "device noise": "protection.noise: 'device' is read by one process; take 'digital'",
     "batch norm": "model.name: Sequential has a batch norm, '1', whose statistics",
     "other data": "data: process 1 of 2 was given another one than process 0; make the same call",

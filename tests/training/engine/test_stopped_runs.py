@@ -70,16 +70,3 @@ def test_a_kill_costs_what_was_reserved_and_never_less_than_what_was_computed(
     assert story.paid.total() > story.computed.total()  # the rest of a block is lost
     (guarantee,) = story.ledger.guarantees()
     assert guarantee.epsilon <= 2.0
-
-
-def test_a_label_budget_goes_on_after_ctrl_c(stories: dict[str, Story]) -> None:
-    story = stories["label-ctrl-c"]
-    assert story.codes == [130, 130, 0]
-    assert story.computed == Counter(range(STEPS))
-    assert len(story.ledger.payments) == 1
-
-
-def test_a_label_budget_ends_with_a_kill(stories: dict[str, Story]) -> None:
-    story = stories["label-kill"]
-    assert story.codes == [130, -signal.SIGKILL, 4]
-    assert len(story.ledger.payments) == 1

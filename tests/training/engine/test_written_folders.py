@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 import opusim
 from accounting.ledger.ledger import read_ledger
+from opusim.errors import ConfigError
 from tests.support.private_loops import parts, private_loop, run_epoch
 from training.errors import RunInterrupted
+from training.reports.run_report import write_report
 
 WRITTEN = Path(__file__).with_name("written")
 LEFT_OUT = shutil.ignore_patterns("lock", "timing.jsonl")
@@ -97,8 +100,22 @@ def test_a_private_loop_is_resumed(tmp_path: Path) -> None:
     whole.close()
 
 
+def test_a_run_of_a_dropped_kind_is_read_and_not_resumed(tmp_path: Path) -> None:
+    """A release run under a label budget, stopped by Ctrl-C; its kind is written by no version any more."""
+    folder = shutil.copytree(WRITTEN / "dropped", tmp_path / "run")
+    run = opusim.load_run(folder)
+    assert (run.step, run.config.protection.kind) == (5, "label-budget")
+    (guarantee,) = run.guarantees
+    assert guarantee.is_proven
+    assert 1.9 < guarantee.epsilon <= 2.0
+    assert run.predict(data()[0]).shape == (24,)
+    assert "budget of mu" in write_report(run).read_text()
+    with pytest.raises(ConfigError, match="protection.kind: 'label-budget' was dropped; take"):
+        opusim.train(data=data(), folder=folder, resume=True, moved=True)
+
+
 def main() -> None:
-    """Write both folders."""
+    """Write the folders of kinds that there are."""
     with tempfile.TemporaryDirectory() as place:
         for name, begin in (("run", begin_run), ("loop", begin_loop)):
             begin(Path(place, name))

@@ -256,9 +256,9 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
             "BatchNorm2d '1' mixes the records of a batch: .* such as nn.GroupNorm",
         ),
         (
-            {"protection": {"kind": "label-budget", "epsilon": 3.0}},
+            {"protection": {"kind": "label-amplified", "epsilon": 3.0}},
             NoGuarantee,
-            "'label-budget' noises the signal of each layer in the geometry of its public inputs",
+            "'label-amplified' noises the signal of each layer in the geometry of its public inputs",
         ),
         (
             {"trainer": {"tau_b": 1.0, "order": "published"}},

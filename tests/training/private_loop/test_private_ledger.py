@@ -193,10 +193,10 @@ def test_an_older_ledger_is_refused(tmp_path: Path) -> None:
 class PaysLate(PrivateLoader):
     """A planted fault: every third batch is handed out before it is paid for, and never paid if the process dies."""
 
-    def _hand_out(self, records: int, *, until: int) -> bool:
+    def _hand_out(self, *, until: int) -> bool:
         if self._steps.step % 3:
-            return super()._hand_out(records, until=until)
-        self._module.begin(self._steps.step, records)
+            return super()._hand_out(until=until)
+        self._begin_step(self._steps.step)
         self._steps.step += 1
         return True
 

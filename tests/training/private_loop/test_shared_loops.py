@@ -28,6 +28,7 @@ MORE = [
     "feedback=3",
     "feedback=2+1",
     "in parts=2+1",
+    "fixed=2+1",
 ]
 ALIKE = ["budget", "wrapped", "other starts", "feedback in parts", "release=2+2"]
 NOISES = ["noise", "noise in release"]
@@ -223,6 +224,7 @@ def test_the_first_process_writes_the_only_folder(folder: Path) -> None:
 # Kills
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_every_step_is_paid_for(tmp_path: Path) -> None:
     require_kills_are_paid(tmp_path, "loop", seed=5, kills=2)
 

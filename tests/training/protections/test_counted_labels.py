@@ -17,10 +17,10 @@ from scipy.stats import norm
 
 import training
 from accounting.composition import guarantees
-from accounting.devices.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from accounting.errors import BudgetExceeded
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import CertifiedMechanism, Mechanism
+from accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from opusim import open_device
 from opusim.camera.number_law import number_law
 from opusim.devices.base import NoisyDevice
@@ -277,6 +277,7 @@ SPREAD = {"dark_mean_e_low": 5.95, "dark_mean_e_high": 6.05, "dark_deviation_e":
 """Of a device whose dark charges differ by at most 0.05 electrons, at 5 standard deviations."""
 
 
+@pytest.mark.slow
 def test_groups_of_uneven_dark_charge_stay_within_the_limits(answers: ArgmaxReadout, seed: int) -> None:
     """The sum over a group matters: however uneven its pixels are, a limit of its mean is enough."""
     groups, light, random = answers.groups, answers.light, np.random.default_rng(seed)

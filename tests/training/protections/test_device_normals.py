@@ -96,7 +96,6 @@ def test_devices_without_a_gaussian_law_are_refused() -> None:
 PROTECTED: dict[str, dict[str, Any]] = {
     "record": {"sampler": {"scheme": "poisson", "batch_size": 16}},
     "label-amplified": {"sampler": {"scheme": "poisson", "batch_size": 16}},
-    "label-budget": {"sampler": {"batch_size": 16}},
     "label-readout": {"sampler": {"batch_size": 16}},
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accounting.audit import AuditPlan, AuditResult, Verdict, audit
-from accounting.records.mechanisms import RecordCentral
+from accounting.mechanisms.records import RecordCentral
 from opusim.randomness.streams import SeededStream
 from tests.support.faults.divided_by_realised_size import FAULT
 from training.networks.network import FullyConnected

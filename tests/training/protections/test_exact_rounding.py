@@ -77,7 +77,6 @@ def test_only_the_processor_rounds_exactly(place: str, noise: str, exact: bool) 
         ("convex", RECORD),
         ("convex", {"kind": "last-iterate", "noise_multiplier": 0.8}),
         ("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}),
-        ("bp", {"kind": "label-budget", "noise_multiplier": 0.8, "epsilon": 3.0}),
     ],
 )
 def test_every_noisy_sum_of_a_run_is_a_multiple_of_its_grid(

@@ -15,9 +15,9 @@ from scipy.stats import norm
 
 import training
 from accounting.composition import guarantees
-from accounting.devices.counts import LabelArgmax, argmax_epsilon
 from accounting.guarantee import Status
 from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms.counts import LabelArgmax, argmax_epsilon
 from opusim import open_device
 from opusim.description.loading import load_description
 from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_of

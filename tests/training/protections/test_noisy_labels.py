@@ -14,13 +14,13 @@ from scipy.stats import norm
 
 import training
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.labels import LabelReadout, RandomizedResponse
 from opusim import open_device
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
-from tests.oracles.label_leverage import posterior_targets
+from tests.oracles.label_readings import posterior_targets
 from tests.support.discrete_noise import DiscreteNoise
 from training.feedback.projection import _CALIBRATION_STEP
 from training.protections import base, noisy_labels
@@ -31,7 +31,6 @@ from training.protections.noisy_labels import (
     RandomizedResponseProtection,
     StagedResponseProtection,
     randomize,
-    read_once,
     read_once_through,
 )
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
@@ -69,25 +68,6 @@ def test_targets_are_the_posterior_with_a_flat_prior_and_then_with_the_models() 
     assert np.abs(flat - informed).max() > 0.01
 
 
-def test_one_digital_reading_has_the_law_that_is_paid_for(seed: int) -> None:
-    """r = y + N(0, sigma^2), from the scores r_a / sigma^2 + const; the ratio of two labels is that of mu."""
-    paid: list[Mechanism] = []
-    labels = torch.arange(N) % K
-    scores = read_once(labels, K, mu=MU, noise=stream(seed), pay=paid.append)
-    assert paid == [LabelReadout(mu=MU)]
-    sigma = math.sqrt(2) / MU
-    readings = scores.double().numpy() * sigma**2 + 0.5  # ||e_a||^2 / 2 = 1 / 2
-    noise = readings - np.eye(K)[labels.numpy()]
-    assert abs(noise.mean()) < 5 * sigma / noise.size**0.5
-    assert abs(noise.var() - sigma**2) < 5 * sigma**2 * (2 / noise.size) ** 0.5
-    rows, own = np.arange(N), labels.numpy()
-    ratios = (scores[rows, own] - scores[rows, (own + 1) % K]).double().numpy()
-    assert law_deviation(ratios, MU) < LIMIT
-    assert law_deviation(1.1 * ratios, MU) > LIMIT  # planted: less noise than was paid for
-    assert shared(ratios) < 5
-    assert shared(np.tile(ratios[: N // 2], 2)) > 5  # planted: two records share their noise
-
-
 def shared(ratios: np.ndarray) -> float:
     """Correlation of the first half of the records with the second, in standard errors."""
     first, second = np.split(ratios, 2)
@@ -120,6 +100,8 @@ def test_a_reading_through_the_device_has_the_law_that_is_paid_for(
     ratios = (scores[:, first] - scores[:, second]).double().numpy()
     assert law_deviation(ratios, mechanism.mu) < LIMIT
     assert law_deviation(1.1 * ratios, mechanism.mu) > LIMIT
+    assert shared(ratios) < 5
+    assert shared(np.tile(ratios[: N // 2], 2)) > 5  # planted: two records share their noise
     assert device.usage.frames == 2 * N  # each label was read once
 
 
@@ -166,7 +148,7 @@ def test_devices_whose_noise_cannot_be_credited_are_refused_before_anything_is_p
     device: Any, message: str
 ) -> None:
     paid: list[Mechanism] = []
-    with pytest.raises(ConfigError, match=f"protection.noise.*{message}.*use 'digital'"):
+    with pytest.raises(ConfigError, match=f"protection.noise.*{message}.*another device"):
         read_once_through(device, torch.zeros(3).long(), K, mu=MU, noise=stream(1), pay=paid.append)
     assert not paid
 
@@ -198,7 +180,6 @@ def test_responses_follow_the_mechanism(seed: int) -> None:
 @pytest.mark.parametrize(
     "look",
     [
-        lambda pay: read_once(torch.zeros(3).long(), K, mu=1.0, noise=stream(1), pay=pay),
         lambda pay: read_once_through(
             device_of(0.5), torch.zeros(3).long(), K, mu=1.0, noise=stream(1), pay=pay
         ),
@@ -232,7 +213,7 @@ ONCE = {
     "data": {"n_classes": 3},
     "sampler": {"batch_size": 16},
     "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
-    "protection": {"kind": "label-readout", "epsilon": 2.0},
+    "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
 }
 
 
@@ -249,12 +230,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 KINDS = [
-    config_of("label-readout"),
     config_of("label-readout", noise="device"),
     config_of("label-randomized-response"),
     config_of("label-randomized-response", stages=2),
 ]
-IDS = ["once", "once through the device", "response", "response in stages"]
+IDS = ["once", "response", "response in stages"]
 LOOKS = (LabelReadoutProtection, RandomizedResponseProtection, StagedResponseProtection)
 
 
@@ -328,14 +308,13 @@ PHOTONIC = {
 @pytest.mark.parametrize(
     "config",
     [
-        {**KINDS[1], "model": PHOTONIC},
+        {**KINDS[0], "model": PHOTONIC},
         {**KINDS[0], "model": PHOTONIC, "trainer": {"order": "published", "tau_b": 1.0}},
-        {**config_of("label-budget", noise="device"), "model": PHOTONIC},
         {**config_of("label-amplified"), "sampler": {"scheme": "poisson", "batch_size": 16}},
         {**config_of("record", noise="device"), "sampler": {"scheme": "poisson", "batch_size": 16},
          "trainer": {"order": "published", "encoding": "planes"}},
     ],
-    ids=["once", "once, published order", "label-budget", "label-amplified", "record"],
+    ids=["once", "once, published order", "label-amplified", "record"],
 )  # fmt: skip
 def test_no_reading_is_ever_taken_twice(
     tmp_path: Path, config: dict, monkeypatch: pytest.MonkeyPatch
@@ -350,7 +329,7 @@ def test_planted_fault_labels_read_under_a_training_step_are_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(noisy_labels, "LABEL_STEP", 3)
-    readings = readings_of(KINDS[1], tmp_path, monkeypatch)
+    readings = readings_of(KINDS[0], tmp_path, monkeypatch)
     assert len(set(readings)) < len(readings)
 
 
@@ -425,9 +404,9 @@ def test_labels_that_are_not_paid_for_are_refused(tmp_path: Path, stop_at: type)
         training.train(data=data(), folder=tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("kind", ["label-readout", "label-randomized-response", "label-budget"])
+@pytest.mark.parametrize("config", KINDS[:2], ids=IDS[:2])
 def test_what_is_paid_upfront_is_calibrated_once_and_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict
 ) -> None:
     asked = []
     calibrate = base.calibrate_noise
@@ -438,6 +417,5 @@ def test_what_is_paid_upfront_is_calibrated_once_and_before_the_run(
 
     monkeypatch.setattr(base, "calibrate_noise", counted)
     base._calibrated.cache_clear()
-    config = {**ONCE, "protection": {"kind": kind, "epsilon": 2.0}}
     training.train(config, data=data(), folder=tmp_path / "run")
     assert asked == [False]

@@ -13,8 +13,8 @@ import torch
 
 import training
 from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.labels.mechanisms import RandomizedResponse, StagedResponse
 from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
 from training.engine.plan import load_data
 from training.protections.noisy_labels import NoisyLabels, randomize

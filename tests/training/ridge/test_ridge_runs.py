@@ -13,9 +13,9 @@ import torch
 import training
 from accounting.composition import guarantees
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.labels.linear_model import LabelRelease, noise_of
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import mechanism_from_json
+from accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import NoiseStream, SystemStream

@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "label-readout": {
         "trainer": {"kind": "pdfa"},
         "model": {"hidden": [8]},
-        "protection": {"kind": "label-readout", "epsilon": 4.0},
+        "protection": {"kind": "label-readout", "noise": "device", "epsilon": 4.0},
     },
     "zo": {
         "trainer": {"kind": "zo"},

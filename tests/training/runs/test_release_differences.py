@@ -68,12 +68,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "protection": {"kind": "last-iterate", "epsilon": 4.0},
         "sampler": {"scheme": "disjoint-cyclic", "batch_size": 24},
     },
-    "label-budget": {"trainer": {"kind": "dfa"}, "protection": {"kind": "label-budget", "epsilon": 4.0}},
     "label-amplified": {
         "trainer": {"kind": "dfa"},
         "protection": {"kind": "label-amplified", "epsilon": 4.0},
     },
-    "label-readout": {"trainer": {"kind": "dfa"}, "protection": {"kind": "label-readout", "epsilon": 4.0}},
+    "label-readout": {
+        "trainer": {"kind": "pdfa"},
+        "device": {"name": "gaussian"},
+        "protection": {"kind": "label-readout", "noise": "device", "epsilon": 4.0},
+    },
     "label-randomized-response": {
         "trainer": {"kind": "dfa"},
         "protection": {"kind": "label-randomized-response", "epsilon": 4.0},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ import pytest
 from safetensors.torch import save
 
 import training
-from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.journal import Journal, read_journal
+from accounting.errors import LedgerCorrupt
+from accounting.ledger.journal import Journal, read_positioned
 from accounting.ledger.ledger import read_ledger
 from opusim.errors import DeviceError
 from training.attacks.run_audit import audit_run
@@ -46,7 +45,8 @@ RELEASE = {**BASE, "mode": "release"}
 LABEL = {
     **BASE,
     "mode": "release",
-    "protection": {"kind": "label-budget", "epsilon": 2.0},
+    "trainer": {"kind": "pdfa"},
+    "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
     "sampler": {"batch_size": 16},
 }
 
@@ -163,7 +163,7 @@ def test_rewritten_lines_with_new_hashes_are_refused(
     else:
         with pytest.raises(RunInterrupted):
             train(tmp_path, BASE, watcher=ctrl_c_at(5))
-    entries = read_journal(tmp_path / "ledger.jsonl")
+    entries = read_positioned(tmp_path / "ledger.jsonl")[0]
     for file in tmp_path.glob("ledger.*"):
         file.unlink()
     journal = Journal(tmp_path / "ledger.jsonl")
@@ -201,7 +201,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, ctrl_c_at: type) -> dict[boo
         "sampler": {"batch_size": 16},
         "trainer": {"kind": "pdfa"},
         "device": {"name": "gaussian", "noise": {"sigma": 0.5}, "monitor": {"every_steps": 3}},
-        "protection": {"kind": "label-readout", "epsilon": 2.0},
+        "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
     }
     root = tmp_path_factory.mktemp("whole")
     with pytest.raises(RunInterrupted):
@@ -412,87 +412,13 @@ def test_a_device_error_costs_the_step_that_failed_and_no_other(
     assert paid_steps(tmp_path) == len(begun)
 
 
-def spending(folder: Path) -> np.ndarray:
-    newest = list_checkpoints(folder / "checkpoints")[-1]
-    return read_checkpoint(newest).tensors["state.label_spending"].numpy()
-
-
-def test_a_clean_stop_under_a_label_budget_resumes_and_pays_once(tmp_path: Path, ctrl_c_at: type) -> None:
-    for number, step in enumerate((3, 5)):
-        with pytest.raises(RunInterrupted):
-            train(tmp_path, None if number else LABEL, watcher=ctrl_c_at(step))
-        assert spending(tmp_path).max() > 0
-    before = spending(tmp_path)
-    run = train(tmp_path)
-    assert (spending(tmp_path) >= before).all()
-    assert spending(tmp_path).sum() > before.sum()
-    (guarantee,) = run.guarantees
-    assert guarantee.epsilon <= 2.0
-    assert len(read_ledger(tmp_path).payments) == 1
-
-
-def test_ctrl_c_before_the_first_step_keeps_the_label_budget(tmp_path: Path, ctrl_c_at: type) -> None:
-    class AtOnce(ctrl_c_at):
-        def on_start(self, *, step: int, total_steps: int) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    for number in range(3):
-        with pytest.raises(RunInterrupted, match=f"after step {number + 1} of"):
-            train(tmp_path, None if number else LABEL, watcher=AtOnce(-1))
-    train(tmp_path)
-    assert len(read_ledger(tmp_path).payments) == 1
-
-
-@pytest.mark.parametrize("dies_at", ["the start", "a later step"])
-def test_a_clean_stop_lets_the_label_budget_go_on_once(
-    tmp_path: Path, ctrl_c_at: type, dies_at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The resumed process died after it started a step: its spending is lost, so a second one may not resume."""
-    with pytest.raises(RunInterrupted):
-        train(tmp_path, LABEL, watcher=ctrl_c_at(3))
-    dies = {"the start": 3, "a later step": 4}[dies_at]
-    step = FeedbackTrainer.step
-
-    def dying(self: FeedbackTrainer, *arguments: Any, **options: Any) -> Any:
-        if options["step"] == dies:
-            raise KeyboardInterrupt
-        return step(self, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FeedbackTrainer, "step", dying)
-        with pytest.raises(KeyboardInterrupt):
-            train(tmp_path)
-    with pytest.raises(BudgetExceeded, match="'label budget' was paid for.*was killed"):
-        train(tmp_path)
-
-
-def test_planted_fault_a_label_filter_that_forgets_is_caught(
-    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The spending of a resumed run rests on the checkpoint: without it the assertion above fails."""
-    from training.protections.budgeted_labels import BudgetedLabels
-
-    with pytest.raises(RunInterrupted):
-        train(tmp_path, LABEL, watcher=ctrl_c_at(6))
-    before = spending(tmp_path)
-    charge = BudgetedLabels._charge
-
-    def forgetful(self: BudgetedLabels, *arguments: Any) -> Any:
-        if not getattr(self, "forgot", False):
-            self._spent.zero_()
-            self.forgot = True  # type: ignore[attr-defined]
-        return charge(self, *arguments)
-
-    monkeypatch.setattr(BudgetedLabels, "_charge", forgetful)
-    train(tmp_path)
-    assert not (spending(tmp_path) >= before).all()
-
-
-@pytest.mark.parametrize("protection", ["label-readout", "label-randomized-response"])
+@pytest.mark.parametrize(
+    "protection", [LABEL["protection"], {"kind": "label-randomized-response", "epsilon": 2.0}]
+)
 def test_labels_that_were_read_are_not_charged_again(
-    tmp_path: Path, ctrl_c_at: type, stop_at: type, protection: str
+    tmp_path: Path, ctrl_c_at: type, stop_at: type, protection: dict[str, Any]
 ) -> None:
-    config = {**LABEL, "protection": {"kind": protection, "epsilon": 2.0}}
+    config = {**LABEL, "protection": protection}
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, config, watcher=stop_at(3))  # killed
     with pytest.raises(RunInterrupted):
@@ -507,8 +433,7 @@ def test_labels_that_were_read_are_not_charged_again(
     ("options", "words"),
     [
         (["pdfa", "--protect", "record"], "pay again for the steps since its last checkpoint"),
-        (["pdfa", "--protect", "label-budget"], "a kill or a power cut ends it"),
-        (["pdfa", "--protect", "label-readout"], None),
+        (["pdfa", "--protect", "label-randomized-response"], None),
     ],
 )
 def test_a_release_run_under_a_budget_says_first_what_a_kill_costs(

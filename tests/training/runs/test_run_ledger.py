@@ -76,15 +76,12 @@ KINDS = {
         ["proven under a device model"],
         STEPS,
     ),
-    "label": (protected("label-budget"), ["proven"], None),
-    "label, device": (protected("label-budget", noise="device"), ["proven under a device model"], None),
     "amplified": ({**protected("label-amplified"), **POISSON}, ["proven"], STEPS),
     "amplified, device": (
         {**protected("label-amplified", noise="device"), **POISSON},
         ["proven under a device model"],
         STEPS,
     ),
-    "once": (protected("label-readout"), ["proven"], None),
     "once, device": (protected("label-readout", noise="device"), ["proven under a device model"], None),
     "response": (protected("label-randomized-response"), ["proven"], None),
 }
@@ -135,13 +132,6 @@ def test_a_target_is_reached_from_below_by_noise_that_the_configuration_keeps(
     again = training.train(config | {"protection": {"kind": kind, "noise_multiplier": 0.99 * z}}, data=data(),
                            folder=tmp_path / "less")  # fmt: skip
     assert again.guarantees[0].epsilon > target  # no noise is wasted
-
-
-def test_a_label_budget_gives_the_target_whatever_the_noise(tmp_path: Path) -> None:
-    for z in (0.5, 5.0):
-        config = protected("label-budget", noise_multiplier=z)
-        (guarantee,) = training.train(config, data=data(), folder=tmp_path / str(z)).guarantees
-        assert 0.99 * 2.0 <= guarantee.epsilon <= 2.0
 
 
 SMALL_BUDGET = {"kind": "record", "noise_multiplier": 1.3, "epsilon": 3.0}
@@ -508,6 +498,7 @@ def harness(tmp_path: Path, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_sigkill_never_leaves_a_computed_step_unpaid(tmp_path: Path) -> None:
     assert int(harness(tmp_path).split()[0]) > 100
 

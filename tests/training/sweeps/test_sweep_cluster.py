@@ -141,6 +141,7 @@ def encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     dask.config.refresh()
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_on_an_encrypted_cluster(encrypted: Path) -> None:
     _, points = swept_points(encrypted)
     port = free_port()

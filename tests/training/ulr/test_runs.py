@@ -287,8 +287,8 @@ def test_options_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
 def test_protections_and_starts_of_other_trainers_are_refused(tmp_path: Path) -> None:
     for changes, message in (
         (
-            {"protection": {"kind": "label-budget", "epsilon": 1.0}},
-            "'label-budget' is not for trainer.kind = 'ulr'",
+            {"protection": {"kind": "label-amplified", "epsilon": 1.0}},
+            "'label-amplified' is not for trainer.kind = 'ulr'",
         ),
         (
             {"model": {"hidden": [8], "initial_output": "feedback"}},

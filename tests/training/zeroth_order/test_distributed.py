@@ -33,6 +33,7 @@ def parameters(folder: Path) -> torch.Tensor:
     return torch.cat([t.flatten() for n, t in sorted(tensors.items()) if n.startswith("model.")])
 
 
+@pytest.mark.slow
 def test_one_process_and_four_agree_to_rounding(tmp_path: Path) -> None:
     runs = {str(tmp_path / "one"): "1", str(tmp_path / "four"): "4"}
     triples = [(folder, "experiment", processes) for folder, processes in runs.items()]

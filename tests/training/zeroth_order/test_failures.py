@@ -17,6 +17,7 @@ from benchmarks.devices.faults import AT_STEP, description_file
 from opusim.devices.kinds import register_device
 from opusim.errors import DeviceError, DeviceFault
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
+from training.engine.callbacks import Callback
 from training.errors import RunInterrupted
 from training.networks.record_gradients.probe import require_separate_outputs
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
@@ -84,20 +85,14 @@ def figures(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in used} for line in RunFolder(folder).read_metrics()]
 
 
-class Snapshots:
+class Snapshots(Callback):
     """A watcher who keeps the parameters behind every step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.kept = model, {}
 
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
-
     def on_step(self, *, step: int) -> None:
         self.kept[step] = {f"model.{n}": p.detach().clone() for n, p in self.model.named_parameters()}
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        pass
 
 
 @pytest.mark.parametrize("directions", [1, 3])

@@ -274,7 +274,7 @@ def test_noise_of_a_gaussian_device(tmp_path: Path) -> None:
         ({"optimizer": {"averaged_tail": 0.5}}, ConfigError, "second copy of the parameters"),
         ({"optimizer": {"momentum": 0.9}}, ConfigError, "neither momentum nor moments"),
         ({"optimizer": {"name": "adam"}}, ConfigError, "neither momentum nor moments"),
-        ({"protection": {"kind": "label-budget", "epsilon": 1.0}}, ConfigError, "it takes none, record"),
+        ({"protection": {"kind": "label-amplified", "epsilon": 1.0}}, ConfigError, "it takes none, record"),
         ({"protection": {"kind": "record", "epsilon": 1.0, "delta": 0.0}}, NoGuarantee, "use trainer.law"),
     ],
 )

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from accounting.composition import guarantees
-from accounting.devices.counts import LabelCounts
-from accounting.labels.mechanisms import LabelReadout, RandomizedResponse, StagedResponse
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.counts import LabelCounts
+from accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, same_labels
 from training.engine.plan import RunPlan
 from training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
@@ -94,7 +94,7 @@ class LookGame(TwoWorlds):
         accounted, pairs = self._accounted, list(permutations(range(self._plan.dataset.n_classes), 2))
         if isinstance(accounted, LabelCounts):
             return max(pairs, key=lambda pair: _epsilon_of_pair(accounted, pair))
-        if isinstance(accounted, LabelReadout) and self._plan.config.protection.noise == "device":
+        if isinstance(accounted, LabelReadout):
             with self._plan.opened_device() as device:
                 codes = (
                     np.eye(2) if device is None else device.require("matrix").matrix().cpu().double().numpy()

@@ -16,10 +16,9 @@ from training.attacks.findings import Finding, Role
 from training.attacks.games.base import Played, TwoWorlds, played
 from training.attacks.games.look import LookGame, StagedLookGame
 from training.attacks.games.released_model import LastIterateGame, ReleasedModelGame
-from training.attacks.games.steps import AmplifiedGame, BudgetGame
+from training.attacks.games.steps import AmplifiedGame
 from training.engine.plan import RunPlan
 from training.protections.amplified_labels import AmplifiedLabelProtection
-from training.protections.budgeted_labels import LabelBudgetProtection
 from training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
 from training.protections.record import LastIterateProtection
 from training.protections.released_model import LabelReleaseProtection
@@ -30,7 +29,6 @@ _GAMES: tuple[tuple[type, Callable[[RunPlan], TwoWorlds]], ...] = (
     (LabelReleaseProtection, ReleasedModelGame),
     (StagedResponseProtection, StagedLookGame),
     (OneLookProtection, LookGame),
-    (LabelBudgetProtection, BudgetGame),
     (AmplifiedLabelProtection, AmplifiedGame),
     (LastIterateProtection, LastIterateGame),
 )

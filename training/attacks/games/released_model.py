@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.convex.mechanisms import ConvexLastIterate, learning_rates, proven_mu
-from accounting.labels.linear_model import LabelRelease
+from accounting.mechanisms.convex import ConvexLastIterate, learning_rates, proven_mu
+from accounting.mechanisms.labels import LabelRelease
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
 from training.convex.algorithm import ConvexAlgorithm
 from training.convex.config import ConvexConfig

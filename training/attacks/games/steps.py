@@ -1,4 +1,4 @@
-"""Games of labels that are protected at every step: a budget for each record, and secret batches.
+"""The game of labels that are protected at every step by secret batches.
 
 The auditor owns a layer and its records: record i has the feature e_i and nothing else, so column i of the update holds
 its signal and noise only. A pass plays a run's steps on all records at once, with the run's own sampler and the writer
@@ -9,7 +9,6 @@ protection lets through. The attacker sees every update.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.labels.mechanisms import LabelAmplified, LabelBudget
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.labels import LabelAmplified
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes, same_labels
 from training.engine.plan import RunPlan
 from training.networks.contributions.sums import Contributions
@@ -28,26 +27,32 @@ from training.networks.contributions.uses import LinearUse
 from training.networks.network import FullyConnected
 from training.protections.amplified_labels import AmplifiedLabelProtection
 from training.protections.base import PrivateGradients
-from training.protections.budgeted_labels import LabelBudgetProtection
-from training.protections.config import LabelAmplifiedConfig, LabelBudgetConfig
+from training.protections.config import LabelAmplifiedConfig
 
 RECORDS = 128
 """Records of a pass: few enough for small matrices, many enough for few passes."""
 OPPOSITE = torch.tensor([0.5, -0.5])
 """The error of label 1 if both logits are equal; that of label 0 is its negative, and they are sqrt(2) apart."""
 LARGE = 1e3
-_SEES = "every update"
-_KNOWS = "all features and initial weights, all other labels, and the noise's covariance"
 
 
-class StepsGame(TwoWorlds):
-    """Plays a protection's steps on one layer of two outputs.
+class AmplifiedGame(TwoWorlds):
+    """Plays the run's steps on one layer of two outputs; every record enters each batch by the sampler's own coins.
 
     Args:
         plan: A run whose labels are protected by noise on its gradients.
         accounted: What the run is accounted as; None takes the plan's own mechanism.
     """
 
+    title = "secret batches and noise of a public covariance"
+    adversaries = (
+        Adversary(
+            name="likelihood ratio",
+            sees="every update",
+            knows="all features and initial weights, all other labels, and the noise's covariance; the batches stay "
+            "secret",
+        ),
+    )
     pair = "a record's label is 0 or 1, which send opposite signals"
     together = RECORDS
 
@@ -69,87 +74,13 @@ class StepsGame(TwoWorlds):
         """See TwoWorlds.scores."""
         return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
 
-    @abstractmethod
-    def _own_mechanism(self) -> Mechanism:
-        """What the whole run is accounted as."""
-
-    @abstractmethod
-    def _pass(self, seed: int, *, first: bool) -> np.ndarray:
-        """Scores of one pass, shape (adversaries, RECORDS)."""
-
-
-class BudgetGame(StepsGame):
-    """Every record spends its budget in full, and then comes as often again.
-
-    The visits that are paid for shift the statistic by the budget's mu. The later ones must carry nothing.
-    """
-
-    title = "noise on every layer's signal and a budget for each record"
-    is_gaussian = True
-    adversaries = (
-        Adversary(name="paid visits", sees=_SEES, knows=f"{_KNOWS}; looks at visits within the budget"),
-        Adversary(
-            name="all visits", sees=_SEES, knows=f"{_KNOWS}; looks at as many visits beyond the budget too"
-        ),
-    )
-
-    @property
-    def paid_visits(self) -> int:
-        """How many visits a record can pay for."""
-        z, share = self._plan.protection.noise_multiplier, 1 / (1 + self._section.floor)
-        most = self._own_mechanism().budget_mu * z * self._section.clip / self._distance
-        return max(1, math.floor(most**2 / share))
-
-    @property
-    def _section(self) -> LabelBudgetConfig:
-        return self._plan.config.protection_as(LabelBudgetConfig)
-
-    @property
-    def _distance(self) -> float:
-        """How far the two labels' signals are apart: the ball's diameter, or what the errors allow."""
-        return min(2 * self._section.clip, 2**0.5 * self._plan.algorithm.updates.output_gain)
-
-    def weakened(self) -> BudgetGame:
-        """See TwoWorlds.weakened: a budget of four times the epsilon."""
-        epsilon = 4 * float(self._plan.config.protection.epsilon or 0.0)
-        return BudgetGame(self._plan.unchecked(protection={"epsilon": epsilon}), self._accounted)
-
-    def _own_mechanism(self) -> LabelBudget:
-        protection = self._plan.protection
-        if not isinstance(protection, LabelBudgetProtection):
-            raise TypeError(
-                f"plan: protection.kind = {self._plan.config.protection.kind!r} has no label budget"
-            )
-        return protection.budget
-
-    def _pass(self, seed: int, *, first: bool) -> np.ndarray:
-        plan = on_one_layer(self._plan, seed, {"scheme": "full-batch"})
-        paid, floor = self.paid_visits, self._section.floor
-        std = plan.protection.noise_multiplier * self._section.clip * math.sqrt(1 + floor)
-        signal = (1 if first else -1) * self._distance / 2**0.5 * OPPOSITE.repeat(RECORDS, 1)
-        found = np.zeros((2, RECORDS))
-        with writer_of(plan) as writer:
-            for step in range(2 * paid):
-                gradient = written(writer, plan, step, signal, plan.sampler.indices(step))
-                seen = gradient * RECORDS / std
-                found += np.stack([seen * (step < paid), seen])
-        return found
-
-
-class AmplifiedGame(StepsGame):
-    """Every record enters each of the run's batches by the sampler's own coins."""
-
-    title = "secret batches and noise of a public covariance"
-    adversaries = (
-        Adversary(name="likelihood ratio", sees=_SEES, knows=f"{_KNOWS}; the batches stay secret"),
-    )
-
     def weakened(self) -> AmplifiedGame:
         """See TwoWorlds.weakened: a quarter of the noise at every step."""
         quarter = self._plan.protection.noise_multiplier / 4
         return AmplifiedGame(self._plan.unchecked(protection={"noise_multiplier": quarter}), self._accounted)
 
     def _own_mechanism(self) -> LabelAmplified:
+        """What the whole run is accounted as."""
         protection = self._plan.protection
         if not isinstance(protection, AmplifiedLabelProtection):
             raise TypeError(
@@ -158,6 +89,7 @@ class AmplifiedGame(StepsGame):
         return protection.mechanism(protection.noise_multiplier).repeated(self._plan.total_steps)
 
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
+        """Scores of one pass, shape (adversaries, RECORDS)."""
         accounted, section = self._accounted, self._plan.config.protection_as(LabelAmplifiedConfig)
         if not isinstance(accounted, LabelAmplified):
             raise TypeError(f"accounted = {accounted.kind!r}: must be a LabelAmplified")

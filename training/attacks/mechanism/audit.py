@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from accounting.devices.counts import LabelArgmax, LabelCounts
-from accounting.labels.mechanisms import RandomizedResponse, StagedResponse
 from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms.counts import LabelArgmax, LabelCounts
+from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim import checks
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
@@ -32,7 +32,6 @@ from training.attacks.mechanism.counted import answer_checks, count_checks, resp
 from training.attacks.mechanism.readings import (
     kept_scores,
     kept_states,
-    noisy_readings,
     released_steps,
     responses,
 )
@@ -54,6 +53,7 @@ from training.config.reading import load_config, merged, parse_setting
 from training.config.run import RunConfig
 from training.config.sections import ProtectionSection
 from training.data import Dataset
+from training.engine.callbacks import Callback
 from training.engine.session import train
 from training.runs.folder import RunFolder
 
@@ -91,8 +91,8 @@ def audit_mechanism(
             under protection.kind = 'record' also "convolution" (with a group norm) or "attention" (with an embedding).
         mode: "experiment" (seeded noise) or "release" (noise from the operating system's entropy).
         steps: Steps of each run, at least 40.
-        settings: Lines "key=value" over the configuration, such as "protection.kind=label-budget" (record by default),
-            "protection.noise_multiplier=2" (1 by default), "sampler.batch_size=20", "trainer.clip=module".
+        settings: Lines "key=value" over the configuration, such as "protection.kind=label-amplified" (record by
+            default), "protection.noise_multiplier=2" (1 by default), "sampler.batch_size=20", "trainer.clip=module".
         seed: Seed of the runs in experiment mode, in [0, 2^63); None draws one, which the result states.
         level: Probability of any alarm if the mechanism is as accounted, in (0, 1).
         single_records: Whether to make the runs with small batches; False saves their time.
@@ -242,10 +242,7 @@ def _compared(
 
 
 def _released(run: _Made, subject: Subject, dataset: Dataset) -> Released:
-    config = run.folder.read_config()
-    if config.protection.labels_read_once:
-        return noisy_readings(run.folder, dataset)
-    return released_steps(run.folder, config, subject, dataset, run.states)
+    return released_steps(run.folder, run.folder.read_config(), subject, dataset, run.states)
 
 
 def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: bool = False) -> Dataset:
@@ -262,7 +259,7 @@ def _total_steps(config: RunConfig, records: int) -> int:
     return config.epochs * max(1, round(records / config.sampler.batch_size))
 
 
-class _Steps:
+class _Steps(Callback):
     """A watcher that reports every step.
 
     Attributes:
@@ -278,16 +275,13 @@ class _Steps:
         self.states: list[dict[str, Tensor]] = []
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Watcher."""
+        """See Callback."""
         self._keep()
 
     def on_step(self, *, step: int) -> None:
-        """See Watcher."""
+        """See Callback."""
         self._keep()
         self._on_step()
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Watcher."""
 
     def _keep(self) -> None:
         if self._model is not None:

@@ -68,8 +68,8 @@ class Released:
     Attributes:
         noise: Components that no record touches, divided by their accounted standard deviation, shape (steps,
             coordinates). They are independent N(0, 1) under the accounted mechanism.
-        sums: The other components, or None if each record is read once.
-        batch: Law of the batch sizes, or None if each record is read once.
+        sums: The other components.
+        batch: Law of the batch sizes.
         accounted: The mechanism, as text.
         signal_noise: For noise whose covariance depends on the features, its whitened components along the layers'
             inputs and across the records' signals, shape (steps, others); None for other noise.
@@ -79,8 +79,8 @@ class Released:
     """
 
     noise: np.ndarray
-    sums: Sums | None
-    batch: BatchLaw | None
+    sums: Sums
+    batch: BatchLaw
     accounted: str
     signal_noise: np.ndarray | None = None
     parameters: Mapping[str, slice] = field(default_factory=dict)
@@ -101,9 +101,7 @@ def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
     signals = [run.signal_noise for run in released if run.signal_noise is not None]
     if signals:
         checks += signal_noise_checks(np.stack(signals))
-    sums, batch = [run.sums for run in released if run.sums is not None], released[0].batch
-    if sums and batch is not None:
-        checks += sum_checks(sums, batch)
+    checks += sum_checks([run.sums for run in released], released[0].batch)
     return shared(checks, level)
 
 

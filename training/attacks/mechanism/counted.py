@@ -16,8 +16,8 @@ from itertools import combinations
 import numpy as np
 import scipy.stats
 
-from accounting.devices.counts import LabelArgmax, LabelCounts
-from accounting.labels.mechanisms import RandomizedResponse, StagedResponse
+from accounting.mechanisms.counts import LabelArgmax, LabelCounts
+from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
 from opusim.p_values import bonferroni, normal_p_value
 from training.attacks.mechanism.checks import LAGS, shared

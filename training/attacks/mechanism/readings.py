@@ -18,9 +18,9 @@ import numpy as np
 import scipy.signal
 from torch import Tensor
 
-from accounting.convex.mechanisms import ConvexLastIterate, learning_rates
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
+from accounting.mechanisms.convex import ConvexLastIterate, learning_rates
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.contributions import (
     Gradient,
@@ -37,7 +37,7 @@ from training.attacks.mechanism.contributions import (
 from training.attacks.mechanism.subjects import Subject
 from training.config.run import RunConfig
 from training.data import Dataset
-from training.protections.config import LabelNoiseConfig
+from training.protections.config import LabelAmplifiedConfig
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
@@ -294,41 +294,33 @@ def _label_sums(
     and the bias's constant 1. The records contribute along delta h^T. Two parts are pure noise: the entries at zero
     features in the first layer, and in each layer the component along h for outputs orthogonal to delta.
     """
-    protection, amplified = config.protection, config.protection.poisson
-    batch = (
-        BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability))
-        if amplified
-        else BatchLaw(mean=float(config.sampler.batch_size), variance=0.0)
-    )
+    protection = config.protection
     z = float(protection.noise_multiplier or math.nan)
     parts = [
-        _whitened(total, gradient, state, dataset, config, batch.mean)
+        _whitened(total, gradient, state, dataset, config)
         for total, gradient, state in zip(sums, gradients, states[:-1], strict=True)
     ]
     free, signals, totals, lengths = (np.array(values) for values in zip(*parts, strict=True))
     layered, norms = totals / protection.clip, lengths  # norms before the clip, (steps, layers)
     require_beyond(norms[0].tolist(), protection.clip)
-    stated = np.ones_like(norms)
-    if amplified:
-        stated = norms / np.linalg.norm(norms, axis=1, keepdims=True)
+    stated = norms / np.linalg.norm(norms, axis=1, keepdims=True)
     weights = stated / np.linalg.norm(stated, axis=1, keepdims=True)
-    scale = 1.0 if amplified else math.sqrt(layered.shape[1])
     return Released(
         noise=free / (z * protection.clip),
         signal_noise=signals / (z * protection.clip),
         sums=Sums(
-            along=np.sum(layered * weights, axis=1) / scale,
-            along_std=z * (1.0 if amplified else math.sqrt(batch.mean)) / scale,
+            along=np.sum(layered * weights, axis=1),
+            along_std=z,
             by_layer=layered,
             shares=stated[0],
         ),
-        batch=batch,
+        batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
         accounted=_one_step(mechanism),
     )
 
 
 def _whitened(
-    total: Gradient, gradient: Gradient, state: Weights, dataset: Dataset, config: RunConfig, batch: float
+    total: Gradient, gradient: Gradient, state: Weights, dataset: Dataset, config: RunConfig
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return a step's components divided by the standard deviation of its noise at z C = 1.
 
@@ -337,23 +329,20 @@ def _whitened(
         (outputs - layers,); along contributions, shape (layers,); norms of a contribution before the clip, shape
         (layers,).
     """
-    options = config.protection_as(LabelNoiseConfig)
-    amplified, floor = options.poisson, options.floor
+    floor = config.protection_as(LabelAmplifiedConfig).floor
     inputs = _layer_inputs(state, dataset)
-    fan_ins = sum(len(h) for h in inputs)
+    scale = sum(len(h) for h in inputs)  # of h h^T in the covariance
     free, across, sums, norms = [], [], [], []
     for number, (names, h) in enumerate(zip(layers_of(list(total)), inputs, strict=True)):
         rows, signal = _matrix(total, names), _matrix(gradient, names) @ h
         size, length = float(np.linalg.norm(h)), float(h @ h)
-        scale = fan_ins if amplified else batch  # of h h^T in the covariance
         ridge = floor * scale * length / len(h)
         along_h = rows @ h / size / math.sqrt(scale * length + ridge)
         turned = _reflected(along_h, signal / np.linalg.norm(signal))
-        # label: a signal of norm C times |h|, over the noise of sqrt(m) |h| in a batch of m
-        sums.append(turned[0] * (1.0 if amplified else math.sqrt(batch)))
+        sums.append(turned[0])
         across.append(turned[1:])
         delta = float(np.linalg.norm(signal)) / length
-        norms.append(delta * (size / math.sqrt(scale * length + ridge) if amplified else 1.0))
+        norms.append(delta * (size / math.sqrt(scale * length + ridge)))
         if number == 0:
             free.append((rows[:, h == 0] / math.sqrt(ridge)).ravel())
     return np.concatenate(free), np.concatenate(across), np.array(sums), np.array(norms)
@@ -373,25 +362,6 @@ def _layer_inputs(state: Weights, dataset: Dataset) -> list[np.ndarray]:
         @ first
     )
     return [first, np.append(np.tanh(z), 1.0)]
-
-
-def noisy_readings(folder: RunFolder, dataset: Dataset) -> Released:
-    """Return the whitened contrasts over classes of one-hot labels read with noise N(0, 2 / mu^2), a row per record.
-
-    The folder holds r_a / sigma^2 - 1 / (2 sigma^2) for each class a and reading r, up to a constant per record. A
-    reflection maps (1, .., 1) to the first axis; the other axes hold contrasts, which do not depend on the constant.
-    """
-    mechanism: Any = read_ledger(folder.ledger_file).mechanisms[0]
-    sigma = math.sqrt(2) / float(mechanism.mu)
-    kept = read_array(folder.labels_file).astype(np.float64)
-    k = dataset.n_classes
-    readings = kept * sigma**2 - np.eye(k)[dataset.train.y.numpy()]
-    unit = np.full(k, k**-0.5)
-    unit[0] -= 1.0
-    turned = readings - 2 * np.outer(readings @ unit, unit) / float(unit @ unit)
-    return Released(
-        noise=turned[:, 1:] / sigma, sums=None, batch=None, accounted=mechanism.repeated(1).describe()
-    )
 
 
 def kept_scores(folder: RunFolder, dataset: Dataset) -> np.ndarray:

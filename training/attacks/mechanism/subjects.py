@@ -406,7 +406,7 @@ def require_quiet(config: RunConfig) -> None:
         require_exact_light(config, description)
         return
     if config.protection.labels_read_once and noise == "device":
-        reason = "'device' reads labels through a matrix, which the self-test does not undo; use 'digital'"
+        reason = "'device' reads labels through a matrix, which the self-test does not undo; use 'counts' or 'argmax'"
         raise ConfigError("--set", "protection.noise", reason)
     if description.kind not in ("ideal", "gaussian"):
         raise ConfigError(

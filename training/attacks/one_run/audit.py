@@ -23,7 +23,7 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import ClippedRecords
+from accounting.mechanisms.records import ClippedRecords
 from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
@@ -40,6 +40,7 @@ from training.attacks.replay import AuditedRun
 from training.attacks.run_audit import ROOM, audit_place, read_run, update_clipping
 from training.data import Dataset, Split
 from training.engine.algorithm import Arrays
+from training.engine.callbacks import Callback
 from training.engine.plan import RunPlan
 from training.engine.session import train_planned
 from training.feedback.config import FeedbackConfig
@@ -357,7 +358,7 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
 
     def wrap(writer: PrivateGradients) -> PrivateGradients:
         observer.writer = CraftedGradients(
-            writer, joined.network, canaries, clip_norm=clip, by_layer=algorithm.updates.by_layer
+            writer, joined.network, canaries, clip_norm=clip, by_layer=algorithm.clips_by_layer
         )
         return observer.writer
 
@@ -439,20 +440,17 @@ def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
     return replace(plan, dataset=replace(plan.dataset, train=joined), sampler=sampler)
 
 
-class _Both:
+class _Both(Callback):
     """A watcher that tells an observer, and then the caller, of every step."""
 
     def __init__(self, observer: Observer, on_step: Callable[[], None]) -> None:
         self._observer, self._on_step = observer, on_step
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Watcher."""
+        """See Callback."""
         self._observer.on_start(step=step, total_steps=total_steps)
 
     def on_step(self, *, step: int) -> None:
-        """See Watcher."""
+        """See Callback."""
         self._observer.on_step(step=step)
         self._on_step()
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Watcher."""

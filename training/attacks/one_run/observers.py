@@ -31,6 +31,7 @@ from training.attacks.one_run.canaries import Canaries, CraftedGradients
 from training.attacks.update_attacks import row_space
 from training.config.sections import OptimizerConfig
 from training.data.samplers import Sampler
+from training.engine.callbacks import Callback
 from training.networks.base import Network
 from training.networks.optimizers import make_optimizer, set_learning_rate
 from training.protections.base import with_constant
@@ -97,7 +98,7 @@ QUIET_ROWS = Sight(
 )
 
 
-class Observer(ABC):
+class Observer(Callback, ABC):
     """A watcher of the training that scores the canaries at its end."""
 
     def __init__(self) -> None:
@@ -124,17 +125,14 @@ class Observer(ABC):
         """Look at the weights after so many steps."""
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Watcher."""
+        """See Callback."""
         self.total_steps = total_steps
         self.look(0)
 
     def on_step(self, *, step: int) -> None:
-        """See Watcher."""
+        """See Callback."""
         self.steps = step
         self.look(step)
-
-    def on_epoch(self, record: dict[str, Any]) -> None:  # noqa: B027  # of no use to an attacker
-        """See Watcher."""
 
 
 class Descent:

@@ -60,21 +60,32 @@ class Contributions:
         ]
         self.layers = layers
         self._squares: Tensor | None = None
+        self._padding: Tensor | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all layers, in the order of `totals`."""
         return [parameter for layer in self._parameters for parameter in layer]
 
+    def leave_out(self, padding: Tensor) -> None:
+        """Give rows that only fill a batch the weight zero, whatever they hold; call it before anything is measured.
+
+        Args:
+            padding: Marks these rows, bool, shape (records,).
+        """
+        self._padding = padding
+
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each record's gradient by layer, or a bound on it, shape (depth, records).
 
-        float64; NaN or infinite if the gradient is not finite, or if float32 cannot hold it.
+        float64; NaN or infinite if the gradient is not finite, or if float32 cannot hold it; infinite for padding.
         """
         if self._squares is None:
             self.layers = ()  # signals and inputs that are not needed any more are freed
             with self._arithmetic():
                 self._squares = self._measured()
+                if self._padding is not None:
+                    self._squares.masked_fill_(self._padding, torch.inf)
         return self._squares
 
     def totals(self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[tuple[Tensor, Tensor]]:

@@ -1,1 +1,0 @@
-"""Convex training that releases only the last iterate."""

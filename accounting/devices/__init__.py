@@ -1,1 +1,0 @@
-"""Guarantees from a device's own noise."""

@@ -1,1 +1,0 @@
-"""Mechanisms that protect the labels of records whose features are public."""

@@ -1,0 +1,429 @@
+"""Photon counts as the mechanism: what counts of known patterns reveal, and what the brightest group of pixels reveals.
+
+Both are for inputs that can be listed, such as labels. Counts that are kept are accounted by the exact law of their
+privacy loss (`accounting.numerics.poisson_loss`). If only the argmax over groups of pixels is kept, the release has as
+many values as there are groups, and the full matrix of its probabilities gives a pure epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self
+
+import numpy as np
+from typing_extensions import Doc
+
+from accounting import numerics
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
+from accounting.mechanism import CertifiedMechanism, Hypotheses, counted
+from accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
+from accounting.mechanisms.observations import keep_probability
+from accounting.mechanisms.readings import FLUCTUATING_LIGHT, readings_guarantee
+from accounting.parameters import Absent, Positive
+from accounting.theorems import Theorem
+from opusim import checks
+
+_ONLY_THIS_WAY = "training labels are used only through what is kept"
+_ROUNDING = 1e-9
+"""By how much doubles may be off in a probability of the confusion matrix, relatively."""
+
+POISSON_LOSS = Theorem(
+    name="poisson-loss",
+    title="exact privacy loss of Poisson counts",
+    statement="Counts whose rates are w L(x) + d, with w at most w_max and d at least d_min for every input, are at "
+    "most as revealing as Poisson(w_max L(x) + d_min). Between rates a and b the loss is sum N c - sum (a - b) with "
+    "c = log(a / b) and N Poisson(a): a compound Poisson number, whose law gives delta at every epsilon. The largest "
+    "epsilon over ordered pairs of inputs holds.",
+    proof="Thin Poisson(w_max L + d_min) by w / w_max and add independent Poisson(d - w d_min / w_max), which is "
+    "post-processing. Splitting a pixel into two whose ratios are grid points is undone by adding their counts, so "
+    "the pair on the grid dominates, and one Fourier transform gives its law. Gain, read noise, full well and "
+    "rounding come after the counts.",
+    reference="Doroshenko et al. 2022 for connecting the dots",
+    code="accounting.numerics.poisson_loss.pattern_bounds",
+    page="privacy-devices.md, section 3",
+    checked_by_code=("each label is shown as often as stated", _ONLY_THIS_WAY),
+    trusted=(
+        "counts are independent Poisson counts at the stated rates, light at most and dark charge at least as stated",
+        PUBLIC_FEATURES,
+    ),
+)
+COUNT_ARGMAX = Theorem(
+    name="count-argmax",
+    title="the argmax of counts as a finite channel",
+    statement="Of each label only the number of the brightest group of pixels is kept. With P the matrix of its "
+    "probabilities, the release is epsilon-DP with epsilon = max over columns y and labels a, b of "
+    "log(P[a, y] / P[b, y]), and delta = 0. If every record's label is first moved by its own secret, uniformly random "
+    "permutation, and the answer moved back, it is randomized response that keeps the label with p = mean diagonal of "
+    "P: epsilon = |log((k - 1) p / (1 - p))|.",
+    proof="A release of finitely many values is as revealing as its largest ratio. Under a uniform permutation s, "
+    "P(answer y | label y) is the mean of P[s(y), s(y)], the mean diagonal; for z other than y, (s(y), s(z)) is "
+    "uniform over ordered pairs, so that all other probabilities equal (1 - p) / (k - 1). With limits of each "
+    "entry the ratio of an upper to a lower limit bounds epsilon. Of light that fluctuates, "
+    "epsilon is the largest over all powers up to w_max; brighter frames have a probability beta, taken off delta.",
+    reference="Kairouz, Oh and Viswanath 2014 for randomized response",
+    code="accounting.mechanisms.counts.LabelArgmax",
+    page="privacy-devices.md, section 4",
+    checked_by_code=(
+        "counts are discarded where the argmax is taken; ties are broken at random",
+        _ONLY_THIS_WAY,
+    ),
+    trusted=(
+        "every step up to the argmax (counts, read noise, full well, rounding) has the stated law",
+        "the counts are never seen: an attacker who sees them is not covered",
+        PUBLIC_FEATURES,
+    ),
+)
+_NO_EPSILON = "a rate may be 0 for one input and not for another, or doubles cannot follow the loss"
+
+
+def known_counts_guarantee(
+    rates: np.ndarray,
+    *,
+    delta: float,
+    beta: float = 0.0,
+    unit: Unit = Unit.LABEL,
+    brightest: float = 1.0,
+    dark_low: np.ndarray | float = 0.0,
+    power_error: float = 0.0,
+) -> Guarantee:
+    """Return the guarantee of one reading by photon counts of inputs whose expected counts are known.
+
+    It is sharper than boxes around the counts.
+
+    Args:
+        rates: Expected counts of each possible input at every pixel and frame, shape (inputs, pixels).
+        delta: In (beta, 1); beta is taken off before anything is converted.
+        beta: Probability that a rate is wrong, in [0, 1).
+        unit: Whether an input is a record or a label.
+        brightest: Most light, as a multiple of that within `rates`, above 0.
+        dark_low: Least expected counts that no input changes and no light scales, contained in `rates`; one number or
+            shape (pixels,).
+        power_error: Probability that a frame is brighter than `brightest`, if the light fluctuates; taken off delta.
+
+    Raises:
+        NoGuarantee: delta does not exceed beta and the power's error together.
+    """
+    checks.positive(brightest=brightest)
+    left = _left_of(delta, beta, power_error)
+    bounds = _known_bounds(at_brightest(rates, brightest=brightest, dark_low=dark_low), left)
+    return readings_guarantee(
+        bounds,
+        POISSON_LOSS,
+        delta=delta,
+        beta=beta,
+        unit=unit,
+        mechanism=f"one reading of {len(rates)} possible inputs by {np.shape(rates)[1]:,} photon counts",
+        also=_fluctuating(power_error),
+        reason=_NO_EPSILON,
+    )
+
+
+def at_brightest(
+    rates: np.ndarray, *, brightest: float = 1.0, dark_low: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """Return the rates that count for a guarantee: most light and least dark counts; see `known_counts_guarantee`."""
+    light = np.asarray(rates, dtype=float) - dark_low
+    if light.size and light.min() < 0:
+        raise ValueError("dark_low: exceeds a rate that contains it; lower it")
+    return np.asarray(brightest * light + dark_low)
+
+
+def _known_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:
+    """Bounds of the exact loss; beyond what doubles can follow, those of Renyi divergences."""
+    bounds = numerics.pattern_bounds(rates, delta)
+    if math.isfinite(bounds.upper):
+        return bounds
+    upper = numerics.renyi_upper(rates, delta)
+    return EpsilonBounds(lower=min(bounds.lower, upper), upper=upper, method="Renyi divergences")
+
+
+def known_counts_epsilon(
+    rates: np.ndarray, *, delta: float, beta: float = 0.0, power_error: float = 0.0
+) -> float:
+    """Return the epsilon of `known_counts_guarantee` without its lower bound, which a search does not need."""
+    left = _left_of(delta, beta, power_error)
+    upper = numerics.pattern_upper(rates, left)
+    return upper if math.isfinite(upper) else numerics.renyi_upper(rates, left)
+
+
+def _left_of(delta: float, beta: float, power_error: float) -> float:
+    """Return what certificates and light that fluctuates leave of delta."""
+    checks.in_unit_interval(closed="neither", delta=delta)
+    checks.in_unit_interval(closed="left", beta=beta, power_error=power_error)
+    left = delta - beta - power_error
+    if left <= 0:
+        raise NoGuarantee(
+            f"delta = {delta}: must exceed beta = {beta + power_error}, the certificate's own error"
+        )
+    return left
+
+
+def _expected(**rates: tuple[float, ...]) -> None:
+    """Require expected counts: finite and at least 0."""
+    for name, row in rates.items():
+        named: dict[str, Any] = {name: np.asarray(row)}
+        checks.non_negative(**named)
+
+
+def _patterns(**rates: tuple[tuple[float, ...], ...]) -> None:
+    """Require expected counts of at least two labels, of one length."""
+    for name, rows in rates.items():
+        if len(rows) < 2 or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
+            raise ValueError(f"{name}: must have a row for each of at least two labels, all of one length")
+        for row in rows:
+            _expected(**{name: row})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LabelFrame(CertifiedMechanism):
+    """What shows every label once to a camera, in one frame; its light may fluctuate, see theorem fluctuating-light."""
+
+    power_error: Annotated[
+        float,
+        Doc(
+            "Probability in [0, 1) that a frame of light that fluctuates is brighter than accounted for; each step "
+            "adds it."
+        ),
+        partial(checks.in_unit_interval, closed="left"),
+        Absent(0.0),
+    ] = 0.0
+
+    audited: ClassVar[bool] = True
+    taken_upfront: ClassVar[bool] = True
+    unit: ClassVar[Unit] = Unit.LABEL
+    release = Release.EVERY_READING
+    noise_is_inverse: ClassVar[bool] = True
+    repeats_beta: ClassVar[bool] = True
+    credits_device = True
+
+    @classmethod
+    def delta_errors(cls, mechanisms: Sequence[Self]) -> list[float]:
+        """Return probabilities that certificates are wrong, and that frames are brighter than accounted for."""
+        brighter = [one.steps * one.power_error for one in mechanisms if one.power_error]
+        return [*super().delta_errors(mechanisms), *brighter]
+
+    @classmethod
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
+        """Return what is taken on trust of light that fluctuates, and of a laser dimmed under a certificate."""
+        dimmed = (
+            "the laser is dimmed from the certified light by the stated factor, and nothing else of the certified "
+            "setting is changed"
+        )
+        light = _fluctuating(math.fsum(one.steps * one.power_error for one in mechanisms))
+        return (), (*light, *((dimmed,) if any(one.certificate for one in mechanisms) else ()))
+
+    @property
+    def _under(self) -> str:
+        """What a description says of light that fluctuates."""
+        return f", light brighter with probability {self.power_error:.3g}" if self.power_error else ""
+
+
+def _fluctuating(beta: float) -> tuple[str, ...]:
+    """What is assumed of light that is brighter than accounted for with probability beta; nothing at 0."""
+    why = "the probability that a label's frame is brighter than accounted for (theorem fluctuating-light)"
+    return (FLUCTUATING_LIGHT.trusted[1], f"delta holds beta of use = {beta:.3g}: {why}") if beta else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelCounts(_LabelFrame):
+    """Every label shown once to a camera, and the counts of its pixels kept; `steps` counts how often."""
+
+    light: Annotated[
+        tuple[tuple[float, ...], ...],
+        Doc("Expected electrons of light of each label at every pixel and frame, at light 1."),
+        _patterns,
+    ]
+    dark: Annotated[
+        tuple[float, ...],
+        Doc("Least expected electrons that no label changes, at every pixel and frame."),
+        _expected,
+    ]
+    brightest: Annotated[Positive, Doc("Most light, as a multiple of that of `light`.")] = 1.0
+
+    kind: ClassVar[str] = "label_counts"
+    noise_field: ClassVar[str | None] = "brightest"
+    theorem = POISSON_LOSS
+    priced: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.dark) != len(self.light[0]):
+            raise ValueError(
+                f"dark has {len(self.dark)} numbers, light {len(self.light[0])} for each label: give as many"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        light: np.ndarray,
+        dark: np.ndarray,
+        *,
+        beta: float = 0.0,
+        certificate: str = "",
+        power_error: float = 0.0,
+    ) -> LabelCounts:
+        """Return the mechanism of arrays, shapes (labels, pixels) and (pixels,)."""
+        rows = tuple(tuple(row) for row in np.asarray(light, dtype=float).tolist())
+        return cls(
+            light=rows,
+            dark=tuple(np.asarray(dark, dtype=float).tolist()),
+            beta=beta,
+            certificate=certificate,
+            power_error=power_error,
+        )
+
+    @property
+    def rates(self) -> np.ndarray:
+        """Expected counts of all steps of each label, shape (labels, pixels); readings of one label add up."""
+        return self.steps * (self.brightest * np.asarray(self.light) + np.asarray(self.dark))
+
+    def describe(self) -> str:
+        """Return what ran, in a few words."""
+        times = "once" if self.steps == 1 else f"{self.steps:,} times"
+        rates = self.rates / self.steps
+        return (
+            f"every label shown {times} to {counted(len(self.dark), 'pixel')} and its photon counts kept, at most "
+            f"{self.brightest:.4g} of the described light, {rates.min():.4g} to {rates.max():.4g} electrons a pixel"
+            f"{self._under}"
+        )
+
+    @classmethod
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+        """Return epsilon of all counts of a label together, by the exact law of the loss.
+
+        Raises:
+            NoGuarantee: The mechanisms are about different numbers of labels.
+        """
+        if len({len(one.light) for one in mechanisms}) > 1:
+            raise NoGuarantee("label_counts: readings of different numbers of labels; state each separately")
+        if delta == 0:
+            return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
+        return _known_bounds(np.concatenate([one.rates for one in mechanisms], axis=1), delta)
+
+    @classmethod
+    def why_infinite(cls, mechanisms: Sequence[Self], delta: float) -> str:
+        """Return why `bounds` found no finite epsilon."""
+        return _NO_EPSILON if delta > 0 else super().why_infinite(mechanisms, delta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelArgmax(_LabelFrame):
+    """Every label shown once to a camera, and only the brightest of as many groups of pixels as labels kept."""
+
+    step_epsilon: Annotated[
+        Positive,
+        Doc(
+            "Largest log ratio of two labels' probabilities of an answer, from limits of the confusion matrix."
+        ),
+    ]
+    n_classes: Annotated[int, Doc("k, at least 2."), partial(checks.integer, minimum=2)]
+    symmetrised: Annotated[
+        bool, Doc("Whether each record's labels were permuted at random, secretly, and the answer back.")
+    ] = True
+
+    kind: ClassVar[str] = "label_argmax"
+    noise_field: ClassVar[str | None] = "step_epsilon"
+    theorem = COUNT_ARGMAX
+
+    @property
+    def keep_probability(self) -> float:
+        """P = e^epsilon / (e^epsilon + k - 1), with which a symmetrised label stays."""
+        return keep_probability(self.step_epsilon, self.n_classes)
+
+    def describe(self) -> str:
+        """Return what ran, in a few words."""
+        times = "" if self.steps == 1 else f", {self.steps:,} times for each label"
+        how = "labels permuted secretly for each record" if self.symmetrised else "labels as they are"
+        return (
+            f"the argmax of photon counts over {self.n_classes} groups of pixels, {how}{times}; counts discarded"
+            f"{self._under}"
+        )
+
+    @classmethod
+    def hypotheses(cls, mechanisms: Sequence[Self], *, delta: float, bounds: EpsilonBounds) -> Hypotheses:
+        """Return what is taken on trust of permutations, and of light."""
+        permuted = (
+            "the permutation of each record's labels is uniform, secret, used once and made by a digital generator",
+        )
+        checked, trusted = super().hypotheses(mechanisms, delta=delta, bounds=bounds)
+        return checked, (*(permuted if any(one.symmetrised for one in mechanisms) else ()), *trusted)
+
+    @classmethod
+    def bounds(cls, mechanisms: Sequence[Self], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+        """Return the sum of pure epsilons; equal symmetrised answers compose as randomized response."""
+        first = mechanisms[0]
+        alike = {replace(one, steps=1, beta=0.0, certificate="", power_error=0.0) for one in mechanisms}
+        equal = first.symmetrised and len(alike) == 1
+        return pure_bounds(mechanisms, first.keep_probability, first.n_classes, delta, equal=equal)
+
+
+def argmax_epsilon(lowest: np.ndarray, highest: np.ndarray, *, symmetrised: bool) -> float:
+    """Return the pure epsilon of the argmax from limits of its confusion matrix, rounded up.
+
+    Asymmetric: max over columns y and labels a, b of log(highest[a, y] / lowest[b, y]). Symmetrised, with p between the
+    mean diagonals: the larger of log((k - 1) p / (1 - p)) at the highest p and its negative at the lowest.
+
+    Args:
+        lowest: Lower limits of P[label, answer], shape (k, k).
+        highest: Upper limits.
+        symmetrised: Whether a secret, uniformly random permutation moves the labels of each record.
+
+    Raises:
+        ValueError: The limits contradict each other.
+    """
+    checks.shape((None, None), lowest=lowest)
+    checks.shape(np.shape(lowest), highest=highest)
+    checks.non_negative(lowest=lowest)
+    if not (np.all(lowest <= highest) and len(lowest) == np.shape(lowest)[1] >= 2):
+        raise ValueError("lowest: must be square, of at least two labels, and nowhere above highest")
+    low, high = np.asarray(lowest) * (1 - _ROUNDING), np.asarray(highest) * (1 + _ROUNDING)
+    with np.errstate(divide="ignore", over="ignore"):
+        if symmetrised:
+            k, most, least = len(low), min(1.0, np.trace(high) / len(low)), np.trace(low) / len(low)
+            return float(
+                max(np.log((k - 1) * most) - np.log1p(-most), np.log1p(-least) - np.log((k - 1) * least), 0.0)
+            )
+        upper = np.log(high)
+        ratios = upper[:, None, :] - np.log(low)[None, :, :]  # (a, b, answer)
+    others = ~np.eye(len(low), dtype=bool)
+    return float(max(np.max(ratios[others]), 0.0))
+
+
+def confusion_matrix(lowest: np.ndarray, highest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return limits of P[label, answer] for the argmax over groups, ties broken uniformly at random.
+
+    With F the distribution function and f the masses of each group's sum, and u uniform on (0, 1),
+        P(g wins) = sum over s of f_g(s) int prod over h != g of (F_h(s - 1) + u f_h(s)) du,
+    a polynomial in u, integrated exactly by Gauss's rule. More light on a group's own pixels never makes it less likely
+    to win, and more on another's never more likely: the sup of an entry has the group at its highest rates and all
+    others at their lowest.
+
+    Args:
+        lowest: Masses of each group's sum of numbers under each label, at the lowest rates of all its pixels, on one
+            grid of sums, shape (labels, groups, sums).
+        highest: The same at the highest rates.
+
+    Returns:
+        Lower and upper limits, each of shape (labels, groups).
+    """
+    checks.shape((None, None, None), lowest=lowest)
+    checks.shape(np.shape(lowest), highest=highest)
+    low, high = _wins(own=lowest, others=highest), _wins(own=highest, others=lowest)
+    return np.minimum(low, high), np.maximum(low, high)  # near 0 and 1 rounding may exchange them
+
+
+def _wins(*, own: np.ndarray, others: np.ndarray) -> np.ndarray:
+    labels, groups, _ = own.shape
+    nodes, weights = np.polynomial.legendre.leggauss((groups + 1) // 2)
+    below = np.cumsum(others, axis=2) - others
+    found = np.zeros((labels, groups))
+    for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
+        beaten = below + node * others  # (labels, groups, sums)
+        for group in range(groups):
+            rest = np.prod(np.delete(beaten, group, axis=1), axis=1)
+            found[:, group] += weight * np.sum(own[:, group] * rest, axis=1)
+    return found

@@ -1,1 +1,0 @@
-"""Photonic direct feedback alignment: what its paper claims, and why whole records have no guarantee."""

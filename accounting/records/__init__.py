@@ -1,1 +1,0 @@
-"""Mechanisms that protect whole records."""

@@ -1,1 +1,0 @@
-"""Private selection among trained models."""

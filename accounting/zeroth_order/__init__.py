@@ -1,1 +1,0 @@
-"""Zeroth-order training: a noised scalar for each direction, and what it guarantees."""

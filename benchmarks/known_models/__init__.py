@@ -1,0 +1,1 @@
+"""Models that people know, trained by backpropagation, by direct feedback alignment and through devices."""

@@ -1,0 +1,218 @@
+"""How near does direct feedback alignment come to backpropagation on nanoGPT's characters, and through which device?
+
+Tiny Shakespeare from $OPUSIM_DATA/tinyshakespeare/input.txt, its first nine tenths to train and the rest to validate,
+as nanoGPT cuts it; the model, AdamW, schedule, clip and batches are nanoGPT's (`benchmarks.known_models.gpt`), and the
+whole validation text is read in stretches that do not overlap. FeedbackAlignment is given what the row says and nothing
+else. Nothing was tuned: the learning rate is nanoGPT's in every row.
+
+    OPUSIM_DATA=... python -m benchmarks.known_models.nanogpt            (nanoGPT's setting for a processor; resumes)
+    OPUSIM_DATA=... python -m benchmarks.known_models.nanogpt --full     (its setting for a card; needs one)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.known_models.gpt import FULL, GPT, SMALL, Setting, optimizer_of, rate
+from benchmarks.known_models.training import Row, Task, last, runs_of, train_rows
+from benchmarks.markdown import command, markdown, section, with_error
+from benchmarks.options import listed
+from benchmarks.results_file import load_results
+
+MODULE, NAME = "benchmarks.known_models.nanogpt", "nanogpt"
+BP, TOP, DFA, TDFA, PDFA = "backpropagation", "top only", "dfa", "tdfa", "pdfa, gaussian"
+READOUT = "learnt read-out"
+CAMERA, FITTED = "pdfa, camera", "pdfa, camera_fitted"
+SIGMAS = (0.3, 1.0, 3.0, 10.0)
+ENCODINGS = ("ternary", "planes", "sign")
+INSIDE = ("blocks.?.attention", "blocks.?.mlp")
+ROWS: dict[str, Row] = {
+    BP: Row(feedback=None, seeds=3),
+    TOP: Row(feedback={"gain": 0.0}, seeds=3),
+    DFA: Row(seeds=3),
+    PDFA: Row(device="gaussian", seeds=3),
+    TDFA: Row(feedback={"encoding": "stochastic"}, seeds=3),
+    CAMERA: Row(device="camera", seeds=3),
+    FITTED: Row(device="camera_fitted"),
+    **{
+        f"pdfa, gaussian, noise {sigma:g}": Row(device="gaussian", sections={"noise": {"sigma": sigma}})
+        for sigma in SIGMAS
+    },
+    **{f"pdfa, gaussian, {name}": Row(feedback={"encoding": name}, device="gaussian") for name in ENCODINGS},
+    READOUT: Row(readout=100, seeds=3),
+    f"{READOUT}, gaussian": Row(device="gaussian", readout=100, seeds=3),
+    f"{READOUT}, gaussian, 4 times the outputs": Row(device="gaussian", readout=100, outputs=4),
+    f"{READOUT}, camera, 4 times the outputs": Row(device="camera", readout=100, outputs=4),
+    "dfa, points inside blocks": Row(feedback={"points": INSIDE}),
+    "dfa, one batch in 100 backpropagated": Row(backpropagated=100, seeds=3),
+}
+README_LOSS = {"small": 1.88, "full": 1.4697}
+"""Validation losses that nanoGPT's README reports."""
+PAPERS = "Launay et al. 2020: 1.74 (WikiText-103, six blocks of 512); GrAPE 2026: 1.11, learnt feedback"
+
+
+@cache
+def texts() -> tuple[Tensor, Tensor, int]:
+    """Return the characters to train and to validate as numbers, and the size of the vocabulary."""
+    file = Path(os.environ.get("OPUSIM_DATA", "data")) / "tinyshakespeare" / "input.txt"
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{file} is missing; set OPUSIM_DATA to a folder that holds tinyshakespeare/input.txt, the file of "
+            "nanoGPT's data/shakespeare_char"
+        )
+    text = file.read_text()
+    characters = sorted(set(text))
+    numbers = torch.tensor([characters.index(c) for c in text], dtype=torch.int64)
+    cut = int(0.9 * len(numbers))
+    return numbers[:cut], numbers[cut:], len(characters)
+
+
+@dataclass(frozen=True)
+class Characters(Task):
+    """Predict the next character.
+
+    Attributes:
+        setting: The model and its training.
+        name: See Task.
+        place: See Task.
+    """
+
+    setting: Setting
+    name: str
+    place: torch.device
+
+    @property
+    def steps(self) -> int:  # type: ignore[override]
+        """See Task."""
+        return self.setting.steps
+
+    def model(self) -> nn.Module:
+        """See Task.model."""
+        return GPT(self.setting, texts()[2])
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """See Task.optimizer."""
+        return optimizer_of(model)
+
+    def rate(self, step: int) -> float:
+        """See Task.rate."""
+        return rate(step, self.steps)
+
+    def batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """See Task.batch: stretches that start anywhere."""
+        train, _, _ = texts()
+        generator = torch.Generator().manual_seed(seed * 2**32 + step)
+        starts = torch.randint(
+            len(train) - self.setting.context, (self.setting.batch, 1), generator=generator
+        )
+        found = train[starts + torch.arange(self.setting.context + 1)].to(self.place)
+        return found[:, :-1], found[:, 1:]
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """See Task.loss: nats a character."""
+        return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """See Task.measure: the loss over the validation text."""
+        text, length = texts()[1], self.setting.context
+        count = (len(text) - 1) // length * length
+        pairs = zip(
+            text[:count].view(-1, length).split(128),
+            text[1 : count + 1].view(-1, length).split(128),
+            strict=True,
+        )
+        total = 0.0
+        for x, y in pairs:
+            scores = model(x.to(self.place)).flatten(0, 1)
+            total += float(functional.cross_entropy(scores, y.flatten().to(self.place), reduction="sum"))
+        return {"validation": total / count}
+
+
+def small() -> Characters:
+    """Return the setting for a processor."""
+    return Characters(SMALL, NAME, torch.device("cpu"))
+
+
+def full() -> Characters:
+    """Return the setting for a card."""
+    return Characters(FULL, f"{NAME}_full", torch.device("cuda"))
+
+
+def ratio(results: dict[str, Any], row: str) -> list[float]:
+    """Return the perplexity of a row over backpropagation's, seed by seed."""
+    both = zip(
+        last(runs_of(results, row, ROWS[row].seeds), "validation"),
+        last(runs_of(results, BP, ROWS[BP].seeds), "validation"),
+        strict=False,
+    )
+    return [math.exp(own - best) for own, best in both]
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return a row for each way to learn."""
+    rows: list[tuple[str, ...]] = []
+    for name, row in ROWS.items():
+        runs = runs_of(results, name, row.seeds)
+        if not runs:
+            continue
+        steps = runs[0]["step"]
+        rows.append(
+            (
+                name,
+                str(len(runs)),
+                with_error(last(runs, "validation"), ".3f"),
+                with_error(ratio(results, name), ".3f"),
+                f"{1e3 * statistics.mean(run['seconds'] for run in runs) / steps:.0f}",
+                f"{runs[0]['frames'] / steps:,.0f}" if row.device else "-",
+                f"{runs[0]['device_seconds']:,.0f}" if row.device else "-",
+                f"{runs[0]['joules'] / 1e3:,.1f}" if row.device else "-",
+            )
+        )
+    head = ("row", "seeds", "validation loss", "perplexity over backpropagation's", "ms a step here")
+    return markdown((*head, "frames a step", "device time [s]", "energy [kJ]"), rows)
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    parts = []
+    for name, setting, where in ((NAME, SMALL, "a processor"), (f"{NAME}_full", FULL, "a card")):
+        results = load_results(name)
+        if not results:
+            continue
+        words = () if name == NAME else ("--full",)
+        reported = README_LOSS["small" if name == NAME else "full"]
+        text = (
+            f"nanoGPT's setting for {where}: {setting.layers} layers, {setting.heads} heads, width {setting.width}, "
+            f"context {setting.context}, batch {setting.batch}, {setting.steps:,} steps ({results['date']}, "
+            f"{command(MODULE, *words)}). Its README reports {reported}. Ratios in print: {PAPERS}. Frames, time and "
+            "energy are those of the device described, for the whole run; times here are those of runs side by side."
+        )
+        parts += [text, table(results)]
+    return section("nanoGPT on characters", *parts) if parts else ""
+
+
+def main(
+    rows: Annotated[str, typer.Option(help="Rows to train, separated by semicolons; all by default.")] = "",
+    processes: Annotated[int, typer.Option(help="Runs at the same time, a thread each.")] = 2,
+    *,
+    full_setting: Annotated[bool, typer.Option("--full", help="The setting for a card.")] = False,
+) -> None:
+    """Train every run that the results lack; runs that were begun resume."""
+    task = full() if full_setting else small()
+    train_rows(task, ROWS, names=listed("--rows", rows, list(ROWS)), processes=processes)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,82 @@
+"""The tables of known models at a small size: runs resume bit for bit, and fill their page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.known_models import gpt, nanogpt, training
+
+TINY = dataclasses.replace(gpt.SMALL, layers=2, heads=2, width=16, context=8, batch=3, steps=16)
+ROWS = {
+    nanogpt.BP: training.Row(feedback=None, seeds=2),
+    nanogpt.TOP: training.Row(feedback={"gain": 0.0}),
+    nanogpt.PDFA: training.Row(device="gaussian"),
+    "read-out": training.Row(device="gaussian", readout=10, outputs=2),
+    "mixed": training.Row(backpropagated=4),
+}
+
+
+@pytest.fixture
+def task(results: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[nanogpt.Characters]:
+    folder = results.parent / "tinyshakespeare"
+    folder.mkdir()
+    (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 40)
+    monkeypatch.setattr(training, "CACHE", results / "cache")
+    monkeypatch.setattr(nanogpt, "ROWS", ROWS)
+    nanogpt.texts.cache_clear()
+    yield nanogpt.Characters(TINY, nanogpt.NAME, torch.device("cpu"))
+    nanogpt.texts.cache_clear()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_run_that_is_cut_resumes(
+    task: nanogpt.Characters, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = training.Training(task, ROWS[name], 0, tmp_path / "whole.pt")
+    found = whole.finish()
+    assert (found.step, len(found.curve)) == (16, 8)
+    cut = training.Training(task, ROWS[name], 0, tmp_path / "cut.pt")
+    saved = cut._save
+
+    def save_and_stop() -> None:
+        saved()
+        if cut.progress.step == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cut, "_save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        cut.finish()
+    again = training.Training(task, ROWS[name], 0, tmp_path / "cut.pt")
+    resumed = again.finish()
+    assert (resumed.curve, resumed.frames, resumed.depth) == (found.curve, found.frames, found.depth)
+    for own, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+@pytest.mark.slow
+def test_the_page_has_a_line_for_each_row(
+    task: nanogpt.Characters, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.train_rows(task, ROWS, names=list(ROWS), processes=1)
+    assert len(capsys.readouterr().out.splitlines()) == 6
+    training.train_rows(task, ROWS, names=list(ROWS), processes=1)
+    assert capsys.readouterr().out == ""
+    text = nanogpt.page_section()
+    assert all(f"| {name} |" in text for name in ROWS)
+
+
+def test_the_model_is_the_published_one() -> None:
+    """nanoGPT reports 10.65 million parameters for the full setting without positions, 0.80 for the small one."""
+    counts = {
+        setting: sum(p.numel() for p in gpt.GPT(setting, 65).parameters()) - setting.context * setting.width
+        for setting in (gpt.FULL, gpt.SMALL)
+    }
+    assert counts[gpt.FULL] == pytest.approx(10.65e6, rel=1e-3)
+    assert counts[gpt.SMALL] == pytest.approx(0.80e6, rel=1e-2)
+    assert gpt.rate(0, 2000) < gpt.rate(99, 2000) < gpt.rate(100, 2000) == gpt.RATE
+    assert gpt.rate(2000, 2000) == pytest.approx(gpt.RATE / 10)

@@ -1,0 +1,152 @@
+"""Fixed physical batches: the same rows in every step, weight zero for those that only fill, nothing else changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opusim
+from tests.support.private_loops import Parts, network, parts, private_loop
+from training.networks.contributions.sums import Contributions
+from training.private_loop import batch as batches
+from training.private_loop.batch import OVERFLOW, PhysicalBatches, most_records
+
+TINY = 1e-9
+
+
+def trained(
+    folder: Path, given: Parts | None = None, **options: Any
+) -> tuple[Tensor, list[int], list[float]]:
+    """The parameters after an epoch, the rows of each batch, and the losses shown."""
+    with private_loop(folder, given or parts(), noise_multiplier=TINY, **options) as private:
+        model, optimizer, criterion, loader = private
+        rows, shown = [], []
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            rows.append(len(x))
+            shown.append(float(loss.detach()))
+        return torch.cat([p.detach().flatten() for p in model.parameters()]), rows, shown
+
+
+def with_feedback() -> Parts:
+    """A module with noisy feedback, whose deltas are not zero where the error is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    opusim.FeedbackAlignment(
+        model, ["1"], device=opusim.open_device("gaussian", n_inputs=3, n_outputs=16, seed=1)
+    )
+    return parts(model)
+
+
+@pytest.mark.parametrize("limit", [None, 7])
+def test_training_is_the_same_and_batches_have_one_size(tmp_path: Path, limit: int | None) -> None:
+    plain, drawn, shown = trained(tmp_path / "plain", max_physical_batch_size=limit)
+    fixed, rows, again = trained(
+        tmp_path / "fixed", max_physical_batch_size=limit, fixed_batches=True, sample_rate=0.2
+    )
+    torch.testing.assert_close(fixed, plain, rtol=1e-5, atol=1e-6)
+    assert again == pytest.approx(shown, rel=1e-5)
+    most = int(stats.binom(60, 0.2).isf(OVERFLOW))
+    assert len(set(drawn)) > 1
+    assert set(rows) == {most if limit is None else -(-most // -(-most // 7)) * -(-most // 7)}
+
+
+def test_more_rows_run_if_more_records_are_drawn(tmp_path: Path) -> None:
+    plain, drawn, _ = trained(tmp_path / "plain")
+    with patch.object(batches, "OVERFLOW", 0.7):
+        fixed, rows, _ = trained(tmp_path / "fixed", fixed_batches=True)
+    torch.testing.assert_close(fixed, plain, rtol=1e-5, atol=1e-6)
+    size = min(rows)
+    assert set(rows) == {size, 2 * size}
+    assert all(size * (1 + (n > size)) == row for n, row in zip(drawn, rows, strict=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_what_fills_a_batch_adds_nothing(value: float, tmp_path: Path) -> None:
+    """The first record, which fills batches without records, and is in others, cannot be held by float32."""
+
+    def given() -> Parts:
+        module, optimizer, criterion, loader = parts(batch_size=2)
+        x, y = (tensor.clone() for tensor in loader.dataset.tensors)  # type: ignore[attr-defined]
+        x[:4] = value
+        return module, optimizer, criterion, DataLoader(TensorDataset(x, y), batch_size=2)
+
+    plain, drawn, _ = trained(tmp_path / "plain", given())
+    fixed, _, _ = trained(tmp_path / "fixed", given(), fixed_batches=True)
+    assert 0 in drawn
+    torch.testing.assert_close(fixed, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_fill_would_be_seen(tmp_path: Path) -> None:
+    """Planted fault: rows that fill a batch count like records."""
+    plain, _, _ = trained(tmp_path / "plain")
+    with patch.object(Contributions, "leave_out", lambda self, padding: None):
+        faulty, _, _ = trained(tmp_path / "faulty", fixed_batches=True)
+    assert float((faulty - plain).abs().max()) > 0.1
+
+
+def test_feedback_noise_on_rows_that_fill_is_left_out(tmp_path: Path) -> None:
+    """An empty batch moves nothing, although the device adds noise to the feedback of each row."""
+    options = {"sample_rate": 1e-6, "target_delta": 1e-9, "fixed_batches": True}
+    with private_loop(tmp_path, with_feedback(), noise_multiplier=TINY, **options) as private:
+        model, _, criterion, loader = private
+        x, y = next(iter(loader))
+        criterion(model(x), y).backward()
+        assert len(x) > 0
+        assert max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None) < 1e-7
+
+
+def test_an_interrupted_loop_resumes(tmp_path: Path) -> None:
+    whole, _, _ = trained(tmp_path / "whole", fixed_batches=True)
+    with private_loop(tmp_path / "cut", noise_multiplier=TINY, fixed_batches=True) as private:
+        model, optimizer, criterion, loader = private
+        for number, (x, y) in enumerate(loader, start=1):
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            if number == 2:
+                private.save()
+                break
+    given = parts(network())
+    rest, _, _ = trained(tmp_path / "cut", given, fixed_batches=True, resume=True)
+    assert torch.equal(rest, whole)
+
+
+@pytest.mark.parametrize(("expected", "records"), [(1.0, 4), (12.0, 60), (256.0, 60_000), (1024.0, 1024)])
+def test_rows_hold_what_is_drawn_but_for_a_stated_chance(expected: float, records: int) -> None:
+    law = stats.binom(records, expected / records)
+    known = most_records(expected, records=records, processes=1)
+    private = most_records(expected, records=None, processes=1)
+    assert law.sf(known) <= OVERFLOW
+    assert known == 1 or law.sf(known - 1) > OVERFLOW  # no row too many
+    assert private >= known
+    assert most_records(expected, records=records, processes=3) == -(-known // 3)
+
+
+def test_the_number_of_rows_tells_nothing_of_a_private_number_of_records(tmp_path: Path) -> None:
+    rows = []
+    for count in (60, 61):
+        options = {"relation": "add_or_remove_one", "sample_rate": 0.2, "fixed_batches": True}
+        with private_loop(tmp_path / str(count), parts(count=count), **options) as private:
+            rows.append(private.physical_batches)
+    assert rows[0] == rows[1] == PhysicalBatches(size=int(stats.poisson(12).isf(OVERFLOW)), count=1)
+
+
+def test_large_batches_are_fixed_by_default(tmp_path: Path) -> None:
+    with private_loop(tmp_path / "large", parts(count=2000, batch_size=1024)) as private:
+        assert private.physical_batches.count == 1
+    with private_loop(tmp_path / "small", parts(count=2000, batch_size=1023)) as private:
+        assert private.physical_batches.count is None
+    options = {"fixed_batches": False}
+    with private_loop(tmp_path / "asked", parts(count=2000, batch_size=1024), **options) as private:
+        assert private.physical_batches.count is None

@@ -169,7 +169,9 @@ class LastIterateGame(TwoWorlds):
         lean: float = LEAN,
     ) -> None:
         self._plan, self._lean = plan, lean
-        algorithm: ConvexAlgorithm = plan.algorithm
+        algorithm = plan.algorithm
+        if not isinstance(algorithm, ConvexAlgorithm):
+            raise TypeError(f"plan: trainer.kind = {plan.config.trainer.kind!r} has no last iterate")
         self._own = algorithm.last_iterate(plan.protection.noise_multiplier)
         self._accounted = self._own if accounted is None else accounted
         self._position = int(np.argmax(self.exact_mus())) if position is None else position

@@ -252,14 +252,6 @@ def test_a_circle_is_caught(back: str) -> None:
     assert circles(graph({**imports, "p.c": []})) == []
 
 
-def test_a_section_may_import_what_it_builds() -> None:
-    section = "class S:\n    def {}(self, plan):\n        from p.trainer import T"
-    trainer = imports_of("from p.config import S")
-    late, early = (imports_of(section.format(name)) for name in ("implementation", "describe"))
-    assert not circles(graph({"p": [], "p.config": late, "p.trainer": trainer}))
-    assert circles(graph({"p": [], "p.config": early, "p.trainer": trainer}))
-
-
 def test_folders_and_roots_are_small() -> None:
     most = max(GOALS["files in a folder"], TODAY.get("files in a folder", 0))
     assert not crowded(product_paths(), most)
@@ -280,14 +272,6 @@ def test_todays_numbers_exceed_their_goals() -> None:
 
 def test_imports_stand_at_the_top() -> None:
     require("function-level imports outside command modules", hidden_imports(product_imports()))
-
-
-def test_only_sections_of_the_configuration_lead_to_an_implementation() -> None:
-    leading = {
-        module for module, found in product_imports().items() if "implementation" in {i.where for i in found}
-    }
-    assert leading
-    assert {room_of(module) for module in leading} == {("training", "config")}
 
 
 def test_an_import_inside_a_function_is_caught() -> None:

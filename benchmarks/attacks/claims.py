@@ -35,7 +35,7 @@ from training.attacks.one_run.audit import play_one_run
 from training.config import load_config
 from training.data.catalogue import build_dataset
 from training.data.tables import own_dataset
-from training.engine.plan import RunPlan, with_own_data
+from training.engine.plan import RunPlan, with_own_inputs
 
 MODULE, NAME = "benchmarks.attacks.claims", "claims_audited"
 PDFA = "Photonic DFA (Ohana et al. 2021)"
@@ -71,7 +71,7 @@ def published_run(trainer: Mapping[str, Any], sigma: float, **sections: Any) -> 
     """Return one epoch of photonic DFA as published, with the network and batch of its Table 1."""
     base = table1.configuration("pdfa", "0.2", 0)
     data = _records("fashion-mnist")
-    config = with_own_data(
+    config = with_own_inputs(
         load_config(
             {
                 **base,
@@ -114,7 +114,7 @@ def likelihood_ratio_run() -> RunPlan:
     30, and batches are sampled with rejection, as Theorem 2 wants it.
     """
     data = _records("mnist")
-    config = with_own_data(
+    config = with_own_inputs(
         load_config(
             {
                 "epochs": 4,

@@ -25,7 +25,7 @@ from training.attacks.one_run.final_model import DRAWN, FinalModelGame, play, re
 from training.config.reading import load_config
 from training.data.catalogue import build_dataset
 from training.data.tables import own_dataset
-from training.engine.plan import RunPlan, with_own_data
+from training.engine.plan import RunPlan, with_own_inputs
 
 MODULE, NAME = "benchmarks.attacks.final_model", "final_model_audited"
 RECORDS, EPSILON, DELTA, TRAININGS, STEPS, SEED = 1000, 10.0, 1e-5, 400, 30, 20261122
@@ -88,7 +88,7 @@ def run_plan(trainer: str) -> RunPlan:
         "trainer": {"kind": trainer},
         "protection": {"kind": "record", "epsilon": EPSILON, "delta": DELTA},
     }
-    config = with_own_data(load_config(options), data)
+    config = with_own_inputs(load_config(options), data)
     return RunPlan.resolve(config, own_dataset(config.data, config.split, data, None))
 
 

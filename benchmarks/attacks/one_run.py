@@ -29,7 +29,7 @@ from training.attacks.one_run.audit import CONFIDENCE, play_one_run
 from training.attacks.one_run.report import OneRunAudit, power_of
 from training.config.reading import load_config
 from training.data.tables import own_dataset
-from training.engine.plan import RunPlan, with_own_data
+from training.engine.plan import RunPlan, with_own_inputs
 
 MODULE, NAME = "benchmarks.attacks.one_run", "one_run_audit"
 CANARIES, EPSILON, N, FEATURES = 2000, 4.0, 400, 32
@@ -154,7 +154,7 @@ def run_plan(name: str, seed: int) -> RunPlan:
         "trainer": {"kind": trainer},
         "protection": {"kind": "record", "epsilon": EPSILON, **protection},
     }
-    config = with_own_data(load_config(options), data)
+    config = with_own_inputs(load_config(options), data)
     dataset = own_dataset(config.data, config.split, data, None)
     if name not in _NOISE:  # the same at every seed
         _NOISE[name] = RunPlan.resolve(config, dataset).protection.noise_multiplier

@@ -18,8 +18,7 @@ class Import:
 
     Attributes:
         target: The dotted name: `a.b.c` for `from a.b import c`.
-        where: "top", "function" (inside a function), "implementation" (inside the method of that name, by which a
-            section of the configuration leads to its code), or "typing" (under `if TYPE_CHECKING`).
+        where: "top", "function" (inside a function), or "typing" (under `if TYPE_CHECKING`).
         line: Line of the statement.
     """
 
@@ -45,8 +44,6 @@ def _walk(node: ast.AST, where: str, package: str) -> Iterator[Import]:
         elif isinstance(child, ast.ImportFrom):
             start = _start(child, package)
             yield from (Import(f"{start}.{alias.name}", where, child.lineno) for alias in child.names)
-        elif isinstance(child, ast.FunctionDef) and child.name == "implementation":
-            yield from _walk(child, "implementation", package)
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield from _walk(child, "function", package)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
@@ -93,13 +90,13 @@ def module_of(target: str, modules: Mapping[str, object]) -> str | None:
 
 
 def graph(imports: Mapping[str, list[Import]]) -> dict[str, set[str]]:
-    """Which modules each module imports, at whatever place in the file, but for a section's `implementation`.
+    """Which modules each module imports, at whatever place in the file.
 
     Only imports that a file states count, not those of the packages above the imported module.
     """
     edges: dict[str, set[str]] = {}
     for name, found in imports.items():
-        targets = {module_of(each.target, imports) for each in found if each.where != "implementation"}
+        targets = {module_of(each.target, imports) for each in found}
         edges[name] = {target for target in targets if target is not None and target != name}
     return edges
 

@@ -2,7 +2,7 @@
 
 A package adds a kind without touching this one: it declares, in the group `opusim.trainers` or `opusim.protections`,
 an entry point of the kind's name whose object is a subclass of TrainerSection or ProtectionSection. The class should
-be light, because reading a configuration and `--help` import it; its implementation is imported by `build`.
+be light, because reading a configuration and `--help` import it; it names its implementation as "module:Class".
 """
 
 from __future__ import annotations

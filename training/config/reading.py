@@ -37,6 +37,9 @@ def load_config(
         ConfigError: Missing file, malformed TOML, an unknown key, a value out of range, or a key that does nothing in
             this configuration, or what only stored runs may have; one line that names file, key and reason.
     """
+    if isinstance(source, RunConfig) and not settings and not changes:
+        require_offered(source)
+        return source  # which was validated when it was made
     base, is_resolved = _read(source)
     changed: dict[str, Any] = dict(changes or {})
     for setting in settings:

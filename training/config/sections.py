@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -335,6 +336,9 @@ class KindSection(Section):
     """Earlier names of this kind; a configuration that uses one is told the new name."""
     instead: ClassVar[Mapping[str, str]] = {}
     """Keys of other kinds that this kind lacks for a reason: what to do instead."""
+    implementation: ClassVar[str] = ""
+    """The class that carries this kind out, as "module:Class": an `Algorithm` of a trainer, a `Protection` of a
+    protection. Reading a configuration and `--help` import neither it nor torch."""
     dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
     """Values that stored runs may have and new ones may not: by key and value, what to take instead."""
 
@@ -350,12 +354,11 @@ class KindSection(Section):
         """
         return {}
 
-    def implementation(self) -> Any:
-        """Return the class that carries this kind out: an `Algorithm` of a trainer, a `Protection` of a protection.
-
-        It is imported here, so that reading a configuration and `--help` import neither torch nor a third party's code.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must override implementation")
+    def implementing_class(self) -> Any:
+        """Import the class that `implementation` names."""
+        if not (isinstance(self.implementation, str) and self.implementation):
+            raise TypeError(f"{type(self).__name__}.implementation must name a class, as 'module:Class'")
+        return resolve_name(self.implementation)
 
     def check(self, run: Any) -> None:
         """Refuse a RunConfig whose other sections do not fit this one.
@@ -468,10 +471,6 @@ class ProtectionSection(KindSection):
         """Which data sets the guarantee calls neighbours, or None without protection."""
         return Adjacency.REPLACE_ONE
 
-    def build(self, plan: Any, algorithm: Any) -> Any:
-        """Return the protection of a `training.engine.plan.RunPlan` and its algorithm, bound to both."""
-        return self.implementation()(plan, algorithm)
-
 
 _COMMON: Mapping[str, Any] = {
     "epsilon": None,
@@ -513,10 +512,6 @@ class TrainerSection(KindSection):
     def default_protection(cls, given: Given) -> str:
         """The protection.kind of a run that gives none."""
         return "none"
-
-    def build(self, plan: Any) -> Any:
-        """Return the algorithm of a `training.engine.plan.RunPlan`, bound to it."""
-        return self.implementation()(plan, self)
 
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Whether the run opens its device."""

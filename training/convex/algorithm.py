@@ -1,6 +1,6 @@
 """The convex trainer as the algorithm of a run.
 
-`require_contraction` and its neighbours refuse runs that the theorem of the last iterate does not cover.
+`ConvexAlgorithm.require_covered` refuses runs that the theorem of the last iterate does not cover.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
 from training.networks.base import BYTES_PER_PARAMETER, seeded_generator
 from training.networks.optimizers import make_optimizer
-from training.protections.base import SoftLabels, central_noise, noise_std, noise_work
-from training.protections.planning import Plan
+from training.protections.base import SoftLabels, noise_std
 
 LAST_ITERATE_SCHEMES = ("disjoint-cyclic", "full-batch")
 
@@ -38,51 +37,11 @@ def largest_gradient(options: ConvexConfig, n_classes: int) -> float:
     return residual_bound(options.objective, options.residual_clip, n_classes)
 
 
-def final_noise(plan: Plan, options: ConvexConfig) -> float:
-    """Return the last step's extra noise, in units of a step's noise at the first learning rate."""
-    if options.final_noise is not None:
-        return options.final_noise
-    return math.sqrt(plan.sampler.steps_per_epoch - 1) if plan.config.protection.last_iterate else 0.0
-
-
-def mean_batch(plan: Plan) -> float:
-    """Return b, the divisor of a batch's sum: a constant that the data do not change."""
-    full = plan.sampler.scheme == "full-batch"
-    return plan.config.protection.divisor or (float(plan.sampler.n_records) if full else plan.config.divisor)
-
-
-def last_iterate(plan: Plan, options: ConvexConfig, noise_multiplier: float) -> ConvexLastIterate:
-    """Return the release of only the last iterate.
-
-    Args:
-        plan: The run.
-        options: Its section `trainer`.
-        noise_multiplier: z, the noise's standard deviation over C.
-    """
-    config = plan.config
-    return ConvexLastIterate(
-        objective=options.objective,
-        clip=options.residual_clip,
-        n_classes=plan.dataset.n_classes,
-        learning_rate=config.optimizer.lr,
-        schedule=config.optimizer.schedule,
-        regularisation=options.regularisation,
-        batches=plan.sampler.steps_per_epoch,
-        epochs=config.epochs,
-        noise_multiplier=noise_multiplier,
-        final_noise=final_noise(plan, options),
-        hyperplanes=options.hyperplanes,
-        device_noise=config.protection.noise == "device",
-        **plan.credit,
-    )
-
-
 def require_plain_descent(config: RunConfig) -> None:
     """Refuse what no theorem about this descent covers, and keys that would do nothing.
 
     Raises:
         ConfigError: Momentum, weight decay, another optimizer, a clip in the wrong section, an average of weights.
-        NoGuarantee: A last iterate under a sampler with random batches.
     """
     optimizer, protection = config.optimizer, config.protection
     wrong: dict[str, tuple[object, bool, str]] = {
@@ -113,26 +72,6 @@ def require_plain_descent(config: RunConfig) -> None:
     for key, (value, is_wrong, remedy) in wrong.items():
         if is_wrong:
             raise ConfigError("configuration", key, f"{value!r} is not for trainer.kind = 'convex': {remedy}")
-
-
-def require_last_iterate_scheme(scheme: str) -> None:
-    """Refuse random batches if only the last iterate is to be private."""
-    if scheme not in LAST_ITERATE_SCHEMES:
-        raise NoGuarantee(
-            f"sampler.scheme = {scheme!r}: the last iterate's theorem needs fixed disjoint batches in a fixed order; "
-            f"use {' or '.join(repr(name) for name in LAST_ITERATE_SCHEMES)}, or protection.kind = 'record' with "
-            "'poisson'"
-        )
-
-
-def require_contraction(config: RunConfig, options: ConvexConfig, n_classes: int) -> None:
-    """Refuse a learning rate at which steps push two models apart without a bound.
-
-    Raises:
-        NoGuarantee: eta >= 2 / (beta + lambda), or clipped softmax beyond its own limit.
-    """
-    rate = np.array([config.optimizer.lr])
-    log_expansion(options.objective, options.residual_clip, n_classes, rate, options.regularisation)
 
 
 class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
@@ -192,19 +131,19 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
 
     def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
         """See Algorithm.work_of_step; the update's noise, of every weight."""
-        return noise_work(self.plan, [self.network.model.weight.numel()], n_outputs)
+        return self.protection.noise_work([self.network.model.weight.numel()], n_outputs)
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> ConvexTrainer:
         """See Algorithm.trainer."""
-        plan, config, options = self.plan, self.plan.config, self.options
-        bound, b = largest_gradient(options, plan.dataset.n_classes), mean_batch(plan)
+        config, options = self.config, self.options
+        bound, b = largest_gradient(options, self.dataset.n_classes), self._divisor
         multiplier = 0.0 if config.protection.protects == "nothing" else self.protection.noise_multiplier
         descent = Descent(
             regularisation=options.regularisation,
             divisor=b,
             noise_std=noise_std(clip_norm=bound, noise_multiplier=multiplier, divisor=b),
-            final_std=final_noise(plan, options) * config.optimizer.lr * multiplier * bound / b,
-            total_steps=plan.total_steps,
+            final_std=self._final_noise * config.optimizer.lr * multiplier * bound / b,
+            total_steps=self.plan.total_steps,
         )
         return ConvexTrainer(
             self.network,
@@ -212,7 +151,7 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
             Objective.from_config(options),
             descent,
             loss=config.loss,
-            noise=central_noise(plan, device) if multiplier else None,
+            noise=self.protection.central_noise(device) if multiplier else None,
             device=device,
         )
 
@@ -224,10 +163,21 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
     def require_covered(self) -> None:
         """See Algorithm.require_covered; also momentum, other optimizers and rates that no theorem covers."""
         super().require_covered()
-        require_plain_descent(self.plan.config)
-        if self.plan.config.protection.last_iterate:
-            require_last_iterate_scheme(self.plan.sampler.scheme)
-            require_contraction(self.plan.config, self.options, self.plan.dataset.n_classes)
+        require_plain_descent(self.config)
+        if not self.config.protection.last_iterate:
+            return
+        scheme, options = self.plan.sampler.scheme, self.options
+        if scheme not in LAST_ITERATE_SCHEMES:
+            raise NoGuarantee(
+                f"sampler.scheme = {scheme!r}: the last iterate's theorem needs fixed disjoint batches in a fixed "
+                f"order; use {' or '.join(repr(name) for name in LAST_ITERATE_SCHEMES)}, or protection.kind = 'record' "
+                "with 'poisson'"
+            )
+        # raises NoGuarantee if eta >= 2 / (beta + lambda), or beyond the limit of clipped softmax
+        rate = np.array([self.config.optimizer.lr])
+        log_expansion(
+            options.objective, options.residual_clip, self.dataset.n_classes, rate, options.regularisation
+        )
 
     @classmethod
     def clip_norm(cls, config: RunConfig, n_classes: int) -> float:
@@ -236,6 +186,45 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:
         """See Algorithm.mechanism."""
-        if self.plan.config.protection.last_iterate:
-            return last_iterate(self.plan, self.options, noise_multiplier)
-        return self.clipped_records(noise_multiplier, divisor=mean_batch(self.plan))
+        if self.config.protection.last_iterate:
+            return self.last_iterate(noise_multiplier)
+        return self.clipped_records(noise_multiplier, divisor=self._divisor)
+
+    def last_iterate(self, noise_multiplier: float) -> ConvexLastIterate:
+        """Return the release of only the last iterate.
+
+        Args:
+            noise_multiplier: z, the noise's standard deviation over C.
+        """
+        config, options = self.config, self.options
+        return ConvexLastIterate(
+            objective=options.objective,
+            clip=options.residual_clip,
+            n_classes=self.dataset.n_classes,
+            learning_rate=config.optimizer.lr,
+            schedule=config.optimizer.schedule,
+            regularisation=options.regularisation,
+            batches=self.plan.sampler.steps_per_epoch,
+            epochs=config.epochs,
+            noise_multiplier=noise_multiplier,
+            final_noise=self._final_noise,
+            hyperplanes=options.hyperplanes,
+            device_noise=config.protection.noise == "device",
+            **self.plan.credit,
+        )
+
+    @property
+    def _final_noise(self) -> float:
+        """The last step's extra noise, in units of a step's noise at the first learning rate."""
+        if self.options.final_noise is not None:
+            return self.options.final_noise
+        return (
+            math.sqrt(self.plan.sampler.steps_per_epoch - 1) if self.config.protection.last_iterate else 0.0
+        )
+
+    @property
+    def _divisor(self) -> float:
+        """b, the divisor of a batch's sum: a constant that the data do not change."""
+        sampler, config = self.plan.sampler, self.config
+        full = sampler.scheme == "full-batch"
+        return config.protection.divisor or (float(sampler.n_records) if full else config.divisor)

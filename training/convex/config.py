@@ -13,6 +13,7 @@ from training.config.sections import Effect, Flag, Given, ProtectionSection, Rel
 class ConvexConfig(TrainerSection):
     """A convex approximation of a two-layer ReLU network; sampler.scheme says how it descends."""
 
+    implementation = "training.convex.algorithm:ConvexAlgorithm"
     summary: ClassVar[str] = "A ReLU network as a convex problem: noisy descent, private at the last iterate."
     protections: ClassVar[tuple[str, ...]] = ("none", "record", "last-iterate")
     relations: ClassVar[tuple[Relation, ...]] = ("replace_one", "zero_out", "add_or_remove_one")
@@ -105,9 +106,3 @@ class ConvexConfig(TrainerSection):
     def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
         """Never: a full batch is divided by the number of records."""
         return False
-
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.convex.algorithm import ConvexAlgorithm
-
-        return ConvexAlgorithm

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from accounting.mechanisms.convex import residual_bound
 from opusim.devices.base import NoisyDevice
-from opusim.devices.usage import Usage
 from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
 from training.convex.config import ConvexConfig
-from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes
+from training.convex.gated import GatedNetwork, device_hyperplanes
 from training.engine.trainer import StepRecord, Trainer
 from training.networks.clipping import bounded_factors, finite_rows, full_precision, row_norms
 from training.networks.functions import LOSSES
@@ -115,8 +114,7 @@ class ConvexTrainer(Trainer):
         device: The open device that supplies gates or noise, or None.
     """
 
-    kind = "convex"
-    model: GatedRelu
+    network: GatedNetwork
 
     def __init__(
         self,
@@ -131,25 +129,25 @@ class ConvexTrainer(Trainer):
     ) -> None:
         if noise is None and descent.noise_std:
             raise ValueError(f"noise is missing; noise_std = {descent.noise_std} draws from a NoiseStream")
-        self.model = network.model
-        self.optimizer = optimizer
-        self._network, self._objective, self._descent = network, objective, descent
+        self.network, self.optimizer, self.device = network, optimizer, device
+        self._objective, self._descent, self._noise = objective, descent, noise
         self._loss = LOSSES[loss]
-        self._noise, self._device = noise, device
 
     def step(
         self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
     ) -> StepRecord:
         """See Trainer.step; there are no diagnostics."""
-        for source in (self._device, self._noise):
+        for source in (self.device, self._noise):
             if source is not None:
                 source.seek(step)
         with torch.no_grad(), full_precision():
-            batch = self.model.gated(x)
-            logits = self.model.logits(batch)
+            batch = self.network.model.gated(x)
+            logits = self.network.model.logits(batch)
             residual = self._objective.residual(logits, y)
-            residual = self.model.clipped(batch, residual, self._objective.bound(self.model.n_classes))
-            self._descend(batch.x, self.model.spread(batch, residual), step)
+            residual = self.network.model.clipped(
+                batch, residual, self._objective.bound(self.network.model.n_classes)
+            )
+            self._descend(batch.x, self.network.model.spread(batch, residual), step)
         return StepRecord(
             loss_sum=self._loss(logits, y).per_record.sum(dtype=torch.float64),
             n_correct=(logits.argmax(dim=1) == y).sum(),
@@ -158,26 +156,16 @@ class ConvexTrainer(Trainer):
 
     def recover_hyperplanes(self, readings: int) -> None:
         """Read the hyperplanes from the device, once, before the first step."""
-        if self._device is None:
+        if self.device is None:
             raise ValueError("device is missing; trainer.gates = 'device' reads them from an open device")
-        self._device.seek(self._descent.total_steps)  # repeats no step's noise
-        self.model.hyperplanes.copy_(device_hyperplanes(self._device, readings=readings))
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """See Network.tensors."""
-        return self._network.tensors
-
-    @property
-    def usage(self) -> Usage:
-        """See Trainer.usage."""
-        return Usage() if self._device is None else self._device.usage
+        self.device.seek(self._descent.total_steps)  # repeats no step's noise
+        self.network.model.hyperplanes.copy_(device_hyperplanes(self.device, readings=readings))
 
     def _descend(self, x: Tensor, spread: Tensor, step: int) -> None:
         """Update the weights in place, after all noise is drawn: a device that fails leaves them unchanged."""
         numbers = self._descent
         rate = self.optimizer.param_groups[0]["lr"]
-        weight = self.model.weight.data.flatten(1)  # (d, P k), a view
+        weight = self.network.model.weight.data.flatten(1)  # (d, P k), a view
         move = torch.mm(x.t(), spread).neg_()
         std = numbers.noise_std
         if step == numbers.total_steps - 1 and numbers.final_std:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
@@ -26,7 +27,7 @@ from training.data.tables import Arrays
 from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
-from training.protections.planning import Plan
+from training.protections.planning import Plan, ProtectedAlgorithm
 from training.runs.folder import RunFolder
 
 OptionsT = TypeVar("OptionsT", bound=TrainerSection)
@@ -47,13 +48,14 @@ class DeviceShape:
     n_outputs: int
 
 
-class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
+class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     """An algorithm bound to the plan of one run.
 
-    A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` returns it. It must give
+    A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` names it. It must give
 
     - `build_network` and `rebuild_network`: the network, new and from its description in a run folder;
-    - `trainer`: a `training.engine.trainer.Trainer` on `self.network`.
+    - `open` and `step`, if it is a `training.engine.trainer.Trainer`, too; else `trainer`, which returns one on
+      `self.network`.
 
     It may also give
 
@@ -69,17 +71,17 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
 
     Attributes:
         plan: The run.
-        options: The section `trainer` of its configuration.
+        config: Its configuration.
+        options: Its section `trainer`.
+        dataset: Its records.
+        network: The network to train.
         writer: The writer of private gradients that the trainer was given, or None.
         uses_public_randomness: Whether a step draws more than the noise that a guarantee rests on, such as directions
             or probes. An audit lets its attacker know those draws.
-        noise_guess: Where the search for the noise multiplier starts, above 0.
     """
 
     targets: ClassVar[tuple[Target, ...]] = ("class",)
     """What the trainer predicts of a record; one that names "tokens" also takes records that hold tokens."""
-    applies: ClassVar[frozenset[Applied]] = frozenset()
-    """How the trainer carries out a protection; nothing by default."""
     rounds_own_noise: ClassVar[bool] = False
     """Whether noise that it adds itself to clipped records goes through `NoiseStream.add_rounded`."""
     uses_public_randomness: ClassVar[bool] = False
@@ -89,8 +91,11 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
     record_options: ClassVar[Mapping[str, Any]] = {}
     """Keys of the section `trainer` that a run under protection.kind = 'record' must have, with their values."""
 
+    network: NetworkT
+
     def __init__(self, plan: Plan, options: OptionsT) -> None:
-        self.plan, self.options = plan, options
+        self.plan, self.config, self.options = plan, plan.config, options
+        self.dataset, self.network = plan.dataset, plan.network
         self.writer: PrivateGradients | None = None
 
     # Before there is a plan
@@ -135,16 +140,11 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """
         return {}
 
-    @property
-    def network(self) -> NetworkT:
-        """The network to train."""
-        network: NetworkT = self.plan.network
-        return network
-
     @cached_property
     def protection(self) -> Protection:
         """The protection of the run."""
-        return self.plan.config.protection.build(self.plan, self)
+        protection: Protection = self.config.protection.implementing_class()(self.plan, self)
+        return protection
 
     def gradients(self, device: NoisyDevice | None) -> PrivateGradients | None:
         """Return what writes the gradients of a trainer in this run, or None if the trainer writes them itself.
@@ -164,14 +164,21 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """How wide the device is opened, if `config.uses_device`."""
         raise NotImplementedError(f"{type(self).__name__} uses a device and must override device_shape")
 
-    @abstractmethod
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> TrainerT:
-        """Return the trainer, with its noise and protection.
+        """Return the trainer, with its noise and protection: by default a copy of this, opened.
 
         Args:
             device: The open device, or None if the run has none.
             labels: What training knows of the labels in their place, or None if it sees the labels.
         """
+        opened: Any = copy(self)
+        opened.open(device, labels)
+        self.writer = opened.writer
+        return cast(TrainerT, opened)
+
+    def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
+        """Prepare for steps: set `optimizer`, and what a step needs; the arguments are those of `trainer`."""
+        raise NotImplementedError(f"{type(self).__name__} must override open and step, or trainer")
 
     def protected_trainer(self, device: NoisyDevice | None, folder: RunFolder) -> TrainerT:
         """Return the trainer of the run, which was given everything that the protection puts in place of the data.
@@ -208,11 +215,6 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """
         return None
 
-    @property
-    def clips_by_layer(self) -> bool:
-        """Whether each layer's contribution is clipped to C / sqrt(layers), instead of the whole one to C."""
-        return False
-
     def initialise(self, trainer: TrainerT) -> None:  # optional hook
         """Set the parameters of a new run, before its first checkpoint."""
 
@@ -240,18 +242,9 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """
         return config.protection.clip
 
-    @property
-    def noise_guess(self) -> float:
-        """See the class."""
-        return 1.0
-
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """Return what a run releases of whole records with this noise: in one step, or as its last iterate.
-
-        Raises:
-            NoGuarantee: The sampler has no sampling probability.
-        """
-        return self.clipped_records(noise_multiplier, divisor=self.plan.config.divisor)
+        """See ProtectedAlgorithm.mechanism; by default a step of clipped contributions."""
+        return self.clipped_records(noise_multiplier, divisor=self.config.divisor)
 
     def clipped_records(self, noise_multiplier: float, *, divisor: float) -> RecordCentral | RecordReplaced:
         """Return one step of clipped records with central Gaussian noise, under the run's relation.
@@ -263,12 +256,12 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         Raises:
             NoGuarantee: The sampling scheme has no sampling probability.
         """
-        config = self.plan.config
+        config = self.config
         relation = config.relation or Adjacency.ZERO_OUT
         parameters: dict[str, Any] = {
             "noise_multiplier": noise_multiplier,
             "sampling_probability": self.plan.sampling_probability,
-            "clip_norm": self.clip_norm(config, self.plan.dataset.n_classes),
+            "clip_norm": self.clip_norm(config, self.dataset.n_classes),
             "divisor": divisor,
             "device_noise": config.protection.noise == "device",
             "correlation": self.protection.correlation,
@@ -286,8 +279,8 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         Args:
             noise: The law of the device's noise, or None if there is no device or its law is unknown.
         """
-        if self.plan.config.protection.protects == "nothing":
-            return (Unprotected(what=f"{self.plan.config.trainer.kind} without protection"),)
+        if self.config.protection.protects == "nothing":
+            return (Unprotected(what=f"{self.config.trainer.kind} without protection"),)
         return self.protection.released()
 
     # What its audit needs
@@ -313,7 +306,7 @@ def require_target(config: RunConfig, dataset: Dataset) -> None:
             labels are protected and are no classes.
     """
     kind, found = config.trainer.kind, dataset.target
-    taken = config.trainer.implementation().targets
+    taken = config.trainer.implementing_class().targets
     if found not in taken:
         reason = (
             f"{found!r} is not what trainer.kind = {kind!r} learns, which is {' or '.join(map(repr, taken))}; take "
@@ -335,14 +328,14 @@ def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:
         NoGuarantee: `Algorithm.applies` holds nothing of `Protection.needs`.
     """
     needs = algorithm.protection.needs
-    protects = algorithm.plan.config.protection.protects != "nothing"
+    protects = algorithm.config.protection.protects != "nothing"
     if protects and not needs & algorithm.applies:
         raise NoGuarantee(_not_applied(algorithm, *sorted(needs)))
 
 
 def _not_applied(algorithm: Algorithm[Any, Any, Any], *needs: Applied) -> str:
     """Why a protection does not hold under an algorithm."""
-    kind, trainer = algorithm.plan.config.protection.kind, algorithm.options.kind
+    kind, trainer = algorithm.config.protection.kind, algorithm.options.kind
     return (
         f"protection.kind = {kind!r} needs a trainer that applies {' or '.join(repr(need) for need in needs)}, and "
         f"trainer.kind = {trainer!r} applies {', '.join(map(repr, sorted(algorithm.applies))) or 'no protection'}; "

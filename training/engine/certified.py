@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from accounting.ledger.content import Alarm, CertificateFacts, LedgerContent
 from accounting.ledger.ledger import Ledger
@@ -17,7 +16,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate
 from opusim.errors import ConfigError, DeviceError, DeviceFault, NoiseBelowCertificate
 from opusim.files import quoted
-from training.config.sections import DeviceChoice, ProtectionSection
+from training.config.sections import DeviceChoice
 from training.errors import RunFolderError
 from training.runs.checkpoints import list_checkpoints, read_checkpoint, reseal_checkpoint
 from training.runs.folder import RunFolder
@@ -75,13 +74,6 @@ def monitored(
     if description is None or certificate is None or description.monitor is not None:
         return description
     return description.model_copy(update={"monitor": MonitorSettings(every_steps=1)})
-
-
-def credit_of(protection: ProtectionSection, certificate: Certificate | None) -> Mapping[str, Any]:
-    """Return the keywords of a mechanism that rests on the device's noise under a certificate."""
-    if certificate is None or not protection.credits_device:
-        return {}
-    return {"beta": certificate.beta, "certificate": certificate.digest}
 
 
 def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:

@@ -35,7 +35,7 @@ class _Order(NamedTuple):
 
 def leads_steps(config: RunConfig) -> bool:
     """Whether the first of several processes leads the steps of such a run; else each process runs the engine."""
-    return bool(config.trainer.implementation().processes == "steps")
+    return bool(config.trainer.implementing_class().processes == "steps")
 
 
 def follows(config: RunConfig) -> bool:
@@ -53,10 +53,10 @@ def require_shareable(config: RunConfig, ranks: Ranks) -> None:
         return
     kind, protection = config.trainer.kind, config.protection
     remedy = f"start it without torchrun (there are {ranks.world} processes)"
-    if config.trainer.implementation().processes == "none":
+    if config.trainer.implementing_class().processes == "none":
         reason = f"{kind!r} trains in one process; take 'bp', 'dfa', 'tdfa', 'pdfa' or 'zo', or {remedy}"
         raise ConfigError("configuration", "trainer.kind", reason)
-    if not protection.implementation().shared:
+    if not protection.implementing_class().shared:
         reason = f"{protection.kind!r} holds in one process; take 'none' or 'record', or {remedy}"
         raise ConfigError("configuration", "protection.kind", reason)
     if leads_steps(config) and protection.protects == "records" and protection.noise == "device":

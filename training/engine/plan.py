@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
 from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription, NoiseSettings
@@ -22,7 +21,6 @@ from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described
 from opusim.devices.shared import SharedDevice
 from opusim.errors import ConfigError
-from opusim.noise import NoiseModel
 from opusim.processes.ranks import Ranks
 from training.config.data import OWN_ARRAYS
 from training.config.run import RunConfig, require_offered
@@ -35,41 +33,23 @@ from training.data.samplers import PoissonSampler, Sampler, make_sampler
 from training.data.synthetic_images import synthetic_components
 from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
-from training.engine.certified import certificate_of, credit_of, monitored
+from training.engine.certified import certificate_of, monitored
 from training.errors import RunFolderError
+from training.networks.any_module import own_model_name
 from training.networks.base import Network, require_fresh_noise, require_room
 from training.networks.user_code import require_importable, require_trusted, warn_if_changed
-from training.protections.base import PrivateGradients, Protection
+from training.protections.base import Protection
+from training.protections.planning import Plan
 from training.protections.record import CyclicPoissonSampler
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class RunPlan(Plan):
     """A run before it starts: what it trains on, with what, and what it releases.
 
-    Training, resumption, audits and `opusim tune` take one. It never changes; `replaced` returns another.
-
-    Attributes:
-        config: The configuration, with every default and the noise multiplier that its epsilon asks for.
-        dataset: The records, in principal components if the run trains on those.
-        network: The network to train.
-        sampler: How records are drawn into batches.
-        description: The device's description, or None if the run has no device.
-        noise: The law of the device's noise, or None if it is unknown before the device is open.
-        certificate: The certificate that the guarantee rests on, or None if it rests on none.
-        wrap_writer: Wraps the writer of private gradients, for an audit that plants crafted ones; None for none.
+    Training, resumption, audits and `opusim tune` take one. It never changes; `unchecked` returns another.
     """
-
-    config: RunConfig
-    dataset: Dataset
-    network: Network
-    sampler: Sampler
-    description: DeviceDescription | None
-    noise: NoiseModel | None = None
-    certificate: Certificate | None = None
-    wrap_writer: Callable[[PrivateGradients], PrivateGradients] | None = None
 
     @classmethod
     def resolve(
@@ -97,7 +77,7 @@ class RunPlan:
         plan = cls.checked(config, dataset, model=model, folder=folder)
         section = plan.config.protection
         found = {k: v for k, v in plan.protection.resolved().items() if v != getattr(section, k)}
-        return plan.replaced(protection=found) if found else plan
+        return plan.unchecked(protection=found) if found else plan
 
     @classmethod
     def checked(
@@ -119,7 +99,7 @@ class RunPlan:
         plan = cls(
             config=config,
             dataset=dataset,
-            network=config.trainer.implementation().build_network(config, dataset, model),
+            network=config.trainer.implementing_class().build_network(config, dataset, model),
             description=monitored(description, certificate),
             sampler=build_sampler(config, dataset),
             certificate=certificate,
@@ -129,7 +109,7 @@ class RunPlan:
     def _with_choices(self) -> Self:
         """Return the plan of a new run with what its algorithm chooses for the network."""
         found = self.algorithm.chosen()
-        return self.replaced(trainer=dict(found)) if found else self
+        return self.unchecked(trainer=dict(found)) if found else self
 
     def _require_covered(self) -> Self:
         """Refuse a run whose guarantee its network or algorithm does not carry, and return it."""
@@ -145,7 +125,7 @@ class RunPlan:
         Args:
             config: It differs in no key of the sections data and device.
         """
-        network = config.trainer.implementation().build_network(config, self.dataset, None)
+        network = config.trainer.implementing_class().build_network(config, self.dataset, None)
         return self.configured(config).on_network(network)._with_choices()._require_covered()
 
     @classmethod
@@ -181,7 +161,7 @@ class RunPlan:
         return cls(
             config=config,
             dataset=to_device(dataset, config.torch_device),
-            network=config.trainer.implementation().rebuild_network(facts["network"], model),
+            network=config.trainer.implementing_class().rebuild_network(facts["network"], model),
             description=_description(config, folder),
             sampler=build_sampler(config, dataset),
             certificate=None if kept is None else Certificate.model_validate(kept),
@@ -195,7 +175,8 @@ class RunPlan:
             ConfigError: The run is a stored one of a kind that was dropped.
         """
         require_offered(self.config)
-        algorithm: Algorithm[Any, Any, Any] = self.config.trainer.build(self)
+        options = self.config.trainer
+        algorithm: Algorithm[Any, Any, Any] = options.implementing_class()(self, options)
         return algorithm
 
     @property
@@ -208,34 +189,6 @@ class RunPlan:
         """What one step releases; nothing if the run pays for everything upfront."""
         return self.algorithm.released(self.noise)
 
-    @property
-    def credit(self) -> Mapping[str, Any]:
-        """Keywords `beta` and `certificate` of a mechanism that rests on the device's noise; empty without one."""
-        return credit_of(self.config.protection, self.certificate)
-
-    @property
-    def total_steps(self) -> int:
-        """Number of steps of the whole run."""
-        return self.config.epochs * self.sampler.steps_per_epoch
-
-    @property
-    def sampling_probability(self) -> float:
-        """q, the probability with which a record enters a batch.
-
-        Raises:
-            NoGuarantee: The sampling scheme has none.
-        """
-        probability = self.sampler.sampling_probability
-        if probability is None:
-            raise NoGuarantee(
-                f"sampler.scheme = {self.sampler.scheme!r} has no sampling probability; use 'poisson'"
-            )
-        return probability
-
-    def replaced(self, **changes: Any) -> Self:
-        """Return the plan with some keys of its configuration changed; see `RunConfig.replaced`."""
-        return self.configured(self.config.replaced(**changes))
-
     def unchecked(self, **changes: Any) -> Self:
         """Return the plan with some keys of its configuration changed and not validated; see `RunConfig.unchecked`."""
         return self.configured(self.config.unchecked(**changes))
@@ -247,7 +200,7 @@ class RunPlan:
     def started(self, *, threads: int, device: NoisyDevice | None) -> Self:
         """Return the plan with what only the start tells: torch's threads and the law that the open device states."""
         noise = None if device is None else device.stated_noise
-        return replace(self, config=self.config.replaced(threads=threads), noise=noise)
+        return replace(self, config=self.config.unchecked(threads=threads), noise=noise)
 
     def on_network(self, network: Network) -> Self:
         """Return the plan with another network of the same shape."""
@@ -295,7 +248,7 @@ def for_this_machine(config: RunConfig) -> RunConfig:
         ConfigError: Its torch device is not available.
     """
     check_torch_device(config.torch_device)
-    return config.replaced(seed=0) if config.mode == "release" else config
+    return config.unchecked(seed=0) if config.mode == "release" else config
 
 
 def check_torch_device(name: str) -> None:
@@ -329,30 +282,40 @@ def default_inputs(
     if data is not None or model is not None:
         return config, data, model
     inputs: tuple[RunConfig, Arrays | None, nn.Module | None]
-    inputs = config.trainer.implementation().default_inputs(config)
+    inputs = config.trainer.implementing_class().default_inputs(config)
     return inputs
 
 
-def with_own_data(
-    config: RunConfig, data: OwnData | Dataset | None, label: str | Sequence[str] | None = None
+def with_own_inputs(
+    config: RunConfig,
+    data: OwnData | Dataset | None,
+    label: str | Sequence[str] | None = None,
+    model: nn.Module | None = None,
 ) -> RunConfig:
-    """Return the configuration for user-supplied data: their name, and no constants of a known data set.
+    """Return the configuration for user-supplied inputs: their names, and no constants of a known data set.
 
     Args:
         config: The configuration.
         data: The data, or None.
         label: The column of a table that holds what to predict, or several; None takes data.label.
+        model: The module, or None.
+
+    Raises:
+        ConfigError: A key does not fit them, or model.name names another network.
     """
-    if label is not None:
-        config = config.replaced(data={"label": label})
-    if data is None:
-        return config
-    changes: dict[str, Any] = {"name": OWN_ARRAYS}
-    if config.data.standardise != "records":
-        changes["standardise"] = config.data.mean is not None
-    if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
-        changes["split"] = "id"
-    return config.replaced(data=changes)
+    changes: dict[str, Any] = {} if label is None else {"label": label}
+    if data is not None:
+        changes["name"] = OWN_ARRAYS
+        if config.data.standardise != "records":
+            changes["standardise"] = config.data.mean is not None
+        if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
+            changes["split"] = "id"
+    found, name = config, own_model_name(config, model)
+    if name != config.model.name:
+        found = found.unchecked(model={"name": name})
+    if any(getattr(config.data, key) != value for key, value in changes.items()):
+        found = found.unchecked(data=changes)
+    return config if found is config else found.replaced()
 
 
 def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest | None = None) -> Dataset:

@@ -49,11 +49,10 @@ from training.engine.plan import (
     for_this_machine,
     load_data,
     to_device,
-    with_own_data,
+    with_own_inputs,
 )
 from training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, torch_threads
 from training.errors import RunFolderError
-from training.networks.any_module import with_own_module
 from training.networks.record_independence import system_generators
 from training.networks.user_code import code_of, require_importable, require_trusted
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
@@ -113,12 +112,12 @@ def train(
     ranks = Ranks()
     with ranks.session():
         stated = _stored(config, settings, folder) if resume else load_config(config, settings)
-        resolved = for_this_machine(with_own_module(stated, model))
+        resolved = for_this_machine(stated)
         follows = not ranks.is_first and leads_steps(resolved)
         if ranks.world > 1:
             require_shareable(resolved, ranks)
         resolved, data, model = default_inputs(resolved, data, model)
-        resolved = with_own_data(resolved, data, label)
+        resolved = with_own_inputs(resolved, data, label, model)
         named = None if folder is None else Path(folder)
         run_folder = None if named is None else RunFolder(named if follows else own_folder(named))
         if run_folder is not None and not resume and not follows:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
+from training.networks.base import Network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +39,16 @@ class Trainer(ABC):
     """Parameters, what one step releases, and the step.
 
     Attributes:
-        kind: Its name.
-        model: What is trained.
+        network: What is trained.
         optimizer: Carries the learning rate.
+        device: The open device that it reads, or None.
         intact: Whether the parameters are, to the bit, those after the last finished step, so that a checkpoint may be
             written. False if a step was interrupted while it moved them.
     """
 
-    kind: str
-    model: nn.Module
+    network: Network
     optimizer: torch.optim.Optimizer
+    device: NoisyDevice | None = None
     intact: bool = True
 
     @abstractmethod
@@ -68,14 +70,19 @@ class Trainer(ABC):
         """
 
     @property
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The parameters by name, as a checkpoint holds them; a checkpoint is restored by copying into them."""
+    def model(self) -> nn.Module:
+        """The module that is trained."""
+        return self.network.model
 
     @property
-    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by name, as a checkpoint holds them; a checkpoint is restored by copying into them."""
+        return self.network.tensors
+
+    @property
     def usage(self) -> Usage:
         """Frames, seconds and joules used so far; zero for a trainer without a device."""
+        return Usage() if self.device is None else self.device.usage
 
     def close(self) -> None:  # noqa: B027  # optional hook
         """Take off the model what training put on it; called after the last step, or after an error."""

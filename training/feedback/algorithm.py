@@ -102,7 +102,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
 
     def require_covered(self) -> None:
         """See Algorithm.require_covered; also keys that the network does not take, and points that do not exist."""
-        network, config = self.network, self.plan.config
+        network, config = self.network, self.config
         self.options.require_keys(closed_form=isinstance(network, FullyConnected))
         if isinstance(network, AnyModule):
             self._require_bounded(network)
@@ -111,7 +111,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
             if config.model.initial_output == "feedback":
                 feedback_start(network)
             _ = self.device_shape
-            augmentation_of(self.options, self.plan.dataset)
+            augmentation_of(self.options, self.dataset)
         super().require_covered()
         if isinstance(network, AnyModule) and self._clips_records:
             self._require_separate(network)
@@ -135,7 +135,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
         if isinstance(network, AnyModule):
             with points_on(network, self.options) as points:
                 work += DeviceWork() if points is None else points.work_before
-        starts = self.plan.config.model.initial_output == "feedback"
+        starts = self.config.model.initial_output == "feedback"
         return work + (calibration_work(self.device_shape.n_inputs) if starts else DeviceWork())
 
     def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
@@ -157,7 +157,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
     @property
     def _two_records(self) -> Tensor:
         """Two invented records if records are protected, else the first one twice; only shapes are read."""
-        return two_records(self.plan.dataset, self.network.parameters[0].device, invented=self._clips_records)
+        return two_records(self.dataset, self.network.parameters[0].device, invented=self._clips_records)
 
     @property
     def _clips_records(self) -> bool:
@@ -169,7 +169,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
         Raises:
             NoGuarantee: It is one of labels, whose noise has the geometry of a layer's inputs.
         """
-        kind, needs = self.plan.config.protection.kind, self.protection.needs
+        kind, needs = self.config.protection.kind, self.protection.needs
         if not needs or "soft labels" in needs or self._clips_records:
             return
         raise NoGuarantee(
@@ -180,7 +180,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
 
     def _require_separate(self, network: AnyModule) -> None:
         """Refuse a module or a loss in which one record would change what others add; see `require_separate_steps`."""
-        config, dataset = self.plan.config, self.plan.dataset
+        config, dataset = self.config, self.dataset
         if config.model.name in MODELS and (found := batch_statistics(network.model)):
             reason = (
                 f"'batch' is {found}, which mixes the records of a batch, and protection.kind = 'record' bounds what "
@@ -199,13 +199,13 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> FeedbackTrainer:
         """See Algorithm.trainer."""
         network, ranks = self.network, Ranks()
-        optimizer = make_optimizer(network.parameters, self.plan.config.optimizer)
+        optimizer = make_optimizer(network.parameters, self.config.optimizer)
         if isinstance(network, AnyModule):
             self._require_bounded(network)
         writer = self.gradients(device)
         source: GradientSource
         if isinstance(network, FullyConnected):
-            config, noise = self.plan.config, None
+            config, noise = self.config, None
             if self.options.digital_sigma:
                 noise = noise_stream(config.mode, config.seed_for("noise"), "digital-noise")
             source = ClosedForm(network, self.options, loss=config.loss, device=device, noise=noise)
@@ -223,7 +223,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
         private: bool,
     ) -> ModuleGradients:
         """Return the gradients of a module by autograd, with its points in place."""
-        config, dataset = self.plan.config, self.plan.dataset
+        config, dataset = self.config, self.dataset
         feedback = feedback_points(network, self.options, device, draw_seed=config.seed_for("codes"))
         try:
             tape = self._tape(network) if private else None
@@ -240,7 +240,6 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
         return ModuleGradients(
             network,
             Objective.named(config.loss, dataset.target),
-            kind=self.options.kind,
             feedback=feedback,
             seed=config.seed_for("module"),
             tape=tape,
@@ -250,11 +249,11 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
 
     def _tape(self, network: AnyModule) -> RecordTape:
         """Return what measures the records of a module, whose points are in place."""
-        x, _ = invented_records(self.plan.dataset, network.parameters[0].device)
+        x, _ = invented_records(self.dataset, network.parameters[0].device)
         network.model.train()
         try:
             tape = RecordTape(network.model, network.shaped(x))
-            divisor = float(self.plan.config.divisor)
+            divisor = float(self.config.divisor)
             require_counted_sums(tape, divisor, processes=Ranks().world, name="sampler.batch_size")
             return tape
         finally:
@@ -266,7 +265,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
         There is none if anything is protected, because it tells losses; none on several processes; none for a module
         with a device of its own, whose readings would count twice; and none in a run so short that it would cost much.
         """
-        private = self.plan.config.protection.protects != "nothing" or self.plan.config.mode == "release"
+        private = self.config.protection.protects != "nothing" or self.config.mode == "release"
         reads = any(
             isinstance(value, NoisyDevice)
             for part in feedback.model.modules()
@@ -277,7 +276,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
 
     def initialise(self, trainer: FeedbackTrainer) -> None:
         """See Algorithm.initialise."""
-        if self.plan.config.model.initial_output == "feedback":
+        if self.config.model.initial_output == "feedback":
             trainer.source.start_from_feedback(self._two_records)
 
     def prepare(self, trainer: FeedbackTrainer, folder: RunFolder) -> None:
@@ -287,7 +286,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
         """See Algorithm.released; a photonic run without protection states the paper's formula."""
-        config, network = self.plan.config, self.network
+        config, network = self.config, self.network
         paid_for = config.protection.protects != "nothing"
         if not paid_for and config.uses_device and isinstance(network, FullyConnected):
             return (published_mechanism(config, self.options, network, noise),)

@@ -79,7 +79,7 @@ class ClosedForm(GradientSource):
         noise: NoiseStream | None = None,
     ) -> None:
         config.require_keys(closed_form=True)
-        self.kind, self.network, self.objective = config.kind, network, Objective.named(loss, "class")
+        self._kind, self.network, self.objective = config.kind, network, Objective.named(loss, "class")
         self.device = device if config.kind == "pdfa" else None
         self.noises = (self.device, noise)
         self._loss, self._noise = LOSSES[loss], noise
@@ -134,7 +134,7 @@ class ClosedForm(GradientSource):
         if not isinstance(self._feedback, Alignment) or network.depth == 1:
             raise ValueError(
                 "model.initial_output = 'feedback' needs a feedback matrix and a hidden layer, but trainer.kind = "
-                f"{self.kind!r} with {network.depth - 1} hidden layers has none; use 'random'"
+                f"{self._kind!r} with {network.depth - 1} hidden layers has none; use 'random'"
             )
         output = network.linears[-1]
         with torch.no_grad():

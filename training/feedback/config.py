@@ -39,6 +39,7 @@ class FeedbackConfig(TrainerSection):
     closed form has the keys of the PDFA paper, which the other refuses (`training.feedback.algorithm`).
     """
 
+    implementation = "training.feedback.algorithm:FeedbackAlgorithm"
     any_module = True
     examples: ClassVar[tuple[str, ...]] = (
         *TrainerSection.examples[:2],
@@ -149,12 +150,6 @@ class FeedbackConfig(TrainerSection):
             raise ConfigError(
                 "configuration", f"trainer.{name}", f"{value!r} does nothing for this model: {reason}"
             )
-
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.feedback.algorithm import FeedbackAlgorithm
-
-        return FeedbackAlgorithm
 
 
 class _DigitalConfig(FeedbackConfig):

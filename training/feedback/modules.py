@@ -51,7 +51,6 @@ class ModuleGradients(GradientSource):
     Args:
         network: The module.
         objective: The loss and the kind of target.
-        kind: Name of the trainer.
         feedback: The feedback points; None backpropagates.
         seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
         tape: Records the passes of private batches; None if there are none.
@@ -67,14 +66,13 @@ class ModuleGradients(GradientSource):
         network: AnyModule,
         objective: Objective,
         *,
-        kind: str,
         feedback: FeedbackAlignment | None = None,
         seed: int | None = None,
         tape: RecordTape | None = None,
         augmentation: Augmentation | None = None,
         new_control: Callable[[], Control] | None = None,
     ) -> None:
-        self.kind, self.network, self.objective = kind, network, objective
+        self.network, self.objective = network, objective
         self.device = None if feedback is None else feedback.noisy_device
         self.noises = (self.device, feedback)
         self._feedback, self._seed, self._tape = feedback, seed, tape

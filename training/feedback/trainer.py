@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
-from opusim.devices.usage import Usage
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream
 from training.engine.trainer import StepRecord, Trainer
@@ -89,14 +88,12 @@ class GradientSource(ABC):
     """Computes the gradients of a network on a batch.
 
     Attributes:
-        kind: Name of the trainer.
         network: The network.
         objective: The loss and the kind of target.
         device: The open device that is read, or None.
         noises: What is positioned at the start of each step.
     """
 
-    kind: str
     network: FullyConnected | AnyModule
     objective: Objective
     device: NoisyDevice | None
@@ -156,7 +153,7 @@ class FeedbackTrainer(Trainer):
         ranks: Ranks | None = None,
     ) -> None:
         self.source, self.optimizer = source, optimizer
-        self.kind, self.model = source.kind, source.network.model
+        self.network, self.device = source.network, source.device
         self._protection, self._labels, self._ranks = protection, labels, ranks or Ranks.one()
 
     def step(
@@ -208,19 +205,9 @@ class FeedbackTrainer(Trainer):
         )
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """See Network.tensors."""
-        return self.source.network.tensors
-
-    @property
     def state(self) -> dict[str, Tensor]:
         """See Trainer.state: that of the source, and that of the protection."""
         return self.source.state | ({} if self._protection is None else self._protection.state)
-
-    @property
-    def usage(self) -> Usage:
-        """See Trainer.usage."""
-        return Usage() if self.source.device is None else self.source.device.usage
 
     def close(self) -> None:
         """See Trainer.close."""

@@ -121,22 +121,22 @@ class AnyModule(Network):
         return outputs
 
 
-def with_own_module(config: RunConfig, model: nn.Module | None) -> RunConfig:
-    """Return the configuration for a user-supplied module, with the defaults of modules.
+def own_model_name(config: RunConfig, model: nn.Module | None) -> str:
+    """Return model.name of a run on a user-supplied module, whose defaults are those of modules.
 
     Raises:
         ConfigError: model.name names another network.
     """
     if model is None or not config.trainer.any_module or config.model.name == OWN_MODULE:
-        return config
+        return config.model.name
     if config.model.name != "mlp":
         reason = f"{config.model.name!r} names a network, and model={type(model).__name__} was given; leave one out"
         raise ConfigError("configuration", "model.name", reason)
     try:
         FullyConnected(model)
     except (TypeError, ValueError):
-        return config.replaced(model={"name": OWN_MODULE})
-    return config
+        return OWN_MODULE
+    return config.model.name
 
 
 def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:

@@ -32,15 +32,12 @@ from training.networks.contributions.sums import Contributions
 from training.protections.base import (
     PoissonProtection,
     PrivateGradients,
-    central_noise,
     linear_uses,
     noise_std,
-    noise_work,
     rounds_exactly,
     with_constant,
     write_gradient,
 )
-from training.protections.config import LabelAmplifiedConfig
 from training.protections.metric import Metric, equalised_weights
 
 _EQUALISING_ROUNDS = 30
@@ -53,39 +50,39 @@ class AmplifiedLabelProtection(PoissonProtection):
         """See PoissonProtection.mechanism."""
         return LabelAmplified(
             noise_multiplier=noise_multiplier,
-            sampling_probability=self._plan.sampling_probability,
-            device_noise=self.section.noise == "device",
-            exactly_rounded=rounds_exactly(self._plan),
-            **self._plan.credit,
+            sampling_probability=self.plan.sampling_probability,
+            device_noise=self.options.noise == "device",
+            exactly_rounded=rounds_exactly(self.config),
+            **self.plan.credit,
         )
 
     def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:
         """See Protection.gradients."""
-        options = self._plan.config.protection_as(LabelAmplifiedConfig)
+        options = self.options
         return AmplifiedLabels(
             clip_norm=options.clip,
             noise_multiplier=self.noise_multiplier,
-            divisor=self._plan.config.divisor,
+            divisor=self.config.divisor,
             floor=options.floor,
             reference=self._reference(),
             reference_every=options.reference_every,
-            sizes=[linear.in_features + (linear.bias is not None) for linear in self._plan.network.linears],
+            sizes=[linear.in_features + (linear.bias is not None) for linear in self.plan.network.linears],
             equalise=options.equalise,
-            noise=central_noise(self._plan, device),
+            noise=self.central_noise(device),
         )
 
     def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
         """See Protection.work_of_step; each layer's sum has noise, its bias included."""
         sizes = [
             linear.out_features * (linear.in_features + (linear.bias is not None))
-            for linear in self._plan.network.linears
+            for linear in self.plan.network.linears
         ]
-        return noise_work(self._plan, sizes, n_outputs)
+        return self.noise_work(sizes, n_outputs)
 
     def _reference(self) -> Tensor:
         """Return features of training records that stand for all: public, since only the labels are protected."""
-        config, train = self._plan.config, self._plan.dataset.train
-        size = config.protection_as(LabelAmplifiedConfig).reference_size
+        config, train = self.config, self.dataset.train
+        size = self.options.reference_size
         generator = torch.Generator().manual_seed(config.data.split_seed)
         chosen = torch.randperm(len(train), generator=generator)[:size]
         return train.batch(chosen.to(train.x.device))[0].to(config.torch_device)

@@ -24,7 +24,7 @@ from opusim.errors import ConfigError
 from opusim.files import OwnProcess
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
-from training.config.sections import ProtectionSection
+from training.config.run import RunConfig
 from training.networks.contributions.sums import Contributions
 from training.networks.contributions.uses import LinearUse
 from training.protections.planning import Plan, ProtectedAlgorithm, require_covered
@@ -54,7 +54,7 @@ class SoftLabels(ABC):
 class Protection:
     """How a run protects its records or labels.
 
-    A new protection is a subclass of this and of `ProtectionSection`, whose `implementation` returns it. It overrides
+    A new protection is a subclass of this and of `ProtectionSection`, whose `implementation` names it. It overrides
 
     - `calibrated`: which noise multiplier reaches the section's epsilon;
     - `released`: the mechanisms that the ledger records for every step; or `pay_upfront`, if the run pays once;
@@ -64,9 +64,10 @@ class Protection:
 
     Attributes:
         needs: What an algorithm must apply for the guarantee to hold; one of these is enough.
-
-    Args:
         plan: The run.
+        config: Its configuration.
+        options: Its section `protection`.
+        dataset: Its records.
         algorithm: What trains the run, which knows the mechanism of a step on whole records.
     """
 
@@ -75,12 +76,9 @@ class Protection:
     """Whether it holds if several processes share the steps of a run."""
 
     def __init__(self, plan: Plan, algorithm: ProtectedAlgorithm) -> None:
-        self._plan, self._algorithm = plan, algorithm
-
-    @property
-    def section(self) -> ProtectionSection:
-        """The section `protection` of the configuration."""
-        return self._plan.config.protection
+        self.plan, self.algorithm = plan, algorithm
+        self.config, self.dataset = plan.config, plan.dataset
+        self.options: Any = plan.config.protection
 
     @property
     def correlation(self) -> tuple[float, ...]:
@@ -99,7 +97,7 @@ class Protection:
         Raises:
             ValueError: The run is not resolved, and its section gives none.
         """
-        multiplier = self.section.noise_multiplier
+        multiplier: float | None = self.options.noise_multiplier
         if multiplier is None:
             raise ValueError(
                 "protection.noise_multiplier is missing; resolve the run first (RunPlan.resolve)"
@@ -113,7 +111,7 @@ class Protection:
             NoGuarantee: The sampling scheme, the split, the standardisation or the number of classes leaks what is
                 protected.
         """
-        require_covered(self._plan)
+        require_covered(self.plan)
 
     def calibrated(self) -> float | None:
         """Return the noise multiplier of the section, or the least that reaches its epsilon; None for neither.
@@ -121,7 +119,7 @@ class Protection:
         Raises:
             NoGuarantee: No noise reaches epsilon.
         """
-        return self.section.noise_multiplier
+        return self.options.noise_multiplier
 
     def whole_run(self) -> Mechanism:
         """Return what the whole run releases, at some noise; `opusim tune` prices a choice between runs by it.
@@ -130,7 +128,7 @@ class Protection:
             NoGuarantee: The protection does not say.
         """
         raise NoGuarantee(
-            f"protection.kind = {self.section.kind!r}: no theorem prices a choice between such runs; take another one"
+            f"protection.kind = {self.options.kind!r}: no theorem prices a choice between such runs; take another one"
         )
 
     def keys_of(self, whole: Mechanism) -> dict[str, Any]:
@@ -139,7 +137,7 @@ class Protection:
         Args:
             whole: `whole_run` at the noise that the run must have.
         """
-        stated = next(one for one in guarantees([whole], delta=self.section.delta) if one.is_proven)
+        stated = next(one for one in guarantees([whole], delta=self.options.delta) if one.is_proven)
         return {"epsilon": stated.epsilon if stated.epsilon_lower is None else stated.epsilon_lower}
 
     def resolved(self) -> Mapping[str, Any]:
@@ -148,7 +146,8 @@ class Protection:
         Raises:
             NoGuarantee: No noise reaches epsilon.
         """
-        return {"noise_multiplier": self.calibrated()}
+        multiplier = self.calibrated()
+        return {"noise_multiplier": None if multiplier is None else float(multiplier)}
 
     def released(self) -> tuple[Mechanism, ...]:
         """Return what one step releases; nothing if the run pays for everything upfront."""
@@ -179,6 +178,31 @@ class Protection:
             n_outputs: Outputs of the open device.
         """
         return DeviceWork()
+
+    def central_noise(self, device: NoisyDevice | None) -> NoiseStream:
+        """Return the noise that is added to a batch's sum: the device's if it is credited, else a digital stream.
+
+        Args:
+            device: The run's open device, or None without one.
+
+        Raises:
+            ConfigError: The device's noise cannot be credited.
+        """
+        config = self.config
+        if self.options.noise == "device" and device is not None:
+            return DeviceNormals(device, credit=self.plan.credit)
+        return noise_stream(config.mode, config.seed_for("central-noise"), "central-noise")
+
+    def noise_work(self, sizes: Iterable[float], n_outputs: int) -> DeviceWork:
+        """Return what draws from `central_noise` take of the device: nothing, unless the noise is the device's.
+
+        Args:
+            sizes: Numbers of each draw.
+            n_outputs: Outputs of the open device.
+        """
+        if self.options.noise != "device":
+            return DeviceWork()
+        return sum((DeviceWork.of_noise(size, n_outputs) for size in sizes), DeviceWork())
 
     def gradients(self, device: NoisyDevice | None) -> PrivateGradients | None:
         """Return what clips and noises the updates, or None if nothing does.
@@ -243,7 +267,7 @@ class PoissonProtection(Protection, ABC):
 
     def calibrated(self) -> float | None:
         """See Protection.calibrated: all steps of the run together stay within epsilon."""
-        options = self.section
+        options = self.options
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
         found, _ = calibrate_noise(self.whole_run(), target_epsilon=options.epsilon, delta=options.delta)
@@ -251,11 +275,11 @@ class PoissonProtection(Protection, ABC):
 
     def whole_run(self) -> Mechanism:
         """See Protection.whole_run."""
-        return self.mechanism(self._algorithm.noise_guess).repeated(self._plan.total_steps)
+        return self.mechanism(self.algorithm.noise_guess).repeated(self.plan.total_steps)
 
     def keys_of(self, whole: Mechanism) -> dict[str, Any]:
         """See Protection.keys_of; the noise is given, and the budget ends with the last step."""
-        stated = next(one for one in guarantees([whole], delta=self.section.delta) if one.is_proven)
+        stated = next(one for one in guarantees([whole], delta=self.options.delta) if one.is_proven)
         return {"epsilon": stated.epsilon, "noise_multiplier": whole.noise}
 
     def released(self) -> tuple[Mechanism, ...]:
@@ -477,36 +501,6 @@ class DeviceNormals(NoiseStream):
         """Do nothing: the trainer sets the device's step."""
 
 
-def noise_work(plan: Plan, sizes: Iterable[float], n_outputs: int) -> DeviceWork:
-    """Return what draws from `central_noise` take of the device: nothing, unless the noise is the device's.
-
-    Args:
-        plan: The run.
-        sizes: Numbers of each draw.
-        n_outputs: Outputs of the open device.
-    """
-    if plan.config.protection.noise != "device":
-        return DeviceWork()
-    return sum((DeviceWork.of_noise(size, n_outputs) for size in sizes), DeviceWork())
-
-
-def rounds_exactly(plan: Plan) -> bool:
+def rounds_exactly(config: RunConfig) -> bool:
     """Return whether `add_rounded` of a run's `central_noise` rounds exactly: on the processor, with digital noise."""
-    config = plan.config
     return torch.device(config.torch_device).type == "cpu" and config.protection.noise != "device"
-
-
-def central_noise(plan: Plan, device: NoisyDevice | None) -> NoiseStream:
-    """Return the noise that a protection adds to a batch's sum: the device's if it is credited, else a digital stream.
-
-    Args:
-        plan: The run.
-        device: Its open device, or None without one.
-
-    Raises:
-        ConfigError: The device's noise cannot be credited.
-    """
-    config = plan.config
-    if config.protection.noise == "device" and device is not None:
-        return DeviceNormals(device, credit=plan.credit)
-    return noise_stream(config.mode, config.seed_for("central-noise"), "central-noise")

@@ -32,6 +32,7 @@ Source = Literal["digital", "device"]
 class NoProtectionConfig(ProtectionSection):
     """No protection: the only noise is the trainer's own."""
 
+    implementation = "training.protections.base:NoProtection"
     protects = "nothing"
     summary: ClassVar[str] = "No protection; the only noise is the trainer's own."
     effects: ClassVar[tuple[Effect, ...]] = (
@@ -50,12 +51,6 @@ class NoProtectionConfig(ProtectionSection):
     def relation_of(self, trainer: TrainerSection) -> Adjacency | None:
         """See ProtectionSection.relation_of."""
         return None
-
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.protections.base import NoProtection
-
-        return NoProtection
 
 
 class _Strength(ProtectionSection):
@@ -102,6 +97,7 @@ def is_stable(coefficients: Sequence[float]) -> bool:
 class RecordConfig(_NoisyStrength):
     """Whole records: clipped contributions, central Gaussian noise, Poisson batches."""
 
+    implementation = "training.protections.record:RecordProtection"
     poisson = True
     cost_of_a_kill: ClassVar[str | None] = _STEPS_LOST
     summary: ClassVar[str] = "Whole records: clipped contributions, central noise, Poisson batches."
@@ -164,16 +160,11 @@ class RecordConfig(_NoisyStrength):
             )
             raise BadKey("protection.correlation", reason)
 
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.protections.record import RecordProtection
-
-        return RecordProtection
-
 
 class LastIterateConfig(_NoisyStrength):
     """Whole records; only the final model is published."""
 
+    implementation = "training.protections.record:LastIterateProtection"
     last_iterate = True
     summary: ClassVar[str] = "Whole records, if only the final model is published (convex)."
     instead: ClassVar[Mapping[str, str]] = {
@@ -199,12 +190,6 @@ class LastIterateConfig(_NoisyStrength):
                 "does not cover; leave it out",
             )
 
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.protections.record import LastIterateProtection
-
-        return LastIterateProtection
-
 
 class LabelNoiseConfig(_NoisyStrength):
     """Labels protected by noise on the gradients, with public features."""
@@ -229,6 +214,7 @@ class LabelBudgetConfig(LabelNoiseConfig):
 class LabelAmplifiedConfig(LabelNoiseConfig):
     """Labels: clipping and noise in the geometry of public features, on secret Poisson batches."""
 
+    implementation = "training.protections.amplified_labels:AmplifiedLabelProtection"
     poisson = True
     cost_of_a_kill: ClassVar[str | None] = _STEPS_LOST
     default_clip: ClassVar[float] = 0.2
@@ -253,12 +239,6 @@ class LabelAmplifiedConfig(LabelNoiseConfig):
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
         """Poisson batches, which the theorem asks for."""
         return {"sampler": {"scheme": "poisson"}}
-
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.protections.amplified_labels import AmplifiedLabelProtection
-
-        return AmplifiedLabelProtection
 
 
 class OneLookConfig(_Strength):
@@ -303,13 +283,11 @@ class LabelReadoutConfig(OneLookConfig):
         ),
     )
 
-    def implementation(self) -> Any:
+    @property
+    def implementation(self) -> str:  # type: ignore[override]
         """See KindSection.implementation."""
-        from training.protections.counted_labels import LabelArgmaxProtection, LabelCountsProtection
-        from training.protections.noisy_labels import LabelReadoutProtection
-
-        special = {"counts": LabelCountsProtection, "argmax": LabelArgmaxProtection}
-        return special.get(self.noise, LabelReadoutProtection)
+        special = {"counts": "counted_labels:LabelCounts", "argmax": "counted_labels:LabelArgmax"}
+        return f"training.protections.{special.get(self.noise, 'noisy_labels:LabelReadout')}Protection"
 
 
 class LabelRandomizedResponseConfig(OneLookConfig):
@@ -326,19 +304,17 @@ class LabelRandomizedResponseConfig(OneLookConfig):
     that a linear model of the public features, fitted to earlier responses, makes likely (Ghazi et al. 2021). 1 for
     plain randomized response."""
 
-    def implementation(self) -> Any:
+    @property
+    def implementation(self) -> str:  # type: ignore[override]
         """See KindSection.implementation."""
-        from training.protections.noisy_labels import (
-            RandomizedResponseProtection,
-            StagedResponseProtection,
-        )
-
-        return RandomizedResponseProtection if self.stages == 1 else StagedResponseProtection
+        name = "RandomizedResponse" if self.stages == 1 else "StagedResponse"
+        return f"training.protections.noisy_labels:{name}Protection"
 
 
 class LabelReleaseConfig(_Strength):
     """Labels: one noisy linear model of public features, drawn once."""
 
+    implementation = "training.protections.released_model:LabelReleaseProtection"
     protects = "labels"
     labels_read_once = True
     tested_with: ClassVar[Mapping[str, Any]] = {"epsilon": 2.0}
@@ -363,9 +339,3 @@ class LabelReleaseConfig(_Strength):
             holds=lambda run: run.protection.rounds > 0,
         ),
     )
-
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.protections.released_model import LabelReleaseProtection
-
-        return LabelReleaseProtection

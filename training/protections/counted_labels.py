@@ -195,28 +195,28 @@ class _CameraProtection(OneLookProtection, ABC, Generic[Readout]):
     @cached_property
     def mechanism(self) -> Mechanism:
         """See OneLookProtection.mechanism; a device that cannot count labels is refused before the run begins."""
-        description = self._plan.description
+        description = self.plan.description
         if description is None or description.camera is None:
             name = "none" if description is None else repr(description.name)
             reason = (
-                f"{self.section.noise!r} needs a device that counts photons, and this run's is {name}; take "
+                f"{self.options.noise!r} needs a device that counts photons, and this run's is {name}; take "
                 "--device camera_low_light, or 'digital'"
             )
             raise ConfigError("configuration", KEY, reason)
-        with self._plan.opened_device() as device:
+        with self.plan.opened_device() as device:
             return self._readout(self._frames(device)).mechanism
 
     def _frames(self, device: NoisyDevice | None) -> LabelFrames:
         if device is None:
-            raise ConfigError("configuration", KEY, f"{self.section.noise!r} needs a device; use 'digital'")
-        return LabelFrames.of(device, self._plan.dataset.n_classes)
+            raise ConfigError("configuration", KEY, f"{self.options.noise!r} needs a device; use 'digital'")
+        return LabelFrames.of(device, self.dataset.n_classes)
 
     def _readout(self, frames: LabelFrames) -> Readout:
         """Return how the labels are read; the last search is not repeated for a camera that sees them alike.
 
         A run opens its device for its statement and again for its labels.
         """
-        epsilon, delta = epsilon_of(self.section), self.section.delta
+        epsilon, delta = epsilon_of(self.options), self.options.delta
         wanted = self.readout, frames.fingerprint, epsilon, delta
         if wanted not in _LAST:
             found = self.readout.within(frames, epsilon=epsilon, delta=delta)
@@ -230,11 +230,11 @@ class _CameraProtection(OneLookProtection, ABC, Generic[Readout]):
         """See OneLookProtection.look."""
         frames = self._frames(device)
         frames.device.seek(LABEL_STEP)
-        return self._read(frames, self._plan.dataset.train.y.cpu(), pay)
+        return self._read(frames, self.dataset.train.y.cpu(), pay)
 
     def work_before(self) -> DeviceWork:
         """See Protection.work_before; one frame of each label."""
-        labels = len(self._plan.dataset.train)
+        labels = len(self.dataset.train)
         return DeviceWork(frames=labels, calls=math.ceil(labels / FRAMES_AT_ONCE))
 
     @abstractmethod
@@ -258,6 +258,6 @@ class LabelArgmaxProtection(_CameraProtection[ArgmaxReadout]):
 
     def _read(self, frames: LabelFrames, labels: Tensor, pay: Pay) -> Tensor:
         readout = self._readout(frames)
-        seed = self._plan.config.seed_for("labels")
+        seed = self.config.seed_for("labels")
         source: UniformSource = SystemUniforms() if seed is None else np.random.default_rng(seed)
         return read_argmax(readout, labels, source, pay=pay)

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
-from training.protections.config import LabelRandomizedResponseConfig, LabelReadoutConfig, OneLookConfig
 from training.protections.planning import epsilon_of, require_own_noise
 from training.protections.staged_responses import (
     LEAST_PART,
@@ -52,8 +51,6 @@ from training.runs.storage import read_array, write_array
 LABEL_STEP = 2**64 - 1
 """The step number under which labels are read, so that no training step repeats their noise."""
 _RECORDS_AT_ONCE = 4096
-_PAYMENT = "labels"
-"""What a ledger calls the one look at the labels."""
 
 Pay = Callable[[Mechanism], None]
 """Puts what is about to be released on record; called before anything is drawn."""
@@ -63,6 +60,8 @@ class OneLookProtection(Protection, ABC):
     """Labels that are looked at once; the run folder keeps what was observed."""
 
     needs = frozenset({"soft labels"})
+    payment: ClassVar[str] = "labels"
+    """What a ledger calls the one look at the labels."""
 
     @property
     @abstractmethod
@@ -92,20 +91,18 @@ class OneLookProtection(Protection, ABC):
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
         """See Protection.pay_upfront."""
         if not folder.labels_file.exists():
-            scores = self.look(device, lambda mechanism: ledger.pay_once(_PAYMENT, mechanism))
+            scores = self.look(device, lambda mechanism: ledger.pay_once(self.payment, mechanism))
             write_array(folder.labels_file, scores.numpy())
-        elif all(payment.name != _PAYMENT for payment in ledger.content.payments):
+        elif all(payment.name != self.payment for payment in ledger.content.payments):
             raise LedgerCorrupt(
                 f"{folder.ledger_file}: does not pay for {folder.labels_file.name}, which is there; restore it from a "
                 "copy"
             )
 
-    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
+    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels | None:
         """See Protection.soft_labels."""
-        flat_steps = math.ceil(
-            self._plan.config.protection_as(OneLookConfig).flat_prior * self._plan.total_steps
-        )
-        place, k = self._plan.config.torch_device, self._plan.dataset.n_classes
+        flat_steps = math.ceil(self.options.flat_prior * self.plan.total_steps)
+        place, k = self.config.torch_device, self.dataset.n_classes
         return StoredLabels(folder, place=place, n_classes=k, flat_steps=flat_steps)
 
 
@@ -115,29 +112,29 @@ class LabelReadoutProtection(OneLookProtection):
     @property
     def mechanism(self) -> LabelReadout:
         """See OneLookProtection.mechanism."""
-        options = self.section
-        start = LabelReadout(mu=1.0, **self._plan.credit)
+        options = self.options
+        start = LabelReadout(mu=1.0, **self.plan.credit)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
-        config, dataset = self._plan.config, self._plan.dataset
+        config, dataset = self.config, self.dataset
         noise = noise_stream(config.mode, config.seed_for("label-noise"), "label-noise")
         labels, k, mu = dataset.train.y.cpu(), dataset.n_classes, self.mechanism.mu
         if device is None:
             raise ValueError("device is missing: labels are read through the run's device")
-        return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay, credit=self._plan.credit)
+        return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay, credit=self.plan.credit)
 
     def work_before(self) -> DeviceWork:
         """See Protection.work_before; one reading of each label."""
-        labels = len(self._plan.dataset.train)
+        labels = len(self.dataset.train)
         return DeviceWork(projections=labels, calls=math.ceil(labels / _RECORDS_AT_ONCE))
 
-    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
+    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels | None:
         """See Protection.soft_labels; a device that cannot read labels is refused before the run begins."""
         if device is not None:
-            law = readable_law(device, self._plan.credit)
-            if not self._plan.config.protection_as(LabelReadoutConfig).top_up:
+            law = readable_law(device, self.plan.credit)
+            if not self.options.top_up:
                 codes = device.require("matrix").matrix().cpu().double().numpy()
                 require_own_noise(device, law, label_distance(codes), self.mechanism)
         return super().soft_labels(device, folder)
@@ -149,16 +146,16 @@ class RandomizedResponseProtection(OneLookProtection):
     @property
     def mechanism(self) -> RandomizedResponse:
         """See OneLookProtection.mechanism."""
-        options, start = self.section, RandomizedResponse.from_epsilon(1.0, self._plan.dataset.n_classes)
+        options, start = self.options, RandomizedResponse.from_epsilon(1.0, self.dataset.n_classes)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
-        return randomize(self._plan.dataset.train.y.cpu(), self.mechanism, self.source(), pay=pay)
+        return randomize(self.dataset.train.y.cpu(), self.mechanism, self.source(), pay=pay)
 
     def source(self) -> UniformSource:
         """Return what responses are drawn from: a generator of the run's seed, or the system in a release."""
-        seed = self._plan.config.seed_for("labels")
+        seed = self.config.seed_for("labels")
         return SystemUniforms() if seed is None else np.random.default_rng(seed)
 
 
@@ -167,19 +164,19 @@ class StagedResponseProtection(RandomizedResponseProtection):
 
     @property
     def _stages(self) -> int:
-        return self._plan.config.protection_as(LabelRandomizedResponseConfig).stages
+        return self.options.stages
 
     @property
     def mechanism(self) -> StagedResponse:  # type: ignore[override]
         """See OneLookProtection.mechanism."""
-        options, k = self.section, self._plan.dataset.n_classes
+        options, k = self.options, self.dataset.n_classes
         start = StagedResponse(step_epsilon=1.0, n_classes=k, stages=self._stages)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
     def require_covered(self) -> None:
         """See Protection.require_covered; records without plain features, or too few or too wide ones, are refused."""
         super().require_covered()
-        stages, dataset = self._stages, self._plan.dataset
+        stages, dataset = self._stages, self.dataset
         kind, reason = "tokens" if dataset.holds_tokens else dataset.target, None
         if kind != "class":
             reason = f"fits a model of the class to numeric features, and the records are of {kind!r}"
@@ -196,9 +193,9 @@ class StagedResponseProtection(RandomizedResponseProtection):
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
-        train, mechanism = self._plan.dataset.train, self.mechanism
+        train, mechanism = self.dataset.train, self.mechanism
         pay(mechanism)
-        x = train.x.to(self._plan.config.torch_device)
+        x = train.x.to(self.config.torch_device)
         return randomize_in_stages(x, train.y.cpu().numpy(), mechanism, self.source())
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
@@ -13,8 +15,9 @@ from accounting.mechanisms.labels import LabelReadout
 from accounting.theorems import require_poisson
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
+from opusim.devices.certificate import Certificate
 from opusim.errors import ConfigError
-from opusim.noise import GaussianNoise
+from opusim.noise import GaussianNoise, NoiseModel
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset
@@ -22,66 +25,84 @@ from training.data.features import map_from_facts
 from training.data.samplers import Sampler
 
 
-class Plan(Protocol):
-    """What a protection reads of a run that has not started; `training.engine.plan.RunPlan` is one."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(ABC):
+    """What a run is made of, before it starts; `training.engine.plan.RunPlan` makes one.
 
-    @property
-    def config(self) -> RunConfig:
-        """The resolved configuration."""
+    Attributes:
+        config: The configuration, with every default and the noise multiplier that its epsilon asks for.
+        dataset: The records, in principal components if the run trains on those.
+        network: The network to train, a `training.networks.base.Network`.
+        sampler: How records are drawn into batches.
+        description: The device's description, or None if the run has no device.
+        noise: The law of the device's noise, or None if it is unknown before the device is open.
+        certificate: The certificate that the guarantee rests on, or None if it rests on none.
+        wrap_writer: Wraps the writer of private gradients, for an audit that plants crafted ones; None for none.
+    """
 
-    @property
-    def dataset(self) -> Dataset:
-        """The records."""
-
-    @property
-    def sampler(self) -> Sampler:
-        """How records are drawn into batches."""
-
-    @property
-    def network(self) -> Any:
-        """The network to train."""
+    config: RunConfig
+    dataset: Dataset
+    network: Any
+    sampler: Sampler
+    description: DeviceDescription | None
+    noise: NoiseModel | None = None
+    certificate: Certificate | None = None
+    wrap_writer: Callable[[Any], Any] | None = None
 
     @property
     def credit(self) -> Mapping[str, Any]:
-        """Keywords of a mechanism that rests on the device's noise: its certificate and beta; empty without one."""
-
-    @property
-    def description(self) -> DeviceDescription | None:
-        """The device's description, or None if the run has no device."""
-
-    @property
-    def wrap_writer(self) -> Callable[[Any], Any] | None:
-        """What wraps the writer of private gradients, or None for nothing."""
-
-    def opened_device(self) -> AbstractContextManager[NoisyDevice | None]:
-        """Open the device of the run; gives None if it has none."""
+        """Keywords `beta` and `certificate` of a mechanism that rests on the device's noise; empty without one."""
+        if self.certificate is None or not self.config.protection.credits_device:
+            return {}
+        return {"beta": self.certificate.beta, "certificate": self.certificate.digest}
 
     @property
     def total_steps(self) -> int:
         """Number of steps of the whole run."""
+        return self.config.epochs * self.sampler.steps_per_epoch
 
     @property
     def sampling_probability(self) -> float:
-        """q, the probability with which a record enters a batch; raises NoGuarantee if the sampler has none."""
+        """q, the probability with which a record enters a batch.
+
+        Raises:
+            NoGuarantee: The sampling scheme has none.
+        """
+        probability = self.sampler.sampling_probability
+        if probability is None:
+            raise NoGuarantee(
+                f"sampler.scheme = {self.sampler.scheme!r} has no sampling probability; use 'poisson'"
+            )
+        return probability
+
+    @abstractmethod
+    def opened_device(self) -> AbstractContextManager[NoisyDevice | None]:
+        """Open the device of the run; gives None if it has none."""
 
 
-class ProtectedAlgorithm(Protocol):
-    """What a protection asks of the algorithm that it protects; `training.engine.algorithm.Algorithm` answers."""
+class ProtectedAlgorithm(ABC):
+    """What a protection asks of the algorithm that it protects; the base of `training.engine.algorithm.Algorithm`."""
+
+    applies: ClassVar[frozenset[str]] = frozenset()
+    """How it carries out a protection (`training.protections.base.Applied`); nothing by default."""
 
     @property
     def clips_by_layer(self) -> bool:
         """Whether each layer's contribution is clipped to C / sqrt(layers), instead of the whole one to C."""
+        return False
 
     @property
     def noise_guess(self) -> float:
         """Where the search for the noise multiplier starts, above 0."""
+        return 1.0
 
-    @property
-    def applies(self) -> Collection[str]:
-        """How it carries out a protection (`training.protections.base.Applied`)."""
-
+    @abstractmethod
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """What the run releases of whole records with this noise: in one step, or as its last iterate."""
+        """Return what a run releases of whole records with this noise: in one step, or as its last iterate.
+
+        Raises:
+            NoGuarantee: The sampler has no sampling probability.
+        """
 
 
 def require_covered(plan: Plan) -> None:

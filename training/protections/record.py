@@ -54,9 +54,7 @@ from training.protections.base import (
     PoissonProtection,
     PrivateGradients,
     Protection,
-    central_noise,
     noise_std,
-    noise_work,
     rounds_exactly,
 )
 from training.runs.folder import RunFolder
@@ -85,23 +83,23 @@ class RecordProtection(PoissonProtection):
     @cached_property
     def correlation(self) -> tuple[float, ...]:
         """See Protection.correlation."""
-        section, plan = self.section, self._plan
+        section = self.options
         if section.bands == 1:
             return (1.0,)
         if section.correlation is not None:  # as float32, in which the noise is computed
             return tuple(float(np.float32(value)) for value in section.correlation)
-        return banded_coefficients(section.bands, plan.total_steps, plan.config.optimizer)
+        return banded_coefficients(section.bands, self.plan.total_steps, self.config.optimizer)
 
     @property
     def rounds_exactly(self) -> bool:
         """See Protection.rounds_exactly; correlated noise is not."""
-        return rounds_exactly(self._plan) and self.section.bands == 1
+        return rounds_exactly(self.config) and self.options.bands == 1
 
     def require_covered(self) -> None:
         """See Protection.require_covered; correlated noise needs its own batches and the writer of `gradients`."""
-        bands, sampler = self.section.bands, self._plan.sampler
-        if bands > 1 and "gradients" not in self._algorithm.applies:
-            kind = self._plan.config.trainer.kind
+        bands, sampler = self.options.bands, self.plan.sampler
+        if bands > 1 and "gradients" not in self.algorithm.applies:
+            kind = self.config.trainer.kind
             reason = f"{bands} is for trainers whose gradients the protection writes, and {kind!r} adds its own noise"
             raise ConfigError("configuration", "protection.bands", f"{reason}; leave it out")
         is_cyclic = isinstance(sampler, CyclicPoissonSampler) and sampler.subsets == bands
@@ -118,10 +116,10 @@ class RecordProtection(PoissonProtection):
         Raises:
             NoGuarantee: An algorithm's own mechanism does not state the correlation of its noise.
         """
-        found = self._algorithm.mechanism(noise_multiplier)
-        if self.section.bands > 1 and getattr(found, "correlation", None) != self.correlation:
+        found = self.algorithm.mechanism(noise_multiplier)
+        if self.options.bands > 1 and getattr(found, "correlation", None) != self.correlation:
             raise NoGuarantee(
-                f"mechanism {found.kind!r}: does not state noise that is correlated over {self.section.bands} steps; "
+                f"mechanism {found.kind!r}: does not state noise that is correlated over {self.options.bands} steps; "
                 "leave protection.bands out"
             )
         return found
@@ -129,43 +127,43 @@ class RecordProtection(PoissonProtection):
     def resolved(self) -> dict[str, Any]:
         """See Protection.resolved."""
         found = super().resolved()
-        return dict(found) if self.section.bands == 1 else {**found, "correlation": self.correlation}
+        return dict(found) if self.options.bands == 1 else {**found, "correlation": self.correlation}
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
         """Pay for C that begins anew: a release run keeps neither noise nor coins, so its parts compose."""
         content = ledger.content
-        if self.section.bands > 1 and content.mode == "release" and content.payments:
+        if self.options.bands > 1 and content.mode == "release" and content.payments:
             step = self.mechanism(self.noise_multiplier)
-            ledger.pay_once(NEW_NOISE, step.repeated(self.section.bands - 1))
+            ledger.pay_once(NEW_NOISE, step.repeated(self.options.bands - 1))
 
     def gradients(self, device: NoisyDevice | None) -> RecordGradients:
         """See Protection.gradients."""
         ranks = Ranks()
         return RecordGradients(
-            clip_norm=self.section.clip,
+            clip_norm=self.options.clip,
             noise_multiplier=self.noise_multiplier,
-            divisor=self._plan.config.divisor,
-            noise=self._noise(device) if ranks.is_first else central_noise(self._plan, device),
-            by_layer=self._algorithm.clips_by_layer,
+            divisor=self.config.divisor,
+            noise=self._noise(device) if ranks.is_first else self.central_noise(device),
+            by_layer=self.algorithm.clips_by_layer,
             ranks=ranks,
         )
 
     def _noise(self, device: NoisyDevice | None) -> NoiseStream:
-        fresh, config = central_noise(self._plan, device), self._plan.config
-        if self.section.bands == 1:
+        fresh, config = self.central_noise(device), self.config
+        if self.options.bands == 1:
             return fresh
         return CorrelatedStream(
             fresh,
             self.correlation,
-            size=sum(parameter.numel() for parameter in self._plan.network.parameters),
+            size=sum(parameter.numel() for parameter in self.plan.network.parameters),
             stored=config.mode == "experiment",
             device=config.torch_device,
         )
 
     def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
         """See Protection.work_of_step; every parameter's gradient has noise."""
-        sizes = [parameter.numel() for parameter in self._plan.network.parameters]
-        return noise_work(self._plan, sizes, n_outputs)
+        sizes = [parameter.numel() for parameter in self.plan.network.parameters]
+        return self.noise_work(sizes, n_outputs)
 
 
 class LastIterateProtection(Protection):
@@ -175,7 +173,7 @@ class LastIterateProtection(Protection):
 
     def calibrated(self) -> float | None:
         """See Protection.calibrated."""
-        options = self.section
+        options = self.options
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
         found, _ = calibrate_noise(self.whole_run(), target_epsilon=options.epsilon, delta=options.delta)
@@ -183,12 +181,12 @@ class LastIterateProtection(Protection):
 
     def whole_run(self) -> Mechanism:
         """See Protection.whole_run."""
-        return self._algorithm.mechanism(self._algorithm.noise_guess)
+        return self.algorithm.mechanism(self.algorithm.noise_guess)
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
         """Pay for the last iterate, once: a run that was killed and resumes still releases only one."""
         if all(payment.name != LAST_ITERATE for payment in ledger.content.payments):
-            ledger.pay_once(LAST_ITERATE, self._algorithm.mechanism(self.noise_multiplier))
+            ledger.pay_once(LAST_ITERATE, self.algorithm.mechanism(self.noise_multiplier))
 
 
 @dataclass(frozen=True)

@@ -31,22 +31,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.errors import LedgerCorrupt
-from accounting.ledger.ledger import Ledger
 from accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.files import make_folder
 from opusim.randomness.rounded import toward_zero
 from training.data.public_map import cache_folder
-from training.protections.base import Protection, calibrated_once, central_noise, noise_work
-from training.protections.config import LabelReleaseConfig
+from training.protections.base import calibrated_once
 from training.protections.metric import Metric
-from training.protections.noisy_labels import LABEL_STEP
-from training.protections.planning import Plan, epsilon_of
+from training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
+from training.protections.planning import epsilon_of
 from training.ridge.config import RidgeConfig
 from training.runs.folder import RunFolder
-from training.runs.storage import write_array
 
 _ROWS, _COLUMNS = 4096, 1024
 """Records, and columns of S, of one matrix product."""
@@ -55,8 +51,6 @@ _NOT_KEPT = (OSError, ValueError, KeyError, IndexError, EOFError, TypeError, zip
 _LARGEST_SHARE = 2.0
 """Bound on the entries of a_i, which fixes the grid of their sums. |a_i| is at most 1 up to rounding, since S has the
 term w_i h_i h_i^T, with a weight that is not smaller."""
-_PAYMENT = "model"
-"""What a ledger calls the one release."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,44 +204,16 @@ def blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, torch.where(torch.isfinite(h).all(dim=1, keepdim=True), h, 0.0)
 
 
-def released(
-    plan: Plan, design: Design, x: Tensor, y: Tensor, *, mu: float, device: NoisyDevice | None
-) -> tuple[Tensor, Tensor]:
-    """Return R of a run, from the first noise of its source, and `LabelSums.total`.
-
-    Args:
-        plan: The run.
-        design: Its design.
-        x: Its training features.
-        y: Its training labels.
-        mu: Of the guarantee, above 0.
-        device: Its open device, or None without one.
-    """
-    sums = design.label_sums(x, y, plan.dataset.n_classes)
-    if not sums.largest:  # no record has a finite feature, so that nothing is read of labels
-        return sums.by_class, sums.total
-    noise = central_noise(plan, device)
-    for source in (device, noise):
-        if source is not None:
-            source.seek(LABEL_STEP)
-    drawn = noise.rounded(sums.by_class.numel(), noise_of(mu, sums.largest))
-    return drawn.added_to(sums.by_class), sums.total
-
-
-def public_design(plan: Plan, x: Tensor) -> Design:
+def public_design(x: Tensor, *, cached: bool, **settings: Any) -> Design:
     """Return the design of a protected run.
 
-    It is kept beside the features of a public map (`OPUSIM_CACHE`), and taken from there if the same features come
-    again.
-
     Args:
-        plan: The run.
         x: Its training features.
+        cached: Whether to keep it beside the features of a public map (`OPUSIM_CACHE`), and to take it from there if
+            the same features come again.
+        **settings: See `Design.levelled`.
     """
-    options, ridge = plan.config.protection_as(LabelReleaseConfig), plan.config.trainer_as(RidgeConfig).ridge
-    settings: dict[str, Any] = {"ridge": ridge, "rounds": options.rounds, "level": options.level}
-    keeps = plan.dataset.public_map is not None and not plan.config.data.is_own
-    file = _kept_file(x, settings) if keeps else None
+    file = _kept_file(x, settings) if cached else None
     if file is not None:
         with suppress(*_NOT_KEPT), file.open("rb") as stream, np.load(stream) as kept:
             factor, weights = (torch.from_numpy(kept[name]).to(x.device) for name in ("factor", "weights"))
@@ -278,53 +244,69 @@ def _keep(file: Path, arrays: Mapping[str, Any]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-class LabelReleaseProtection(Protection):
+class LabelReleaseProtection(OneLookProtection):
     """Labels: one noisy linear model, which the run folder keeps."""
 
     needs = frozenset({"own noise"})
+    payment = "model"
 
     @property
     def mechanism(self) -> LabelRelease:
         """What the one model releases at the run's epsilon."""
-        options = self.section
-        start = LabelRelease(mu=1.0, device_noise=options.noise == "device", **self._plan.credit)
+        options = self.options
+        start = LabelRelease(mu=1.0, device_noise=options.noise == "device", **self.plan.credit)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
-
-    def whole_run(self) -> LabelRelease:
-        """See Protection.whole_run."""
-        return self.mechanism
-
-    def calibrated(self) -> float | None:
-        """See Protection.calibrated; a model that no noise keeps within epsilon is refused before the run begins."""
-        _ = self.mechanism
-        return super().calibrated()
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> None:
         """See Protection.soft_labels: training sees the model; a device whose noise earns nothing is refused here."""
-        central_noise(self._plan, device)
+        self.central_noise(device)
 
     def work_before(self) -> DeviceWork:
         """See Protection.work_before; one draw for all weights, from as wide a window."""
-        dataset = self._plan.dataset
+        dataset = self.dataset
         width = dataset.n_features + 1
-        return noise_work(self._plan, [dataset.n_classes * width], width)
+        return self.noise_work([dataset.n_classes * width], width)
 
-    def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
-        """Pay for the model, then draw it; a run that has one takes that.
+    def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
+        """Return the one model, shape (k, d).
 
-        The design is computed first, because it needs no label and takes the time.
+        The design is computed before it is paid for, because it needs no label and takes the time.
         """
-        if folder.labels_file.exists():
-            if all(payment.name != _PAYMENT for payment in ledger.content.payments):
-                raise LedgerCorrupt(
-                    f"{folder.ledger_file}: does not pay for {folder.labels_file.name}, which is there; restore it "
-                    "from a copy"
-                )
-            return
-        dataset, place = self._plan.dataset, self._plan.config.torch_device
+        dataset, place = self.dataset, self.config.torch_device
         x, y = dataset.train.x.to(place), dataset.train.y.to(place)
-        design = public_design(self._plan, x)
-        mechanism = self.mechanism
-        ledger.pay_once(_PAYMENT, mechanism)
-        found, total = released(self._plan, design, x, y, mu=mechanism.mu, device=device)
-        write_array(folder.labels_file, design.model(found, total).cpu().numpy())
+        design, mechanism = self.design(x), self.mechanism
+        pay(mechanism)
+        found, total = self.drawn(design, x, y, mu=mechanism.mu, device=device)
+        return design.model(found, total).cpu()
+
+    def design(self, x: Tensor) -> Design:
+        """Return the design of the run's training features, which is kept if they come from a public map."""
+        return public_design(
+            x,
+            cached=self.dataset.public_map is not None and not self.config.data.is_own,
+            ridge=self.config.trainer_as(RidgeConfig).ridge,
+            rounds=self.options.rounds,
+            level=self.options.level,
+        )
+
+    def drawn(
+        self, design: Design, x: Tensor, y: Tensor, *, mu: float, device: NoisyDevice | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return R of the run, from the first noise of its source, and `LabelSums.total`.
+
+        Args:
+            design: Its design.
+            x: Its training features.
+            y: Its training labels.
+            mu: Of the guarantee, above 0.
+            device: Its open device, or None without one.
+        """
+        sums = design.label_sums(x, y, self.dataset.n_classes)
+        if not sums.largest:  # no record has a finite feature, so that nothing is read of labels
+            return sums.by_class, sums.total
+        noise = self.central_noise(device)
+        for source in (device, noise):
+            if source is not None:
+                source.seek(LABEL_STEP)
+        drawn = noise.rounded(sums.by_class.numel(), noise_of(mu, sums.largest))
+        return drawn.added_to(sums.by_class), sums.total

@@ -1,4 +1,4 @@
-"""The ridge trainer as the algorithm of a run: the closed form W = S^-1 sum_i h_i t_i^T, or the protected model."""
+"""The ridge trainer: the closed form W = S^-1 sum_i h_i t_i^T, or the protected model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from opusim.devices.base import NoisyDevice
-from opusim.devices.usage import DeviceWork, Usage
-from training.config.run import LossName, RunConfig
+from opusim.devices.usage import DeviceWork
+from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
 from training.engine.trainer import StepRecord, Trainer
@@ -25,87 +25,18 @@ from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 
 
-class RidgeTrainer(Trainer):
+class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Trainer):
     """One step: the weights become the closed form of all records, or the model that a protection released.
 
     The figures of the step are those of the fitted model.
 
-    Args:
-        network: One linear layer with a bias, set in place.
-        ridge: lambda over the mean of the diagonal of sum_i h_i h_i^T.
-        loss: Loss that the metrics report.
-        protected: Whether the run protects labels, so that a step takes the released model only.
-        device: The open device whose usage counts, or None.
-
     Attributes:
-        released: The model that a protection released, float64, shape (k, d), or None.
+        given: The model that a protection released, float64, shape (k, d), or None.
     """
 
-    kind = "ridge"
-
-    def __init__(
-        self,
-        network: FullyConnected,
-        *,
-        ridge: float,
-        loss: LossName = "cross-entropy",
-        protected: bool = False,
-        device: NoisyDevice | None = None,
-    ) -> None:
-        self.model = network.model
-        self._network, self._ridge, self._loss, self._device = network, ridge, LOSSES[loss], device
-        self.optimizer = torch.optim.SGD(network.linears[0].parameters())  # holds a rate that nothing uses
-        self._protected = protected
-        self.released: Tensor | None = None
-
-    def step(
-        self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
-    ) -> StepRecord:
-        """See Trainer.step; there are no diagnostics.
-
-        Raises:
-            NoGuarantee: The run protects labels, and no model was released.
-            TrainingDiverged: A weight is not finite in float32.
-        """
-        if self._protected and self.released is None:
-            raise NoGuarantee(
-                "trainer.kind = 'ridge': no protected model was released; prepare the run first"
-            )
-        linear = self._network.linears[0]
-        with torch.no_grad(), full_precision():
-            solved = self._fitted(x, y) if self.released is None else self.released
-            found = solved.to(linear.weight)
-            if not torch.isfinite(found).all():
-                raise TrainingDiverged("the model is not finite in float32; rescale the features (data.std)")
-            linear.weight.copy_(found[:, :-1])
-            linear.bias.copy_(found[:, -1])
-            output = linear(x)
-        return StepRecord(
-            loss_sum=self._loss(output, y).per_record.sum(dtype=torch.float64),
-            n_correct=(output.argmax(dim=1) == y).sum(),
-            n_records=len(x),
-        )
-
-    def _fitted(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return W, float64, shape (k, d)."""
-        design = Design.of(x, ridge=self._ridge)
-        return design.solved(design.sums(x, y, self._network.widths[-1]))
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """See Network.tensors."""
-        return self._network.tensors
-
-    @property
-    def usage(self) -> Usage:
-        """See Trainer.usage."""
-        return Usage() if self._device is None else self._device.usage
-
-
-class RidgeAlgorithm(Algorithm[RidgeConfig, FullyConnected, RidgeTrainer]):
-    """ridge."""
-
+    network: FullyConnected
     applies = frozenset({"own noise"})
+    given: Tensor | None = None
 
     @classmethod
     def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
@@ -133,18 +64,50 @@ class RidgeAlgorithm(Algorithm[RidgeConfig, FullyConnected, RidgeTrainer]):
         """See Algorithm.work_of_step; the protection draws all noise before."""
         return DeviceWork()
 
-    def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> RidgeTrainer:
-        """See Algorithm.trainer."""
-        config = self.plan.config
-        return RidgeTrainer(
-            self.network,
-            ridge=self.options.ridge,
-            loss=config.loss,
-            protected=config.protection.protects != "nothing",
-            device=device,
-        )
+    def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
+        """See Algorithm.open."""
+        self.device = device
+        self.optimizer = torch.optim.SGD(self.network.parameters)  # holds a rate that nothing uses
 
     def prepare(self, trainer: RidgeTrainer, folder: RunFolder) -> None:
         """Hand the trainer the model that the protection released; without one it fits its own."""
-        if self.plan.config.protection.protects != "nothing":
-            trainer.released = torch.from_numpy(read_array(folder.labels_file))
+        if self._protected:
+            trainer.given = torch.from_numpy(read_array(folder.labels_file))
+
+    @property
+    def _protected(self) -> bool:
+        """Whether the run protects labels, so that a step takes the released model only."""
+        return self.config.protection.protects != "nothing"
+
+    def step(
+        self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
+    ) -> StepRecord:
+        """See Trainer.step; there are no diagnostics.
+
+        Raises:
+            NoGuarantee: The run protects labels, and no model was released.
+            TrainingDiverged: A weight is not finite in float32.
+        """
+        if self._protected and self.given is None:
+            raise NoGuarantee(
+                "trainer.kind = 'ridge': no protected model was released; prepare the run first"
+            )
+        linear = self.network.linears[0]
+        with torch.no_grad(), full_precision():
+            solved = self._fitted(x, y) if self.given is None else self.given
+            found = solved.to(linear.weight)
+            if not torch.isfinite(found).all():
+                raise TrainingDiverged("the model is not finite in float32; rescale the features (data.std)")
+            linear.weight.copy_(found[:, :-1])
+            linear.bias.copy_(found[:, -1])
+            output = linear(x)
+        return StepRecord(
+            loss_sum=LOSSES[self.config.loss](output, y).per_record.sum(dtype=torch.float64),
+            n_correct=(output.argmax(dim=1) == y).sum(),
+            n_records=len(x),
+        )
+
+    def _fitted(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return W, float64, shape (k, d)."""
+        design = Design.of(x, ridge=self.options.ridge)
+        return design.solved(design.sums(x, y, self.network.widths[-1]))

@@ -14,6 +14,7 @@ from training.config.sections import Effect, Given, ProtectionSection, TrainerSe
 class RidgeConfig(TrainerSection):
     """A linear model in closed form: ridge regression on one-hot labels, one step on all records."""
 
+    implementation = "training.ridge.algorithm:RidgeTrainer"
     summary: ClassVar[str] = "A linear model in closed form, in one step; private for labels in one release."
     protections: ClassVar[tuple[str, ...]] = ("none", "label-release")
     device_keys: ClassVar[Mapping[str, str] | None] = {"protection.noise": "device"}
@@ -61,9 +62,3 @@ class RidgeConfig(TrainerSection):
     def uses_device(self, protection: ProtectionSection) -> bool:
         """With the device's noise."""
         return protection.noise == "device"
-
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.ridge.algorithm import RidgeAlgorithm
-
-        return RidgeAlgorithm

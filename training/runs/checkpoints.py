@@ -30,8 +30,11 @@ from training.runs.seal import REMEDY, Header, Seal, checkpoint_path, list_check
 class Trained(Protocol):
     """What a checkpoint keeps of a trainer (`training.engine.trainer.Trainer`)."""
 
-    model: nn.Module
     optimizer: torch.optim.Optimizer
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -273,7 +273,7 @@ def load_run(path: str | Path, *, model: nn.Module | None = None, trust_code: bo
     config = folder.read_config()
     newest = newest_checkpoint(folder)
     warn_if_changed(facts.get("code", []))
-    network = config.trainer.implementation().rebuild_network(facts["network"], model)
+    network = config.trainer.implementing_class().rebuild_network(facts["network"], model)
     checkpoint = read_checkpoint(newest)
     copy_parameters(checkpoint, network.tensors, newest)
     if is_import_path(config.loss):

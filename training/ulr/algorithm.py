@@ -13,7 +13,6 @@ from accounting.mechanisms import Mechanism
 from accounting.mechanisms.ulr import PublishedUlr
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
-from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.run import RunConfig
@@ -114,7 +113,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> UlrTrainer:
         """See Algorithm.trainer."""
-        config = self.plan.config
+        config = self.config
         return UlrTrainer(
             self.network,
             make_optimizer(self.network.parameters, config.optimizer),
@@ -130,18 +129,6 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         """See Algorithm.clips_by_layer."""
         return self.options.clip == "module"
 
-    def require_covered(self) -> None:
-        """See Algorithm.require_covered; the published form brings its own noise."""
-        protection = self.plan.config.protection
-        if self.options.form == "published" and protection.protects != "nothing":
-            raise ConfigError(
-                "configuration",
-                "protection.kind",
-                f"{protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
-                "use 'none', or trainer.form = 'proven'",
-            )
-        super().require_covered()
-
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
         """See Algorithm.released; the published form states the paper's formula."""
         if self.options.form == "published":
@@ -155,7 +142,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
 
     def _published_step(self) -> PublishedUlr:
         """Return one step of the published form, with the constants of the paper's eq. 11."""
-        network, sampler, config = self.network, self.plan.sampler, self.plan.config.sampler
+        network, sampler, config = self.network, self.plan.sampler, self.config.sampler
         sizes = [sum(p.numel() for p in network.layer_parameters(layer)) for layer in range(network.depth)]
         return PublishedUlr(
             target_std=self.options.target_std,
@@ -169,7 +156,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         )
 
     def _update(self, device: NoisyDevice | None) -> Update:
-        config, options = self.plan.config, self.options
+        config, options = self.config, self.options
         noise = self._output_noise(device)
         if options.form == "published":
             extra = noise_stream(config.mode, config.seed_for("extra-noise"), "extra-noise")
@@ -196,7 +183,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         Raises:
             ConfigError: The device's law is not Gaussian.
         """
-        config = self.plan.config
+        config = self.config
         if self.options.noise == "device" and device is not None:
             return DeviceNormals(device, key="trainer.noise")
         return noise_stream(config.mode, config.seed_for("output-noise"), "output-noise")

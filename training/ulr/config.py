@@ -20,6 +20,7 @@ MOST_COPIES = 10**6
 class UlrConfig(TrainerSection):
     """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
 
+    implementation = "training.ulr.algorithm:UlrAlgorithm"
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
     summary: ClassVar[str] = (
         "Unified likelihood ratio: forward passes with noise on one module's output at a time."
@@ -152,9 +153,3 @@ class UlrConfig(TrainerSection):
                 f"{run.protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
                 "use 'none', or trainer.form = 'proven'",
             )
-
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.ulr.algorithm import UlrAlgorithm
-
-        return UlrAlgorithm

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
-from opusim.devices.usage import Usage
 from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
 from training.engine.trainer import StepRecord, Trainer
@@ -136,7 +135,7 @@ class UlrTrainer(Trainer):
         protected: Whether a step must leave nothing of the records in the module's buffers and Python attributes.
     """
 
-    kind = "ulr"
+    network: ModuleSequence
 
     def __init__(
         self,
@@ -149,28 +148,24 @@ class UlrTrainer(Trainer):
         reports: bool = True,
         protected: bool = False,
     ) -> None:
-        self.model = network.model
-        self._protected = protected
-        self.optimizer = optimizer
-        self._network = network
+        self.network, self.optimizer, self.device = network, optimizer, device
         self._update = update
         self._loss = LOSS_VALUES[loss]
-        self._device = device
-        self._reports = reports
+        self._reports, self._protected = reports, protected
 
     def step(
         self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
     ) -> StepRecord:
         """See Trainer.step; the diagnostics are estimate_norm, one number per module."""
-        if self._device is not None:
-            self._device.seek(step)
+        if self.device is not None:
+            self.device.seek(step)
         self._update.seek(step)
         with preserved_state(self.model) if self._protected else nullcontext():
             return self._learn(x, y, step, observe=observe, records=records)
 
     def _learn(self, x: Tensor, y: Tensor, step: int, *, observe: bool, records: Tensor | None) -> StepRecord:
         """Take a step; arguments as in `step`."""
-        outputs = self._network.forward(x)
+        outputs = self.network.forward(x)
 
         def losses(output: Tensor, rows: slice) -> Tensor:
             labels = y[rows]
@@ -190,19 +185,9 @@ class UlrTrainer(Trainer):
         )
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """See Network.tensors."""
-        return self._network.tensors
-
-    @property
     def state(self) -> dict[str, Tensor]:
         """See Trainer.state."""
         return self._update.state
-
-    @property
-    def usage(self) -> Usage:
-        """See Trainer.usage."""
-        return self._device.usage if self._device is not None else Usage()
 
     def _report(self, used: Tensor, records: Tensor | None, step: int) -> None:
         """Warn of ignored records.
@@ -229,6 +214,6 @@ class UlrTrainer(Trainer):
     def _diagnostics(self) -> dict[str, list[float]]:
         norms = [
             float(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).norm())
-            for parameters in map(self._network.layer_parameters, range(self._network.depth))
+            for parameters in map(self.network.layer_parameters, range(self.network.depth))
         ]
         return {"estimate_norm": norms}

@@ -34,7 +34,7 @@ from training.networks.base import (
 from training.networks.network import FullyConnected, build_network
 from training.networks.record_gradients.probe import require_separate_outputs
 from training.networks.record_independence import invented_records
-from training.protections.base import DeviceNormals, SoftLabels, noise_work
+from training.protections.base import DeviceNormals, SoftLabels
 from training.runs.checkpoints import write_tensors
 from training.runs.folder import RunFolder
 from training.zeroth_order.config import ZoConfig
@@ -105,11 +105,11 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
 
     def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
         """See Algorithm.work_of_step; one number of noise for each direction."""
-        return noise_work(self.plan, [self.options.directions], n_outputs)
+        return self.protection.noise_work([self.options.directions], n_outputs)
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> ZoTrainer:
         """See Algorithm.trainer; processes that torchrun launched together share the batches."""
-        config, ranks = self.plan.config, Ranks()
+        config, ranks = self.config, Ranks()
         root = derive_seed(config.seed, "directions")
         if config.mode == "release":  # public, but chosen by no one
             root = int(ranks.broadcast([float(secrets.randbits(53))])[0])
@@ -142,14 +142,14 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
             root=trainer.root,
             perturbation=options.perturbation,
             directions=options.directions,
-            weight_decay=self.plan.config.optimizer.weight_decay,
+            weight_decay=self.config.optimizer.weight_decay,
             settle_every=options.settle_every,
             tensors=tensor_facts(tensors),
             base=parameters_digest(tensors),
         )
         if trainer.steps:
             kept, _ = read_header(path)
-            released = self.plan.config.mode == "release"
+            released = self.config.mode == "release"
             header = replace(header, base=kept.base, root=kept.root if released else header.root)
         elif options.keep_base:
             write_tensors(folder.path / BASE_FILE, tensors)
@@ -158,8 +158,18 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
     def require_covered(self) -> None:
         """See Algorithm.require_covered; also keys without a meaning for zo, and noise that is not its law's."""
         super().require_covered()
-        config = self.plan.config
-        _require_plain_descent(config)
+        config = self.config
+        tail = config.optimizer.averaged_tail
+        if tail:
+            reason = f"{tail} needs a second copy of the parameters, and the step log leads to the last ones"
+            raise ConfigError("configuration", "optimizer.averaged_tail", f"{reason}; leave it out for zo")
+        for key, plain in (("name", "sgd"), ("momentum", 0.0)):
+            value = getattr(config.optimizer, key)
+            if value != plain:
+                reason = (
+                    f"{value!r} is not for trainer.kind = 'zo', whose update has neither momentum nor moments"
+                )
+                raise ConfigError("configuration", f"optimizer.{key}", f"{reason}; leave it out")
         if config.protection.protects == "nothing":
             return
         if self.options.law == "laplace" and config.protection.noise == "device":
@@ -182,9 +192,8 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
     @property
     def noise_guess(self) -> float:
         """See Algorithm.noise_guess."""
-        plan = self.plan
-        epsilon = plan.config.protection.epsilon or math.inf
-        steps, probability = plan.total_steps, plan.sampler.sampling_probability or 1.0
+        epsilon = self.config.protection.epsilon or math.inf
+        steps, probability = self.plan.total_steps, self.plan.sampler.sampling_probability or 1.0
         return max(math.sqrt(steps) * probability / epsilon, 0.1)
 
     def mechanism(self, noise_multiplier: float) -> ZoGaussian | ZoLaplace:
@@ -196,7 +205,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         Raises:
             NoGuarantee: The sampler has no sampling probability.
         """
-        config = self.plan.config
+        config = self.config
         parameters: dict[str, Any] = {
             "sampling_probability": self.plan.sampling_probability,
             "clip_norm": config.protection.clip_norm or CLIP,
@@ -226,10 +235,10 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         Raises:
             ConfigError: The device's noise cannot be credited.
         """
-        config = self.plan.config
+        config = self.config
         if config.protection.protects == "nothing":
             return ScalarRelease(clip=None, divisor=config.divisor)
-        clip = self.clip_norm(config, self.plan.dataset.n_classes)
+        clip = self.clip_norm(config, self.dataset.n_classes)
         stream: NoiseStream = noise_stream(config.mode, config.seed_for("scalar-noise"), "scalar-noise")
         if device is not None:
             stream = DeviceNormals(device, credit=self.plan.credit)
@@ -261,31 +270,4 @@ def _require_same_steps(trainer: ZoTrainer) -> None:
         raise RunFolderError(
             f"steps done = {trainer.steps} here, but another of the {ranks.world} processes has a different number; "
             "resume from folders of one run, and delete newer checkpoints that not all of them have"
-        )
-
-
-def _require_plain_descent(config: RunConfig) -> None:
-    """Refuse keys of the optimizer that mean nothing to an update without moments.
-
-    Raises:
-        ConfigError: An average of weights, momentum or another optimizer.
-    """
-    optimizer = config.optimizer
-    if optimizer.averaged_tail:
-        raise ConfigError(
-            "configuration",
-            "optimizer.averaged_tail",
-            f"{optimizer.averaged_tail} needs a second copy of the parameters, and the step log leads to "
-            "the last ones; leave it out for zo",
-        )
-    wrong: dict[str, object] = {}
-    if optimizer.name != "sgd":
-        wrong["name"] = optimizer.name
-    if optimizer.momentum > 0:
-        wrong["momentum"] = optimizer.momentum
-    for key, value in wrong.items():
-        raise ConfigError(
-            "configuration",
-            f"optimizer.{key}",
-            f"{value!r} is not for trainer.kind = 'zo', whose update has neither momentum nor moments; leave it out",
         )

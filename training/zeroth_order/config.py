@@ -73,6 +73,7 @@ class ZoConfig(TrainerSection):
     The update takes lr, schedule and weight_decay of the section `optimizer`, and neither momentum nor moments.
     """
 
+    implementation = "training.zeroth_order.algorithm:ZoAlgorithm"
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
     summary: ClassVar[str] = (
         "Zeroth order: forward passes on both sides of random directions, a scalar for each."
@@ -161,9 +162,3 @@ class ZoConfig(TrainerSection):
     def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
         """Always."""
         return True
-
-    def implementation(self) -> Any:
-        """See KindSection.implementation."""
-        from training.zeroth_order.algorithm import ZoAlgorithm
-
-        return ZoAlgorithm

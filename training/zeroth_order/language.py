@@ -412,4 +412,4 @@ def _with_classes(config: RunConfig, n_classes: int) -> RunConfig:
             "data.n_classes",
             f"{config.data.n_classes} differs from the number of trainer.language.classes, {n_classes}; leave it out",
         )
-    return config.replaced(data={"n_classes": n_classes})
+    return config.unchecked(data={"n_classes": n_classes})

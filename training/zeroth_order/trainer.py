@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
-from opusim.devices.usage import Usage
 from opusim.processes.ranks import Ranks
 from opusim.randomness.rounded import Law, RoundedNoise, toward_zero
 from opusim.randomness.streams import NoiseStream, derive_seed
@@ -153,11 +152,10 @@ class ZoTrainer(Trainer):
         device: NoisyDevice | None = None,
         private: bool = False,
     ) -> None:
-        self.kind = config.kind
-        self.model = network.model.eval()
+        self.network, self.device = network, device
+        network.model.eval()
         self.root = root
         self.log: StepLog | None = None
-        self._network = network
         self._tensors = network.tensors
         self.perturbation = InPlacePerturbation(
             list(self._tensors.values()),
@@ -168,7 +166,6 @@ class ZoTrainer(Trainer):
         self._config, self._release = config, release
         self._loss = LOSS_VALUES[loss]
         self.ranks = ranks or Ranks()
-        self._device = device
         self._private = private
         self._counts = torch.zeros(2, dtype=torch.int64)  # steps done, losses that were not finite
 
@@ -228,11 +225,6 @@ class ZoTrainer(Trainer):
         return int(self._counts[1])
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """See Network.tensors."""
-        return self._network.tensors
-
-    @property
     def state(self) -> dict[str, Tensor]:
         """See Trainer.state: counts of steps and non-finite losses, and copies of half-precision parameters."""
         names, kept = (
@@ -244,11 +236,6 @@ class ZoTrainer(Trainer):
             for kind, tensors in kept.items()
             for number, tensor in tensors.items()
         }
-
-    @property
-    def usage(self) -> Usage:
-        """See Trainer.usage."""
-        return self._device.usage if self._device is not None else Usage()
 
     def before_checkpoint(self) -> None:
         """Settle half-precision parameters until the next step, and sync the log."""
@@ -296,8 +283,8 @@ class ZoTrainer(Trainer):
 
     def _noise(self, step: int) -> RoundedNoise | None:
         """Draw the noise on the directions' sums, in units of a loss; None unless this process draws it."""
-        if self._device is not None:
-            self._device.seek(step)
+        if self.device is not None:
+            self.device.seek(step)
         release = self._release
         if release.noise is None or not release.scale or self.ranks.rank:
             return None

@@ -226,7 +226,7 @@ def test_one_training_of_a_module_shows_what_its_steps_cost(tmp_path: Path, name
     assert updates.bound(Method.NORMAL_ESTIMATE).interval is not None
     low, high = updates.bound(Method.NORMAL_ESTIMATE).interval or (0.0, 0.0)
     assert low < 4.0 < high + 1.0
-    with replaced("training.protections.record:central_noise", _almost_silent):
+    with replaced("training.protections.base:Protection.central_noise", _almost_silent):
         loud = audit_one_training(tmp_path, **options, seed=4)
     assert loud.reading("all updates").auc > 0.99
 

@@ -26,7 +26,7 @@ from training.config.reading import load_config, merged
 from training.data import Dataset, Split, from_arrays
 from training.data.dataset import Standardisation
 from training.data.samplers import PoissonSampler
-from training.engine.plan import RunPlan, build_sampler, load_data, with_own_data
+from training.engine.plan import RunPlan, build_sampler, load_data, with_own_inputs
 from training.errors import RunFolderError, RunInterrupted
 from training.reports.run_report import write_report
 from training.runs.run import load_run, read_npz
@@ -158,7 +158,7 @@ def test_replacing_a_record_takes_more_noise() -> None:
     found = {}
     for relation in ("zero_out", "replace_one"):
         config = load_config(merged(of_trainer(NULL, "bp"), {"protection": {"relation": relation}}))
-        config = with_own_data(config, arrays(60))
+        config = with_own_inputs(config, arrays(60))
         plan = RunPlan.resolve(config, load_data(config, arrays(60)))
         found[relation] = plan.config.protection.noise_multiplier or 0.0
     assert found["replace_one"] > 1.3 * found["zero_out"]

@@ -10,9 +10,11 @@ from typing import ClassVar, Literal
 
 import pytest
 
+from opusim import Algorithm, Protection
 from opusim.errors import ConfigError
 from tests.support.packages import install
 from training.cli.options import key_rows
+from training.config.kinds import PROTECTIONS, TRAINERS
 from training.config.reading import load_config
 from training.config.sections import ProtectionSection
 
@@ -30,7 +32,7 @@ def opusim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, which says at its end whether it imported torch."""
     code = (
         "import sys\nfrom training.cli import main\ntry:\n    main()\nfinally:\n"
-        "    heavy = [name for name in ('torch', 'numba', 'lab_softmax.algorithm') if name in sys.modules]\n"
+        "    heavy = [name for name in ('torch', 'numba', 'lab_softmax.trainer') if name in sys.modules]\n"
         "    print('heavy:', *heavy)"
     )
     path = os.pathsep.join(map(str, [*PACKAGES, ROOT]))
@@ -108,3 +110,18 @@ def test_a_broken_package_is_one_line_and_leaves_the_others(
         load_config({"trainer": {"kind": "broken"}})
     assert load_config().trainer.kind == "pdfa"  # a package cannot replace a kind of opusim
     assert not any(key == "trainer.broken" for key, _, _ in key_rows())
+
+
+def test_every_kind_names_a_class_that_exists() -> None:
+    for kinds, base in ((TRAINERS, Algorithm), (PROTECTIONS, Protection)):
+        for name, section in kinds.every().items():
+            needed = {"epsilon": 1.0} if "epsilon" in section.model_fields else {}
+            if "kind" in section.dropped:
+                continue
+            assert issubclass(section(**needed).implementing_class(), base), name
+    for special in (
+        {"kind": "label-readout", "noise": "counts"},
+        {"kind": "label-readout", "noise": "argmax"},
+        {"kind": "label-randomized-response", "stages": 2},
+    ):
+        assert issubclass(PROTECTIONS.validated({**special, "epsilon": 1.0}).implementing_class(), Protection)

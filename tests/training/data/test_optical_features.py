@@ -24,7 +24,7 @@ from training.config.reading import load_config
 from training.data import load_dataset, public_map
 from training.data.optical_map import OpticalMap
 from training.engine.callbacks import Callback
-from training.engine.plan import RunPlan, load_data, with_own_data
+from training.engine.plan import RunPlan, load_data, with_own_inputs
 
 CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp"},
@@ -158,7 +158,7 @@ def test_no_record_changes_the_features_of_its_neighbours(device: str) -> None:
         stated = {"data": facts, "sampler": {"sampling_probability": 0.1}, "protection": protection}
         config = load_config({"trainer": {"kind": "bp"}, **stated})
         data = rows, np.arange(len(rows)) % 2
-        config = with_own_data(config, data)
+        config = with_own_inputs(config, data)
         return RunPlan.checked(config, load_data(config, data)).dataset.train.x
 
     before, after = (features("zero_out", np.vstack([row, x[1:]])) for row in (x[:1], np.full((1, 9), 9.0)))
@@ -182,7 +182,7 @@ def test_a_device_that_repeats_frames_joins_records(tmp_path: Path) -> None:
         kind = "bp" if protection["kind"] == "record" else "ridge"
         sampler = {"sampler": {"batch_size": 20}} if kind == "bp" else {}
         sections = {"trainer": {"kind": kind}, "data": stated, "protection": protection, **sampler}
-        config = with_own_data(load_config(sections), (x, y))
+        config = with_own_inputs(load_config(sections), (x, y))
         refused = pytest.raises(NoGuarantee, match="repeats frames") if kind == "bp" else nullcontext()
         with refused:
             RunPlan.checked(config, load_data(config, (x, y)))

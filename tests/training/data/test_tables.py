@@ -22,7 +22,7 @@ from training.data import Dataset, from_arrays
 from training.data import arrays as arrays_module
 from training.data import tables as tables_module
 from training.engine.callbacks import Callback
-from training.engine.plan import RunPlan, fingerprint, load_data, with_own_data
+from training.engine.plan import RunPlan, fingerprint, load_data, with_own_inputs
 from training.errors import DataError, RunFolderError
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run
@@ -42,7 +42,7 @@ CONFIG = {"trainer": {"kind": "bp"}, "model": {"hidden": [8]}, "epochs": 1, "sam
 
 
 def _load(data: Any, test: Any = None, label: Any = "species", **keys: Any) -> Dataset:
-    config = with_own_data(load_config({"data": keys}), data, label)
+    config = with_own_inputs(load_config({"data": keys}), data, label)
     return load_data(config, data, test)
 
 

@@ -114,9 +114,9 @@ def test_a_trainer_takes_no_protection_unless_it_lists_it(monkeypatch: pytest.Mo
 def test_a_trainer_that_declares_nothing_is_not_called_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lab_softmax.algorithm import SoftmaxAlgorithm
+    from lab_softmax.trainer import SoftmaxTrainer
 
-    monkeypatch.setattr(SoftmaxAlgorithm, "applies", frozenset())
+    monkeypatch.setattr(SoftmaxTrainer, "applies", frozenset())
     with pytest.raises(
         NoGuarantee, match="protection.kind = 'record' needs a trainer that applies 'gradients'"
     ):
@@ -129,9 +129,9 @@ def test_a_trainer_that_declares_nothing_is_not_called_private(
 def test_a_trainer_that_never_asks_for_its_writer_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lab_softmax.algorithm import SoftmaxAlgorithm
+    from lab_softmax.trainer import SoftmaxTrainer
 
-    monkeypatch.setattr(SoftmaxAlgorithm, "gradients", lambda self, device: None)
+    monkeypatch.setattr(SoftmaxTrainer, "gradients", lambda self, device: None)
     with pytest.raises(NoGuarantee, match="never asked for their writer"):
         train(config("softmax", **RECORD), data=arrays(), folder=tmp_path / "run")
 
@@ -139,14 +139,14 @@ def test_a_trainer_that_never_asks_for_its_writer_is_refused(
 def test_a_step_that_leaves_its_writer_out_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lab_softmax.algorithm import SoftmaxAlgorithm
+    from lab_softmax.trainer import SoftmaxTrainer
 
-    given = SoftmaxAlgorithm.gradients
+    given = SoftmaxTrainer.gradients
 
-    def drop(self: SoftmaxAlgorithm, device: object) -> None:
+    def drop(self: SoftmaxTrainer, device: object) -> None:
         given(self, device)
 
-    monkeypatch.setattr(SoftmaxAlgorithm, "gradients", drop)
+    monkeypatch.setattr(SoftmaxTrainer, "gradients", drop)
     with pytest.raises(NoGuarantee, match="step 0: trainer.kind = 'softmax' moved its parameters without"):
         train(config("softmax", **RECORD), data=arrays(), folder=tmp_path / "run")
 

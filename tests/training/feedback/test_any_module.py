@@ -101,7 +101,6 @@ def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> 
                 ModuleGradients(
                     view,
                     Objective.named("cross-entropy", "class"),
-                    kind=options.kind,
                     feedback=feedback_points(view, options, device if options.kind == "pdfa" else None),
                 ),
                 make_optimizer(view.parameters, OptimizerConfig()),
@@ -358,7 +357,6 @@ def test_a_device_that_fails_leaves_parameters_and_buffers(
             ModuleGradients(
                 view,
                 Objective.named("cross-entropy", "class"),
-                kind="pdfa",
                 feedback=feedback_points(view, PdfaConfig(), device),
             ),
             make_optimizer(view.parameters, OptimizerConfig()),

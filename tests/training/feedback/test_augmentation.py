@@ -62,7 +62,6 @@ def update(augmentation: Augmentation | None, *, clip: float = CLIP, noise: floa
         ModuleGradients(
             network,
             Objective.named("cross-entropy", "class"),
-            kind="bp",
             seed=3,
             augmentation=augmentation,
             tape=RecordTape(net, x[:2]),

@@ -116,7 +116,7 @@ def private_trainer(
     tape = RecordTape(model.train(), x[:3])
     trainer = FeedbackTrainer(
         ModuleGradients(
-            view, Objective.named("cross-entropy", "class"), kind=kind, feedback=feedback, seed=3, tape=tape
+            view, Objective.named("cross-entropy", "class"), feedback=feedback, seed=3, tape=tape
         ),
         make_optimizer(view.parameters, OptimizerConfig(lr=lr, momentum=0.0)),
         protection=writer,

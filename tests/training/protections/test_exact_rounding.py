@@ -65,10 +65,8 @@ def test_a_step_says_whether_its_sums_are_exactly_rounded(settings: dict[str, An
     ],
 )
 def test_only_the_processor_rounds_exactly(place: str, noise: str, exact: bool) -> None:
-    plan: Any = SimpleNamespace(
-        config=SimpleNamespace(torch_device=place, protection=SimpleNamespace(noise=noise))
-    )
-    assert rounds_exactly(plan) is exact
+    config: Any = SimpleNamespace(torch_device=place, protection=SimpleNamespace(noise=noise))
+    assert rounds_exactly(config) is exact
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from training.attacks.findings import Role
 from training.attacks.run_audit import audit_run
 from training.config.kinds import without_derived
 from training.config.reading import load_config
-from training.protections import released_model
+from training.protections import noisy_labels, released_model
 from training.protections.released_model import Design, public_design
 from training.ridge.algorithm import RidgeTrainer
 from training.runs.folder import RunFolder
@@ -223,7 +223,7 @@ def test_a_run_killed_between_payment_and_release_draws_no_second_noise_for_free
 ) -> None:
     """The same noise again in experiment mode; in release mode it would be other noise, which the budget refuses."""
     for mode in ("experiment", "release"):
-        killed(monkeypatch, (released_model, "write_array"), {**PROTECTED, "mode": mode}, tmp_path / mode)
+        killed(monkeypatch, (noisy_labels, "write_array"), {**PROTECTED, "mode": mode}, tmp_path / mode)
     run = training.train(folder=tmp_path / "experiment", resume=True, data=data())
     whole = training.train(PROTECTED, data=data(), folder=tmp_path / "whole")
     assert np.array_equal(weights_of(run), weights_of(whole))
@@ -235,7 +235,7 @@ def test_a_run_killed_between_payment_and_release_draws_no_second_noise_for_free
 
 def test_a_model_that_is_not_paid_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, (released_model, "public_design"), PROTECTED, tmp_path)
-    released_model.write_array(tmp_path / "labels.safetensors", np.zeros((CLASSES, FEATURES + 1)))
+    noisy_labels.write_array(tmp_path / "labels.safetensors", np.zeros((CLASSES, FEATURES + 1)))
     with pytest.raises(LedgerCorrupt, match="does not pay for labels"):
         training.train(folder=tmp_path, resume=True, data=data())
 
@@ -298,22 +298,15 @@ def test_a_kept_design_is_that_of_the_same_features(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Design, "levelled", classmethod(levelled))
 
-    config = load_config(
-        {
-            "data": {"name": "digits", "features": "hog"},
-            "trainer": {"kind": "ridge"},
-            "protection": {"epsilon": 1.0},
-        }
-    )
-    plan: Any = SimpleNamespace(config=config, dataset=SimpleNamespace(public_map={"map": "hog"}))
+    settings: dict[str, Any] = {"cached": True, "ridge": 0.01, "rounds": 1, "level": 1.0}
     x = torch.from_numpy(data()[0])
-    first, again = public_design(plan, x), public_design(plan, x)
+    first, again = public_design(x, **settings), public_design(x, **settings)
     assert len(counted) == 1
     assert torch.equal(first.metric.factor, again.metric.factor)
     assert torch.equal(first.weights, again.weights)
     assert first.ridge == again.ridge
     (file,) = (tmp_path / "features").iterdir()
     file.write_bytes(file.read_bytes()[:-100])
-    assert torch.equal(public_design(plan, x).weights, first.weights)
-    public_design(plan, x + 1)
+    assert torch.equal(public_design(x, **settings).weights, first.weights)
+    public_design(x + 1, **settings)
     assert len(counted) == 3

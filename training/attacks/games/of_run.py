@@ -26,11 +26,11 @@ from training.protections.released_model import LabelReleaseProtection
 GAME_TRIALS = 20_000
 """Trials of a game by default; its controls take as many."""
 _GAMES: tuple[tuple[type, Callable[[RunPlan], TwoWorlds]], ...] = (
+    (LabelReleaseProtection, ReleasedModelGame),
     (StagedResponseProtection, StagedLookGame),
     (OneLookProtection, LookGame),
     (AmplifiedLabelProtection, AmplifiedGame),
     (LastIterateProtection, LastIterateGame),
-    (LabelReleaseProtection, ReleasedModelGame),
 )
 
 

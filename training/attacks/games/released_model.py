@@ -25,12 +25,12 @@ from torch import Tensor
 from accounting.mechanisms.convex import ConvexLastIterate, learning_rates, proven_mu
 from accounting.mechanisms.labels import LabelRelease
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
-from training.convex.algorithm import last_iterate
+from training.convex.algorithm import ConvexAlgorithm
 from training.convex.config import ConvexConfig
 from training.convex.gated import GatedNetwork, GatedRelu
 from training.engine.plan import RunPlan
 from training.networks.optimizers import set_learning_rate
-from training.protections.released_model import LabelReleaseProtection, public_design, released
+from training.protections.released_model import LabelReleaseProtection
 
 RECORDS = 128
 """Records whose labels are attacked in one model."""
@@ -71,7 +71,7 @@ class ReleasedModelGame(TwoWorlds):
         x = torch.cat([_LENGTH * torch.eye(RECORDS), torch.zeros(RECORDS, RECORDS)])
         dataset = crafted(x, torch.arange(len(x)) % 2, n_classes=plan.dataset.n_classes)
         self._plan = replace(plan, dataset=dataset)
-        self._design = public_design(self._plan, x)
+        self._design = protection.design(x)
         whitened = self._design.metric.whiten(torch.cat([x, torch.ones(len(x), 1)], dim=1).double())
         self._shares = self._design.weights[:RECORDS, None] * whitened[:RECORDS]  # g_i, shape (RECORDS, d)
         left, _, right = torch.linalg.svd(self._shares, full_matrices=False)
@@ -101,8 +101,11 @@ class ReleasedModelGame(TwoWorlds):
         plan = self._plan.unchecked(seed=seed)
         x, y = plan.dataset.train.x, plan.dataset.train.y.clone()
         y[:RECORDS] = 0 if first else 1
+        protection = plan.protection
+        if not isinstance(protection, LabelReleaseProtection):
+            raise TypeError("plan: releases no linear model")
         with plan.opened_device() as device:
-            noisy, _ = released(plan, self._design, x, y, mu=self._mu, device=device)
+            noisy, _ = protection.drawn(self._design, x, y, mu=self._mu, device=device)
         seen = self._along(noisy[:2])
         known = self._from_others if first else -self._from_others
         return np.asarray((seen - known).numpy())[None]
@@ -166,7 +169,10 @@ class LastIterateGame(TwoWorlds):
         lean: float = LEAN,
     ) -> None:
         self._plan, self._lean = plan, lean
-        self._own = last_iterate(plan, self._options, plan.protection.noise_multiplier)
+        algorithm = plan.algorithm
+        if not isinstance(algorithm, ConvexAlgorithm):
+            raise TypeError(f"plan: trainer.kind = {plan.config.trainer.kind!r} has no last iterate")
+        self._own = algorithm.last_iterate(plan.protection.noise_multiplier)
         self._accounted = self._own if accounted is None else accounted
         self._position = int(np.argmax(self.exact_mus())) if position is None else position
         self._values: tuple[float, float] | None = None

@@ -420,4 +420,4 @@ def _descent(config: RunConfig, subject: Subject, steps: int, records: int) -> d
 
 def _clip(config: RunConfig, subject: Subject) -> float:
     """Return C, the largest norm of a record's contribution."""
-    return float(config.trainer.implementation().clip_norm(config, subject.n_classes))
+    return float(config.trainer.implementing_class().clip_norm(config, subject.n_classes))

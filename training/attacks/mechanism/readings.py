@@ -65,7 +65,7 @@ def released_steps(
         return _scalars(folder, config, mechanism, dataset)
     sums = noisy_sums(states, config, mechanism)
     if kind == "convex":
-        clip = float(config.trainer.implementation().clip_norm(config, dataset.n_classes))
+        clip = float(config.trainer.implementing_class().clip_norm(config, dataset.n_classes))
         expected = [convex_contribution(config, dataset, clip)] * len(sums)
         if isinstance(mechanism, ConvexLastIterate):
             return _last_iterate_sums(sums, expected, config, mechanism, clip)

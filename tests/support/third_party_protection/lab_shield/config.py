@@ -11,6 +11,7 @@ from training.config.sections import Given
 class ShieldConfig(ProtectionSection):
     """Whole records on Poisson batches, with a fixed noise multiplier."""
 
+    implementation = "lab_shield.protection:ShieldProtection"
     summary: ClassVar[str] = "Whole records at a fixed noise (from lab-shield)."
     poisson = True
     trainers: ClassVar[tuple[str, ...]] = ("bp", "softmax")
@@ -24,9 +25,3 @@ class ShieldConfig(ProtectionSection):
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
         """Poisson batches."""
         return {"sampler": {"scheme": "poisson"}}
-
-    def implementation(self) -> Any:
-        """The protection, imported when a run needs it."""
-        from lab_shield.protection import ShieldProtection
-
-        return ShieldProtection

@@ -1,7 +1,6 @@
 """How the protection takes part in a run: what a step releases, and what writes the gradients."""
 
 from opusim import PoissonProtection, RecordGradients
-from training.protections.base import central_noise
 
 
 class ShieldProtection(PoissonProtection):
@@ -9,13 +8,13 @@ class ShieldProtection(PoissonProtection):
 
     def mechanism(self, noise_multiplier):
         """Return one step of the algorithm on clipped records."""
-        return self._algorithm.mechanism(noise_multiplier)
+        return self.algorithm.mechanism(noise_multiplier)
 
     def gradients(self, device):
         """Return the writer of clipped and noised gradients."""
         return RecordGradients(
-            clip_norm=self.section.clip,
+            clip_norm=self.options.clip,
             noise_multiplier=self.noise_multiplier,
-            divisor=self._plan.config.divisor,
-            noise=central_noise(self._plan, device),
+            divisor=self.config.divisor,
+            noise=self.central_noise(device),
         )

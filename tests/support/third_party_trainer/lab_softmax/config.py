@@ -1,6 +1,6 @@
 """The options of the trainer; light, because `opusim train --help` imports it."""
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,7 @@ from opusim import TrainerSection
 class SoftmaxConfig(TrainerSection):
     """Softmax regression."""
 
+    implementation = "lab_softmax.trainer:SoftmaxTrainer"
     summary: ClassVar[str] = "Softmax regression at a temperature (from lab-softmax)."
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
 
@@ -17,9 +18,3 @@ class SoftmaxConfig(TrainerSection):
     """softmax: one linear layer."""
     temperature: float = Field(1.0, gt=0.0)
     """Temperature that divides the logits."""
-
-    def implementation(self) -> Any:
-        """The algorithm, imported when a run needs it."""
-        from lab_softmax.algorithm import SoftmaxAlgorithm
-
-        return SoftmaxAlgorithm

@@ -1,14 +1,14 @@
-"""How the trainer takes part in a run: its network, its trainer and its step."""
+"""How the trainer takes part in a run: its network, what it opens, and its step."""
 
 import torch
 
-from opusim import Algorithm, StepRecord, Trainer, Usage
+from opusim import Algorithm, StepRecord, Trainer
 from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.networks.optimizers import make_optimizer
 
 
-class SoftmaxAlgorithm(Algorithm):
+class SoftmaxTrainer(Algorithm, Trainer):
     """Trains one linear layer on the features."""
 
     applies = frozenset({"gradients"})
@@ -25,37 +25,21 @@ class SoftmaxAlgorithm(Algorithm):
         """The layer of a run folder."""
         return FullyConnected.from_facts(facts)
 
-    def trainer(self, device, labels=None):
-        """The trainer, with the protection's gradients."""
-        optimizer = make_optimizer(self.network.parameters, self.plan.config.optimizer)
-        return SoftmaxTrainer(self.network, optimizer, self.options, self.gradients(device))
-
-
-class SoftmaxTrainer(Trainer):
-    """A step of softmax regression."""
-
-    kind, usage = "softmax", Usage()
-
-    def __init__(self, network, optimizer, options, gradients):
-        self.network, self.optimizer, self.options, self.gradients = network, optimizer, options, gradients
-        self.model = network.model
-
-    @property
-    def tensors(self):
-        """The weight and the bias."""
-        return self.network.tensors
+    def open(self, device, labels):
+        """The optimizer, and the protection's gradients."""
+        self.optimizer = make_optimizer(self.network.parameters, self.config.optimizer)
+        self.private = self.gradients(device)
 
     def step(self, x, y, *, step, observe, records=None):
         """Project the error onto the features; the protection clips and noises it."""
         scores = self.model(x).detach() / self.options.temperature
         loss = cross_entropy(scores, y)
-        if self.gradients is None:
+        if self.private is None:
             self.network.set_gradient(0, loss.output_gradient, x, max(len(x), 1))
         else:
-            self.gradients.seek(step)
-            self.gradients.set_gradients(
-                [self.network.contributions([loss.output_gradient], [x])], records=records
-            )
+            self.private.seek(step)
+            parts = [self.network.contributions([loss.output_gradient], [x])]
+            self.private.set_gradients(parts, records=records)
         self.optimizer.step()
         correct = (scores.argmax(dim=1) == y).sum()
         return StepRecord(loss_sum=loss.per_record.sum().double(), n_correct=correct, n_records=len(x))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -85,10 +84,15 @@ class Medium:
         epoch: int = 0,
         dense_limit_mib: float = 1024,
     ) -> None:
-        checks.integer(n_inputs=n_inputs, minimum=1, maximum=MAX_INPUTS)
-        checks.integer(n_outputs=n_outputs, minimum=1, maximum=MAX_OUTPUTS)
-        checks.integer(seed=seed, minimum=0, maximum=MAX_SEED)
-        checks.integer(plane=plane, epoch=epoch, minimum=0, maximum=2**32 - 1)
+        for name, value, least, most in (
+            ("n_inputs", n_inputs, 1, MAX_INPUTS),
+            ("n_outputs", n_outputs, 1, MAX_OUTPUTS),
+            ("seed", seed, 0, MAX_SEED),
+            ("plane", plane, 0, 2**32 - 1),
+            ("epoch", epoch, 0, 2**32 - 1),
+        ):
+            if not (type(value) is int and least <= value <= most):
+                checks.integer(minimum=least, maximum=most, **{name: value})
         checks.non_negative(dense_limit_mib=dense_limit_mib)
         self.n_inputs = int(n_inputs)
         self.n_outputs = int(n_outputs)
@@ -283,8 +287,8 @@ def _blocks(length: int, size: int) -> Iterator[range]:
 
 def _window(name: str, window: slice | range, length: int) -> range:
     """Return a contiguous window of [0, length) as a range."""
-    named: dict[str, Any] = {name: window}
-    checks.instance((slice, range), **named)
+    if not isinstance(window, slice | range):
+        checks.instance((slice, range), **{name: window})
     resolved = range(*window.indices(length)) if isinstance(window, slice) else window
     if resolved.step != 1 or resolved.start < 0 or resolved.stop > length or resolved.stop < resolved.start:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,8 @@ class Medium:
             ("epoch", epoch, 0, 2**32 - 1),
         ):
             if not (type(value) is int and least <= value <= most):
-                checks.integer(minimum=least, maximum=most, **{name: value})
+                named: dict[str, Any] = {name: value}
+                checks.integer(minimum=least, maximum=most, **named)
         checks.non_negative(dense_limit_mib=dense_limit_mib)
         self.n_inputs = int(n_inputs)
         self.n_outputs = int(n_outputs)
@@ -288,7 +290,8 @@ def _blocks(length: int, size: int) -> Iterator[range]:
 def _window(name: str, window: slice | range, length: int) -> range:
     """Return a contiguous window of [0, length) as a range."""
     if not isinstance(window, slice | range):
-        checks.instance((slice, range), **{name: window})
+        named: dict[str, Any] = {name: window}
+        checks.instance((slice, range), **named)
     resolved = range(*window.indices(length)) if isinstance(window, slice) else window
     if resolved.step != 1 or resolved.start < 0 or resolved.stop > length or resolved.stop < resolved.start:
         raise ValueError(

@@ -257,7 +257,7 @@ class Instrument:
             self._law = "not known; calibrate the device" if law is None else law.describe()
             shown = reference_vectors(vectors, window.n_inputs).to(torch.int8).numpy()
             repeated, began = np.repeat(shown, readings, axis=0), time.perf_counter()
-            means = view.project(repeated).reshape(vectors, readings, -1).mean(axis=1)
+            means = view.read("project", repeated).reshape(vectors, readings, -1).mean(axis=1)
             self.pace.note("project", len(repeated), time.perf_counter() - began)
         finally:
             view.close()

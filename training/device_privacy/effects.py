@@ -279,7 +279,7 @@ class EffectTable:
         """
         try:
             with self._opened(self.effects[0], monitor=_MONITOR, **options) as device:
-                baseline = device.baseline
+                baseline = device.monitor.baseline
             with self._opened(effect, monitor=_MONITOR, **options) as device:
                 if baseline is not None:
                     device.compare_with(baseline)

@@ -403,5 +403,5 @@ def test_a_journal_can_be_read_after_a_failed_write(tmp_path: Path, monkeypatch:
 
 def test_an_entry_has_the_time_of_its_writing() -> None:
     now = datetime.datetime.now(datetime.UTC)
-    made = Entry.now("opu", "alice", "", calls=0, used=Usage(), busy_s=0.0)
+    made = Entry(device="opu", user="alice", run="", calls=0, used=Usage(), busy_s=0.0)
     assert abs(datetime.datetime.fromisoformat(made.time) - now) < datetime.timedelta(minutes=1)

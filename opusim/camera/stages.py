@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numba
 import numpy as np
@@ -218,17 +219,17 @@ class Light:
         checks.positive(quantum_efficiency=self.quantum_efficiency)
         checks.in_range(0, 1, quantum_efficiency=self.quantum_efficiency)
 
-    @property
+    @cached_property
     def anchor_e(self) -> float:
         """Photo-electrons of the anchor frame, averaged over pixels."""
         return self.quantum_efficiency * self.anchor_flux_per_s * self.exposure_us * 1e-6
 
-    @property
+    @cached_property
     def bias_e(self) -> float:
         """Electrons of the bias light in a frame."""
         return self.quantum_efficiency * self.bias_flux_per_s * self.exposure_us * 1e-6
 
-    @property
+    @cached_property
     def ambient_e(self) -> float:
         """Electrons of the ambient light in a frame."""
         return self.quantum_efficiency * self.ambient_flux_per_s * self.exposure_us * 1e-6
@@ -344,12 +345,12 @@ class Sensor:
             adc_bits=bits,
         )
 
-    @property
+    @cached_property
     def is_noisy(self) -> bool:
         """Whether two exposures of one pixel may differ."""
         return self.shot_noise or self.read_noise_e > 0
 
-    @property
+    @cached_property
     def top_dn(self) -> float:
         """Highest digital number; infinite without a converter."""
         return math.inf if self.adc_bits is None else float(2**self.adc_bits - 1)

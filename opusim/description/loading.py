@@ -109,7 +109,8 @@ def _overridden(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     result = _pruned(merged(content, overrides), removed)
     provenance = dict(result.get("provenance", {}))
     for key, value in flat(overrides).items():
-        if type(value) in NUMBERS and key.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
+        is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+        if is_number and key.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
             provenance[key] = {"status": "override", "source": "given by the caller"}
     present = flat(result)
     result["provenance"] = {key: entry for key, entry in provenance.items() if key in present}

@@ -92,7 +92,8 @@ class NoisyDevice(ABC):
         seed: int = 0,
         torch_device: torch.device | str = "cpu",
     ) -> None:
-        checks.choice(MODES, mode=mode)
+        if mode not in MODES:
+            checks.choice(MODES, mode=mode)
         if description.noise is not None and not self.reads_noise:
             raise ConfigError(
                 description.name,
@@ -234,7 +235,11 @@ class NoisyDevice(ABC):
         """
         if self.is_open:
             return self
-        self._require_own_names()
+        for name, value in vars(self).items():
+            if callable(getattr(NoisyDevice, name, None)) and not callable(value):
+                raise TypeError(
+                    f"{type(self).__name__} sets self.{name}, which hides a method of NoisyDevice; rename the attribute"
+                )
         self._access.acquire()
         try:
             self._access.once(self._open)
@@ -541,19 +546,6 @@ class NoisyDevice(ABC):
         batch = vectors.to(self._torch_device)
         y = self._read(lambda: self._project(batch), (batch.shape[0], self.n_outputs))
         return y.cpu().double().numpy()
-
-    def _require_own_names(self) -> None:
-        """Refuse an object whose attributes hide methods that the base class calls."""
-        hidden = sorted(
-            name
-            for name, value in vars(self).items()
-            if callable(getattr(NoisyDevice, name, None)) and not callable(value)
-        )
-        if hidden:
-            raise TypeError(
-                f"{type(self).__name__} sets self.{hidden[0]}, which hides a method of NoisyDevice; "
-                "rename the attribute"
-            )
 
     def _require_open(self) -> None:
         if not self.is_open:

@@ -12,9 +12,9 @@ are theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,11 +37,8 @@ _ROWS = ("weights", "variance", "reference_variance")
 """Fields of a baseline, in the order of the rows of its array."""
 
 
-class Readings(Protocol):
-    """How a monitor takes readings of a device; never of data."""
-
-    def __call__(self, vectors: torch.Tensor) -> np.ndarray:
-        """Return readings of these ternary vectors, float64, a row each."""
+Readings = Callable[[torch.Tensor], np.ndarray]
+"""How a monitor takes readings of a device, float64, a row for each of some ternary vectors; never of data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,6 @@ from opusim.camera.from_description import (
     exposure_of,
     laser_of,
     reference_beam_of,
-    speckle_law_of,
     speckle_of,
 )
 from opusim.camera.holography import HologramRecovery
@@ -84,8 +83,8 @@ class CameraDevice(NoisyDevice):
             raise ConfigError(
                 description.name, key, f"the kind {description.kind!r} takes no options; remove it"
             )
-        self._law = speckle_law_of(description, self.n_inputs)
         self.speckle = speckle_of(description, self.n_inputs, self.n_outputs)
+        self._law = self.speckle.law
         seed = self._seed if self.mode == "experiment" else None
         self._laser = laser_of(description, self.n_outputs, seed)
         self._beam = reference_beam_of(description, self._law.mirrors, self.n_outputs)

@@ -450,7 +450,8 @@ def noise_stream(mode: str, seed: int | None, purpose: str) -> NoiseStream:
     Raises:
         ValueError: an unknown mode, or no seed in ``experiment``.
     """
-    checks.choice(MODES, mode=mode)
+    if mode not in MODES:
+        checks.choice(MODES, mode=mode)
     if mode == "release":
         return SystemStream()
     if seed is None:

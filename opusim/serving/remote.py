@@ -141,20 +141,6 @@ def about(address: str) -> list[str]:
 
 def _described(address: str) -> tuple[Message, str, dict[str, Any]]:
     """Ask a server what it serves; returns its answer, HOST:PORT, and the options of the address."""
-    host, port, options = _parsed(address)
-    silence_s = float(options.get("silence_s", _CONNECT_S))
-    link = _linked(host, port, options.get("key"), address, silence_s if silence_s > 0 else _CONNECT_S)
-    try:
-        answer = link.ask(Message(kind="describe", values={"request": link.new_request()}))
-    finally:
-        link.close()
-    if answer.kind != "described":
-        raise told_error(answer)
-    return answer, f"{host}:{port}", options
-
-
-def _parsed(address: str) -> tuple[str, int, dict[str, Any]]:
-    """Return host, port and options of an address."""
     parts = urlsplit(address)
     try:
         host, port = parts.hostname, parts.port
@@ -170,11 +156,20 @@ def _parsed(address: str) -> tuple[str, int, dict[str, Any]]:
             options[key] = _OF_ADDRESS[key](text)
         except (ValueError, KeyError):
             raise ConfigError(address, key, f"{text!r} is no value for it; correct it") from None
-    return host, port, options
+    place, silence_s = f"{host}:{port}", float(options.get("silence_s", _CONNECT_S))
+    link = _linked(place, options.get("key"), address, silence_s if silence_s > 0 else _CONNECT_S)
+    try:
+        answer = link.ask(Message(kind="describe", values={"request": link.new_request()}))
+    finally:
+        link.close()
+    if answer.kind != "described":
+        raise told_error(answer)
+    return answer, place, options
 
 
-def _linked(host: str, port: int, key: str | None, name: str, silence_s: float) -> Link:
-    return Link(host, port, own_key(key), server_key(host, port), name=name, silence_s=silence_s)
+def _linked(place: str, key: str | None, name: str, silence_s: float) -> Link:
+    host, _, port = place.rpartition(":")
+    return Link(host, int(port), own_key(key), server_key(host, int(port)), name=name, silence_s=silence_s)
 
 
 class RemoteDevice(NoisyDevice):
@@ -384,7 +379,7 @@ class RemoteDevice(NoisyDevice):
         self._sought, self._readings = step, 0
 
     def _open(self) -> None:
-        self._link = self._connected()
+        self._link = _linked(self._options.address, self._options.key, self.name, self._options.silence_s)
         self._earlier, self._told = self.usage, Usage()
         self._readings = 0
         try:
@@ -405,12 +400,8 @@ class RemoteDevice(NoisyDevice):
         """See NoisyDevice._reconnect: a new connection, under which the session and a call under way stay."""
         if self._link is not None:
             self._link.close()
-        self._link = self._connected()
+        self._link = _linked(self._options.address, self._options.key, self.name, self._options.silence_s)
         self._link.beat(partial(self._alive, ""), self._beat_s)
-
-    def _connected(self) -> Link:
-        host, _, port = self._options.address.rpartition(":")
-        return _linked(host, int(port), self._options.key, self.name, self._options.silence_s)
 
     @property
     def _connection(self) -> Link:
@@ -425,7 +416,19 @@ class RemoteDevice(NoisyDevice):
         """Get a place on the server, and check that it serves what the description says."""
         link, patience = self._connection, patience_s(self._options.wait_s)
         until, told = time.monotonic() + patience, -_TELL_EVERY_S
-        values = self._wanted() | {"ticket": secrets.token_hex(8), "waits": patience > 0}
+        options = self._options
+        values = {
+            "n_inputs": self.n_inputs,
+            "n_outputs": self.n_outputs,
+            "outputs_from": options.outputs_from or 0,
+            "reserves": options.outputs_from is not None,
+            "exclusive": options.exclusive,
+            "mode": self.mode,
+            "seed": self._seed if self.mode == "experiment" else 0,
+            "run": options.run or f"{socket.gethostname()}:{os.getpid()}",
+            "ticket": secrets.token_hex(8),
+            "waits": patience > 0,
+        }
         while True:
             answer = link.ask(Message(kind="open", values={**values, "request": link.new_request()}))
             if answer.kind == "opened":
@@ -443,19 +446,6 @@ class RemoteDevice(NoisyDevice):
                 _LOG.warning("opusim: waiting for device %r, position %d: %s", self.name, position, reason)
             time.sleep(_ASK_AGAIN_S)
         self._take_opened(answer)
-
-    def _wanted(self) -> dict[str, Any]:
-        options = self._options
-        return {
-            "n_inputs": self.n_inputs,
-            "n_outputs": self.n_outputs,
-            "outputs_from": options.outputs_from or 0,
-            "reserves": options.outputs_from is not None,
-            "exclusive": options.exclusive,
-            "mode": self.mode,
-            "seed": self._seed if self.mode == "experiment" else 0,
-            "run": options.run or f"{socket.gethostname()}:{os.getpid()}",
-        }
 
     def _take_opened(self, answer: Message) -> None:
         self._session = answer.value("session", str)

@@ -87,7 +87,7 @@ class Server:
         self._journal = journal
         self._limits = limits or Limits()
         self._request_limit = int(self._limits.request_mib * MIB)
-        self._queue: FairQueue[str, Work] = FairQueue()
+        self._queue = FairQueue()
         self._places = Places(
             self._limits.clients,
             most_of_user=self._limits.clients_per_user,

@@ -80,9 +80,8 @@ class View:
         self.device = device
         self._columns = slice(window.first, window.first + window.n_outputs)
         self._whole = (window.first, window.n_outputs) == (0, device.n_outputs)
-        self.is_programmable = "program" in device.capabilities
-        """Whether the law is that of what the device holds, which must not be written before a client asks for it."""
-        self.law = None if self.is_programmable else self._found_law()
+        # The law of a programmable device is that of what it holds, which is not written before a client asks for it.
+        self.law = None if "program" in device.capabilities else self._found_law()
         self.usage = Usage() if shared else device.usage
         """What this client has used."""
         self.held = 0

@@ -33,7 +33,6 @@ from accounting.labels.observations import (
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
-from opusim.devices.camera import CameraDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
@@ -329,8 +328,9 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
         ConfigError: See `creditable_law`, or its matrix is not known.
     """
     if isinstance(device.noise, (PhotonCountNoise, FluctuatingCountNoise)):
-        holograms = isinstance(device, CameraDevice) and device.is_holographic
-        way = "'digital'" if holograms else "'counts' or 'argmax'"
+        camera = device.description.camera
+        is_counted = camera is None or camera.reference_beam is None
+        way = "'counts' or 'argmax'" if is_counted else "'digital'"
         reason = f"'device' takes a Gaussian law, and device {device.name!r} counts photons; use {way}"
         raise ConfigError("configuration", "protection.noise", reason)
     law = creditable_law(device, credit=credit)

@@ -233,6 +233,9 @@ _LONGEST_WAIT_S = 86_400.0
 class Access:
     """Calls a device with time-outs and retries.
 
+    Attributes:
+        call: makes a call, and makes it again after a failure that may pass.
+
     Args:
         settings: how long and how often.
         name: the device's name, for messages and the lock.
@@ -245,6 +248,7 @@ class Access:
         self._reconnect = reconnect
         self._caller: _Caller | None = None
         self._use = ExclusiveUse(name)
+        self.call = self.once if settings.attempts == 1 else self._repeated
 
     def acquire(self) -> None:
         """Acquire the device if its description allows one holder only; errors as `ExclusiveUse.acquire`."""
@@ -258,14 +262,12 @@ class Access:
             self._caller = None
         self._use.release()
 
-    def call(self, act: Callable[[], Result]) -> Result:
+    def _repeated(self, act: Callable[[], Result]) -> Result:
         """Return the result of a call, repeated after a failure that may pass; the device is reconnected in between.
 
         Raises:
             DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, if every attempt failed.
         """
-        if self._settings.attempts == 1:
-            return self.once(act)
         attempts = Retrying(
             retry=retry_if_exception_type(TRANSIENT),
             stop=stop_after_attempt(self._settings.attempts),

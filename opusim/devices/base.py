@@ -389,7 +389,7 @@ class NoisyDevice(ABC):
         if not (type(step) is int and 0 <= step < 2**64):
             checks.integer(step=step, minimum=0, maximum=2**64 - 1)
         self._seek(step)
-        if step != self._last_sought and self._monitor.due(step):
+        if self.description.monitor is not None and step != self._last_sought and self._monitor.due(step):
             self._monitor.check(step)
         self._last_sought = step
 

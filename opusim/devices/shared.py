@@ -68,8 +68,7 @@ class SharedDevice(NoisyDevice):
             return device.description, window, device.stated_noise, device.usage
 
         whole, window, self._law, self._usage = ranks.on_first(opened)
-        # The held device has the sections [access] and [monitor].
-        super().__init__(whole.model_copy(update={"access": None, "monitor": None}), **window)
+        super().__init__(whole.model_copy(update={"access": None}), **window)  # the held device has it
         self.description, self.world = whole, ranks.world
         self.open()
 
@@ -164,6 +163,10 @@ class SharedDevice(NoisyDevice):
 
     def _seek(self, step: int) -> None:
         self._step = step
+
+    @override
+    def _begin_monitor(self, baseline: Baseline | None) -> None:
+        """The held device has the monitor."""
 
     def _shared_out(
         self, read: Callable[[NoisyDevice], Tensor], shape: tuple[int, int], counts: Sequence[int]

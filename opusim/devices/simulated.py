@@ -86,14 +86,13 @@ class SimulatedDevice(NoisyDevice):
         return GaussianNoise(std=self._std, n_outputs=self.n_outputs)
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
-        return self._noisy(self.medium.project(x))
+        y = self.medium.project(x)
+        return y if self._stream is None else self._stream.add_to(y, self._std)
 
     def _intensities(self, x: torch.Tensor) -> torch.Tensor:
         """|P x|^2 / 2 + |Q x|^2 / 2."""
         p, q = self._complex_medium
-        return self._noisy(p.project(x).square_().add_(q.project(x).square_()).mul_(0.5))
-
-    def _noisy(self, y: torch.Tensor) -> torch.Tensor:
+        y = p.project(x).square_().add_(q.project(x).square_()).mul_(0.5)
         return y if self._stream is None else self._stream.add_to(y, self._std)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:

@@ -19,6 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+_PLAIN = (float, int)
+"""Types of the usual values, which are checked without an array."""
+
 
 def positive(*, remedy: str = "", **values: Any) -> None:
     """Every value is a finite number above 0 (arrays: every element).
@@ -28,6 +31,8 @@ def positive(*, remedy: str = "", **values: Any) -> None:
         ValueError: a value is 0, negative, infinite or NaN.
     """
     for name, value in values.items():
+        if type(value) in _PLAIN and 0 < value < math.inf:
+            continue
         array = _real_array(name, value)
         if not bool(np.all(np.isfinite(array) & (array > 0))):
             _refuse(name, value, "must be finite and above 0", remedy)
@@ -41,7 +46,7 @@ def non_negative(*, remedy: str = "", **values: Any) -> None:
         ValueError: a value is negative, infinite or NaN.
     """
     for name, value in values.items():
-        if type(value) is float and 0 <= value < math.inf:  # the usual case, without an array
+        if type(value) in _PLAIN and 0 <= value < math.inf:
             continue
         array = _real_array(name, value)
         if not bool(np.all(np.isfinite(array) & (array >= 0))):
@@ -56,6 +61,8 @@ def finite(*, remedy: str = "", **values: Any) -> None:
         ValueError: a value is infinite or NaN.
     """
     for name, value in values.items():
+        if type(value) in _PLAIN and -math.inf < value < math.inf:
+            continue
         if not bool(np.all(np.isfinite(_real_array(name, value)))):
             _refuse(name, value, "must be finite", remedy)
 
@@ -68,6 +75,8 @@ def in_range(low: float, high: float, *, remedy: str = "", **values: Any) -> Non
         ValueError: a value lies outside, or is NaN.
     """
     for name, value in values.items():
+        if type(value) in _PLAIN and low <= value <= high:
+            continue
         array = _real_array(name, value)
         if not bool(np.all((array >= low) & (array <= high))):
             _refuse(name, value, f"must lie in [{low:g}, {high:g}]", remedy)

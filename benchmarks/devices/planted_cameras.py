@@ -85,7 +85,7 @@ class PlantedExposure(Exposure):
         """See `Exposure`; the four frames of a row are p, a - p, n and a - n."""
         parts = field.double().numpy().reshape(2, 2, len(y), -1)  # (parts of the field, signs, rows, pixels)
         shown = np.stack([parts, np.asarray(total, dtype=np.float64)[:, None, None] - parts], axis=2)
-        pixel = self._pixel()
+        pixel = self._pixel
         rates = pixel[0] * np.sum(np.square(shown), axis=0) + pixel[1]  # (signs, complements, rows, pixels)
         frames = rates.transpose(2, 0, 1, 3).reshape(-1, rates.shape[-1])
         numbers = self._numbers(frames, pixel[2]).reshape(len(y), 2, 2, -1)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -118,7 +119,7 @@ class Exposure:
     response: np.ndarray
     offset_e: np.ndarray
 
-    @property
+    @cached_property
     def gain_e(self) -> np.ndarray:
         """Electrons of a field of |u|^2 = 1 in mirror units, at each pixel: N_a / (2 mirrors) (1 + PRNU)."""
         return self.light.anchor_e / (2.0 * self.mirrors) * self.response
@@ -128,12 +129,12 @@ class Exposure:
         """Dark charge of a frame, electrons: of each pixel, or of all."""
         return self.dark_current_e
 
-    @property
+    @cached_property
     def floor_e(self) -> np.ndarray:
         """Electrons that a law may credit, at each pixel: bias light (1 + PRNU) + dark charge."""
         return np.asarray(self.light.bias_e * self.response + self.dark_charge_e)
 
-    @property
+    @cached_property
     def dark_e(self) -> np.ndarray:
         """Electrons of a frame without coherent light, at each pixel: the floor and ambient light (1 + PRNU)."""
         return self.floor_e + self.light.ambient_e * self.response
@@ -182,7 +183,7 @@ class Exposure:
         Returns:
             float32, shape (frames, n_outputs), DN.
         """
-        return self._expose(field, self._pixel(), stream)
+        return self._expose(field, self._pixel, stream)
 
     def expose_uniform(self, photons: float, frames: int, stream: NoiseStream) -> np.ndarray:
         """Return frames under uniform light: rate = (quantum_efficiency photons + bias) (1 + PRNU) + dark charge.
@@ -195,7 +196,7 @@ class Exposure:
         Returns:
             float32, shape (frames, n_outputs), DN.
         """
-        pixel = self._pixel()
+        pixel = self._pixel.copy()
         pixel[1] += self.light.quantum_efficiency * photons * self.response
         dark = torch.zeros((1, 1, 1)).expand(2, frames, self.response.size)
         return self._expose(dark, pixel, stream).numpy()
@@ -231,7 +232,7 @@ class Exposure:
         """
         rows = y.shape[0]
         parts = field.view(2, 2, rows, -1).transpose(0, 1).reshape(4, rows, -1).numpy()
-        noise, pixel, sensor = self._normal(8, rows, stream), self._pixel(), self.sensor.numbers()
+        noise, pixel, sensor = self._normal(8, rows, stream), self._pixel, self.sensor.numbers()
         out = y.numpy()
 
         def work(start: int, stop: int) -> None:
@@ -260,6 +261,7 @@ class Exposure:
         pixels = self.response.size if self.sensor.is_noisy else 0
         return stream.normal((planes, rows, pixels)).numpy()
 
+    @cached_property
     def _pixel(self) -> np.ndarray:
         """gain_e, dark_e and offset_e, float64, shape (3, n_outputs)."""
         return np.stack([self.gain_e, self.dark_e, self.offset_e])

@@ -422,7 +422,7 @@ def require_unsaturated(
         ConfigError: more outputs are full than the description allows.
     """
     allowed = settings.anchor.most_saturated or MOST_SATURATED
-    worst = max(shares, key=lambda f: shares[f])
+    worst = max(shares, key=shares.__getitem__)
     if shares[worst] <= allowed:
         return
     frame = "the anchor" if worst == 1 else f"a frame with {worst:.0%} of the mirrors on"

@@ -132,11 +132,12 @@ class SpeckleLaw:
     grain_pixels: int
     dense_limit_mib: float
 
-    @property
+    @cached_property
     def mirrors(self) -> int:
         """Mirrors of the anchor."""
         return self.n_inputs + self.reference
 
+    @cached_property
     def weights(self) -> tuple[float, ...]:
         """Return a_0, a_1, ..., with squares that sum to 1: the field of pixel j is sum_k a_k u_(j+k)."""
         if self.grain_pixels > 1:
@@ -319,7 +320,7 @@ class Speckle:
 
     def _pixel_tile(self, plane: int, pixels: range, inputs: range, point: int) -> torch.Tensor:
         """Return transposed entries at contiguous pixels, at a point of time, with grain, on the grid of 2^-12."""
-        shares = self.law.weights()
+        shares = self.law.weights
         wide = range(pixels.start, pixels.stop + len(shares) - 1)
         (first, weight), *others = medium_weights(point)
         tile = self._medium(plane, first, wide.stop).tile(wide, inputs)

@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numba
 import numpy as np
@@ -221,12 +222,12 @@ class Sensor:
             adc_bits=bits,
         )
 
-    @property
+    @cached_property
     def is_noisy(self) -> bool:
         """Whether two exposures of one pixel may differ."""
         return self.shot_noise or self.read_noise_e > 0
 
-    @property
+    @cached_property
     def top_dn(self) -> float:
         """Highest digital number; infinite without a converter."""
         return math.inf if self.adc_bits is None else float(2**self.adc_bits - 1)

@@ -252,5 +252,5 @@ class ProgrammableDevice(NoisyDevice):
         self._scale, self._elapsed_s = scale, 0.0
         seconds, joules = self.programming_cost()
         self._meter.count_programming(seconds=seconds, joules=joules)
-        if scale == 1.0 and self._is_open:
+        if scale == 1.0 and self.is_open:
             self._begin_monitor(None)

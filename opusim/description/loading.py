@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from opusim import plugins
-from opusim.description.schema import EXEMPT_FROM_PROVENANCE, DeviceDescription, is_number
+from opusim.description.schema import EXEMPT_FROM_PROVENANCE, NUMBERS, DeviceDescription
 from opusim.description.section import did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
@@ -109,7 +109,8 @@ def _overridden(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     result = _pruned(merged(content, overrides), removed)
     provenance = dict(result.get("provenance", {}))
     for key, value in flat(overrides).items():
-        if is_number(value) and key.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
+        is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+        if is_number and key.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
             provenance[key] = {"status": "override", "source": "given by the caller"}
     present = flat(result)
     result["provenance"] = {key: entry for key, entry in provenance.items() if key in present}

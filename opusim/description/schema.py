@@ -104,9 +104,8 @@ LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a plain value is a number or a list of numbers, which needs a provenance."""
-    return isinstance(value, (int, float, list)) and not isinstance(value, bool)
+NUMBERS = (int, float, list)
+"""Types of plain values that are numbers, or lists of them, and need a provenance; a bool is none."""
 
 
 class MediumSettings(StrictSection):
@@ -385,4 +384,4 @@ class DeviceDescription(StrictSection):
         """Return every number, and every list of numbers, under its dotted key, in the files' order."""
         content = self.dump()
         content.pop("provenance", None)
-        return {key: value for key, value in flat(content).items() if is_number(value)}
+        return {key: value for key, value in flat(content).items() if type(value) in NUMBERS}

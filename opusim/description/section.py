@@ -16,9 +16,9 @@ import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from opusim.errors import ConfigError
@@ -28,32 +28,15 @@ _NAMED_KEY = re.compile(r"(?P<key>[a-z][a-z_0-9]*(?:\.[a-z_0-9]+)*)(?: = |: )")
 
 
 class Section(BaseModel):
-    """A part of a configuration: frozen, unknown keys refused, numbers finite and at most `largest_number`."""
+    """A part of a configuration: frozen, unknown keys refused, numbers finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
-
-    largest_number: ClassVar[float] = 1e12
-    """Products of two such numbers stay far below the largest float32, 3e38."""
-    largest: ClassVar[dict[str, float]] = {}
-    """Smaller limits of single keys."""
-
-    @model_validator(mode="after")
-    def _check_magnitudes(self) -> Self:
-        for name in type(self).model_fields:
-            value, limit = getattr(self, name), self.largest.get(name, self.largest_number)
-            if isinstance(value, float) and abs(value) > limit:
-                raise ValueError(
-                    f"{name} = {value:g} exceeds {limit:g}, beyond which float32 overflows; lower it"
-                )
-        return self
 
 
 class StrictSection(Section):
     """A section that converts no types: a string is no number, and 2.0 is no integer."""
 
     model_config = ConfigDict(strict=True, populate_by_name=True)
-
-    largest_number: ClassVar[float] = float("inf")
 
 
 class BadKey(ValueError):

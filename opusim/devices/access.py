@@ -1,39 +1,121 @@
 """Reach a device that may fail: time-outs, retries with growing waits, and one holder at a time.
 
-An exclusive device is locked by a file that names its holder (`ExclusiveUse`). `require_present` tells whether a device
-can be opened on this machine at all, before anything heavy is imported.
+`held` is a lock that names its holder: one process at a time uses a device, or writes a folder. The kernel releases it
+when its holder dies. filelock (4.2.11 and later) opens the lock file without following symbolic links and never
+truncates it. The holder's name is written only into a regular file that has a single name and is empty or holds an
+earlier holder's name, so that a link in a shared folder cannot redirect the write to another file.
+
+`require_present` tells whether a device can be opened on this machine at all, before anything heavy is imported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import fcntl
 import importlib.util
 import logging
 import os
 import queue
 import re
+import socket
 import stat
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from filelock import FileLock, Timeout
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from opusim.description.schema import AccessSettings, DeviceDescription
-from opusim.devices.locks import LockHeld, held
 from opusim.errors import DeviceBusy, DeviceError, DeviceTimeout, DeviceUnavailable
-from opusim.files import parse_json, read_bytes
+from opusim.files import open_to_read, parse_json, read_bytes
 from opusim.processes import Abandoned, environment_number, pausing
 
 FOLDER_VARIABLE = "OPUSIM_LOCKS"
 WAIT_VARIABLE = "OPUSIM_WAIT"
 _LOG = logging.getLogger("opusim")
 _ASK_AGAIN_S = 0.5
+_NAME_LIMIT = 4096
+_MARK = b"process "
+"""What a holder's name begins with; a file with other content is not a lock."""
+
+
+class LockHeld(Exception):  # a state that callers turn into their own error
+    """Another process, or another place of this one, holds the lock; `holder` says which."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a lock file, which names this process while it is held.
+
+    Args:
+        path: the file; its folder is there.
+
+    Raises:
+        LockHeld: another process holds it, or another place of this one.
+        OSError: the file cannot be written, or is no lock: a link, a named pipe, or a file with other content.
+    """
+    lock = FileLock(
+        path,
+        mode=path.parent.stat().st_mode & 0o666 | 0o600,  # as open as its folder, which users may share
+        blocking=False,
+        thread_local=False,
+        fallback_to_soft=False,
+        on_acquired=_write_holder,
+    )
+    try:
+        lock.acquire()
+    except Timeout:
+        text = ""  # who holds it, as far as its file tells
+        with suppress(OSError), os.fdopen(open_to_read(path), "rb") as file:
+            text = file.read(_NAME_LIMIT).decode(errors="replace")
+        raise LockHeld(" ".join(text.split()) or "another process") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_held(path: Path) -> bool:
+    """Whether some process holds a lock file.
+
+    Asking writes nothing, but holds the file for an instant, in which a process that wants the lock is refused.
+    """
+    try:
+        descriptor = open_to_read(path)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _write_holder(descriptor: int) -> None:
+    """Replace the content of a lock file by this process's name.
+
+    Raises:
+        OSError: It is no lock file.
+    """
+    facts = os.fstat(descriptor)
+    content = os.pread(descriptor, _NAME_LIMIT, 0) if stat.S_ISREG(facts.st_mode) else b""
+    is_lock = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+    if not is_lock or (content and not content.startswith(_MARK)):
+        raise OSError(errno.EINVAL, "the file there is no lock file")
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
 
 
 def patience_s(setting: float | None) -> float:
@@ -72,35 +154,26 @@ class ExclusiveUse:
             DeviceBusy: another process has it, or another object of this one; the message says which.
             DeviceUnavailable: the lock's folder cannot be written.
         """
-        until, told = time.monotonic() + wait_s, ""
+        until, told, path = time.monotonic() + wait_s, "", lock_file(self._name)
         while self._lock is None:
+            lock = held(path)
             try:
-                self._acquire()
-            except DeviceBusy as error:
+                _make(path.parent)
+                lock.__enter__()
+                self._lock = lock
+            except LockHeld as error:
+                text = f"device {self._name!r} is held by {error.holder}"
                 if time.monotonic() >= until:
-                    raise
-                if str(error) != told:
-                    _LOG.warning("opusim: %s; waiting for up to %g s", str(error).split("; ")[0], wait_s)
-                told = str(error)
+                    raise DeviceBusy(f"{text}; wait for it with --wait SECONDS, or end it") from error
+                if text != told:
+                    _LOG.warning("opusim: %s; waiting for up to %g s", text, wait_s)
+                told = text
                 time.sleep(_ASK_AGAIN_S)
-
-    def _acquire(self) -> None:
-        """Acquire the device at once, or raise what `acquire` raises."""
-        path = lock_file(self._name)
-        lock = held(path)
-        try:
-            _make(path.parent)
-            lock.__enter__()
-        except LockHeld as error:
-            raise DeviceBusy(
-                f"device {self._name!r} is held by {error.holder}; wait for it with --wait SECONDS, or end it"
-            ) from error
-        except OSError as error:
-            raise DeviceUnavailable(
-                f"device {self._name!r}: its lock {path} cannot be written ({error.strerror}); "
-                f"set {FOLDER_VARIABLE} to a folder that all its users can write"
-            ) from error
-        self._lock = lock
+            except OSError as error:
+                raise DeviceUnavailable(
+                    f"device {self._name!r}: its lock {path} cannot be written ({error.strerror}); "
+                    f"set {FOLDER_VARIABLE} to a folder that all its users can write"
+                ) from error
 
     def release(self) -> None:
         """Release the device."""
@@ -157,28 +230,11 @@ TRANSIENT = (DeviceTimeout, DeviceUnavailable, DeviceBusy)
 _LONGEST_WAIT_S = 86_400.0
 
 
-@contextlib.contextmanager
-def driver_errors(name: str) -> Iterator[None]:
-    """Raise what a driver reports as errors of the operating system as errors of a device, which a run survives.
-
-    Raises:
-        DeviceTimeout: for a TimeoutError.
-        DeviceUnavailable: for every other OSError.
-    """
-    try:
-        yield
-    except DeviceError:
-        raise
-    except TimeoutError as error:
-        raise DeviceTimeout(f"device {name!r} did not answer in time ({error}); check its cables") from error
-    except OSError as error:
-        raise DeviceUnavailable(
-            f"device {name!r} failed ({error}); check its cables and power, or its driver"
-        ) from error
-
-
 class Access:
     """Calls a device with time-outs and retries.
+
+    Attributes:
+        call: makes a call, and makes it again after a failure that may pass.
 
     Args:
         settings: how long and how often.
@@ -192,6 +248,7 @@ class Access:
         self._reconnect = reconnect
         self._caller: _Caller | None = None
         self._use = ExclusiveUse(name)
+        self.call = self.once if settings.attempts == 1 else self._repeated
 
     def acquire(self) -> None:
         """Acquire the device if its description allows one holder only; errors as `ExclusiveUse.acquire`."""
@@ -205,52 +262,60 @@ class Access:
             self._caller = None
         self._use.release()
 
-    def call(self, act: Callable[[], Result]) -> Result:
+    def _repeated(self, act: Callable[[], Result]) -> Result:
         """Return the result of a call, repeated after a failure that may pass; the device is reconnected in between.
 
         Raises:
             DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, if every attempt failed.
         """
-        try:
-            for attempt in self._attempts():
-                with attempt:
-                    if attempt.retry_state.attempt_number > 1:
-                        self._reconnect()
-                    return self.once(act)
-        except TRANSIENT as error:
-            tries = f" (tried {self._settings.attempts} times)" if self._settings.attempts > 1 else ""
-            raise type(error)(f"{error}{tries}") from error
-        raise AssertionError("an attempt returns or raises")
-
-    def _attempts(self) -> Retrying:
-        """Return as many attempts as the description allows, with waits that double."""
-        return Retrying(
+        attempts = Retrying(
             retry=retry_if_exception_type(TRANSIENT),
             stop=stop_after_attempt(self._settings.attempts),
             wait=wait_exponential(multiplier=self._settings.backoff_s, max=_LONGEST_WAIT_S),
             reraise=True,
         )
+        try:
+            for attempt in attempts:
+                with attempt:
+                    if attempt.retry_state.attempt_number > 1:
+                        self._reconnect()
+                    return self.once(act)
+        except TRANSIENT as error:
+            raise type(error)(f"{error} (tried {self._settings.attempts} times)") from error
+        raise AssertionError("an attempt returns or raises")
 
     def once(self, act: Callable[[], Result]) -> Result:
         """Return the result of one call.
 
         Raises:
-            DeviceTimeout: it took longer than `timeout_s`; the call is abandoned.
+            DeviceTimeout: it took longer than `timeout_s`, after which the call is abandoned, or its driver says so.
+            DeviceUnavailable: its driver reports another error of the operating system, which a run survives.
         """
         timeout = self._settings.timeout_s
-        if timeout is None:
-            return act()
-        if self._caller is None:
-            self._caller = _Caller()
         try:
+            if timeout is None:
+                return act()
+            if self._caller is None:
+                self._caller = _Caller()
             result: Result = self._caller.call(act, timeout)
+            return result
         except queue.Empty:
-            self._caller.stop()  # its thread hangs in the call; a new one serves the next
-            self._caller = None
+            if self._caller is not None:
+                self._caller.stop()  # its thread hangs in the call; a new one serves the next
+                self._caller = None
             raise DeviceTimeout(
                 f"device {self._name!r} did not answer within {timeout:g} s; check its cables and power"
             ) from None
-        return result
+        except DeviceError:
+            raise
+        except TimeoutError as error:
+            raise DeviceTimeout(
+                f"device {self._name!r} did not answer in time ({error}); check its cables"
+            ) from error
+        except OSError as error:
+            raise DeviceUnavailable(
+                f"device {self._name!r} failed ({error}); check its cables and power, or its driver"
+            ) from error
 
 
 class _Caller:

@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, Literal, NamedTuple, Self, overload
+from typing import Any, ClassVar, Literal, Self, overload
 
 import numpy as np
 import torch
 
 from opusim import checks
-from opusim.description.schema import DeviceDescription
-from opusim.devices.access import Access, Result, driver_errors
+from opusim.description.schema import AccessSettings, DeviceDescription
+from opusim.devices.access import Access
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from opusim.devices.inputs import (
@@ -31,15 +31,10 @@ from opusim.devices.inputs import (
 from opusim.devices.kinds import (
     CAPABILITIES,
     Capability,
-    Draws,
-    Multiplies,
-    MultipliesTransposed,
-    Programmable,
-    TellsMatrix,
-    Waits,
+    WorksWithMatrices,
     devices_that,
 )
-from opusim.devices.monitor import BEFORE_ALL, Monitor
+from opusim.devices.monitor import BEFORE_ALL, Monitor, Unmonitored
 from opusim.devices.usage import DeviceWork, Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
@@ -53,18 +48,6 @@ _FRAMES_AT_ONCE = 256
 _MOST_INTENSITIES = 2**24
 
 
-class Turn(NamedTuple):
-    """A process's rows among those of all processes that share a device.
-
-    Attributes:
-        before: Rows of the processes of lower rank.
-        most: The largest number of rows of any process.
-    """
-
-    before: int
-    most: int
-
-
 class NoisyDevice(ABC):
     """A matrix B that physics applies: B x + noise, with fresh noise for every reading.
 
@@ -74,6 +57,17 @@ class NoisyDevice(ABC):
 
     Use it as a context manager, or call `open` and `close`; both may be called twice. One device is not to be
     used from several threads at once.
+
+    Attributes:
+        description: the frozen description that it was made from.
+        name: the device's name.
+        kind: which class runs it.
+        n_inputs: width of the open window.
+        n_outputs: number of its outputs.
+        mode: ``experiment`` or ``release``.
+        is_open: whether the device can be used.
+        certificate: the certificate that `noise` rests on, or None if it is the description's.
+        world: processes that read it together (`SharedDevice`), or None if it belongs to this one.
 
     Args:
         description: the device's description.
@@ -98,7 +92,8 @@ class NoisyDevice(ABC):
         seed: int = 0,
         torch_device: torch.device | str = "cpu",
     ) -> None:
-        checks.choice(MODES, mode=mode)
+        if mode not in MODES:
+            checks.choice(MODES, mode=mode)
         if description.noise is not None and not self.reads_noise:
             raise ConfigError(
                 description.name,
@@ -106,28 +101,17 @@ class NoisyDevice(ABC):
                 f"does nothing: the kind {description.kind!r} does not read this section; set the noise in the section "
                 "that the kind reads, such as options (--set device.options.KEY=VALUE), and leave noise out",
             )
-        self._description = description
-        self._n_inputs = _window(description, "n_inputs", n_inputs, description.n_inputs)
-        self._n_outputs = _window(description, "n_outputs", n_outputs, description.n_outputs)
-        self._mode = mode
+        self.description, self.name, self.kind = description, description.name, description.kind
+        self.n_inputs = _window(description, "n_inputs", n_inputs, description.n_inputs)
+        self.n_outputs = _window(description, "n_outputs", n_outputs, description.n_outputs)
+        self.mode, self.is_open = mode, False
+        self.certificate: Certificate | None = None
         self._seed = seed
         self._torch_device = torch.device(torch_device)
-        frames = description.frames
-        self._meter = UsageMeter(
-            frames.period_us(self._n_outputs),
-            frames.power_w,
-            host_us_per_frame=frames.host_us_per_frame or 0.0,
-            host_us_per_call=frames.host_us_per_call or 0.0,
-        )
-        self._is_open = False
+        self._meter = UsageMeter(description.frames, self.n_outputs)
         self._certified: NoiseModel | None = None
-        self._certificate: Certificate | None = None
-        self._access = (
-            None
-            if description.access is None
-            else Access(description.access, description.name, self._reconnect)
-        )
-        self._monitor: Monitor | None = None
+        self._access = Access(description.access or AccessSettings(), description.name, self._reconnect)
+        self._monitor = Unmonitored(description.name)
         self._last_sought: int | None = None
 
     can: ClassVar[frozenset[Capability]] = frozenset({"project", "draw"})
@@ -135,6 +119,8 @@ class NoisyDevice(ABC):
 
     reads_noise: ClassVar[bool] = False
     """Whether the class reads the section ``[noise]``; a description with one is refused otherwise."""
+
+    world: int | None = None
 
     @classmethod
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Capability]:
@@ -144,22 +130,14 @@ class NoisyDevice(ABC):
     @property
     def capabilities(self) -> frozenset[Capability]:
         """What this device can do."""
-        return self.capabilities_of(self._description)
+        return self.capabilities_of(self.description)
 
     @overload
-    def require(self, capability: Literal["project", "intensities"]) -> Self: ...
+    def require(self, capability: Literal["project", "draw", "intensities"]) -> Self: ...
     @overload
-    def require(self, capability: Literal["draw"]) -> Draws: ...
-    @overload
-    def require(self, capability: Literal["matrix"]) -> TellsMatrix: ...
-    @overload
-    def require(self, capability: Literal["program"]) -> Programmable: ...
-    @overload
-    def require(self, capability: Literal["multiply"]) -> Multiplies: ...
-    @overload
-    def require(self, capability: Literal["multiply_transposed"]) -> MultipliesTransposed: ...
-    @overload
-    def require(self, capability: Literal["wait"]) -> Waits: ...
+    def require(
+        self, capability: Literal["matrix", "program", "multiply", "multiply_transposed", "wait"]
+    ) -> WorksWithMatrices: ...
     def require(self, capability: Capability) -> Any:
         """Return this device as one that has a capability, as in ``device.require("matrix").matrix()``.
 
@@ -178,44 +156,14 @@ class NoisyDevice(ABC):
     # Properties
 
     @property
-    def name(self) -> str:
-        """The device's name."""
-        return self._description.name
-
-    @property
-    def kind(self) -> str:
-        """The kind of device: which class runs it."""
-        return self._description.kind
-
-    @property
-    def description(self) -> DeviceDescription:
-        """The frozen description that it was made from."""
-        return self._description
-
-    @property
     def identity(self) -> tuple[str, str]:
         """Name and digest of the description, by which certificates know the device."""
-        return self.name, digest_of(self._description)
-
-    @property
-    def n_inputs(self) -> int:
-        """Width of the open window."""
-        return self._n_inputs
-
-    @property
-    def n_outputs(self) -> int:
-        """Number of outputs of the open window."""
-        return self._n_outputs
-
-    @property
-    def mode(self) -> str:
-        """``experiment`` or ``release``."""
-        return self._mode
+        return self.name, digest_of(self.description)
 
     @property
     def repeats_noise(self) -> bool:
         """Whether a re-executed training step repeats its noise: in ``experiment``, and not on hardware."""
-        return self._mode == "experiment" and self._description.medium is not None
+        return self.mode == "experiment" and self.description.medium is not None
 
     @property
     def usage(self) -> Usage:
@@ -223,19 +171,9 @@ class NoisyDevice(ABC):
         return self._meter.snapshot()
 
     @property
-    def is_open(self) -> bool:
-        """Whether the device can be used."""
-        return self._is_open
-
-    @property
     def noise(self) -> NoiseModel:
         """The law of the noise of one reading: the description's, or a certificate's once one is attached."""
         return self._described_law() if self._certified is None else self._certified
-
-    @property
-    def certificate(self) -> Certificate | None:
-        """The certificate that `noise` rests on, or None if it is the description's."""
-        return self._certificate
 
     @property
     def stated_noise(self) -> NoiseModel | None:
@@ -276,14 +214,14 @@ class NoisyDevice(ABC):
         Raises:
             ConfigError: the certificate is another device's, or certifies another law.
         """
-        certificate.check_device(self._description, n_outputs=self._n_outputs, n_inputs=self._n_inputs)
+        certificate.check_device(self.description, n_outputs=self.n_outputs, n_inputs=self.n_inputs)
         try:
             described = self._described_law()
         except NoiseUnknown:
             if not isinstance(certificate.noise, GaussianLaw):
                 raise
-            described = GaussianNoise(std=0.0, n_outputs=self._n_outputs)
-        self._certified, self._certificate = certificate.certified(described), certificate
+            described = GaussianNoise(std=0.0, n_outputs=self.n_outputs)
+        self._certified, self.certificate = certificate.certified(described), certificate
 
     # Opening and closing
 
@@ -295,37 +233,37 @@ class NoisyDevice(ABC):
         Raises:
             DeviceError: the device cannot be opened; `DeviceBusy` if another process holds an exclusive one.
         """
-        if self._is_open:
+        if self.is_open:
             return self
-        self._require_own_names()
-        if self._access is not None:
-            self._access.acquire()
+        for name, value in vars(self).items():
+            if callable(getattr(NoisyDevice, name, None)) and not callable(value):
+                raise TypeError(
+                    f"{type(self).__name__} sets self.{name}, which hides a method of NoisyDevice; rename the attribute"
+                )
+        self._access.acquire()
         try:
-            self._connect()
-            self._is_open = True
+            self._access.once(self._open)
+            self.is_open = True
             self._begin_monitor(None)
             if self._certified is not None:
-                self.inspect()
+                self.monitor.check()
         except BaseException:
-            self._is_open = False
-            with contextlib.suppress(
-                Exception
-            ):  # a driver's, in any state; the error of opening is to be reported
-                self._close() if self._access is None else self._access.once(self._close)
-            if self._access is not None:
-                self._access.release()
+            self.is_open = False
+            # A driver's error, in any state, hides the error of opening, which is to be reported.
+            with contextlib.suppress(Exception):
+                self._access.once(self._close)
+            self._access.release()
             raise
         return self
 
     def close(self) -> None:
         """Close the device; nothing happens if it is closed."""
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             try:
                 self._close()
             finally:
-                if self._access is not None:
-                    self._access.release()
+                self._access.release()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -357,8 +295,8 @@ class NoisyDevice(ABC):
             DeviceUnavailable: the device is closed.
         """
         self._require_open()
-        batch = ternary_batch(x, self._n_inputs, self._torch_device)
-        return like_input(self._read(lambda: self._project(batch), (batch.shape[0], self._n_outputs)), x)
+        batch = ternary_batch(x, self.n_inputs, self._torch_device)
+        return like_input(self._read(lambda: self._project(batch), (batch.shape[0], self.n_outputs)), x)
 
     def intensities(
         self, x: Array, *, packed: bool = False, out: np.ndarray | torch.Tensor | None = None
@@ -387,11 +325,12 @@ class NoisyDevice(ABC):
         """
         self._require_open()
         self.require("intensities")
-        frames = BinaryFrames(x, self._n_inputs, packed=packed)
-        at_once = _frames_at_once(self._n_outputs)
+        frames = BinaryFrames(x, self.n_inputs, packed=packed)
+        wanted = max(_INTENSITIES_AT_ONCE // self.n_outputs, _FRAMES_AT_ONCE)
+        at_once = max(1, min(wanted, _MOST_INTENSITIES // self.n_outputs))
         if out is None and 0 < len(frames) <= at_once:
             return like_input(self._read_intensities(frames, 0, at_once), x)
-        found = new_intensities(x, (len(frames), self._n_outputs), out)
+        found = new_intensities(x, (len(frames), self.n_outputs), out)
         for start in range(0, len(frames), at_once):
             pause()
             write_intensities(found, start, self._read_intensities(frames, start, start + at_once))
@@ -415,22 +354,20 @@ class NoisyDevice(ABC):
         """
         self._require_open()
         self.require("draw")
-        law = self.stated_noise
-        uniform = isinstance(law, GaussianNoise) and law.is_uniform
-        lengths = drawn_shape(shape, self._n_outputs, uniform=uniform)
+        lengths = drawn_shape(shape, self.n_outputs, self.stated_noise)
         return self._read(lambda: self._draw(lengths), lengths)
 
     def project_for_all(self, x: torch.Tensor) -> torch.Tensor:
         """Return `project` of x, the same reading on all processes that share the device (`SharedDevice`)."""
         return self.project(x)
 
-    def agree(self, rows: int) -> Turn:
-        """Return the place of this process's rows among those that all processes are about to project.
+    def agree(self, rows: int) -> tuple[int, int]:
+        """Return how many rows the processes of lower rank are about to project, and the most that any process does.
 
         Args:
             rows: Number of this process's rows.
         """
-        return Turn(before=0, most=rows)
+        return 0, rows
 
     def seek(self, step: int) -> None:
         """Tell the device that a training step begins.
@@ -452,16 +389,16 @@ class NoisyDevice(ABC):
         if not (type(step) is int and 0 <= step < 2**64):
             checks.integer(step=step, minimum=0, maximum=2**64 - 1)
         self._seek(step)
-        if self._monitor is not None and step != self._last_sought and self._monitor.due(step):
+        if self.description.monitor is not None and step != self._last_sought and self._monitor.due(step):
             self._monitor.check(step)
         self._last_sought = step
 
     # Monitoring
 
     @property
-    def baseline(self) -> Baseline | None:
-        """What the monitor compares with: the device as it was when it was opened, or None without a monitor."""
-        return None if self._monitor is None else self._monitor.baseline
+    def monitor(self) -> Unmonitored:
+        """What compares the device with what it was when it was opened (`opusim.devices.monitor`)."""
+        return self._monitor
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
         """Return the smallest changes that the monitor finds within some checks; see `opusim.devices.monitor.Monitor`.
@@ -470,23 +407,7 @@ class NoisyDevice(ABC):
             DeviceUnavailable: the device is closed, or its description has no section [monitor].
         """
         self._require_open()
-        if self._monitor is None:
-            raise DeviceUnavailable(f"device {self.name!r} is not monitored; give it a section [monitor]")
-        return self._monitor.smallest_changes(checks)
-
-    def inspect(self, step: int = BEFORE_ALL) -> None:
-        """Check a monitored device now, whatever step is due; nothing happens without a monitor.
-
-        Args:
-            step: the step that would follow; by default the first one has not been reached.
-
-        Raises:
-            DeviceFault, NoiseBelowCertificate: the device has changed.
-            DeviceUnavailable: the device is closed.
-        """
-        self._require_open()
-        if self._monitor is not None:
-            self._monitor.check(step)
+        return self.monitor.smallest_changes(checks)
 
     def upkeep(self, first: int, end: int, *, inspections: int = 0) -> DeviceWork:
         """Return what the device does in a run's steps besides readings that the run asks for: the monitor's checks.
@@ -494,27 +415,12 @@ class NoisyDevice(ABC):
         Args:
             first: the first of these steps.
             end: the step behind the last one.
-            inspections: calls of `inspect` in between.
+            inspections: further checks in between.
         """
-        if self._monitor is None:
+        if self.description.monitor is None:
             return DeviceWork()
-        each = self._monitor.work + self._saturation_work
-        return each.times(self._monitor.checks_between(first, end) + inspections)
-
-    @property
-    def changed(self) -> bool:
-        """Whether the monitor's last check gave an alarm."""
-        return self._monitor is not None and self._monitor.changed
-
-    @property
-    def doubtful_from(self) -> int | None:
-        """First step whose noise may have been weaker than certified, after an alarm; see `Monitor.doubtful_from`."""
-        return None if self._monitor is None else self._monitor.doubtful_from
-
-    @property
-    def vouched(self) -> int:
-        """Step of the last check that speaks for the noise of all before; see `Monitor.vouched`. -1: there is none."""
-        return BEFORE_ALL if self._monitor is None else self._monitor.vouched
+        each = self.monitor.work + self._saturation_work
+        return each.times(self.monitor.checks_between(first, end) + inspections)
 
     def compare_with(self, baseline: Baseline, step: int = BEFORE_ALL) -> None:
         """Compare with an earlier baseline than this opening's, such as that of a run that is resumed.
@@ -529,7 +435,7 @@ class NoisyDevice(ABC):
         """
         self._require_open()
         self._begin_monitor(baseline)
-        self.inspect(step)
+        self.monitor.check(step)
 
     # For subclasses
 
@@ -576,13 +482,13 @@ class NoisyDevice(ABC):
     def _read_intensities(self, frames: BinaryFrames, start: int, stop: int) -> torch.Tensor:
         """Return a checked reading of some frames."""
         part = frames.rows(start, stop, self._torch_device)
-        shape = (part.shape[0], self._n_outputs)
+        shape = (part.shape[0], self.n_outputs)
         return self._read(partial(self._intensities, part), shape, frames_per_reading=1)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return fresh noise of a checked shape; by default readings of nothing, as many as fill it."""
         numbers = math.prod(shape)
-        blank = torch.zeros((-(-numbers // self._n_outputs), self._n_inputs), device=self._torch_device)
+        blank = torch.zeros((-(-numbers // self.n_outputs), self.n_inputs), device=self._torch_device)
         return self._project(blank).flatten()[:numbers].reshape(shape)
 
     @abstractmethod
@@ -606,41 +512,27 @@ class NoisyDevice(ABC):
             readings: how many it holds, or None if it holds n_outputs numbers for each.
         """
         with torch.no_grad(), torch.autocast(self._torch_device.type, enabled=False):
-            if self._access is None:
-                with driver_errors(self._description.name):
-                    y = act()
-            else:
-                y = self._access.call(lambda: self._guarded(act))
-        check_reading(y, shape, self._description.name)
+            y = self._access.call(act)
+        check_reading(y, shape, self.name)
         if readings is None:
-            readings = -(-math.prod(shape) // self._n_outputs)
-        self._meter.count(readings * (frames_per_reading or self._description.frames.frames_per_projection))
+            readings = -(-math.prod(shape) // self.n_outputs)
+        self._meter.count(readings * (frames_per_reading or self.description.frames.frames_per_projection))
         return y
 
     def _reconnect(self) -> None:
         """Close the device in any state and open it again; the lock stays."""
         with contextlib.suppress(DeviceError):  # it may be lost already
             self._close()
-        self._connect()
-
-    def _connect(self) -> None:
-        """Call `_open`, within the time that the description allows."""
-        connect = partial(self._guarded, self._open)
-        connect() if self._access is None else self._access.once(connect)
-
-    def _guarded(self, act: Callable[[], Result]) -> Result:
-        """Return what a call of the subclass returns; a driver's OSError becomes a DeviceError."""
-        with driver_errors(self.name):
-            return act()
+        self._access.once(self._open)
 
     def _begin_monitor(self, baseline: Baseline | None) -> None:
-        settings, self._last_sought = self._description.monitor, None
+        settings, self._last_sought = self.description.monitor, None
         if settings is None:
             return
         self._monitor = Monitor(
             settings,
             self.name,
-            n_inputs=self._n_inputs,
+            n_inputs=self.n_inputs,
             read=self._read_vectors,
             law=self._law_as_decoded,
             saturated=self._saturated_share,
@@ -652,41 +544,23 @@ class NoisyDevice(ABC):
     def _read_vectors(self, vectors: torch.Tensor) -> np.ndarray:
         """Return readings of ternary vectors for the monitor, float64."""
         batch = vectors.to(self._torch_device)
-        y = self._read(lambda: self._project(batch), (batch.shape[0], self._n_outputs))
+        y = self._read(lambda: self._project(batch), (batch.shape[0], self.n_outputs))
         return y.cpu().double().numpy()
 
-    def _require_own_names(self) -> None:
-        """Refuse an object whose attributes hide methods that the base class calls."""
-        hidden = sorted(
-            name
-            for name, value in vars(self).items()
-            if callable(getattr(NoisyDevice, name, None)) and not callable(value)
-        )
-        if hidden:
-            raise TypeError(
-                f"{type(self).__name__} sets self.{hidden[0]}, which hides a method of NoisyDevice; "
-                "rename the attribute"
-            )
-
     def _require_open(self) -> None:
-        if not self._is_open:
+        if not self.is_open:
             raise DeviceUnavailable(
                 f"device {self.name!r} is closed; call open(), or work inside `with device:`"
             )
-
-
-def _frames_at_once(n_outputs: int) -> int:
-    """Return how many frames' intensities are computed at once."""
-    wanted = max(_INTENSITIES_AT_ONCE // n_outputs, _FRAMES_AT_ONCE)
-    return max(1, min(wanted, _MOST_INTENSITIES // n_outputs))
 
 
 def _window(description: DeviceDescription, key: str, wanted: int | None, largest: int) -> int:
     """Return the checked size of a window of the device."""
     if wanted is None:
         return largest
-    named: dict[str, Any] = {key: wanted}
-    checks.integer(minimum=1, **named)
+    if not (type(wanted) is int and wanted >= 1):
+        named: dict[str, Any] = {key: wanted}
+        checks.integer(minimum=1, **named)
     if wanted > largest:
         reason = f"a window of {wanted} is wanted, the device has {largest}; open a smaller one"
         raise ConfigError(description.name, key, reason)

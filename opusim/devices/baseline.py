@@ -12,9 +12,9 @@ are theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,17 +32,13 @@ _SEED = 20261121
 _LEAST_NUMBERS = 2**16
 """Numbers that the blank readings of a first look hold at least, so that its error stays below a check's."""
 _MOST_READINGS = 4096
-_FAR_OFF = 3.0
-"""How far beyond the tolerated difference a reading that lost a frame lies."""
-_SURELY = 0.2
-"""The noise's share in the difference that a reading may have which lost no frame."""
+_NUMBERS = ("power", "spread", "repeat", "shared_blank", "shared_slope", "shared_difference")
+_ROWS = ("weights", "variance", "reference_variance")
+"""Fields of a baseline, in the order of the rows of its array."""
 
 
-class Readings(Protocol):
-    """How a monitor takes readings of a device; never of data."""
-
-    def __call__(self, vectors: torch.Tensor) -> np.ndarray:
-        """Return readings of these ternary vectors, float64, a row each."""
+Readings = Callable[[torch.Tensor], np.ndarray]
+"""How a monitor takes readings of a device, float64, a row for each of some ternary vectors; never of data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +83,6 @@ class Baseline:
         """
         return float((variance * self.weights).mean() / (self.variance * self.weights).mean())
 
-    def few_rows_differ(self, differences: np.ndarray, pattern: float) -> bool:
-        """Return whether some readings are far off and most are as before: frames that did not arrive.
-
-        Args:
-            differences: mean square differences from `reference`, beyond the noise, shape (vectors,).
-            pattern: loss of correlation that is tolerated.
-        """
-        allowed = 2 * pattern * self.power + _SURELY * float(self.reference_variance.mean())
-        far = differences > _FAR_OFF * allowed
-        return bool(np.any(far)) and float(np.median(differences)) < allowed
-
     def correlation(self, reference: np.ndarray, kept: np.ndarray) -> float:
         """Return the correlation of one reading of each vector with `reference` at some outputs, noise taken out."""
         if not np.any(kept):
@@ -121,14 +106,13 @@ class Baseline:
 
         With frames, rows that hold them come first.
         """
-        shared = self.shared_blank, self.shared_slope, self.shared_difference
         packed = np.zeros(0) if self.frames is None else self.frames.to_numbers()
         columns = self.weights.size
         first = np.zeros((-(-packed.size // columns), columns))
         first.flat[: packed.size] = packed
-        numbers = self.power, self.spread, self.repeat, *shared, float(len(first))
-        rows = [np.full_like(self.weights, number) for number in numbers]
-        return np.vstack([first, self.reference, *rows, self.weights, self.variance, self.reference_variance])
+        numbers = [np.full(columns, getattr(self, key)) for key in _NUMBERS]
+        rows = [getattr(self, key) for key in _ROWS]
+        return np.vstack([first, self.reference, *numbers, np.full(columns, float(len(first))), *rows])
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> Baseline:
@@ -143,21 +127,10 @@ class Baseline:
                 f"baseline has {len(array)} rows: must have at least {11 + packed}; another version kept it, begin a "
                 "new run"
             )
-        *reference, power, spread, repeat, blank, slope, difference, _ = array[packed:-3]
-        weights, variance, reference_variance = array[-3:]
-        return cls(
-            reference=np.array(reference),
-            frames=FrameLook.of_numbers(array[:packed].ravel(), array.shape[1]) if packed else None,
-            power=float(power[0]),
-            spread=float(spread[0]),
-            repeat=float(repeat[0]),
-            shared_blank=float(blank[0]),
-            shared_slope=float(slope[0]),
-            shared_difference=float(difference[0]),
-            weights=weights,
-            variance=variance,
-            reference_variance=reference_variance,
-        )
+        values: dict[str, Any] = dict(zip(_ROWS, array[-3:], strict=True))
+        values |= {key: float(row[0]) for key, row in zip(_NUMBERS, array[-10:-4], strict=True)}
+        frames = FrameLook.of_numbers(array[:packed].ravel(), array.shape[1]) if packed else None
+        return cls(reference=np.array(array[packed:-10]), frames=frames, **values)
 
 
 def measure_baseline(read: Readings, show: ShowsFrames, vectors: torch.Tensor, readings: int) -> Baseline:
@@ -179,6 +152,8 @@ def measure_baseline(read: Readings, show: ShowsFrames, vectors: torch.Tensor, r
     power = max(float(np.mean(reference**2)) - float(reference_variance.mean()) / readings, 1e-30)
     spread = spread_of_squares(second, weights)
     shared = {key: found for key, (found, _) in shared_scatter(taken, second, weights, spread, power).items()}
+    # Successive readings of an output agree with this probability, at least one over their number.
+    agreeing = np.maximum(np.mean(second[1:] == second[:-1], axis=0), 1 / len(second))
     return Baseline(
         reference=reference,
         power=power,
@@ -186,18 +161,10 @@ def measure_baseline(read: Readings, show: ShowsFrames, vectors: torch.Tensor, r
         variance=noise_variance(second),
         reference_variance=reference_variance,
         spread=spread,
-        repeat=_log_repeat(second),
-        shared_blank=shared["blank"],
-        shared_slope=shared["slope"],
-        shared_difference=shared["difference"],
+        repeat=max(float(np.sum(np.log(agreeing))), -1e3),
+        **{f"shared_{key}": found for key, found in shared.items()},
         frames=look_at_frames(show, vectors.shape[1]),
     )
-
-
-def _log_repeat(blank: np.ndarray) -> float:
-    """See `Baseline.repeat`; from pairs of successive readings of each output, at least -1,000."""
-    agreeing = np.mean(blank[1:] == blank[:-1], axis=0)
-    return max(float(np.sum(np.log(np.maximum(agreeing, 1 / len(blank))))), -1e3)
 
 
 def output_weights(blank: np.ndarray) -> np.ndarray:
@@ -257,7 +224,7 @@ class ShiftTest:
         tolerance: largest mean of the statistic that is tolerated.
         error: standard error of the statistic in one look.
         first_error: standard error of what the first look adds to the statistic of every later one.
-        level: log(K tests / p), see `log_level`; the number of tilts is added here.
+        level: log(K tests / p); the number of tilts is added here.
         numbers: how many independent squares the statistic is a mean of; None: it is linear in the readings.
     """
 
@@ -467,11 +434,6 @@ def least_numbers(own: float, shared: float, degrees: int) -> float:
     return 2 / error2 if shared == 0 else min(2 / error2, degrees * error2 / shared**2)
 
 
-def log_level(false_alarm: float, looks: int, tests: int) -> float:
-    """Return log(looks tests / p), at which all tests give a false alarm with probability at most p in all looks."""
-    return math.log(looks) + math.log(tests) - math.log(false_alarm)
-
-
 def relative_error(spread: float, numbers: Sequence[int]) -> float:
     """Return the relative error of a mean square: the relative spread of one square over the root of their number."""
     return spread / math.sqrt(max(math.prod(numbers), 1))
@@ -481,9 +443,3 @@ def over_law(variance: np.ndarray, law: NoiseModel) -> np.ndarray:
     """Return each output's variance over the least that the law states; infinite where the law states none."""
     low = np.broadcast_to(law.variance_bounds()[0], variance.shape)
     return np.divide(variance, low, out=np.full(variance.shape, np.inf), where=low > 0)
-
-
-def stand_out(blank: np.ndarray) -> bool:
-    """Return whether some blank readings are far from the median reading and most are not."""
-    distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
-    return bool(np.max(distances) > _FAR_OFF**2 * np.median(distances))

@@ -23,7 +23,6 @@ from opusim.camera.from_description import (
     require_lawful_readings,
     require_unsaturated,
     rescaled,
-    speckle_law_of,
     speckle_of,
     under_power,
 )
@@ -60,6 +59,10 @@ class CameraDevice(NoisyDevice):
     the device measures the anchor (``camera.anchor.frames`` frames and as many blank ones), whose error stays: it is
     part of B, and `matrix` tells that B.
 
+    Attributes:
+        speckle: the medium as the camera sees it.
+        is_holographic: whether a reference beam reads the linear product, and not the complements of the anchor.
+
     Args:
         description: one with the sections ``[medium]`` and ``[camera]``.
         **window: as for `NoisyDevice`; n_inputs and the reference mirrors together are at least 2.
@@ -78,11 +81,12 @@ class CameraDevice(NoisyDevice):
             raise ConfigError(
                 description.name, key, f"the kind {description.kind!r} takes no options; remove it"
             )
-        self._law = speckle_law_of(description, self.n_inputs)
-        self._speckle = speckle_of(description, self.n_inputs, self.n_outputs)
+        self.speckle = speckle_of(description, self.n_inputs, self.n_outputs)
+        self._law = self.speckle.law
         seed = self._seed if self.mode == "experiment" else None
         self._laser = laser_of(description, self.n_outputs, seed)
         self._beam = reference_beam_of(description, self._law.mirrors, self.n_outputs)
+        self.is_holographic = self._beam is not None
         self._anchored_at = 0
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._recovery: Recovery | None = None
@@ -97,24 +101,14 @@ class CameraDevice(NoisyDevice):
     @cached_property
     def pixels(self) -> np.ndarray:
         """Numbers of the pixels that are the outputs, int64, shape (n_outputs,), increasing."""
-        if self._speckle.n_outputs == self.n_outputs:
-            return self._speckle.pixels
+        if self.speckle.n_outputs == self.n_outputs:
+            return self.speckle.pixels
         return Speckle(self._law, self.n_outputs, self.name).pixels
 
     def _exposure_at(self, exposure_us: float | None = None, temperature_c: float | None = None) -> Exposure:
         """The camera's stages at the outputs, at another exposure or temperature than the description's."""
         mirrors, laser = self._law.mirrors, self._laser
-        return exposure_of(self._description, mirrors, self.pixels, exposure_us, temperature_c, laser)
-
-    @property
-    def speckle(self) -> Speckle:
-        """The medium as the camera sees it."""
-        return self._speckle
-
-    @property
-    def is_holographic(self) -> bool:
-        """Whether a reference beam reads the linear product, and not the complements of the anchor."""
-        return self._beam is not None
+        return exposure_of(self.description, mirrors, self.pixels, exposure_us, temperature_c, laser)
 
     @property
     def recovery(self) -> Recovery:
@@ -138,7 +132,13 @@ class CameraDevice(NoisyDevice):
                 vibrates.
         """
         require_fixed_rates(self.name, self._settings)
-        boxes = count_boxes(self.exposure, self.ideal_recovery(), self._largest_fields())
+        largest = self.speckle.largest_fields()  # upper limits of the fields of a reading's frames
+        if self._beam is None:
+            fields = np.concatenate([largest, largest])
+        else:
+            shape = 2 * self._beam.steps, largest.shape[1]
+            fields = np.broadcast_to(largest[0] + self._beam.amplitude, shape)
+        boxes = count_boxes(self.exposure, self.ideal_recovery(), fields)
         if self._laser is None:
             return boxes
         weight = count_weights(self.exposure, self.ideal_recovery())
@@ -166,13 +166,6 @@ class CameraDevice(NoisyDevice):
             )
         return rescaled(law, math.sqrt(light) * measured.decode()[0] / exact.decode()[0])
 
-    def _largest_fields(self) -> np.ndarray:
-        """Upper limits of the fields of a reading's frames, shape (frames, pixels)."""
-        largest = self._speckle.largest_fields()
-        if self._beam is None:
-            return np.concatenate([largest, largest])
-        return np.broadcast_to(largest[0] + self._beam.amplitude, (2 * self._beam.steps, largest.shape[1]))
-
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
         """Return the B that readings are noisy readings of: float32, shape (n_outputs, n_inputs).
 
@@ -184,10 +177,10 @@ class CameraDevice(NoisyDevice):
             DeviceUnavailable: the device is closed.
         """
         scale, offset = self.recovery.decode()
-        total, exposure = self._speckle.total, self.exposure
+        total, exposure = self.speckle.total, self.exposure
         if self._beam is not None:
             total = np.broadcast_to(self._beam.carrier[:, None], total.shape)
-        p, q = (self._speckle.responses(plane).T for plane in (REAL_PLANE, IMAGINARY_PLANE))
+        p, q = (self.speckle.responses(plane).T for plane in (REAL_PLANE, IMAGINARY_PLANE))
         rows = -torch.from_numpy(offset / self._law.mirrors)[:, None]
         for share, pixels, gain in exposure.parts():
             factor = 2 * scale * exposure.sensor.gain_dn_per_e * gain * (share * exposure.mean_power)
@@ -208,7 +201,7 @@ class CameraDevice(NoisyDevice):
         """
         require_lawful_readings(self.name, self._settings)
         weights = self.recovery.weights
-        variance = self.recovery.variance(self._frame_moments(x)[1])
+        variance = self.recovery.variance(self.exposure.moments(self.frame_rates(x))[1])
         covariance = self.exposure.power_covariance(weights.size)
         if covariance is not None:
             light = (self.frame_rates(x) - self.exposure.dark_e) / self.exposure.mean_power
@@ -229,12 +222,8 @@ class CameraDevice(NoisyDevice):
         scale, offset = self.recovery.decode()
         shown = ternary_batch(x, self.n_inputs, self._torch_device)
         shift = self.recovery.shift(shown.sum(1, dtype=torch.float64).cpu().numpy())
-        total = np.tensordot(self.recovery.weights, self._frame_moments(x)[0], axes=1)
+        total = np.tensordot(self.recovery.weights, self.exposure.moments(self.frame_rates(x))[0], axes=1)
         return torch.from_numpy(scale * total - shift[:, None] * offset)
-
-    def _frame_moments(self, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean and variance of the numbers of all frames, each of shape (frames, batch, n_outputs)."""
-        return self.exposure.moments(self.frame_rates(x))
 
     def frame_rates(self, x: torch.Tensor) -> np.ndarray:  # (batch, n_inputs)
         """Return the expected electrons of all frames of each vector, float64, shape (frames, batch, n_outputs)."""
@@ -244,20 +233,20 @@ class CameraDevice(NoisyDevice):
 
     def _binary_fields(self, x: torch.Tensor) -> torch.Tensor:
         """Return fields of the positive parts of vectors, then of the negative ones: (2, 2 batch, pixels)."""
-        return self._speckle.fields(torch.cat([x.clamp(min=0), x.neg().clamp_(min=0)]))
+        return self.speckle.fields(torch.cat([x.clamp(min=0), x.neg().clamp_(min=0)]))
 
     def _frame_fields(self, field: torch.Tensor) -> torch.Tensor:
         """Return fields of all frames of readings, of `_binary_fields` and their type: (2, frames, batch, pixels)."""
         if self._beam is not None:
             return self._beam.shown(field)
         parts = field.view(2, 2, 1, field.shape[1] // 2, -1)
-        total = torch.from_numpy(self._speckle.total).to(field.dtype)[:, None, None, None, :]
+        total = torch.from_numpy(self.speckle.total).to(field.dtype)[:, None, None, None, :]
         return torch.cat([parts, total - parts], dim=2).flatten(1, 2)
 
     @property
     def anchor_light_e(self) -> np.ndarray:
         """Described light of the anchor at each output, electrons, shape (n_outputs,)."""
-        return self.exposure.light_of(np.sum(np.square(self._speckle.anchor), axis=0))
+        return self.exposure.light_of(np.sum(np.square(self.speckle.anchor), axis=0))
 
     def count_law(self, x: torch.Tensor, *, at_mean_power: bool = False) -> CountLaw:  # (vectors, n_inputs)
         """Return the law of the counts in readings of some ternary vectors, at any operating point.
@@ -337,25 +326,21 @@ class CameraDevice(NoisyDevice):
     def _lit_and_blank(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the fields of the anchor, or of the reference, and of its blank frame: their intensities decode."""
         if self._beam is None:
-            return self._speckle.anchor, self._speckle.blank
-        blank = np.zeros_like(self._speckle.anchor)
+            return self.speckle.anchor, self.speckle.blank
+        blank = np.zeros_like(self.speckle.anchor)
         return blank + np.array([[self._beam.amplitude], [0.0]]), blank
 
     def _decoder(self, anchor_dn: np.ndarray) -> Recovery:
         """Return how readings are decoded by this intensity, DN."""
-        numbers: dict[str, Any] = {
-            "mirrors": self._law.mirrors,
-            "anchor_dn": self._masked(anchor_dn),
-            "unit_dn": self.exposure.sensor.gain_dn_per_e * self.exposure.light.anchor_e,
-        }
-        return Recovery(**numbers) if self._beam is None else HologramRecovery(**numbers, beam=self._beam)
-
-    def _masked(self, anchor_dn: np.ndarray) -> np.ndarray:
-        """Anchors no smaller than a quarter of the map's least one: a pixel far below is a faulty one."""
-        exposure, beam = self.exposure, self._beam
-        lowest = self._law.lowest if beam is None else beam.amplitude**2 / (2 * self._law.mirrors)
-        least = lowest / 4 * exposure.sensor.gain_dn_per_e * exposure.light.anchor_e
-        return np.maximum(anchor_dn, least)
+        beam, mirrors = self._beam, self._law.mirrors
+        gain, anchor_e = self.exposure.sensor.gain_dn_per_e, self.exposure.light.anchor_e
+        # No smaller than a quarter of the map's least anchor: a pixel far below is a faulty one.
+        lowest = self._law.lowest if beam is None else beam.amplitude**2 / (2 * mirrors)
+        anchors = np.maximum(anchor_dn, lowest / 4 * gain * anchor_e)
+        unit_dn = gain * anchor_e
+        if beam is None:
+            return Recovery(mirrors=mirrors, anchor_dn=anchors, unit_dn=unit_dn)
+        return HologramRecovery(mirrors=mirrors, anchor_dn=anchors, unit_dn=unit_dn, beam=beam)
 
     # The camera itself
 
@@ -416,7 +401,7 @@ class CameraDevice(NoisyDevice):
         dimmed_light = self.exposure.light.model_copy(update={"anchor_flux_per_s": flux})
         dimmed = replace(self.exposure, light=dimmed_light)
         self._meter.count(len(x))
-        return dimmed.expose(self._speckle.fields(shown), self._stream).cpu().numpy()
+        return dimmed.expose(self.speckle.fields(shown), self._stream).cpu().numpy()
 
     def anchor_frames(self, count: int) -> np.ndarray:
         """Return frames of the anchor, every mirror of the window on.
@@ -433,7 +418,7 @@ class CameraDevice(NoisyDevice):
         """
         self._require_open()
         checks.integer(count=count, minimum=1)
-        field = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
+        field = torch.from_numpy(self.speckle.anchor.astype(np.float32))[:, None, :]
         self._meter.count(count)
         return self.exposure.expose(field.expand(2, count, -1), self._stream).numpy()
 
@@ -455,14 +440,14 @@ class CameraDevice(NoisyDevice):
         checks.non_negative(time_s=time_s)
         if self._settings.drift is None:
             raise ConfigError(self.name, "camera.drift", "missing; this medium does not drift")
-        self._speckle.drift_to(time_s / self._settings.drift.decorrelation_s)
+        self.speckle.drift_to(time_s / self._settings.drift.decorrelation_s)
 
     # The interface of NoisyDevice
 
     def _open(self) -> None:
-        anchor = self._speckle.anchor
+        anchor = self.speckle.anchor
         if anchor.shape[1] != self.n_outputs:  # with the neighbours that cross-talk needs
-            anchor = anchor[:, np.searchsorted(self._speckle.pixels, self.pixels)]
+            anchor = anchor[:, np.searchsorted(self.speckle.pixels, self.pixels)]
         shares = saturated_shares(self.exposure, anchor, None if self._beam is None else self._beam.fields())
         require_unsaturated(self.name, self._settings, self.exposure, shares)
         self._measure_anchor()
@@ -471,14 +456,16 @@ class CameraDevice(NoisyDevice):
         """See `NoisyDevice`; every frame of the projections is shown, and the anchor."""
         sensor = self.exposure.sensor
         end = min(sensor.top_dn, sensor.black_level_dn + sensor.gain_dn_per_e * sensor.saturation_e)
-        frames = self.exposure.expose(self._projection_fields(vectors), self._stream)
+        fields = self._frame_fields(self._binary_fields(vectors.to(self._torch_device)))
+        anchor = torch.from_numpy(self.speckle.anchor.astype(np.float32))[:, None, :]
+        frames = self.exposure.expose(torch.cat([fields.flatten(1, 2), anchor], dim=1), self._stream)
         self._meter.count(frames.shape[0])
         return float((frames >= end - 0.5).float().mean(dim=1).max())
 
     def _pattern_frames(self, patterns: torch.Tensor) -> np.ndarray:
         """See `NoisyDevice`; the reference beam is shut."""
-        field = self._speckle.fields(patterns.to(self._torch_device))
-        total = torch.from_numpy(self._speckle.total.astype(np.float32))[:, None, :]
+        field = self.speckle.fields(patterns.to(self._torch_device))
+        total = torch.from_numpy(self.speckle.total.astype(np.float32))[:, None, :]
         shown = torch.stack([field, total - field], dim=2).flatten(1, 2)
         self._meter.count(shown.shape[1])
         return self.exposure.expose(shown, self._stream).numpy()
@@ -499,12 +486,6 @@ class CameraDevice(NoisyDevice):
         anchors = last - before + (before > 0)  # opening the device measured the first one
         return checks_of_monitor + DeviceWork(frames=2 * self._settings.anchor.frames, calls=1).times(anchors)
 
-    def _projection_fields(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Fields of all frames of some vectors' projections and of the anchor: (2, frames + 1, n_outputs)."""
-        fields = self._frame_fields(self._binary_fields(vectors.to(self._torch_device)))
-        anchor = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
-        return torch.cat([fields.flatten(1, 2), anchor], dim=1)
-
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty((x.shape[0], self.n_outputs), dtype=torch.float32)
         at_once = max(1, _NUMBERS_AT_ONCE // (2 * self.recovery.weights.size * self.n_outputs))
@@ -519,7 +500,7 @@ class CameraDevice(NoisyDevice):
         field, decode = self._binary_fields(x), self.recovery.decode()
         if self._beam is None:
             shift = self.recovery.shift(x.sum(1, dtype=torch.float64).cpu().numpy())
-            total = self._speckle.total.astype(np.float32)
+            total = self.speckle.total.astype(np.float32)
             self.exposure.recover(y, field, total, decode, shift, self._stream)
             return
         in_turn = self._beam.shown(field, self._stream).transpose(1, 2).flatten(1, 2).contiguous()
@@ -528,7 +509,7 @@ class CameraDevice(NoisyDevice):
         y.copy_(torch.from_numpy(decode[0] * np.einsum("f,rfj->rj", self.recovery.weights, frames)))
 
     def _intensities(self, x: torch.Tensor) -> torch.Tensor:
-        return self.exposure.expose(self._speckle.fields(x), self._stream).to(self._torch_device)
+        return self.exposure.expose(self.speckle.fields(x), self._stream).to(self._torch_device)
 
     def _seek(self, step: int) -> None:
         self._stream.seek(step)

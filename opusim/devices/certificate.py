@@ -87,7 +87,19 @@ class GaussianLaw(StrictSection):
 
 
 class _CountLaw(StrictSection):
-    """Limits of the dark charge and of the light that counts at the pixels have."""
+    """Limits of the dark charge and of the light that counts at the pixels have.
+
+    Attributes:
+        dark_e_low: lower limit of the dark charge of a frame at every output, electrons, bias light included.
+        dark_e_high: upper limit of it.
+        dark_mean_e_low: lower limit of the mean over all outputs that a sensor has, D.
+        dark_mean_e_high: upper limit of it.
+        dark_deviation_e: limit of one output's deviation from D, at the same probability as that of a group's mean
+            times the square root of its outputs (`dark_of_groups`).
+        light_ratio_low: lower limit of the mean light over the description's.
+        light_ratio_high: upper limit of any frame's light over the description's, or of the mean light if the power
+            fluctuates; more light is less private.
+    """
 
     dark_e_low: float = Field(ge=0)
     dark_e_high: float = Field(ge=0)
@@ -127,33 +139,15 @@ class _CountLaw(StrictSection):
 
 
 class PhotonCountLaw(_CountLaw):
-    """Poisson counts at the pixels.
-
-    Attributes:
-        dark_e_low: lower limit of the dark charge of a frame at every output, electrons, bias light included.
-        dark_e_high: upper limit of it.
-        dark_mean_e_low: lower limit of the mean over all outputs that a sensor has, D.
-        dark_mean_e_high: upper limit of it.
-        dark_deviation_e: limit of one output's deviation from D, at the same probability as that of a group's mean
-            times the square root of its outputs (`dark_of_groups`).
-        light_ratio_low: lower limit of the mean light over the description's.
-        light_ratio_high: upper limit of any frame's light over the description's; more light is less private.
-    """
+    """Poisson counts at the pixels."""
 
     law: Literal["photon_count"] = "photon_count"
 
 
 class FluctuatingCountLaw(_CountLaw):
-    """Poisson counts at the pixels under light whose power in a frame has a named law; see `PhotonCountLaw`.
+    """Poisson counts at the pixels under light whose power in a frame has a named law.
 
     Attributes:
-        dark_e_low: as for `PhotonCountLaw`.
-        dark_e_high: as for `PhotonCountLaw`.
-        dark_mean_e_low: as for `PhotonCountLaw`.
-        dark_mean_e_high: as for `PhotonCountLaw`.
-        dark_deviation_e: as for `PhotonCountLaw`.
-        light_ratio_low: lower limit of the mean light over the description's.
-        light_ratio_high: upper limit of the mean light over the description's.
         power_law: the assumed law of a frame's power (`opusim.noise.LightPower`).
         power_rms_low: lower limit of its relative standard deviation.
         power_rms_high: upper limit of it, from which the brightest frame of a use follows.
@@ -252,31 +246,24 @@ class Certificate(StrictSection):
         Raises:
             ConfigError: it is not this device's.
         """
-        if self.device != description.name:
-            raise ConfigError(
-                description.name, "certificate", f"is that of {self.device!r}; calibrate this device"
-            )
-        if self.description_digest != digest_of(description):
-            raise ConfigError(
-                description.name,
-                "certificate",
-                "was made for another description; calibrate the device again",
-            )
-        if isinstance(self.noise, GaussianLaw) and n_outputs > self.n_outputs:
-            raise ConfigError(
-                description.name,
-                "certificate",
-                f"covers {self.n_outputs} outputs, the window has {n_outputs}; calibrate with --outputs {n_outputs}, "
-                f"or open {self.n_outputs} outputs at most",
-            )
         is_other = n_inputs not in (None, self.n_inputs) and description.medium is None
-        if isinstance(self.noise, GaussianLaw) and is_other:
-            raise ConfigError(
-                description.name,
-                "certificate",
-                f"was made with {self.n_inputs} inputs, the window has {n_inputs}, and hardware scales its noise by "
-                f"that number; calibrate with --inputs {n_inputs}",
+        if self.device != description.name:
+            reason = f"is that of {self.device!r}; calibrate this device"
+        elif self.description_digest != digest_of(description):
+            reason = "was made for another description; calibrate the device again"
+        elif isinstance(self.noise, GaussianLaw) and n_outputs > self.n_outputs:
+            reason = (
+                f"covers {self.n_outputs} outputs, the window has {n_outputs}; calibrate with --outputs {n_outputs}, "
+                f"or open {self.n_outputs} outputs at most"
             )
+        elif isinstance(self.noise, GaussianLaw) and is_other:
+            reason = (
+                f"was made with {self.n_inputs} inputs, the window has {n_inputs}, and hardware scales its noise by "
+                f"that number; calibrate with --inputs {n_inputs}"
+            )
+        else:
+            return
+        raise ConfigError(description.name, "certificate", reason)
 
     @property
     def digest(self) -> str:
@@ -351,15 +338,11 @@ class Certificate(StrictSection):
                 power_rms=self.noise.power_rms_high,
                 beta=self.beta,
             )
-        if isinstance(self.noise, OtherLaw):
-            return self._other(self.noise, noise)
-        law = "no law" if self.noise is None else f"the law {self.noise.law!r}"
-        raise ConfigError(self.device, "certificate", f"certifies {law}, the device has {noise.law!r}")
-
-    def _other(self, law: OtherLaw, noise: NoiseModel) -> NoiseModel:
-        """Return the certified law of another package, if it is the device's."""
+        if not isinstance(self.noise, OtherLaw):
+            law = "no law" if self.noise is None else f"the law {self.noise.law!r}"
+            raise ConfigError(self.device, "certificate", f"certifies {law}, the device has {noise.law!r}")
         try:
-            found = law.model()
+            found = self.noise.model()
         except (TypeError, ValueError) as error:
             raise ConfigError(self.device, "certificate.noise", " ".join(str(error).split())) from error
         if type(found) is not type(noise) or found.beta != self.beta:

@@ -15,6 +15,7 @@ import torch
 from opusim import checks
 from opusim.encodings import check_ternary
 from opusim.errors import DeviceFault
+from opusim.noise import GaussianNoise, NoiseModel
 
 Array = TypeVar("Array", torch.Tensor, np.ndarray)
 
@@ -185,19 +186,20 @@ def like_input(y: torch.Tensor, x: Array) -> Array:
     return y.cpu().numpy() if isinstance(x, np.ndarray) else y.to(x.device)
 
 
-def drawn_shape(shape: Sequence[int], n_outputs: int, *, uniform: bool) -> tuple[int, ...]:
+def drawn_shape(shape: Sequence[int], n_outputs: int, law: NoiseModel | None) -> tuple[int, ...]:
     """Return a checked shape of drawn noise.
 
     Args:
-        shape: lengths of at least 0; the last one n_outputs unless the law is the same at every output.
+        shape: lengths of at least 0; the last one n_outputs unless the law is Gaussian and the same at every output.
         n_outputs: the device's outputs.
-        uniform: whether the law is the same at every output.
+        law: the noise's, or None if it is unknown.
 
     Raises:
         TypeError, ValueError: another shape.
     """
     for length in shape:
         checks.integer(length=length, minimum=0)
+    uniform = isinstance(law, GaussianNoise) and law.is_uniform
     if not uniform and (len(shape) == 0 or shape[-1] != n_outputs):
         raise ValueError(
             f"shape = {tuple(shape)}: the noise differs from output to output, so the last length must be "

@@ -22,7 +22,7 @@ A caller that needs more than `project` asks for it by name: ``device.require("m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -44,72 +44,27 @@ DeviceFactory = Callable[..., Any]
 device class serves."""
 
 
-class Draws(Protocol):
-    """A device with the capability `draw`."""
+class WorksWithMatrices(Protocol):
+    """What a device offers with the capabilities `matrix`, `program`, `multiply`, `multiply_transposed` and `wait`.
 
-    def draw(self, shape: Sequence[int]) -> torch.Tensor:
-        """Return fresh noise of the law that `project` adds, float32, in projection units."""
-
-
-class TellsMatrix(Protocol):
-    """A device with the capability `matrix`."""
+    W is what the device realised: the matrix that was programmed last, with the device's rounding, limits, programming
+    noise, which may take entries out of [-1, 1], and drift.
+    """
 
     def matrix(self) -> torch.Tensor:
-        """B, float32, shape (n_outputs, n_inputs)."""
-
-
-class Programmable(TellsMatrix, Protocol):
-    """A device with the capability `program`; afterwards `matrix` tells the programmed one."""
+        """B, float32, shape (n_outputs, n_inputs); the W of now once one is programmed."""
 
     def program(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Write a matrix and return the one that the device realised.
-
-        Args:
-            matrix: real, shape (n_outputs, n_inputs), entries in [-1, 1].
-
-        Returns:
-            float32, same shape: the matrix W that `multiply` uses from now on, with the device's rounding, limits and
-            programming noise, which may take entries out of [-1, 1].
-        """
-
-
-class Multiplies(Protocol):
-    """A device with the capability `multiply`."""
+        """Write a matrix, real, shape (n_outputs, n_inputs), entries in [-1, 1]; return W, float32."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """W x + fresh noise of the device's law, a row for each row of x.
-
-        Args:
-            x: real, shape (batch, n_inputs), entries in [-1, 1].
-
-        Returns:
-            float32, shape (batch, n_outputs).
-        """
-
-
-class MultipliesTransposed(Protocol):
-    """A device with the capability `multiply_transposed`."""
+        """W x + fresh noise of the device's law for x, real, shape (batch, n_inputs), entries in [-1, 1]; float32."""
 
     def multiply_transposed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W + fresh noise, a row for each row of x.
-
-        Args:
-            x: real, shape (batch, n_outputs), entries in [-1, 1].
-
-        Returns:
-            float32, shape (batch, n_inputs).
-        """
-
-
-class Waits(TellsMatrix, Protocol):
-    """A device with the capability `wait`; afterwards `matrix` tells the drifted one."""
+        """Return x W + fresh noise for x, real, shape (batch, n_outputs), entries in [-1, 1]; float32."""
 
     def wait(self, seconds: float) -> torch.Tensor:
-        """Let time pass and return the matrix that `multiply` uses from now on.
-
-        Args:
-            seconds: at least 0; they add up from the last programming.
-        """
+        """Let time pass, at least 0 and added up from the last programming, and return the W of then."""
 
 
 _registered: dict[str, DeviceFactory] = {}
@@ -155,8 +110,8 @@ def device_factory(file: str, kind: str) -> DeviceFactory:
     """
     if not plugins.is_ours(ENTRY_POINT_GROUP, kind) and kind in _registered:
         return _registered[kind]
-    known = tuple(device_kinds())
-    if kind not in known:
+    if kind not in plugins.names(ENTRY_POINT_GROUP):
+        known = tuple(device_kinds())
         hint = did_you_mean(kind, known, otherwise="; install the package that brings it")
         raise ConfigError(file, "kind", f"unknown kind {kind!r}; known are {', '.join(known)}{hint}")
     try:

@@ -138,14 +138,10 @@ class LightonDevice(NoisyDevice):
         from lightonml.internal.simulated_device import SimulatedOpuDevice
 
         simulated = SimulatedOpuDevice()
-        simulated.build_random_matrix(self.n_inputs, self.n_outputs, self._matrix_seed())
+        seed = 0 if self.description.medium is None else self.description.medium.seed
+        words = [seed % _WORD, seed // _WORD]  # of 32 bits, as numpy's old generator takes them
+        simulated.build_random_matrix(self.n_inputs, self.n_outputs, words)
         return lightonml.OPU(opu_device=simulated, rescale="none", **options)
-
-    def _matrix_seed(self) -> list[int]:
-        """Return the medium's seed as the 32-bit words that numpy's old generator takes."""
-        medium = self._description.medium
-        seed = 0 if medium is None else medium.seed
-        return [seed % _WORD, seed // _WORD]
 
     def _close(self) -> None:
         opu, self._opu = self._opu, None

@@ -45,6 +45,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from opusim import checks as check_arguments
 from opusim.camera.diagnosis import ShowsFrames, diagnose, look_at_frames, shared_scatter
@@ -58,7 +59,6 @@ from opusim.devices.baseline import (
     SingleOutputTest,
     blank_readings,
     least_numbers,
-    log_level,
     measure_baseline,
     noise_variance,
     output_weights,
@@ -66,10 +66,9 @@ from opusim.devices.baseline import (
     reference_vectors,
     relative_error,
     spread_of_squares,
-    stand_out,
 )
 from opusim.devices.usage import DeviceWork
-from opusim.errors import DeviceError, DeviceFault, NoiseBelowCertificate
+from opusim.errors import DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, NoiseModel
 from opusim.plugins import Deferred
 
@@ -91,6 +90,10 @@ _LOOKS_AFTER_AN_ALARM, _BLANKS_AFTER_AN_ALARM = 24, 16
 """Of the reference vectors, and of the blank readings of a check: they tell whether it is noise that outputs share."""
 _MOST_READINGS_OF_A_CHECK = 2**12
 """Windows of fewer than 8 outputs would take more; `Monitor.smallest_changes` says what fewer find."""
+_FAR_OFF = 3.0
+"""How far beyond the tolerated difference a reading that lost a frame lies."""
+_SURELY = 0.2
+"""The noise's share in the difference that a reading may have which lost no frame."""
 BEFORE_ALL = -1
 """Stands for a step in a check before the first one."""
 RESERVED_STEPS = 2**63
@@ -99,7 +102,77 @@ _TESTS = 8
 """Sequential tests that share the probability of a false alarm, and the repeats of blank readings."""
 
 
-class Monitor:
+class Unmonitored:
+    """What stands for the monitor of a device whose description has no section ``[monitor]``: it finds nothing.
+
+    Attributes:
+        baseline: what the device is compared with: the device as it was when it was opened; None without a monitor.
+        changed: whether the last check gave an alarm.
+        work: what the readings of one check without an alarm take of the device.
+    """
+
+    changed = False
+    work = DeviceWork()
+
+    def __init__(self, name: str, baseline: Baseline | None = None) -> None:
+        self._name, self.baseline = name, baseline
+
+    @property
+    def doubtful_from(self) -> int | None:
+        """After an alarm: the first step whose noise may have been weaker than the law.
+
+        That is the step of the last check before those in which a test of the law found less and less; the last check
+        but one, if another test gave the alarm. None if the noise was found as strong as the law at every output.
+        """
+        return None
+
+    @property
+    def vouched(self) -> int:
+        """The step of the last check that confirmed the noise of all steps before it; `BEFORE_ALL` if there is none.
+
+        After an alarm it is `doubtful_from`. A check in which a test of the law is past half its way to an alarm does
+        not confirm them, nor do those in which it came there.
+        """
+        return BEFORE_ALL
+
+    def due(self, step: int) -> bool:
+        """Return whether a check belongs before this step."""
+        return False
+
+    def checks_between(self, first: int, end: int) -> int:
+        """Return how many checks are due from a step on, before another one."""
+        return 0
+
+    def check(self, step: int = BEFORE_ALL) -> None:
+        """Look at fresh blank and reference readings.
+
+        Args:
+            step: the step that follows.
+
+        Raises:
+            NoiseBelowCertificate: the noise is weaker than the law that a privacy statement rests on.
+            DeviceFault: the readings repeat, saturate, are dark, have another size, another noise or another medium.
+        """
+
+    def smallest_changes(self, checks: int) -> dict[str, float]:
+        """Return the smallest change that each sequential test finds within some checks, with probability 0.99.
+
+        Args:
+            checks: at least 1.
+
+        Returns:
+            Relative loss and gain of light, correlation of the medium, share of silent outputs, and relative loss and
+            gain of the noise's variance: in the mean over outputs, and of one output below a certified law. NaN: no
+            change is found.
+
+        Raises:
+            TypeError, ValueError: checks is no number of checks.
+            DeviceUnavailable: the device is not monitored.
+        """
+        raise DeviceUnavailable(f"device {self._name!r} is not monitored; give it a section [monitor]")
+
+
+class Monitor(Unmonitored):
     """Compares a device with its baseline and with the law that it states.
 
     Args:
@@ -118,6 +191,8 @@ class Monitor:
         ValueError: the baseline holds another number of reference vectors.
     """
 
+    baseline: Baseline
+
     def __init__(
         self,
         settings: MonitorSettings,
@@ -132,14 +207,13 @@ class Monitor:
         certified: bool = False,
     ) -> None:
         self._settings = settings
-        self._name = name
         self._read = read
         self._law = law
         self._saturated, self._show = saturated, show
         self._vectors = reference_vectors(settings.reference_vectors, n_inputs)
         self._last: np.ndarray | None = None
         self._checked: list[int] = []
-        self._is_below, self._changed, self._certified = True, False, certified
+        self._is_below, self._certified = True, certified
         if baseline is None:
             baseline = measure_baseline(read, show, self._vectors, settings.baseline_readings)
         if len(baseline.reference) != settings.reference_vectors:
@@ -147,12 +221,14 @@ class Monitor:
                 f"baseline holds {len(baseline.reference)} reference vectors where monitor.reference_vectors = "
                 f"{settings.reference_vectors}; restore the setting, or begin a new run"
             )
-        self.baseline = baseline
+        super().__init__(name, baseline)
         numbers = _NUMBERS_IF_CERTIFIED if certified else _NUMBERS
         enough = min(-(-numbers // baseline.weights.size), _MOST_READINGS_OF_A_CHECK)
         enough = max(enough, _READINGS_IF_CERTIFIED if certified else 0)
         self._blank = torch.zeros(max(settings.blank_readings, enough), n_inputs)
-        self._level = log_level(settings.false_alarm_per_run, settings.checks, _TESTS)
+        self.work = DeviceWork(projections=len(self._blank) + len(self._vectors), calls=2)
+        # At log(checks tests / p) all tests give a false alarm with probability at most p in all checks.
+        self._level = math.log(settings.checks) + math.log(_TESTS) - math.log(settings.false_alarm_per_run)
         self._make_light_tests()
         self._make_noise_tests()
 
@@ -163,7 +239,9 @@ class Monitor:
         power, noise = first.power, first.reference_variance
         weight = np.sum(np.square(first.reference), axis=0)  # (n_outputs,)
         slope = math.sqrt(float(np.sum(weight * noise))) / (size * power)
-        slope = math.hypot(slope, max(self._power_spread(), first.shared_slope))
+        law = self._law()  # relative standard deviation of a frame's light, an upper limit of the slope's
+        spread = float(law.power_rms) if isinstance(law, FluctuatingCountNoise) else 0.0
+        slope = math.hypot(slope, max(spread, first.shared_slope))
         mean_noise, noise_share = float(noise.mean()), float(noise.mean()) / power
         first_slope = math.hypot(slope / math.sqrt(readings), noise_share / readings * math.sqrt(2 / size))
         pattern, level = 1 - settings.least_correlation, self._level
@@ -183,11 +261,6 @@ class Monitor:
         self._responses = ResponseTest(each, allowed, int(settings.silent_outputs * weight.size), level)
         self._weight = np.where(weight > 0, weight, 1.0)
 
-    def _power_spread(self) -> float:
-        """Relative standard deviation of a frame's light that the device states: an upper limit of the slope's."""
-        law = self._law()
-        return float(law.power_rms) if isinstance(law, FluctuatingCountNoise) else 0.0
-
     def _make_noise_tests(self) -> None:
         """The tests of the blank readings: the law from below, change from above and below."""
         first, level, outputs = self.baseline, self._level, self.baseline.weights.size
@@ -206,44 +279,26 @@ class Monitor:
         self._louder = ShiftTest(let_pass, error, first_error, level, numbers)
         self._quieter = ShiftTest(let_pass, error, first_error, level, numbers)
 
-    @property
-    def work(self) -> DeviceWork:
-        """What the readings of one check without an alarm take of the device."""
-        return DeviceWork(projections=len(self._blank) + len(self._vectors), calls=2)
-
+    @override
     def checks_between(self, first: int, end: int) -> int:
-        """Return how many checks are due from a step on, before another one."""
         every = self._settings.every_steps
         return max(-(-end // every) - -(-first // every), 0)
 
+    @override
     def due(self, step: int) -> bool:
-        """Return whether a check belongs before this step."""
         return step < RESERVED_STEPS and step % self._settings.every_steps == 0
 
     @property
-    def changed(self) -> bool:
-        """Whether the last check gave an alarm."""
-        return self._changed
-
-    @property
+    @override
     def doubtful_from(self) -> int | None:
-        """After an alarm: the first step whose noise may have been weaker than the law.
-
-        That is the step of the last check before those in which a test of the law found less and less; the last check
-        but one, if another test gave the alarm. None if the noise was found as strong as the law at every output.
-        """
         if not self._is_below:
             return None
         return self._last_before(max(self._weaker.looks, self._single.suspect_looks, 1))
 
     @property
+    @override
     def vouched(self) -> int:
-        """The step of the last check that speaks for the noise of all steps before it; `BEFORE_ALL` if there is none.
-
-        After an alarm it is `doubtful_from`. A check in which a test of the law is past half its way to an alarm does
-        not speak for them, nor do those in which it came there.
-        """
-        if self._changed and self._is_below:
+        if self.changed and self._is_below:
             return self._last_before(max(self._weaker.looks, self._single.suspect_looks, 1))
         return self._last_before(max(self._weaker.suspect_looks, self._single.suspect_looks))
 
@@ -252,28 +307,19 @@ class Monitor:
         before = self._checked[: len(self._checked) - looks]
         return before[-1] if before else BEFORE_ALL
 
+    @override
     def check(self, step: int = BEFORE_ALL) -> None:
-        """Look at fresh blank and reference readings.
-
-        Args:
-            step: the step that follows.
-
-        Raises:
-            NoiseBelowCertificate: the noise is weaker than the law that a privacy statement rests on.
-            DeviceFault: the readings repeat, saturate, are dark, have another size, another noise or another medium.
-        """
         self._checked.append(step)
-        self._is_below, self._changed = True, True  # until the end of this check
+        self._is_below, self.changed = True, True  # until the end of this check
         try:
-            self._look()
+            self._test(*(self._read(vectors) for vectors in (self._blank, self._vectors)))
         except DeviceError as error:
             error.alarm, error.covered = True, not self._is_below
             raise
-        self._changed = False
+        self.changed = False
 
-    def _look(self) -> None:
-        """Take readings and test them; see `check`."""
-        blank, reference = self._read(self._blank), self._read(self._vectors)
+    def _test(self, blank: np.ndarray, reference: np.ndarray) -> None:
+        """Test fresh readings; see `check`."""
         law = self._law()
         noisy = law is None or bool(np.any(law.variance_bounds()[1] > 0))
         self._check_extremes(reference)
@@ -286,20 +332,8 @@ class Monitor:
                 self._check_law(variance, law)
             self._check_change(variance, blank, law)
 
+    @override
     def smallest_changes(self, checks: int) -> dict[str, float]:
-        """Return the smallest change that each sequential test finds within some checks, with probability 0.99.
-
-        Args:
-            checks: at least 1.
-
-        Returns:
-            Relative loss and gain of light, correlation of the medium, share of silent outputs, and relative loss and
-            gain of the noise's variance: in the mean over outputs, and of one output below a certified law. NaN: no
-            change is found.
-
-        Raises:
-            TypeError, ValueError: checks is no number of checks.
-        """
         check_arguments.integer(minimum=1, checks=checks)
         single = self._single.smallest(checks) if self._certified else math.nan
         found = {
@@ -354,7 +388,10 @@ class Monitor:
         if any(alarms):
             if seen := self._seen():
                 raise seen
-            if first.few_rows_differ(differences, 1 - self._settings.least_correlation):
+            # If some readings are far off and most are as before, frames did not arrive.
+            pattern = 1 - self._settings.least_correlation
+            allowed = 2 * pattern * first.power + _SURELY * float(first.reference_variance.mean())
+            if np.any(differences > _FAR_OFF * allowed) and np.median(differences) < allowed:
                 raise self._lost_frames()
             if self._fluctuates():
                 raise self._unsteady()
@@ -468,7 +505,10 @@ class Monitor:
             return
         ratio = self.baseline.noise_ratio(variance)
         louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
-        if louder and stand_out(blank):
+        distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
+        if louder and np.max(distances) > _FAR_OFF**2 * np.median(
+            distances
+        ):  # some are far off, most are not
             raise self._seen() or self._lost_frames()
         if louder or quieter:
             self._is_below = not self._as_strong(law)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from opusim.description.schema import DeviceDescription
-from opusim.devices.base import NoisyDevice, Turn
+from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate
 from opusim.devices.inputs import Array, check_reading
-from opusim.devices.monitor import BEFORE_ALL
+from opusim.devices.monitor import BEFORE_ALL, Unmonitored
 from opusim.devices.registry import open_device
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.errors import DeviceError, NoiseUnknown
@@ -27,12 +27,8 @@ TIMEOUT_S = 300.0
 _NOT_SOUGHT = -1
 
 
-class _Act(IntEnum):
-    """What a call asks for."""
-
-    PROJECT = 1
-    DRAW = 2
-    PROJECT_FOR_ALL = 3
+_PROJECT, _DRAW, _PROJECT_FOR_ALL = range(3)
+"""What a call asks for."""
 
 
 class SharedDevice(NoisyDevice):
@@ -71,124 +67,95 @@ class SharedDevice(NoisyDevice):
             window = {"n_inputs": device.n_inputs, "n_outputs": device.n_outputs, "mode": device.mode}
             return device.description, window, device.stated_noise, device.usage
 
-        self._whole, window, self._law, self._usage = ranks.on_first(opened)
-        own = self._whole.model_copy(update={"access": None, "monitor": None})  # the held device has them
-        super().__init__(own, **window)
+        whole, window, self._law, self._usage = ranks.on_first(opened)
+        super().__init__(whole.model_copy(update={"access": None}), **window)  # the held device has it
+        self.description, self.world = whole, ranks.world
         self.open()
 
-    # What it is
+    # What the held device answers; the other processes know what does not change
 
     @classmethod
+    @override
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Any]:
-        """See NoisyDevice.capabilities_of: readings and noise, whatever else the held device can do."""
         return cls.can
 
     @property
-    def description(self) -> DeviceDescription:
-        """See NoisyDevice.description: that of the held device."""
-        return self._whole
-
-    @property
+    @override
     def described_noise(self) -> NoiseModel:
-        """See NoisyDevice.described_noise: the law that the held device states."""
         if self._law is None:
             raise NoiseUnknown(f"device {self.name!r} states no law for its noise; calibrate it")
         return self._law
 
+    @override
     def attach_certificate(self, certificate: Certificate) -> None:
-        """See NoisyDevice.attach_certificate; every process attaches it."""
-        certificate.check_device(self._whole, n_outputs=self._n_outputs, n_inputs=self._n_inputs)
+        certificate.check_device(self.description, n_outputs=self.n_outputs, n_inputs=self.n_inputs)
         if self.held is not None:
             self.held.attach_certificate(certificate)
         self._certified = certificate.certified(self.described_noise)
 
     @property
+    @override
     def repeats_noise(self) -> bool:
-        """See NoisyDevice.repeats_noise; on the first process what the held device answers."""
         return super().repeats_noise if self.held is None else self.held.repeats_noise
 
     @property
-    def world(self) -> int:
-        """Number of processes that use it."""
-        return self._ranks.world
-
-    @property
+    @override
     def usage(self) -> Usage:
-        """See NoisyDevice.usage: what the device has done for all processes, up to this one's last call."""
+        """What the device has done for all processes, up to this one's last call."""
         return self._usage if self.held is None else self.held.usage
 
-    # Its monitor, which belongs to the process that holds the device
-
     @property
-    def baseline(self) -> Baseline | None:
-        """See NoisyDevice.baseline; None on the other processes."""
-        return None if self.held is None else self.held.baseline
+    @override
+    def monitor(self) -> Unmonitored:
+        return self._monitor if self.held is None else self.held.monitor
 
+    @override
     def compare_with(self, baseline: Baseline, step: int = BEFORE_ALL) -> None:
-        """See NoisyDevice.compare_with; does nothing on the other processes."""
         if self.held is not None:
             self.held.compare_with(baseline, step)
 
-    def inspect(self, step: int = BEFORE_ALL) -> None:
-        """See NoisyDevice.inspect; does nothing on the other processes."""
-        if self.held is not None:
-            self.held.inspect(step)
-
+    @override
     def upkeep(self, first: int, end: int, *, inspections: int = 0) -> DeviceWork:
-        """See NoisyDevice.upkeep; none on the other processes."""
         return DeviceWork() if self.held is None else self.held.upkeep(first, end, inspections=inspections)
-
-    @property
-    def changed(self) -> bool:
-        """See NoisyDevice.changed; False on the other processes."""
-        return self.held is not None and self.held.changed
-
-    @property
-    def doubtful_from(self) -> int | None:
-        """See NoisyDevice.doubtful_from; None on the other processes."""
-        return None if self.held is None else self.held.doubtful_from
-
-    @property
-    def vouched(self) -> int:
-        """See NoisyDevice.vouched; -1 on the other processes."""
-        return BEFORE_ALL if self.held is None else self.held.vouched
 
     # Reading
 
+    @override
     def project(self, x: Array) -> Array:
-        """See NoisyDevice.project; a call of all processes."""
         with self._together():
             return super().project(x)
 
+    @override
     def draw(self, shape: Sequence[int]) -> Tensor:
-        """See NoisyDevice.draw; a call of all processes, whose shapes differ in the first length only."""
+        """A call of all processes, whose shapes differ in the first length only."""
         with self._together():
             return super().draw(shape)
 
+    @override
     def project_for_all(self, x: Tensor) -> Tensor:
-        """See NoisyDevice.project_for_all: the first process's x is read once, and every process receives it."""
+        """The first process's x is read once, and every process receives it."""
         with self._together():
             self._require_open()
-            self._agree_on(_Act.PROJECT_FOR_ALL, len(x), 0)
+            self._agree_on(_PROJECT_FOR_ALL, len(x), 0)
             reading = torch.empty(len(x), self.n_outputs)
             self._read_on_first(lambda device: reading.copy_(device.project(x).cpu()))
             self._ranks.broadcast_tensors([reading])
             return reading.to(x.device)
 
-    def agree(self, rows: int) -> Turn:
-        """See NoisyDevice.agree; a call of all processes."""
+    @override
+    def agree(self, rows: int) -> tuple[int, int]:
         counts = [found for (found,) in self._ranks.rows([rows])]
-        return Turn(before=sum(counts[: self._ranks.rank]), most=max(counts))
+        return sum(counts[: self._ranks.rank]), max(counts)
 
     def _project(self, x: Tensor) -> Tensor:
-        counts = self._agree_on(_Act.PROJECT, len(x), x.shape[1])
+        counts = self._agree_on(_PROJECT, len(x), x.shape[1])
         rows = self._ranks.gather(x.to("cpu", torch.int8), counts)
         shape = (sum(counts), self.n_outputs)
         return self._shared_out(lambda device: device.project(rows), shape, counts).to(x.device)
 
     def _draw(self, shape: tuple[int, ...]) -> Tensor:
         width = shape[-1] if len(shape) > 1 else 1
-        counts = self._agree_on(_Act.DRAW, torch.Size(shape).numel() // max(width, 1), width)
+        counts = self._agree_on(_DRAW, torch.Size(shape).numel() // max(width, 1), width)
         drawn = self._shared_out(
             lambda device: device.draw((sum(counts), width)), (sum(counts), width), counts
         )
@@ -196,6 +163,10 @@ class SharedDevice(NoisyDevice):
 
     def _seek(self, step: int) -> None:
         self._step = step
+
+    @override
+    def _begin_monitor(self, baseline: Baseline | None) -> None:
+        """The held device has the monitor."""
 
     def _shared_out(
         self, read: Callable[[NoisyDevice], Tensor], shape: tuple[int, int], counts: Sequence[int]
@@ -229,7 +200,7 @@ class SharedDevice(NoisyDevice):
         self._usage = self._ranks.on_first(read)
         self._step = _NOT_SOUGHT
 
-    def _agree_on(self, act: _Act, rows: int, width: int) -> list[int]:
+    def _agree_on(self, act: int, rows: int, width: int) -> list[int]:
         """Return each process's number of rows once all of them have made the same call.
 
         Raises:
@@ -237,7 +208,7 @@ class SharedDevice(NoisyDevice):
         """
         self._has_met = True
         step = self._step - 2**64 if self._step >= 2**63 else self._step  # as a signed number of 64 bits
-        found = self._ranks.rows([int(act), step, int(self._step == _NOT_SOUGHT), width, rows])
+        found = self._ranks.rows([act, step, int(self._step == _NOT_SOUGHT), width, rows])
         if len({tuple(numbers[:4]) for numbers in found}) > 1:
             raise DeviceError(
                 f"device {self.name!r} is shared by {self._ranks.world} processes, which made different calls; seek "
@@ -258,8 +229,11 @@ class SharedDevice(NoisyDevice):
             raise
 
     def _open(self) -> None:
-        held = self.held
-        self._ranks.on_first(lambda: None if held is None else held.open() and None)
+        def opened() -> None:
+            if self.held is not None:
+                self.held.open()
+
+        self._ranks.on_first(opened)
 
     def _close(self) -> None:
         if self.held is not None:

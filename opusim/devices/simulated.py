@@ -17,7 +17,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
 from opusim.noise import GaussianNoise
-from opusim.randomness.streams import noise_stream
+from opusim.randomness.streams import NoiseStream, noise_stream
 
 
 class SimulatedDevice(NoisyDevice):
@@ -25,6 +25,9 @@ class SimulatedDevice(NoisyDevice):
 
     Its `intensities` are |R x|^2 of a complex medium R = (P + iQ) / sqrt 2 of the same seed, independent of B: P and Q
     are the real media that a `camera` device has.
+
+    Attributes:
+        medium: the medium of the open window.
 
     Args:
         description: a description with a section ``[medium]`` and no ``[options]``.
@@ -38,12 +41,17 @@ class SimulatedDevice(NoisyDevice):
 
     reads_noise = True
 
+    _std = 0.0
+    """Standard deviation of the noise at every output, of projections and of intensities."""
+    _stream: NoiseStream | None = None
+    """Gives the noise; None without any."""
+
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         medium = self.require_described(description)
         self._new_medium = partial(Medium, self.n_inputs, self.n_outputs, medium.seed)
         self._dense_limit_mib = medium.dense_limit_mib
-        self._medium = self._new_medium(dense_limit_mib=self._dense_limit_mib)
+        self.medium = self._new_medium(dense_limit_mib=self._dense_limit_mib)
 
     @classmethod
     def require_described(cls, description: DeviceDescription) -> MediumSettings:
@@ -63,11 +71,6 @@ class SimulatedDevice(NoisyDevice):
             )
         return description.medium
 
-    @property
-    def medium(self) -> Medium:
-        """The medium of the open window."""
-        return self._medium
-
     @cached_property
     def _complex_medium(self) -> tuple[Medium, Medium]:
         """P and Q, which share the limit of memory."""
@@ -77,10 +80,29 @@ class SimulatedDevice(NoisyDevice):
             self._new_medium(plane=IMAGINARY_PLANE, dense_limit_mib=limit),
         )
 
+    @cached_property
+    def described_noise(self) -> GaussianNoise:
+        """One standard deviation for all outputs; 0 without noise, from which no privacy is earned."""
+        return GaussianNoise(std=self._std, n_outputs=self.n_outputs)
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.medium.project(x)
+        return y if self._stream is None else self._stream.add_to(y, self._std)
+
     def _intensities(self, x: torch.Tensor) -> torch.Tensor:
         """|P x|^2 / 2 + |Q x|^2 / 2."""
         p, q = self._complex_medium
-        return p.project(x).square_().add_(q.project(x).square_()).mul_(0.5)
+        y = p.project(x).square_().add_(q.project(x).square_()).mul_(0.5)
+        return y if self._stream is None else self._stream.add_to(y, self._std)
+
+    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self._stream is None:
+            return torch.zeros(shape, dtype=torch.float32, device=self._torch_device)
+        return self._stream.normal(shape, device=self._torch_device).mul_(self._std)
+
+    def _seek(self, step: int) -> None:
+        if self._stream is not None:
+            self._stream.seek(step)
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
         """B itself, float32, shape (n_outputs, n_inputs), on the device's torch device.
@@ -90,7 +112,7 @@ class SimulatedDevice(NoisyDevice):
         Raises:
             ValueError: it exceeds the description's dense_limit_mib.
         """
-        return self._medium.dense(self._torch_device).T
+        return self.medium.dense(self._torch_device).T
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """Return the variance of readings of x, squared projection units, float64; the same for every x.
@@ -103,9 +125,6 @@ class SimulatedDevice(NoisyDevice):
 
 class IdealDevice(SimulatedDevice):
     """y = B x, exact; `draw` gives zeros.
-
-    Its noise is the Gaussian law of standard deviation 0, from which accounting concludes that no privacy is
-    earned.
 
     Args:
         description: one without a section ``[noise]``.
@@ -121,21 +140,6 @@ class IdealDevice(SimulatedDevice):
             raise ConfigError(
                 description.name, "noise", "the kind 'ideal' has none; remove it, or use 'gaussian'"
             )
-        self._noise = GaussianNoise(std=0.0, n_outputs=self.n_outputs)
-
-    @property
-    def described_noise(self) -> GaussianNoise:
-        """Standard deviation 0."""
-        return self._noise
-
-    def _project(self, x: torch.Tensor) -> torch.Tensor:
-        return self._medium.project(x)
-
-    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.float32, device=self._torch_device)
-
-    def _seek(self, step: int) -> None:
-        """Nothing to position."""
 
 
 class GaussianDevice(SimulatedDevice):
@@ -157,22 +161,4 @@ class GaussianDevice(SimulatedDevice):
         if description.noise is None:
             raise ConfigError(description.name, "noise", "missing; give noise.sigma, or use the kind 'ideal'")
         self._std = description.noise.value()
-        self._noise = GaussianNoise(std=self._std, n_outputs=self.n_outputs)
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
-
-    @property
-    def described_noise(self) -> GaussianNoise:
-        """One standard deviation for all outputs."""
-        return self._noise
-
-    def _project(self, x: torch.Tensor) -> torch.Tensor:
-        return self._stream.add_to(self._medium.project(x), self._std)
-
-    def _intensities(self, x: torch.Tensor) -> torch.Tensor:
-        return self._stream.add_to(super()._intensities(x), self._std)
-
-    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._stream.normal(shape, device=self._torch_device).mul_(self._std)
-
-    def _seek(self, step: int) -> None:
-        self._stream.seek(step)

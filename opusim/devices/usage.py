@@ -5,14 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from opusim import checks
 from opusim.description.schema import FrameSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class _Counted:
+    """Numbers that add up; of a call, of a step, of a run."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{key: value + getattr(other, key) for key, value in vars(self).items()})
+
+    def times(self, repeats: float) -> Self:
+        """Return so many repeats of it."""
+        checks.non_negative(repeats=repeats)
+        return type(self)(**{key: repeats * value for key, value in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage(_Counted):
     """A frozen account of device work; two of them add, and subtract for the work in between.
 
     The figures are those of the device described, not of the computer that simulates it. They reveal batch
@@ -37,34 +50,10 @@ class Usage:
         checks.integer(frames=self.frames, programmings=self.programmings, minimum=0)
         checks.non_negative(seconds=self.seconds, joules=self.joules, host_seconds=self.host_seconds)
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            frames=self.frames + other.frames,
-            seconds=self.seconds + other.seconds,
-            joules=self.joules + other.joules,
-            host_seconds=self.host_seconds + other.host_seconds,
-            programmings=self.programmings + other.programmings,
-        )
-
     def __sub__(self, earlier: Usage) -> Usage:
-        return Usage(
-            frames=self.frames - earlier.frames,
-            seconds=max(0.0, self.seconds - earlier.seconds),
-            joules=max(0.0, self.joules - earlier.joules),
-            host_seconds=max(0.0, self.host_seconds - earlier.host_seconds),
-            programmings=self.programmings - earlier.programmings,
-        )
-
-    def times(self, repeats: int) -> Usage:
-        """Return what so many repeats of this work use."""
-        checks.integer(repeats=repeats, minimum=0)
-        return Usage(
-            frames=repeats * self.frames,
-            seconds=repeats * self.seconds,
-            joules=repeats * self.joules,
-            host_seconds=repeats * self.host_seconds,
-            programmings=repeats * self.programmings,
-        )
+        spent = {key: value - getattr(earlier, key) for key, value in vars(self).items()}
+        rounded = {key: max(0.0, spent[key]) for key in ("seconds", "joules", "host_seconds")}
+        return Usage(**spent | rounded)
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as JSON values."""
@@ -77,7 +66,7 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceWork:
+class DeviceWork(_Counted):
     """Work that a device is about to do: readings, and the calls that take them; two of them add.
 
     The numbers are means if the work is random, as that of random batches is.
@@ -99,20 +88,6 @@ class DeviceWork:
     def of_noise(cls, numbers: float, n_outputs: int) -> DeviceWork:
         """Return the work of one draw of noise: as many blank readings of n_outputs numbers as fill it."""
         return cls(projections=math.ceil(numbers / n_outputs), calls=1)
-
-    def __add__(self, other: DeviceWork) -> DeviceWork:
-        return DeviceWork(
-            projections=self.projections + other.projections,
-            frames=self.frames + other.frames,
-            calls=self.calls + other.calls,
-        )
-
-    def times(self, repeats: float) -> DeviceWork:
-        """Return so many repeats of this work."""
-        checks.non_negative(repeats=repeats)
-        return DeviceWork(
-            projections=repeats * self.projections, frames=repeats * self.frames, calls=repeats * self.calls
-        )
 
     def usage(self, settings: FrameSettings, *, n_outputs: int) -> Usage:
         """Return what the work will use, as far as the description tells, to the nearest frame.
@@ -138,33 +113,15 @@ class UsageMeter:
     """Counts frames and programmings, and turns them into seconds and joules.
 
     Args:
-        frame_period_us: time from frame to frame, in microseconds, above 0.
-        power_w: power drawn while running, in watts, at least 0.
-        host_us_per_frame: what the host adds to each frame, in microseconds, at least 0.
-        host_us_per_call: what it adds to each call, likewise.
+        settings: the section ``[frames]`` of the description.
+        n_outputs: outputs of the window, whose frames may take longer to read out, at least 1.
     """
 
-    def __init__(
-        self,
-        frame_period_us: float,
-        power_w: float,
-        *,
-        host_us_per_frame: float = 0.0,
-        host_us_per_call: float = 0.0,
-    ) -> None:
-        checks.positive(frame_period_us=frame_period_us)
-        checks.non_negative(
-            power_w=power_w, host_us_per_frame=host_us_per_frame, host_us_per_call=host_us_per_call
-        )
-        self._host_s = host_us_per_frame * 1e-6, host_us_per_call * 1e-6
-        self._calls = 0
-        self._period_s = frame_period_us * 1e-6
-        self._power_w = power_w
-        self._frames = 0
-        self._longer_s = 0.0
-        self._programmings = 0
-        self._programming_s = 0.0
-        self._programming_j = 0.0
+    def __init__(self, settings: FrameSettings, n_outputs: int) -> None:
+        self._settings = settings
+        self._period_s = settings.period_us(n_outputs) * 1e-6
+        self._frames = self._calls = self._programmings = 0
+        self._longer_s = self._programming_s = self._programming_j = 0.0
 
     def count(self, frames: int, exposure_us: float = 0.0) -> None:
         """Add the frames of a call, at least 0; one whose exposure exceeds the period takes as long as its exposure."""
@@ -187,11 +144,14 @@ class UsageMeter:
     def snapshot(self) -> Usage:
         """Return what was spent so far."""
         seconds = self._frames * self._period_s + self._longer_s
-        per_frame, per_call = self._host_s
+        settings = self._settings
+        per_frame, per_call = (
+            (each or 0.0) * 1e-6 for each in (settings.host_us_per_frame, settings.host_us_per_call)
+        )
         return Usage(
             frames=self._frames,
             seconds=seconds + self._programming_s,
-            joules=seconds * self._power_w + self._programming_j,
+            joules=seconds * self._settings.power_w + self._programming_j,
             host_seconds=self._frames * per_frame + self._calls * per_call,
             programmings=self._programmings,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -85,11 +86,18 @@ class Medium:
         epoch: int = 0,
         dense_limit_mib: float = 1024,
     ) -> None:
-        checks.integer(n_inputs=n_inputs, minimum=1, maximum=MAX_INPUTS)
-        checks.integer(n_outputs=n_outputs, minimum=1, maximum=MAX_OUTPUTS)
-        checks.integer(seed=seed, minimum=0, maximum=MAX_SEED)
-        checks.integer(plane=plane, epoch=epoch, minimum=0, maximum=2**32 - 1)
-        checks.non_negative(dense_limit_mib=dense_limit_mib)
+        for name, value, least, most in (
+            ("n_inputs", n_inputs, 1, MAX_INPUTS),
+            ("n_outputs", n_outputs, 1, MAX_OUTPUTS),
+            ("seed", seed, 0, MAX_SEED),
+            ("plane", plane, 0, 2**32 - 1),
+            ("epoch", epoch, 0, 2**32 - 1),
+        ):
+            if not (type(value) is int and least <= value <= most):
+                named: dict[str, Any] = {name: value}
+                checks.integer(minimum=least, maximum=most, **named)
+        if not (type(dense_limit_mib) in (int, float) and 0 <= dense_limit_mib < math.inf):
+            checks.non_negative(dense_limit_mib=dense_limit_mib)
         self.n_inputs = int(n_inputs)
         self.n_outputs = int(n_outputs)
         self.seed = int(seed)
@@ -119,8 +127,7 @@ class Medium:
         Raises:
             ValueError: a range is not contiguous or leaves the medium.
         """
-        columns = _window("outputs", outputs, self.n_outputs)
-        rows = _window("inputs", inputs, self.n_inputs)
+        columns, rows = _windows(outputs=(outputs, self.n_outputs), inputs=(inputs, self.n_inputs))
         if torch.device(device).type != "cpu":
             return self._torch_tile(columns, rows, torch.device(device))
         tile = torch.empty((len(rows), len(columns)), dtype=torch.float32)
@@ -130,16 +137,17 @@ class Medium:
     def _fill(self, array: np.ndarray, columns: range, rows: range) -> None:
         """Write a tile into an array of its shape, on the CPU."""
         table, key, width = gaussian_table(), split_key(self.seed), max(1, len(columns))
-        for block in _blocks(len(rows), max(1, _ENTRIES_PER_BLOCK // width)):
+        at_once = max(1, _ENTRIES_PER_BLOCK // width)
+        for begin in range(0, len(rows), at_once):
             pause()
-            part, first = array[block.start : block.stop], rows.start + block.start
+            part, first = array[begin : begin + at_once], rows.start + begin
 
             def work(start: int, stop: int, part: np.ndarray = part, first: int = first) -> None:
                 kernels.fill_tile(
                     part[start:stop], table, first + start, columns.start, self.plane, self.epoch, key
                 )
 
-            splitting.run_split(work, len(block), grain=max(1, 2**17 // width))
+            splitting.run_split(work, len(part), grain=max(1, 2**17 // width))
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
         """Return the whole transposed matrix, float32, shape (n_inputs, n_outputs), kept after the first call.
@@ -181,7 +189,9 @@ class Medium:
             checks.shape((None, self.n_inputs), x=x)
         if x.dtype != torch.float32:
             raise TypeError(f"x has dtype {x.dtype}: must be torch.float32; use x.float()")
-        wanted = range(self.n_outputs) if outputs is None else _window("outputs", outputs, self.n_outputs)
+        wanted = range(self.n_outputs)
+        if outputs is not None:
+            (wanted,) = _windows(outputs=(outputs, self.n_outputs))
         if self.fits_dense and self.n_inputs <= _INPUTS_PER_EXACT_SUM:
             return blocked_product(x, self.dense(x.device)[:, wanted.start : wanted.stop])
         y = torch.empty((x.shape[0], len(wanted)), dtype=torch.float32, device=x.device)
@@ -281,13 +291,17 @@ def _blocks(length: int, size: int) -> Iterator[range]:
     return (range(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _window(name: str, window: slice | range, length: int) -> range:
-    """Return a contiguous window of [0, length) as a range."""
-    named: dict[str, Any] = {name: window}
-    checks.instance((slice, range), **named)
-    resolved = range(*window.indices(length)) if isinstance(window, slice) else window
-    if resolved.step != 1 or resolved.start < 0 or resolved.stop > length or resolved.stop < resolved.start:
-        raise ValueError(
-            f"{name} = {window}: must be contiguous and within [0, {length}); use a range of step 1"
-        )
-    return resolved
+def _windows(**wanted: tuple[slice | range, int]) -> list[range]:
+    """Return contiguous windows of [0, length), each given with its length, as ranges."""
+    found = []
+    for name, (window, length) in wanted.items():
+        if not isinstance(window, slice | range):
+            named: dict[str, Any] = {name: window}
+            checks.instance((slice, range), **named)
+        resolved = range(*window.indices(length)) if isinstance(window, slice) else window
+        if resolved.step != 1 or not 0 <= resolved.start <= resolved.stop <= length:
+            raise ValueError(
+                f"{name} = {window}: must be contiguous and within [0, {length}); use a range of step 1"
+            )
+        found.append(resolved)
+    return found

@@ -209,10 +209,6 @@ class Ranks:
         self.meet()
         return self._all(numbers)
 
-    def total(self, number: int) -> int:
-        """Return the sum of a whole number over all processes."""
-        return sum(found for (found,) in self.rows([number]))
-
     def before(self, number: int) -> int:
         """Return the sum of a whole number over the processes of lower ranks."""
         return sum(found for (found,) in self.rows([number])[: self.rank])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -158,13 +159,7 @@ class Instrument:
             view = View(self._device, window, shared=True, once=self._access.once)
             view.held = self._changes
             return view
-        whole = Window(
-            n_inputs=window.n_inputs,
-            first=0,
-            n_outputs=window.first + window.n_outputs,
-            mode=window.mode,
-            seed=window.seed,
-        )
+        whole = replace(window, first=0, n_outputs=window.first + window.n_outputs)
         return View(self._opened(whole), window, shared=False, once=self._access.once)
 
     def seek(self, view: View, step: int) -> None:
@@ -257,7 +252,7 @@ class Instrument:
             self._law = "not known; calibrate the device" if law is None else law.describe()
             shown = reference_vectors(vectors, window.n_inputs).to(torch.int8).numpy()
             repeated, began = np.repeat(shown, readings, axis=0), time.perf_counter()
-            means = view.project(repeated).reshape(vectors, readings, -1).mean(axis=1)
+            means = view.read("project", repeated).reshape(vectors, readings, -1).mean(axis=1)
             self.pace.note("project", len(repeated), time.perf_counter() - began)
         finally:
             view.close()

@@ -7,7 +7,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Entry:
     """What a client used between its last entry and this one.
 
     Attributes:
-        time: when it was written, ISO 8601, UTC.
+        time: when it was written, ISO 8601, UTC; now by default.
         device: the served device.
         user: whose key was shown.
         run: what the client called its run.
@@ -44,21 +44,15 @@ class Entry:
         busy_s: seconds that the server worked for it; for a simulation, the simulation's own time.
     """
 
-    time: str
+    time: str = field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    )
     device: str
     user: str
     run: str
     calls: int
     used: Usage
     busy_s: float
-
-    @classmethod
-    def now(cls, device: str, user: str, run: str, *, calls: int, used: Usage, busy_s: float) -> Entry:
-        """Return an entry of this moment."""
-        time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(
-            time=time, device=device, user=user, run=run, calls=calls, used=used, busy_s=round(busy_s, 6)
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON values."""
@@ -134,15 +128,11 @@ USAGE_COLUMNS = ("user", "run", "calls", "frames", "device time", "energy", "wit
 
 def usage_rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
     """Return a row for each user and run, those of most device time first, and one for all."""
-    sums: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [0, Usage(), 0.0])
+    sums: dict[tuple[str, str], tuple[int, Usage, float]] = {}
     for entry in entries:
         for key in ((entry.user, entry.run), ("all", "")):
-            found = sums[key]
-            found[0], found[1], found[2] = (
-                found[0] + entry.calls,
-                found[1] + entry.used,
-                found[2] + entry.busy_s,
-            )
+            calls, used, busy_s = sums.get(key, (0, Usage(), 0.0))
+            sums[key] = calls + entry.calls, used + entry.used, busy_s + entry.busy_s
     total = sums.pop(("all", ""), None)
     ordered = sorted(sums.items(), key=lambda item: -item[1][1].seconds)
     if total is not None:

@@ -27,9 +27,15 @@ _DTYPES = ("|i1", "|u1", "<f4", "<f8")
 _LENGTH_LIMIT = 2**40
 _TEXT_LIMIT = 2000
 
+
+class SessionLost(errors.DeviceUnavailable):
+    """The server does not know the session of a call: it was restarted, or dropped the client."""
+
+
 _SENT = {
     kind.__name__: kind
     for kind in (
+        SessionLost,
         *(errors.DeviceUnavailable, errors.DeviceBusy, errors.DeviceTimeout, errors.DeviceFault),
         *(errors.CapabilityMissing, errors.NoiseBelowCertificate, errors.NoiseUnknown, errors.DeviceError),
         *(ValueError, TypeError),

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -19,22 +19,25 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 import torch
 from pydantic import Field, ValidationError
+from typing_extensions import override
 
+from opusim import checks
 from opusim.crossbar.converter import Converter
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem, flat
 from opusim.devices.access import patience_s
+from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate
+from opusim.devices.inputs import Array, like_input, real_batch
 from opusim.devices.monitor import BEFORE_ALL
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, NoiseUnknown
 from opusim.noise import NoiseModel
+from opusim.serving.connections import Link, beat_s
 from opusim.serving.instrument import same_medium
 from opusim.serving.keys import own_key, server_key
-from opusim.serving.link import Heartbeat, Link, beat_s
-from opusim.serving.messages import MIB, Message, told_error
-from opusim.serving.products import RemoteProducts
+from opusim.serving.messages import MIB, Message, SessionLost, told_error
 from opusim.serving.views import unpacked_law
 
 KIND = SCHEME = "remote"
@@ -42,7 +45,6 @@ _LOG = logging.getLogger("opusim")
 _ASK_AGAIN_S = 1.0
 _TELL_EVERY_S = 30.0
 _CONNECT_S = 5.0
-_SESSION_LOST = "SessionLost"
 
 
 class RemoteOptions(StrictSection):
@@ -78,9 +80,13 @@ class RemoteOptions(StrictSection):
     timeout_s: float = Field(default=600.0, gt=0)
 
 
-_OF_ADDRESS = ("outputs_from", "exclusive", "wait_s", "run", "key", "silence_s", "timeout_s")
-_WHOLE = ("outputs_from",)
-_NUMBERS = ("wait_s", "silence_s", "timeout_s")
+_OF_ADDRESS: dict[str, Callable[[str], Any]] = {
+    "outputs_from": int,
+    "exclusive": {"": True, "true": True, "false": False}.__getitem__,
+    **dict.fromkeys(("wait_s", "silence_s", "timeout_s"), float),
+    **dict.fromkeys(("run", "key"), str),
+}
+"""Options that an address may have, and how their text is read."""
 
 
 def describe(address: str) -> dict[str, Any]:
@@ -112,10 +118,9 @@ def describe(address: str) -> dict[str, Any]:
             **options,
         },
     }
-    present, numbers = flat(content), {f"options.{key}" for key in options}
-    given = {"status": "override", "source": "given with the address"}
+    present, given = flat(content), {"status": "override", "source": "given with the address"}
     sources = {key: entry for key, entry in told.get("provenance", {}).items() if key in present}
-    numbered = [f"options.{key}" for key in (*_WHOLE, *_NUMBERS) if f"options.{key}" in numbers]
+    numbered = [f"options.{key}" for key in options if _OF_ADDRESS[key] in (int, float)]
     content["provenance"] = sources | dict.fromkeys(numbered, given)
     return content
 
@@ -136,20 +141,6 @@ def about(address: str) -> list[str]:
 
 def _described(address: str) -> tuple[Message, str, dict[str, Any]]:
     """Ask a server what it serves; returns its answer, HOST:PORT, and the options of the address."""
-    host, port, options = _parsed(address)
-    silence_s = float(options.get("silence_s", _CONNECT_S))
-    link = _linked(host, port, options.get("key"), address, silence_s if silence_s > 0 else _CONNECT_S)
-    try:
-        answer = link.ask(Message(kind="describe", values={"request": link.new_request()}))
-    finally:
-        link.close()
-    if answer.kind != "described":
-        raise told_error(answer)
-    return answer, f"{host}:{port}", options
-
-
-def _parsed(address: str) -> tuple[str, int, dict[str, Any]]:
-    """Return host, port and options of an address."""
     parts = urlsplit(address)
     try:
         host, port = parts.hostname, parts.port
@@ -161,31 +152,42 @@ def _parsed(address: str) -> tuple[str, int, dict[str, Any]]:
     for key, text in parse_qsl(parts.query, keep_blank_values=True):
         if key not in _OF_ADDRESS:
             raise ConfigError(address, key, f"is no option; known are {', '.join(_OF_ADDRESS)}")
-        options[key] = _option(address, key, text)
-    return host, port, options
-
-
-def _option(address: str, key: str, text: str) -> Any:
-    """Return the value of an option in an address."""
+        try:
+            options[key] = _OF_ADDRESS[key](text)
+        except (ValueError, KeyError):
+            raise ConfigError(address, key, f"{text!r} is no value for it; correct it") from None
+    place, silence_s = f"{host}:{port}", float(options.get("silence_s", _CONNECT_S))
+    link = _linked(place, options.get("key"), address, silence_s if silence_s > 0 else _CONNECT_S)
     try:
-        if key == "exclusive":
-            return {"": True, "true": True, "false": False}[text]
-        return int(text) if key in _WHOLE else float(text) if key in _NUMBERS else text
-    except (ValueError, KeyError):
-        raise ConfigError(address, key, f"{text!r} is no value for it; correct it") from None
+        answer = link.ask(Message(kind="describe", values={"request": link.new_request()}))
+    finally:
+        link.close()
+    if answer.kind != "described":
+        raise told_error(answer)
+    return answer, place, options
 
 
-def _linked(host: str, port: int, key: str | None, name: str, silence_s: float) -> Link:
-    return Link(host, port, own_key(key), server_key(host, port), name=name, silence_s=silence_s)
+def _linked(place: str, key: str | None, name: str, silence_s: float) -> Link:
+    host, _, port = place.rpartition(":")
+    return Link(host, int(port), own_key(key), server_key(host, int(port)), name=name, silence_s=silence_s)
 
 
-class RemoteDevice(RemoteProducts):
+class RemoteDevice(NoisyDevice):
     """A device that a server shares (`opusim device serve`).
 
     Readings, noise, usage and errors are the server's. In ``experiment``, readings of a simulation are those of the
     same device opened locally with the same mode and seed, bit for bit: its columns from `outputs_from` on. If the
     server is restarted between two steps, a run continues; amid a step of a simulation in ``experiment`` the device
     fails, and the step is done again when the run resumes.
+
+    `program` and `wait` of a simulation change the client's own device. A device that clients share is changed by a
+    client that has it to itself; the others must open it again. If the server is restarted, what was programmed is
+    lost, and readings fail until it is programmed again.
+
+    Attributes:
+        converter: bits and bounds of inputs and outputs, as the server states them; exact if it states none.
+        saturated: which rows of the last `multiply` met a converter's bound, shape (batch,); None if the server tells
+            nothing. Clients that share a device are told of all its outputs.
 
     Args:
         description: of kind ``remote``, as `describe` makes it.
@@ -202,33 +204,35 @@ class RemoteDevice(RemoteProducts):
         except ValidationError as error:
             found = first_problem(error, RemoteOptions, description.name, whole="options")
             raise ConfigError(description.name, f"options.{found.key}", found.reason) from None
+        self.converter = Converter()
+        self.saturated: torch.Tensor | None = None
+        self._law: NoiseModel | None = None
         self._link: Link | None = None
-        self._heartbeat: Heartbeat | None = None
         self._session = ""
-        self._told: Usage = Usage()
-        self._earlier = Usage()
-        self._first_look: Baseline | None = None
+        self._told = self._earlier = Usage()
         self._compared: Baseline | None = None
-        self._number = 0
+        self._number = self._readings = 0
         self._pending: Message | None = None
         self._sought: int | None = None
-        self._readings = 0
-        self._repeats = False
+        self._repeats = self._is_changed = False
         self._request_mib = self._beat_s = 0.0
 
+    # What the server answers for the device that it serves
+
     @classmethod
+    @override
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Any]:
-        """See NoisyDevice.capabilities_of: what the server offers."""
         return frozenset(str(description.options.get("can", "")).split())
 
     @property
+    @override
     def identity(self) -> tuple[str, str]:
-        """See NoisyDevice.identity: those of the served device, whose server may take the certificate."""
         return self.name.removesuffix(f" at {self._options.address}"), self._options.digest
 
     @property
+    @override
     def described_noise(self) -> NoiseModel:
-        """See NoisyDevice.described_noise: the law that the server states, a certificate's if it has one."""
+        """The law that the server states, a certificate's if it has one."""
         if self._law is None and "program" in self.capabilities:
             self._require_open()
             self._take_law(self._call("law"), arrays_before=0)
@@ -236,41 +240,128 @@ class RemoteDevice(RemoteProducts):
             raise NoiseUnknown(f"device {self.name!r} states no law for its noise; calibrate it")
         return self._law
 
+    @override
     def attach_certificate(self, certificate: Certificate) -> None:
-        """Refuse a certificate: it belongs to the server, which tells its law to every client.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse a certificate: it belongs to the server, which tells its law to every client."""
         reason = (
             "belongs to the server of the device; start it with: opusim device serve NAME --certificate FILE"
         )
         raise ConfigError(self.name, "certificate", reason)
 
     @property
+    @override
     def repeats_noise(self) -> bool:
-        """See NoisyDevice.repeats_noise: what the server says of the device that it serves."""
         return self.mode == "experiment" and self._repeats
 
     @property
+    @override
     def usage(self) -> Usage:
-        """See NoisyDevice.usage: what the server counted for this device, up to its last answer."""
+        """What the server counted for this device, up to its last answer."""
         return self._earlier + self._told
 
-    @property
-    def baseline(self) -> Baseline | None:
-        """See NoisyDevice.baseline; None if the server watches one device for all its clients."""
-        return self._first_look
-
+    @override
     def compare_with(self, baseline: Baseline, step: int = BEFORE_ALL) -> None:
-        """See NoisyDevice.compare_with; nothing happens if the server watches one device for all its clients.
+        """Nothing happens if the server watches one device for all its clients.
 
         The server takes no step: a run under a certificate, which needs it, opens its device itself.
         """
         self._require_open()
-        if self._first_look is not None:
-            self._first_look = self._compared = baseline
+        if self.monitor.baseline is not None:
+            self.monitor.baseline = self._compared = baseline
             self._call("compare", baseline.to_array())
+
+    # What works with matrices
+
+    def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
+        """Return the served device's matrix, float32; one of its capabilities.
+
+        Raises:
+            CapabilityMissing: the server does not offer it.
+            ValueError: it exceeds what the server sends.
+        """
+        self._require_able("matrix")
+        return self._tensor(self._call("matrix"))
+
+    def program(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Write a matrix and return the one that the device realised.
+
+        Raises:
+            TypeError, ValueError: another shape, or an entry that is not a number in [-1, 1].
+            CapabilityMissing: the device cannot, or is shared and not reserved.
+        """
+        self._require_able("program")
+        written = self._checked(matrix)
+        checks.in_range(-1, 1, matrix=written, remedy="divide by the largest magnitude")
+        return self._changed("program", written)
+
+    def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the standard deviation of what `program` realises about a matrix, of its shape, as the server says."""
+        self._require_able("program")
+        return self._tensor(self._call("programming_std", self._checked(matrix)))
+
+    def multiply(self, x: Array) -> Array:  # (batch, n_inputs) -> (batch, n_outputs)
+        """W x + fresh noise, a row for each row of x, entries in [-1, 1]."""
+        return self._product("multiply", x, self.n_inputs, self.n_outputs)
+
+    def multiply_transposed(self, x: Array) -> Array:  # (batch, n_outputs) -> (batch, n_inputs)
+        """Return x W + fresh noise, a row for each row of x, entries in [-1, 1]."""
+        return self._product("multiply_transposed", x, self.n_outputs, self.n_inputs)
+
+    def wait(self, seconds: float) -> torch.Tensor:
+        """Let time pass and return the matrix that readings use from now on.
+
+        Raises:
+            CapabilityMissing: the device does not drift, or is shared and not reserved.
+            ValueError: a number below 0, or none.
+        """
+        self._require_able("wait")
+        checks.non_negative(seconds=seconds)
+        return self._changed("wait", seconds=float(seconds))
+
+    def _require_able(self, act: Any) -> None:
+        self._require_open()
+        self.require(act)
+
+    def _product(self, act: str, x: Array, width: int, outputs: int) -> Array:
+        self._require_able(act)
+        batch = real_batch(x, width, torch.device("cpu"))
+
+        def read() -> torch.Tensor:
+            answer = self._call(act, batch.numpy())
+            if act == "multiply":  # which rows are saturated stands behind the reading
+                told = [rows for rows in answer.arrays[1:] if rows.shape == (len(batch),)]
+                self.saturated = torch.from_numpy(told[0] != 0) if told else None
+            return self._tensor(answer)
+
+        return like_input(self._read(read, (len(batch), outputs), readings=len(batch)), x)
+
+    def _checked(self, matrix: torch.Tensor) -> np.ndarray:
+        checks.instance(torch.Tensor, matrix=matrix)
+        checks.shape(
+            (self.n_outputs, self.n_inputs), matrix=matrix, remedy="pad it with zeros, or open another window"
+        )
+        found: np.ndarray = matrix.detach().to("cpu", torch.float32).numpy()
+        return found
+
+    def _changed(self, act: str, array: np.ndarray | None = None, **values: Any) -> torch.Tensor:
+        """Make a call that changes what the device holds; its answer tells the law from then on."""
+        answer = self._call(act, array, **values)
+        self._is_changed = True
+        self._take_law(answer, arrays_before=1)
+        return self._tensor(answer)
+
+    def _take_law(self, answer: Message, *, arrays_before: int) -> None:
+        """Take the law that an answer tells, whose arrays stand behind others."""
+        self._law = unpacked_law(answer.value("law", (dict, type(None))), answer.arrays[arrays_before:])
+
+    def _tensor(self, answer: Message) -> torch.Tensor:
+        """Return the reading of an answer, its first array."""
+        if not answer.arrays:
+            raise DeviceFault(f"device {self.name!r}: its server answered without a reading; restart it")
+        found = np.asarray(answer.arrays[0], dtype=np.float32)
+        if not (found.flags.writeable and found.flags.aligned):  # else the message's own memory serves
+            found = found.copy()
+        return torch.from_numpy(found).to(self._torch_device)
 
     # The interface of NoisyDevice
 
@@ -288,7 +379,7 @@ class RemoteDevice(RemoteProducts):
         self._sought, self._readings = step, 0
 
     def _open(self) -> None:
-        self._link = self._connected()
+        self._link = _linked(self._options.address, self._options.key, self.name, self._options.silence_s)
         self._earlier, self._told = self.usage, Usage()
         self._readings = 0
         try:
@@ -297,12 +388,9 @@ class RemoteDevice(RemoteProducts):
             self._link.close()
             self._link = None
             raise
-        self._heartbeat = Heartbeat(self._beat, self._beat_s)
+        self._link.beat(partial(self._alive, ""), self._beat_s)
 
     def _close(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None
         if self._link is not None:
             self._link.tell(Message(kind="close", values={"session": self._session}))
             self._link.close()
@@ -310,16 +398,10 @@ class RemoteDevice(RemoteProducts):
 
     def _reconnect(self) -> None:
         """See NoisyDevice._reconnect: a new connection, under which the session and a call under way stay."""
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
         if self._link is not None:
             self._link.close()
-        self._link = self._connected()
-        self._heartbeat = Heartbeat(self._beat, self._beat_s)
-
-    def _connected(self) -> Link:
-        host, _, port = self._options.address.rpartition(":")
-        return _linked(host, int(port), self._options.key, self.name, self._options.silence_s)
+        self._link = _linked(self._options.address, self._options.key, self.name, self._options.silence_s)
+        self._link.beat(partial(self._alive, ""), self._beat_s)
 
     @property
     def _connection(self) -> Link:
@@ -334,7 +416,19 @@ class RemoteDevice(RemoteProducts):
         """Get a place on the server, and check that it serves what the description says."""
         link, patience = self._connection, patience_s(self._options.wait_s)
         until, told = time.monotonic() + patience, -_TELL_EVERY_S
-        values = self._wanted() | {"ticket": secrets.token_hex(8), "waits": patience > 0}
+        options = self._options
+        values = {
+            "n_inputs": self.n_inputs,
+            "n_outputs": self.n_outputs,
+            "outputs_from": options.outputs_from or 0,
+            "reserves": options.outputs_from is not None,
+            "exclusive": options.exclusive,
+            "mode": self.mode,
+            "seed": self._seed if self.mode == "experiment" else 0,
+            "run": options.run or f"{socket.gethostname()}:{os.getpid()}",
+            "ticket": secrets.token_hex(8),
+            "waits": patience > 0,
+        }
         while True:
             answer = link.ask(Message(kind="open", values={**values, "request": link.new_request()}))
             if answer.kind == "opened":
@@ -353,32 +447,19 @@ class RemoteDevice(RemoteProducts):
             time.sleep(_ASK_AGAIN_S)
         self._take_opened(answer)
 
-    def _wanted(self) -> dict[str, Any]:
-        options = self._options
-        return {
-            "n_inputs": self.n_inputs,
-            "n_outputs": self.n_outputs,
-            "outputs_from": options.outputs_from or 0,
-            "reserves": options.outputs_from is not None,
-            "exclusive": options.exclusive,
-            "mode": self.mode,
-            "seed": self._seed if self.mode == "experiment" else 0,
-            "run": options.run or f"{socket.gethostname()}:{os.getpid()}",
-        }
-
     def _take_opened(self, answer: Message) -> None:
         self._session = answer.value("session", str)
         self._require_same(answer)
-        self._law = unpacked_law(answer.value("law", (dict, type(None))), answer.arrays)
+        self._take_law(answer, arrays_before=0)
         converter = answer.value("converter", (dict, type(None)), None)
-        self._converter = Converter() if converter is None else Converter(**converter)
+        self.converter = Converter() if converter is None else Converter(**converter)
         self._told = Usage.from_json(answer.value("usage", dict))
         self._repeats = answer.value("repeats", bool)
         self._request_mib = float(answer.value("request_mib", (int, float)))
         self._beat_s = beat_s(self._options.silence_s, float(answer.value("silence_s", (int, float))))
         self._number, self._pending, self._is_changed = 0, None, False
         if answer.value("monitored", bool):
-            self._first_look = Baseline.from_array(np.array(answer.arrays[-1], dtype=np.float64))
+            self.monitor.baseline = Baseline.from_array(np.array(answer.arrays[-1], dtype=np.float64))
 
     def _require_same(self, answer: Message) -> None:
         """Refuse a server that serves another description or another medium than this one's description says."""
@@ -433,8 +514,9 @@ class RemoteDevice(RemoteProducts):
             self._pending = None
             if answer.kind != "error":
                 break
-            if answer.values.get("class") != _SESSION_LOST:
-                raise told_error(answer)
+            error = told_error(answer)
+            if not isinstance(error, SessionLost):
+                raise error
             self._enter_again(act)
         self._sought = None
         self._readings += 1
@@ -456,10 +538,6 @@ class RemoteDevice(RemoteProducts):
     def _alive(self, request: str) -> Message:
         values = {"session": self._session, "has": self._number - int(self._pending is not None)}
         return Message(kind="alive", values=values | ({"request": request} if request else {}))
-
-    def _beat(self) -> None:
-        if self._link is not None:
-            self._link.beat(self._alive(""))
 
     def _on_state(self, number: int, state: Message) -> bool:
         """Tell the user who has the device; return whether the call, or its answer, was lost on its way.

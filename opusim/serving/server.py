@@ -6,7 +6,6 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +13,11 @@ import numpy as np
 
 from opusim import checks
 from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
-from opusim.serving.door import Door
+from opusim.serving.connections import Door
 from opusim.serving.instrument import Instrument
 from opusim.serving.journal import Journal
 from opusim.serving.keys import Key, Users
-from opusim.serving.messages import MIB, BadMessage, Message, error_message, read_message
+from opusim.serving.messages import MIB, BadMessage, Message, SessionLost, error_message, read_message
 from opusim.serving.sessions import TELLING, Places, Session, Work, content_digest, require_room
 from opusim.serving.turns import FairQueue, Owner
 from opusim.serving.views import Window, packed_law
@@ -28,8 +27,6 @@ _TICK_MS = 200
 _JOURNAL_EVERY_S = 60.0
 _LAST_CALL_S = 2.0
 """Seconds that a server that stops waits for the call under way."""
-SESSION_LOST = "SessionLost"
-"""How an answer names that the server does not know the session of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,7 @@ class Server:
         self._journal = journal
         self._limits = limits or Limits()
         self._request_limit = int(self._limits.request_mib * MIB)
-        self._queue: FairQueue[str, Work] = FairQueue()
+        self._queue = FairQueue()
         self._places = Places(
             self._limits.clients,
             most_of_user=self._limits.clients_per_user,
@@ -130,7 +127,7 @@ class Server:
             while self._owner.done:
                 self._finish(*self._owner.done.popleft())
             for route, user, frames in messages:
-                self._let_in(route, user, frames)
+                self._take_message(route, user, frames)
             for session in self._places.silent(self._limits.silence_s):
                 self._end(session, f"was silent for {self._limits.silence_s:g} s")
             for session in self._places.idle(self._limits.idle_s):
@@ -161,51 +158,42 @@ class Server:
 
     # Messages
 
-    def _let_in(self, route: bytes, user: Key | None, frames: list[Any]) -> None:
-        """Take a message of a user whose key is known and has not expired."""
-        if user is None:
-            unknown = DeviceUnavailable("this key is not known any more; ask for a new one")
-            self._refuse(route, "a removed key", self._request_of(frames), unknown)
-        elif user.has_expired:
-            text = f"the key of {user.name!r} expired on {user.expires}; have a new one accepted"
-            self._refuse(route, user.name, self._request_of(frames), DeviceUnavailable(text))
-        else:
-            self._take_message(route, user, frames)
-
-    def _take_message(self, route: bytes, user: Key, frames: list[Any]) -> None:
-        request = ""
+    def _take_message(self, route: bytes, user: Key | None, frames: list[Any]) -> None:
+        """Let a message's handler answer, if its user's key is known and has not expired; else refuse it."""
+        unknown = DeviceUnavailable("this key is not known any more; ask for a new one")
+        name, request, refusal = "a removed key", "", unknown if user is None else None
+        if user is not None:
+            name = user.name
+            if user.has_expired:
+                text = f"the key of {name!r} expired on {user.expires}; have a new one accepted"
+                refusal = DeviceUnavailable(text)
         try:
             message = read_message(frames, limit=self._request_limit)
-            request = message.value("request", str, "")[:64]
-            handler = self._handlers().get(message.kind)
+            request = str(message.value("request", str, ""))[:64]
+            if user is None or refusal is not None:
+                raise refusal or unknown
+            handlers = {
+                "describe": self._describe,
+                "open": self._open,
+                "call": self._call,
+                "alive": self._alive,
+                "close": self._close,
+            }
+            handler = handlers.get(message.kind)
             if handler is None:
                 raise BadMessage(
                     f"unknown kind {message.kind[:40]!r}; install the same version of opusim on both sides"
                 )
             handler(route, user, request, message)
+        except SessionLost as error:
+            if request:  # a sign of life waits for no answer
+                self._send(route, error_message(error, request=request))
         except (DeviceError, ConfigError, BadMessage, ValueError, TypeError, OverflowError) as error:
-            self._refuse(route, user.name, request, error)
+            self._refuse(route, name, request, refusal or error)
         except Exception as error:  # one client's message must not end the server
-            if self._door.refusals.may_tell(user.name):
-                _LOG.exception("a message of %s failed", user.name)
-            self._refuse(route, user.name, request, error)
-
-    def _request_of(self, frames: list[Any]) -> str:
-        """Return the request of a refused user's message, so that its client learns why; "" if it has none."""
-        try:
-            message = read_message(frames, limit=self._request_limit)
-            return str(message.value("request", str, ""))[:64]
-        except BadMessage:
-            return ""
-
-    def _handlers(self) -> dict[str, Callable[[bytes, Key, str, Message], None]]:
-        return {
-            "describe": self._describe,
-            "open": self._open,
-            "call": self._call,
-            "alive": self._alive,
-            "close": self._close,
-        }
+            if self._door.refusals.may_tell(name):
+                _LOG.exception("a message of %s failed", name)
+            self._refuse(route, name, request, error)
 
     def _describe(self, route: bytes, user: Key, request: str, message: Message) -> None:
         served = self._instrument
@@ -270,9 +258,6 @@ class Server:
     def _call(self, route: bytes, user: Key, request: str, message: Message) -> None:
         """Take a call, or answer a repeated one with the answer that it had."""
         session = self._session(message, user)
-        if session is None:
-            self._send_lost(route, request)
-            return
         session.route, session.heard = route, time.monotonic()
         session.used = session.heard
         number, digest = message.value("number", int), content_digest(message)
@@ -282,7 +267,7 @@ class Server:
             )
         if number == session.number:
             if session.reply is not None:
-                self._send_frames(route, session.reply)
+                self._door.send(route, session.reply)
             return
         shared = self._instrument.n_outputs if self._instrument.shared else None
         require_room(message, session.window, shared=shared, most=int(self._limits.reply_mib * MIB))
@@ -294,10 +279,6 @@ class Server:
 
     def _alive(self, route: bytes, user: Key, request: str, message: Message) -> None:
         session = self._session(message, user)
-        if session is None:
-            if request:
-                self._send_lost(route, request)
-            return
         session.heard = time.monotonic()
         if message.value("has", int, 0) >= session.number:
             session.reply = None
@@ -319,14 +300,17 @@ class Server:
         return Message(kind="state", values=values)
 
     def _close(self, route: bytes, user: Key, request: str, message: Message) -> None:
-        session = self._session(message, user)
+        session = self._places.find(message.value("session", str), user.public)
         if session is not None:
             self._end(session, "closed the device")
         self._places.forget(user.name, message.value("ticket", str, "")[:64])
         self._send(route, Message(kind="closed", values={"request": request}))
 
-    def _session(self, message: Message, user: Key) -> Session | None:
-        return self._places.find(message.value("session", str), user.public)
+    def _session(self, message: Message, user: Key) -> Session:
+        session = self._places.find(message.value("session", str), user.public)
+        if session is None:
+            raise SessionLost("the server does not know this session; open the device again")
+        return session
 
     # Answers
 
@@ -357,7 +341,7 @@ class Server:
         else:
             session.calls += 1
             session.reply = frames
-        self._send_frames(session.route, frames)
+        self._door.send(session.route, frames)
 
     def _answer(self, work: Work, found: Any, request: str) -> Message:
         session = work.session
@@ -410,16 +394,8 @@ class Server:
         self._door.refusals.tell(user, " ".join(str(error).split())[:300])
         self._send(route, message)
 
-    def _send_lost(self, route: bytes, request: str) -> None:
-        text = "the server does not know this session; open the device again"
-        values = {"request": request, "class": SESSION_LOST, "parts": [text]}
-        self._send(route, Message(kind="error", values=values))
-
     def _send(self, route: bytes, message: Message) -> None:
-        self._send_frames(route, message.frames())
-
-    def _send_frames(self, route: bytes, frames: list[Any]) -> None:
-        self._door.send(route, frames)
+        self._door.send(route, message.frames())
 
     # Ends
 

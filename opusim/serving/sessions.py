@@ -91,13 +91,13 @@ class Session:
         if self.calls == calls and usage == before:
             return None
         self.logged = usage, self.calls, self.busy_s
-        return Entry.now(
-            device,
-            self.user,
-            self.label,
+        return Entry(
+            device=device,
+            user=self.user,
+            run=self.label,
             calls=self.calls - calls,
             used=usage - before,
-            busy_s=self.busy_s - busy_s,
+            busy_s=round(self.busy_s - busy_s, 6),
         )
 
 
@@ -224,7 +224,7 @@ class Work:
         if x is None:
             self._done.append(view.draw_readings(stop - self._rows))
         else:
-            self._done.append(getattr(view, act)(x[self._rows : stop]))
+            self._done.append(view.read(act, x[self._rows : stop]))
         if view.shared:
             instrument.pace.note(act, stop - self._rows, time.perf_counter() - began)
         self._saturated.append(view.saturated if act == "multiply" else None)

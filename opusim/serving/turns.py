@@ -8,31 +8,28 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from opusim.processes import Abandoned, pausing
 from opusim.serving.sessions import TURN_S, Work
 
-Client = TypeVar("Client", bound=Hashable)
-Batch = TypeVar("Batch")
 
-
-class FairQueue(Generic[Client, Batch]):
-    """Batches of several clients, given out round robin over the clients.
+class FairQueue:
+    """Batches of work of several clients, by name, given out round robin over the clients.
 
     A client with many batches waiting delays another one by at most one batch. While a client holds the queue, only its
     batches are given out. Safe for threads.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Client, deque[Batch]] = {}
+        self._waiting: dict[str, deque[Work]] = {}
         """Batches by client; the order of the keys is the order of turns."""
-        self._holder: Client | None = None
+        self._holder: str | None = None
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, client: Client, batch: Batch) -> bool:
+    def put(self, client: str, batch: Work) -> bool:
         """Add a batch behind the client's others, and return whether the queue took it, which a closed one does not."""
         with self._changed:
             if self._closed:
@@ -41,7 +38,7 @@ class FairQueue(Generic[Client, Batch]):
             self._changed.notify_all()
             return True
 
-    def take(self) -> tuple[Client, Batch] | None:
+    def take(self) -> tuple[str, Work] | None:
         """Wait for the next batch and return it with its client, who goes to the end of the turns; None if closed."""
         with self._changed:
             while True:
@@ -57,7 +54,7 @@ class FairQueue(Generic[Client, Batch]):
                 self._waiting[client] = batches  # behind all others
             return client, batch
 
-    def position(self, client: Client) -> int | None:
+    def position(self, client: str) -> int | None:
         """Return how many clients have their turn before this one; None if it has no batch waiting."""
         with self._changed:
             if client not in self._waiting:
@@ -65,13 +62,13 @@ class FairQueue(Generic[Client, Batch]):
             held = self._holder is not None and self._holder != client
             return list(self._waiting).index(client) + int(held and self._holder not in self._waiting)
 
-    def hold(self, client: Client) -> None:
+    def hold(self, client: str) -> None:
         """Give out this client's batches only, until `release` or `drop`."""
         with self._changed:
             self._holder = client
             self._changed.notify_all()
 
-    def drop(self, client: Client) -> list[Batch]:
+    def drop(self, client: str) -> list[Work]:
         """Forget a client; returns its batches that were not given out."""
         with self._changed:
             if self._holder == client:
@@ -81,7 +78,7 @@ class FairQueue(Generic[Client, Batch]):
             return found
 
     @property
-    def holder(self) -> Client | None:
+    def holder(self) -> str | None:
         """The client that has the device to itself."""
         return self._holder
 
@@ -91,7 +88,7 @@ class FairQueue(Generic[Client, Batch]):
         with self._changed:
             return not self._closed and self._next() is not None
 
-    def close(self) -> list[Batch]:
+    def close(self) -> list[Work]:
         """Let `take` return None from now on; returns the batches that were not given out."""
         with self._changed:
             self._closed = True
@@ -100,7 +97,7 @@ class FairQueue(Generic[Client, Batch]):
             self._changed.notify_all()
             return left
 
-    def _next(self) -> Client | None:
+    def _next(self) -> str | None:
         if self._holder is not None:
             return self._holder if self._holder in self._waiting else None
         return next(iter(self._waiting), None)
@@ -124,9 +121,7 @@ class Owner:
         working: what is being done, or None.
     """
 
-    def __init__(
-        self, queue: FairQueue[str, Work], act: Callable[[Work], Any], bell: Callable[[], Any]
-    ) -> None:
+    def __init__(self, queue: FairQueue, act: Callable[[Work], Any], bell: Callable[[], Any]) -> None:
         self._queue, self._act, self._bell = queue, act, bell
         self._threads: list[threading.Thread] = []
         self._is_stopping = False

@@ -80,10 +80,10 @@ class View:
         self.device = device
         self._columns = slice(window.first, window.first + window.n_outputs)
         self._whole = (window.first, window.n_outputs) == (0, device.n_outputs)
-        self.is_programmable = "program" in device.capabilities
-        """Whether the law is that of what the device holds, which must not be written before a client asks for it."""
-        self.law = None if self.is_programmable else self._found_law()
-        self._spent = Usage() if shared else device.usage
+        # The law of a programmable device is that of what it holds, which is not written before a client asks for it.
+        self.law = None if "program" in device.capabilities else self._found_law()
+        self.usage = Usage() if shared else device.usage
+        """What this client has used."""
         self.held = 0
         """How often the device had been changed when the client opened it, or changed it."""
 
@@ -105,14 +105,9 @@ class View:
         return asdict(found) if isinstance(found, Converter) else None
 
     @property
-    def usage(self) -> Usage:
-        """What this client has used."""
-        return self._spent
-
-    @property
     def baseline(self) -> Baseline | None:
         """What the monitor compares with if the client has a device of its own; the server watches a shared one."""
-        return None if self.shared or not self._whole else self.device.baseline
+        return None if self.shared or not self._whole else self.device.monitor.baseline
 
     def count(self, act: Callable[[], Any]) -> Any:
         """Return what an act returns, and count what the device spends in it for this client."""
@@ -120,17 +115,26 @@ class View:
         try:
             return self._once(act)
         finally:
-            self._spent += self.device.usage - before
+            self.usage += self.device.usage - before
 
-    def project(self, x: np.ndarray) -> np.ndarray:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Return `NoisyDevice.project` of the view."""
-        y: np.ndarray = self.count(lambda: self.device.project(self._shown(x)))
-        return self._seen(y)
+    def read(self, act: str, x: np.ndarray) -> np.ndarray:
+        """Return `project`, `intensities`, `multiply` or `multiply_transposed` of the view, a row for each row of x.
 
-    def intensities(self, x: np.ndarray) -> np.ndarray:  # (frames, n_inputs) -> (frames, n_outputs)
-        """Return `NoisyDevice.intensities` of the view."""
-        y: np.ndarray = self.count(lambda: self.device.intensities(self._shown(x)))
-        return self._seen(y)
+        Inputs and outputs of the device that are not the view's stay dark.
+        """
+        device, inputs = self.device, slice(0, self.window.n_inputs)
+        taken, given = (inputs, self._columns), (device.n_inputs, device.n_outputs)
+        if act == "multiply_transposed":
+            taken, given = taken[::-1], given[::-1]
+        width = taken[0].stop - taken[0].start
+        checks.shape((None, width), x=x)
+        if width != given[0]:
+            whole = np.zeros((len(x), given[0]), dtype=x.dtype)
+            whole[:, taken[0]] = x
+            x = whole
+        shown = x if act in ("project", "intensities") else torch.from_numpy(x)
+        y = self.count(lambda: getattr(device, act)(shown))
+        return np.asarray(y if isinstance(y, np.ndarray) else y.cpu().numpy())[:, taken[1]]
 
     def draw(self, shape: tuple[int, ...]) -> np.ndarray:
         """Return `NoisyDevice.draw` of the view: numbers of its outputs only, in whole readings."""
@@ -145,31 +149,21 @@ class View:
         Raises:
             TypeError, ValueError: no shape that can be drawn.
         """
-        law = self.device.stated_noise
-        uniform = isinstance(law, GaussianNoise) and law.is_uniform
-        return -(
-            -math.prod(drawn_shape(shape, self.window.n_outputs, uniform=uniform)) // self.window.n_outputs
-        )
+        lengths = drawn_shape(shape, self.window.n_outputs, self.device.stated_noise)
+        return -(-math.prod(lengths) // self.window.n_outputs)
 
     def draw_readings(self, count: int) -> np.ndarray:  # (count, n_outputs)
         """Return some readings of noise only."""
         drawn: np.ndarray = self.count(lambda: self.device.draw((count, self.device.n_outputs)).cpu().numpy())
-        return self._seen(drawn)
+        return drawn[:, self._columns]
 
     def shaped(self, drawn: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Return the numbers of whole readings in a drawn shape."""
         return drawn.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def matrix(self) -> np.ndarray:  # (n_outputs, n_inputs)
-        """Return `TellsMatrix.matrix` of the view."""
-        matrix = self.device.require("matrix").matrix().cpu().numpy()
-        return matrix[self._columns, : self.window.n_inputs]
-
-    def multiply(self, x: np.ndarray) -> np.ndarray:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Return `Multiplies.multiply` of the view."""
-        device = self.device.require("multiply")
-        y = self.count(lambda: device.multiply(torch.from_numpy(self._shown(x))))
-        return self._seen(y.cpu().numpy())
+        """Return the view's part of the device's matrix."""
+        return self._part(self.device.require("matrix").matrix())
 
     @property
     def saturated(self) -> np.ndarray | None:
@@ -177,33 +171,27 @@ class View:
         found = getattr(self.device, "saturated", None)
         return None if found is None else found.cpu().numpy().astype(np.uint8)
 
-    def multiply_transposed(self, x: np.ndarray) -> np.ndarray:  # (batch, n_outputs) -> (batch, n_inputs)
-        """Return `MultipliesTransposed.multiply_transposed` of the view; the outputs of others stay dark."""
-        device = self.device.require("multiply_transposed")
-        checks.shape((None, self.window.n_outputs), x=x)
-        shown = np.zeros((len(x), self.device.n_outputs), dtype=np.float32)
-        shown[:, self._columns] = x
-        y: torch.Tensor = self.count(lambda: device.multiply_transposed(torch.from_numpy(shown)))
-        return y.cpu().numpy()[:, : self.window.n_inputs]
-
     def program(self, matrix: np.ndarray) -> np.ndarray:  # (n_outputs, n_inputs)
-        """Return `Programmable.program` of the view, which must be the whole device."""
+        """Program the device, all of which the view must be, and return what it realised."""
         device = self.device.require("program")
         if not self._whole or self.window.n_inputs != self.device.n_inputs:
             raise ValueError(
                 f"program: the device is written as a whole, {self.device.n_inputs} inputs and "
                 f"{self.device.n_outputs} outputs; open that window"
             )
-        realised = self.count(lambda: device.program(torch.from_numpy(matrix.copy())))
+        realised = self._part(self.count(lambda: device.program(torch.from_numpy(matrix.copy()))))
         self.look_up_law()
-        return np.asarray(realised.cpu().numpy())
+        return realised
 
     def wait(self, seconds: float) -> np.ndarray:  # (n_outputs, n_inputs)
-        """Return `Waits.wait` of the view."""
+        """Let time pass and return the view's part of the matrix of then."""
         device = self.device.require("wait")
-        matrix = self.count(lambda: device.wait(seconds)).cpu().numpy()
+        matrix = self._part(self.count(lambda: device.wait(seconds)))
         self.look_up_law()
-        return np.asarray(matrix[self._columns, : self.window.n_inputs])
+        return matrix
+
+    def _part(self, matrix: torch.Tensor) -> np.ndarray:
+        return np.asarray(matrix.cpu().numpy()[self._columns, : self.window.n_inputs])
 
     def programming_std(self, matrix: np.ndarray) -> np.ndarray:
         """Return the spread of programming that the device states for a matrix, of its shape; 0 without one."""
@@ -224,15 +212,6 @@ class View:
         """Close the client's own device; a shared one stays open."""
         if not self.shared:
             self.device.close()
-
-    def _shown(self, x: np.ndarray) -> np.ndarray:
-        """Return vectors of the view as vectors of the device, whose other inputs stay dark."""
-        checks.shape((None, self.window.n_inputs), x=x)
-        missing = self.device.n_inputs - self.window.n_inputs
-        return np.pad(x, ((0, 0), (0, missing))) if missing else x
-
-    def _seen(self, y: np.ndarray) -> np.ndarray:
-        return y if self._whole else y[:, self._columns]
 
 
 def law_of_outputs(law: NoiseModel, outputs: slice) -> NoiseModel | None:

@@ -261,8 +261,8 @@ class _CameraFaults(CameraDevice):
         self._spoiler = _Spoiler(self._plan)
         changes: dict[str, Any] = {"options": self._plan.rest}
         super().__init__(description.model_copy(update=changes), **window)
-        self._description = description
-        self._sound = self._speckle
+        self.description = description
+        self._sound = self.speckle
         self._broken: Speckle | None = None
 
     @property
@@ -292,9 +292,9 @@ class _CameraFaults(CameraDevice):
             if self._broken is None:
                 share = 0.0 if self._plan.fault is Fault.SWAPPED else self._plan.amount
                 self._broken = _MixedSpeckle(self._sound, share)
-            self._speckle = self._broken
+            self.speckle = self._broken
         else:
-            self._speckle = self._sound
+            self.speckle = self._sound
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         self._plan.fail_to_answer()

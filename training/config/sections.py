@@ -35,10 +35,25 @@ class Effect:
 
 
 class Section(BaseSection):
-    """A part of the configuration of a run."""
+    """A part of the configuration of a run, whose numbers are at most 1e12 in size."""
 
     effects: ClassVar[tuple[Effect, ...]] = ()
     """Keys that have an effect only under a condition; every other key always has one."""
+    largest: ClassVar[dict[str, float]] = {}
+    """Smaller limits of single keys."""
+
+    @model_validator(mode="after")
+    def _check_magnitudes(self) -> Self:
+        for name in type(self).model_fields:
+            value, limit = (
+                getattr(self, name),
+                self.largest.get(name, 1e12),
+            )  # squares stay below float32's 3e38
+            if isinstance(value, float) and abs(value) > limit:
+                raise ValueError(
+                    f"{name} = {value:g} exceeds {limit:g}, beyond which float32 overflows; lower it"
+                )
+        return self
 
 
 ClippedLayers = Literal["all", "hidden", "feedback", "none"]

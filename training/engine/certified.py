@@ -109,10 +109,10 @@ def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, vouched: int
         step: The step before which it was raised.
         vouched: The step of the last check of an earlier process that spoke for the noise before it, or -1.
     """
-    if not device.changed:
+    if not device.monitor.changed:
         return None
     found = _without_remedy(error)
-    if device.doubtful_from is None:
+    if device.monitor.doubtful_from is None:
         return Alarm(step=step, since=step, found=found, covered=True)
     return Alarm(step=step, since=vouched_step(device, step, vouched), found=found, covered=False)
 
@@ -125,7 +125,7 @@ def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
         step: Steps done; labels are read under a step number beyond all others, and their checks do not count.
         earlier: What this process found in the checkpoint that it resumed from; -1 in a new run.
     """
-    found = device.vouched
+    found = device.monitor.vouched
     return found if 0 <= found <= step else min(earlier, step)
 
 

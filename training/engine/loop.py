@@ -189,7 +189,7 @@ class Engine:
         if self._certified is None:
             return
         try:
-            self._certified.inspect(self.step)
+            self._certified.monitor.check(self.step)
         except DeviceError as error:
             self._stop_cleanly(error)
             raise type(error)(f"{error}. {self._text_of(self._alarm_of(error))}") from error
@@ -204,7 +204,7 @@ class Engine:
             return
         step = min(self.step + 1, self.total_steps)
         try:
-            self._certified.inspect(step)
+            self._certified.monitor.check(step)
         except DeviceError as found:
             alarm = self._alarm_of(found, step)
             if alarm is None:
@@ -333,7 +333,7 @@ class Engine:
             if (
                 self._certified is not None
             ):  # so that no step of a checkpoint rests on a device repaired after a kill
-                self._certified.inspect(self.step)
+                self._certified.monitor.check(self.step)
             self.checkpoint()
         if self._watcher:
             self._watcher.on_step(step=self.step)

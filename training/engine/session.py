@@ -296,8 +296,8 @@ def _begin(
     """Write the first files of a new run; the configuration last, so that a run that has one can be resumed."""
     if plan.dataset.components is not None:
         write_array(folder.components_file, plan.dataset.components.to_array())
-    if device is not None and device.baseline is not None:
-        write_array(folder.baseline_file, device.baseline.to_array())
+    if device is not None and (baseline := device.monitor.baseline) is not None:
+        write_array(folder.baseline_file, baseline.to_array())
     engine.begin(configuration)
     folder.begin(configuration)
 

@@ -15,7 +15,6 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
-from opusim.devices.shared import SharedDevice
 from training.feedback.points import FeedbackAlignment
 from training.networks.memory import preserved_attributes
 from training.networks.record_gradients.layout import Rows
@@ -91,8 +90,9 @@ def require_own_readings(module: nn.Module, processes: int) -> None:
         ValueError: A description says that frames repeat, or shared devices are those of other processes, or several,
             whose calls could not be kept in order.
     """
-    devices = [points.noisy_device for points in feedback_of(module)]
-    shared = [device for device in devices if isinstance(device, SharedDevice)]
+    found = [points.noisy_device for points in feedback_of(module)]
+    devices = [device for device in found if device is not None]
+    shared = [device for device in devices if device.world is not None]
     if processes > 1 and len(shared) > 1:
         raise ValueError(
             "module has several FeedbackAlignment with shared devices, whose readings several processes cannot "
@@ -104,7 +104,7 @@ def require_own_readings(module: nn.Module, processes: int) -> None:
             "init_process_group before open_shared_device"
         )
     for device in devices:
-        if device is not None and device.description.joins_readings:
+        if device.description.joins_readings:
             raise ValueError(
                 f"module: device {device.name!r} repeats frames (camera.transfer.repeated), so that one record "
                 "would change the feedback of the next; mend the transfer, or take another device"

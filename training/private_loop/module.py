@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from opusim.devices.shared import SharedDevice
 from training.engine.steps import PaidSteps
 from training.networks.contributions.sums import Contributions
 from training.networks.memory import preserved_state
@@ -377,7 +376,8 @@ class PrivateModule:
         """Run the backward pass of a batch, and take part in what else other processes read."""
         yield from self._recorded_parts(batch, gradients)
         for points in feedback_of(self.module):
-            for _ in range(readings_of_others if isinstance(points.noisy_device, SharedDevice) else 0):
+            is_shared = points.noisy_device is not None and points.noisy_device.world is not None
+            for _ in range(readings_of_others if is_shared else 0):
                 points.read_nothing()
 
     def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[Contributions]:

@@ -33,7 +33,6 @@ from accounting.mechanisms.observations import (
     response_log_likelihood,
 )
 from opusim.devices.base import NoisyDevice
-from opusim.devices.camera import CameraDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
@@ -302,8 +301,9 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
         ConfigError: See `creditable_law`, or its matrix is not known.
     """
     if isinstance(device.noise, (PhotonCountNoise, FluctuatingCountNoise)):
-        holograms = isinstance(device, CameraDevice) and device.is_holographic
-        way = "another device" if holograms else "'counts' or 'argmax'"
+        camera = device.description.camera
+        is_counted = camera is None or camera.reference_beam is None
+        way = "'counts' or 'argmax'" if is_counted else "another device"
         reason = f"'device' takes a Gaussian law, and device {device.name!r} counts photons; use {way}"
         raise ConfigError("configuration", "protection.noise", reason)
     law = creditable_law(device, credit=credit)

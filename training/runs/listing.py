@@ -21,7 +21,7 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from accounting.tables import number
-from opusim.devices.locks import is_held
+from opusim.devices.access import is_held
 from opusim.plugins import FOREIGN_ERRORS
 from opusim.tables import data_size
 from training.errors import RunFolderError

@@ -28,7 +28,7 @@ from safetensors.numpy import save
 
 from accounting.guarantee import Guarantee, from_json, to_json
 from opusim import checks
-from opusim.devices.locks import LockHeld, held
+from opusim.devices.access import LockHeld, held
 from opusim.errors import ConfigError
 from opusim.files import (
     append_whole_line,

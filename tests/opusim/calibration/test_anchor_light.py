@@ -34,7 +34,7 @@ class OtherAnchor(CameraDevice):
         raise NotImplementedError
 
     def anchor_frames(self, count: int) -> np.ndarray:
-        field = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
+        field = torch.from_numpy(self.speckle.anchor.astype(np.float32))[:, None, :]
         roots = torch.from_numpy(np.sqrt(self.light(count)).astype(np.float32))
         return self.exposure.expose(field * roots, self._stream).numpy()
 

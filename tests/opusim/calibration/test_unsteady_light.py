@@ -48,7 +48,7 @@ class UnsteadyCamera(CameraDevice):
     def anchor_frames(self, count: int) -> np.ndarray:
         if "anchor" not in self.where:
             return super().anchor_frames(count)
-        field = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
+        field = torch.from_numpy(self.speckle.anchor.astype(np.float32))[:, None, :]
         roots = torch.from_numpy(np.sqrt(self.drawn(count, 1)).astype(np.float32))
         return self.exposure.expose(field * roots, self._stream).numpy()
 

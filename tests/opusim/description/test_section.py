@@ -84,7 +84,6 @@ def problem(content: Any, model: type[BaseModel] = Whole) -> str:
             "x.toml: inner: is a section, not one value; give its keys instead of a object, such",
         ),
         ({"count": "many"}, "x.toml: count: must be a valid integer"),
-        ({"inner": {"width": 1e13}}, "x.toml: inner: width = 1e+13 exceeds 1e+12"),
         ({"count": 13}, "x.toml: inner.width: 1.0: is no width for 13"),
         ({"count": 14}, "x.toml: shape.kind: 'round': does not fit 14"),
         ({"count": 15}, "x.toml: configuration: 15 is odd"),

@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse, lock_file, lock_folder
-from opusim.devices.locks import LockHeld, held, is_held
+from opusim.devices.access import (
+    FOLDER_VARIABLE,
+    ExclusiveUse,
+    LockHeld,
+    held,
+    is_held,
+    lock_file,
+    lock_folder,
+)
 from opusim.errors import DeviceUnavailable
 from training.errors import RunFolderError
 from training.runs.storage import LOCK_FILE, only_writer

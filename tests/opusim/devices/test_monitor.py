@@ -98,8 +98,8 @@ def test_its_frames_are_counted() -> None:
 def test_a_device_that_was_swapped_between_two_openings_is_found() -> None:
     window: dict[str, Any] = {"n_inputs": 10, "n_outputs": 64, "monitor": {}}
     with open_device("gaussian", **window) as device:
-        assert device.baseline is not None
-        kept = device.baseline.to_array()
+        assert device.monitor.baseline is not None
+        kept = device.monitor.baseline.to_array()
     with open_device("gaussian", seed=3, **window) as device:
         device.compare_with(Baseline.from_array(kept))
         device.seek(0)
@@ -115,7 +115,7 @@ def test_a_device_that_was_swapped_between_two_openings_is_found() -> None:
 def test_lost_frames_are_named(fault: str, seed: int) -> None:
     window: dict[str, Any] = {"n_inputs": 12, "n_outputs": 200, "seed": seed, "monitor": {"every_steps": 1}}
     with open_device("camera_low_light", **window) as sound:
-        baseline = sound.baseline
+        baseline = sound.monitor.baseline
     assert baseline is not None
     transfer = {"transfer": {fault: 0.02}}
     with open_device("camera_low_light", camera=transfer, **window) as device:
@@ -131,7 +131,7 @@ def test_lost_frames_are_named(fault: str, seed: int) -> None:
 
 def test_a_baseline_is_kept_whole() -> None:
     with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={}) as device:
-        found = device.baseline
+        found = device.monitor.baseline
         assert found is not None
     again = Baseline.from_array(found.to_array())
     for name in ("reference", "weights", "variance", "reference_variance"):
@@ -360,19 +360,19 @@ def test_frames_are_taken_at_the_opening_and_after_an_alarm_only(monkeypatch: py
         device.seek(1)
         device.seek(2)
         assert sum(shown) == 32 * 2 * (1 + 4 + 12)
-        assert device.baseline is not None
-        again = Baseline.from_array(device.baseline.to_array())
+        assert device.monitor.baseline is not None
+        again = Baseline.from_array(device.monitor.baseline.to_array())
     assert again.frames is not None
-    assert device.baseline.frames is not None
-    np.testing.assert_array_equal(again.frames.mean, device.baseline.frames.mean)
-    np.testing.assert_array_equal(again.reference, device.baseline.reference)
+    assert device.monitor.baseline.frames is not None
+    np.testing.assert_array_equal(again.frames.mean, device.monitor.baseline.frames.mean)
+    np.testing.assert_array_equal(again.reference, device.monitor.baseline.reference)
 
 
 def changed_since(name: str, camera: dict[str, Any], seed: int) -> None:
     """Compare a camera that is opened with a fault with the sound one, in 20 checks."""
     window: dict[str, Any] = {"n_inputs": 12, "n_outputs": 200, "seed": seed, "monitor": {"every_steps": 1}}
     with open_device(name, **window) as sound:
-        baseline = sound.baseline
+        baseline = sound.monitor.baseline
     assert baseline is not None
     with open_device(name, camera=camera, **window) as device:
         compared(device, baseline, 20)
@@ -439,11 +439,11 @@ def test_a_configuration_that_saturates_does_not_open(name: str, camera: dict[st
 
 def test_a_baseline_of_another_shape_is_refused() -> None:
     with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={}) as device:
-        assert device.baseline is not None
+        assert device.monitor.baseline is not None
         with pytest.raises(ValueError, match="another version kept it"):
-            Baseline.from_array(device.baseline.to_array()[:5])
+            Baseline.from_array(device.monitor.baseline.to_array()[:5])
         with pytest.raises(ValueError, match="reference vectors where monitor.reference_vectors = 8"):
-            device.compare_with(Baseline.from_array(device.baseline.to_array()[1:]))
+            device.compare_with(Baseline.from_array(device.monitor.baseline.to_array()[1:]))
 
 
 def test_the_wrapper_is_a_kind_that_can_be_registered() -> None:

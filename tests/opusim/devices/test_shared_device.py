@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from opusim import NoisyDevice, open_shared_device
+from opusim import NoisyDevice, open_device, open_shared_device
 from opusim.errors import NoiseUnknown
 from opusim.noise import GaussianNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
@@ -144,3 +144,15 @@ def test_it_states_the_law_of_the_held_device_or_that_it_is_unknown() -> None:
         assert device.stated_noise is None
         with pytest.raises(NoiseUnknown, match="states no law"):
             _ = device.noise
+
+
+def test_only_the_held_device_is_monitored() -> None:
+    window: dict[str, Any] = {"n_inputs": 8, "n_outputs": 32, "monitor": {"every_steps": 1}}
+    with open_device("gaussian", **window) as device, open_shared_device("gaussian", **window) as shared:
+        for each in (device, shared):
+            each.seek(0)
+            each.project(torch.ones(1, 8))
+        assert shared.usage == device.usage
+        assert shared.held is not None
+        assert shared.monitor is shared.held.monitor
+        assert shared.monitor.vouched == 0

@@ -6,13 +6,14 @@ import pytest
 
 from opusim import open_device
 from opusim.description.loading import load_description
+from opusim.description.schema import FrameSettings
 from opusim.devices.usage import Usage, UsageMeter
 from opusim.tables import duration, energy
 from tests.support.command import ROOT, opusim
 
 
 def test_the_meter_counts_seconds_and_joules() -> None:
-    meter = UsageMeter(frame_period_us=270.0, power_w=30.0)
+    meter = UsageMeter(FrameSettings(frame_period_us=270.0, power_w=30.0), 1)
     meter.count(1000)
     before = meter.snapshot()
     meter.count(1000)
@@ -52,7 +53,10 @@ def test_descriptions_predict_the_measured_call_within_a_factor_of_two(
 
 
 def test_the_host_adds_to_frames_and_calls() -> None:
-    meter = UsageMeter(frame_period_us=100.0, power_w=1.0, host_us_per_frame=10.0, host_us_per_call=500.0)
+    settings = FrameSettings(
+        frame_period_us=100.0, power_w=1.0, host_us_per_frame=10.0, host_us_per_call=500.0
+    )
+    meter = UsageMeter(settings, 1)
     meter.count(20)
     meter.count(0)
     assert meter.snapshot().host_seconds == pytest.approx(20 * 10e-6 + 2 * 500e-6)

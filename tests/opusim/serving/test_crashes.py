@@ -415,8 +415,8 @@ def test_a_client_with_its_own_baseline_stops_alone(lab: Laboratory, faulty: Non
         open_device(address, **WINDOW) as one,
         open_device(address, **{**WINDOW, "seed": 1}) as other,
     ):
-        assert one.baseline is not None
-        one.compare_with(one.baseline)
+        assert one.monitor.baseline is not None
+        one.compare_with(one.monitor.baseline)
         with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
             train(60, one)
         other.seek(1)
@@ -433,7 +433,7 @@ def test_a_fault_of_a_shared_device_is_told_to_all(lab: Laboratory, faulty: None
         open_device(address) as one,
         open_device(address) as other,
     ):
-        assert one.baseline is None
+        assert one.monitor.baseline is None
         with pytest.raises(DeviceFault, match="medium decorrelated or was swapped"):
             train(30, one, other)
         for device in (one, other):
@@ -489,11 +489,11 @@ def test_the_monitor_of_a_simulation_is_that_of_the_local_device(lab: Laboratory
         open_device(address, **WINDOW) as remote,
         open_device("gaussian", **monitor, **WINDOW) as local,
     ):
-        assert remote.baseline is not None
-        assert local.baseline is not None
-        assert np.array_equal(remote.baseline.to_array(), local.baseline.to_array())
+        assert remote.monitor.baseline is not None
+        assert local.monitor.baseline is not None
+        assert np.array_equal(remote.monitor.baseline.to_array(), local.monitor.baseline.to_array())
         for device in (remote, local):
-            device.compare_with(local.baseline)
+            device.compare_with(local.monitor.baseline)
         for step in range(4):
             remote.seek(step)
             local.seek(step)

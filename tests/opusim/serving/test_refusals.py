@@ -18,8 +18,7 @@ import zmq
 
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, DeviceUnavailable
-from opusim.serving import door
-from opusim.serving.door import Door, Refusals
+from opusim.serving.connections import _LINES, Door, Refusals
 from opusim.serving.keys import Users, own_key
 from opusim.serving.messages import Message, told_error
 from opusim.serving.server import Limits, Server
@@ -174,11 +173,11 @@ def test_the_log_gets_a_bounded_number_of_lines_about_each_cause(
         for _ in range(200):
             assert "garbage" in str(told_error(answer(dealer, [b""])))
         still_serves(address)
-    assert len([line for line in caplog.messages if line.startswith("refused alice: ")]) == door._LINES
+    assert len([line for line in caplog.messages if line.startswith("refused alice: ")]) == _LINES
     caplog.clear()
     refusals, now = Refusals(every_s=60.0), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    for _ in range(door._LINES + 7):
+    for _ in range(_LINES + 7):
         refusals.tell("eve", "garbage")
     refusals.tell("bob", "garbage")
     now[0] += 59.0
@@ -290,8 +289,8 @@ def test_a_session_ends_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_no_client_sets_what_the_monitor_of_a_shared_device_compares_with(lab: Laboratory) -> None:
     served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40, "monitor": {"every_steps": 1}}
     with open_device("gaussian", n_inputs=12, n_outputs=40, monitor={"every_steps": 1}) as local:
-        assert local.baseline is not None
-        forged = 3 * local.baseline.to_array()
+        assert local.monitor.baseline is not None
+        forged = 3 * local.monitor.baseline.to_array()
     with serving(lab, "gaussian", served) as address, raw_socket(address) as dealer:
         session = opened_session(dealer).values["session"]
         values = {"act": "compare", "session": session, "number": 1, "request": "c1"}

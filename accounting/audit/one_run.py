@@ -31,7 +31,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.audit.two_worlds import LARGEST_MU, epsilon_of, gaussian_mu, normal_limits
+from accounting.audit.two_worlds import LARGEST_MU, area_under_curve, epsilon_of, gaussian_mu, normal_limits
 from accounting.errors import NoGuarantee
 from opusim import checks
 
@@ -252,6 +252,26 @@ class OneRunResult:
         return {bound.method: bound for bound in self.bounds}[method]
 
     @property
+    def n_out(self) -> int:
+        """Canaries that were out."""
+        return self.plan.canaries - self.n_in
+
+    @property
+    def strongest(self) -> OneRunBound:
+        """The largest of the bounds, no estimate."""
+        return max((one for one in self.bounds if one.method.is_bound), key=lambda one: one.epsilon)
+
+    @property
+    def epsilon_lower(self) -> float:
+        """The largest bound on epsilon."""
+        return self.strongest.epsilon
+
+    @property
+    def ceiling(self) -> float:
+        """What ideal scores would have given in its place."""
+        return self.strongest.ceiling
+
+    @property
     def refuting(self) -> tuple[OneRunBound, ...]:
         """The bounds that exceed the claim; those under normality only if the scores look normal."""
         return tuple(
@@ -304,7 +324,7 @@ def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> O
         n_in=n_in,
         bounds=tuple(_read(scores, inside, plan, method) for method in plan.methods),
         normality=_normality(scores, inside),
-        auc=_auc(scores[inside], scores[~inside]),
+        auc=area_under_curve(scores[inside], scores[~inside]),
     )
 
 
@@ -475,12 +495,6 @@ def _ideal_accuracy(mu: float, share: float) -> float:
 
 def _even(number: float) -> int:
     return max(2, 2 * round(number / 2))
-
-
-def _auc(first: np.ndarray, second: np.ndarray) -> float:
-    ordered = np.sort(second)
-    ranks = np.searchsorted(ordered, first, side="left") + np.searchsorted(ordered, first, side="right")
-    return float(np.mean(ranks) / 2 / len(ordered))
 
 
 def _normality(scores: np.ndarray, inside: np.ndarray) -> float:

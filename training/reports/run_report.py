@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from accounting.tables import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import duration, energy
-from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
-from training.attacks.one_run.report import OneRunAudit, one_run_paragraphs, one_run_rows, read_one_run
+from training.attacks.findings import Audit, Played, audit_rows, read_audit
+from training.attacks.words import paragraphs
 from training.config.data import OWN_ARRAYS
 from training.config.reading import flat
 from training.reports import run_figures as figures
@@ -36,16 +36,15 @@ RELEASE_DASHES = (
 def write_report(
     run: StoredRun,
     *,
-    audit: RunAudit | None = None,
-    one_run: OneRunAudit | None = None,
+    audit: Audit | None = None,
     folder: Path | None = None,
 ) -> Path:
     """Draw a run's figures and write `report.html`.
 
     Args:
         run: The run.
-        audit: The audit to show; None takes the one in the run folder, which only an experiment has.
-        one_run: The audit of one training to show; None takes the one in the run folder, as for `audit`.
+        audit: An audit to show besides those in the run folder, which only an experiment has, or in place of the kept
+            one of its kind.
         folder: The folder of the page and its figures; None takes the run folder.
 
     Returns:
@@ -72,8 +71,7 @@ def write_report(
         title=run_name(run),
         runs=[run],
         pictures=[_picture(place.figures / f"{n}.svg", c, f) for n, c, f in drawn if f is not None],
-        audits=_kept_audits([run]) if audit is None else [audit],
-        one_runs=_kept_one_runs([run]) if one_run is None else [one_run],
+        audits=[_kept_audits(run) | ({} if audit is None else {audit.played.file: audit})],
     )
     write_file(place.report_file, page.encode())
     return place.report_file
@@ -131,8 +129,7 @@ def write_comparison(
         runs=runs,
         pictures=pictures,
         labels=labels,
-        audits=_kept_audits(runs),
-        one_runs=_kept_one_runs(runs),
+        audits=[_kept_audits(run) for run in runs],
     )
     write_file(path, page.encode())
     return path
@@ -185,8 +182,7 @@ def _render(
     title: str,
     runs: Sequence[StoredRun],
     pictures: list[dict[str, str]],
-    audits: Sequence[RunAudit | None],
-    one_runs: Sequence[OneRunAudit | None],
+    audits: Sequence[Mapping[str, Audit]],
     labels: Sequence[str] | None = None,
 ) -> str:
     names = labels or [run_name(run) for run in runs]
@@ -209,18 +205,9 @@ def _render(
         device_notes=dict.fromkeys(run.device_note for run in runs if run.device_note is not None),
         folders=[shlex.quote(str(run.folder.path)) for run in runs],
         audits=[
-            (name, finding_rows(found), [*paragraphs(found), *_warning(run)])
+            (f"{name}, {each.played}", audit_rows(each), [*paragraphs(each), *_warning(run)])
             for run, name, found in zip(runs, names, audits, strict=True)
-            if found is not None
-        ]
-        + [
-            (
-                f"{name}, in {_trainings(each)}",
-                one_run_rows(each),
-                [*one_run_paragraphs(each), *_warning(run)],
-            )
-            for run, name, each in zip(runs, names, one_runs, strict=True)
-            if each is not None
+            for each in found.values()
         ],
         modes=sorted({run.config.mode for run in runs}),
         configurations=[(name, _shown(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
@@ -241,28 +228,12 @@ def _guarantee_rows(run: StoredRun) -> list[dict[str, str]]:
     return guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
 
 
-def _kept_audits(runs: Sequence[StoredRun]) -> list[RunAudit | None]:
-    """Read the audits in the run folders; an audit never writes into the folder of a release run."""
-    return [
-        read_audit(run.folder.audit_file)
-        if run.config.mode == "experiment" and run.folder.audit_file.exists()
-        else None
-        for run in runs
-    ]
-
-
-def _kept_one_runs(runs: Sequence[StoredRun]) -> list[OneRunAudit | None]:
-    """Read the audits of one training, as `_kept_audits` does."""
-    return [
-        read_one_run(run.folder.one_run_file)
-        if run.config.mode == "experiment" and run.folder.one_run_file.exists()
-        else None
-        for run in runs
-    ]
-
-
-def _trainings(audit: OneRunAudit) -> str:
-    return "one training" if audit.trainings == 1 else f"{audit.trainings} trainings"
+def _kept_audits(run: StoredRun) -> dict[str, Audit]:
+    """Read the audits in a run folder, by file; an audit never writes into the folder of a release run."""
+    if run.config.mode != "experiment":
+        return {}
+    files = [run.folder.path / name for name in dict.fromkeys(kind.file for kind in Played)]
+    return {file.name: read_audit(file) for file in files if file.exists()}
 
 
 def _warning(run: StoredRun) -> list[str]:

@@ -10,8 +10,8 @@ import pytest
 
 from accounting.audit import AuditPlan, audit
 from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from training.attacks.findings import Finding, Role, RunAudit, paragraphs
-from training.reports.audit_page import verdict
+from training.attacks.findings import Audit, Finding, Played, Role
+from training.attacks.words import paragraphs, verdict
 
 DELTA = 1e-5
 CLAIM = Guarantee(
@@ -64,14 +64,14 @@ def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None,
         **{"attack": "difference", "members": "", "others": "", "auc": 0.5, "power": power},
         **{"result": audit(scores[0], scores[1], plan), "claim": claim},
     )
-    found = RunAudit(
+    found = Audit(
         findings=(finding,),
         guarantees=(claim,),
         trials=400,
         control_trials=0,
         seed=1,
-        step=1,
-        release="weights",
+        steps=1,
+        played=Played.STEP,
     )
     assert finding.result.ceiling < 9
     assert ("is weak" in verdict(found)) is (says is not None and "half" in says)

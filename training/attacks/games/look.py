@@ -48,11 +48,12 @@ class LookGame(TwoWorlds):
 
     def __init__(self, plan: RunPlan, accounted: Mechanism | None = None) -> None:
         self._plan = plan
-        self._accounted = _protection(plan).mechanism if accounted is None else accounted
+        self.actual = _protection(plan).mechanism
+        self.mechanism = self.actual if accounted is None else accounted
         self._labels = self._farthest()
-        self.is_gaussian = isinstance(self._accounted, LabelReadout)
+        self.is_gaussian = isinstance(self.mechanism, LabelReadout)
         a, b = self._labels
-        self.title = _TITLES.get(type(self._accounted), "the brightest group of a camera's pixels")
+        self.title = _TITLES.get(type(self.mechanism), "the brightest group of a camera's pixels")
         self.pair = f"a record's label is {a} or {b}"
         self.adversaries = (
             Adversary(
@@ -61,16 +62,6 @@ class LookGame(TwoWorlds):
                 knows="all features, all other labels, and the law of what is kept, its matrix included",
             ),
         )
-
-    @property
-    def mechanism(self) -> Mechanism:
-        """See TwoWorlds.mechanism."""
-        return self._accounted
-
-    @property
-    def actual(self) -> Mechanism:
-        """See TwoWorlds.actual."""
-        return _protection(self._plan).mechanism
 
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """See TwoWorlds.scores; the whole data set has the label in question, and each record is a trial."""
@@ -87,11 +78,11 @@ class LookGame(TwoWorlds):
     def weakened(self) -> LookGame:
         """See TwoWorlds.weakened: the look at four times the epsilon."""
         epsilon = 4.0 * float(self._plan.config.protection.epsilon or 0.0)
-        return type(self)(self._plan.unchecked(protection={"epsilon": epsilon}), self._accounted)
+        return type(self)(self._plan.unchecked(protection={"epsilon": epsilon}), self.mechanism)
 
     def _farthest(self) -> tuple[int, int]:
         """The two labels whose looks are farthest apart; 0 and 1 if all pairs are alike."""
-        accounted, pairs = self._accounted, list(permutations(range(self._plan.dataset.n_classes), 2))
+        accounted, pairs = self.mechanism, list(permutations(range(self._plan.dataset.n_classes), 2))
         if isinstance(accounted, LabelCounts):
             return max(pairs, key=lambda pair: _epsilon_of_pair(accounted, pair))
         if isinstance(accounted, LabelReadout) and self._plan.config.protection.noise == "device":

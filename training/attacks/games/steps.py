@@ -46,32 +46,28 @@ class StepsGame(TwoWorlds):
     Args:
         plan: A run whose labels are protected by noise on its gradients.
         accounted: What the run is accounted as; None takes the plan's own mechanism.
+
+    Raises:
+        TypeError: The plan has another protection.
     """
 
     pair = "a record's label is 0 or 1, which send opposite signals"
     together = RECORDS
 
     def __init__(self, plan: RunPlan, accounted: Mechanism | None = None) -> None:
-        self._plan = plan
-        self._accounted = self._own_mechanism() if accounted is None else accounted
-
-    @property
-    def mechanism(self) -> Mechanism:
-        """See TwoWorlds.mechanism."""
-        return self._accounted
-
-    @property
-    def actual(self) -> Mechanism:
-        """See TwoWorlds.actual."""
-        return self._own_mechanism()
+        self._plan, protection = plan, plan.protection
+        if isinstance(protection, LabelBudgetProtection):
+            self.actual = protection.budget
+        elif isinstance(protection, AmplifiedLabelProtection):
+            self.actual = protection.mechanism(protection.noise_multiplier).repeated(plan.total_steps)
+        else:
+            kind = plan.config.protection.kind
+            raise TypeError(f"plan: protection.kind = {kind!r} protects no labels at every step")
+        self.mechanism = self.actual if accounted is None else accounted
 
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """See TwoWorlds.scores."""
         return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
-
-    @abstractmethod
-    def _own_mechanism(self) -> Mechanism:
-        """What the whole run is accounted as."""
 
     @abstractmethod
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
@@ -84,6 +80,8 @@ class BudgetGame(StepsGame):
     The visits that are paid for shift the statistic by the budget's mu. The later ones must carry nothing.
     """
 
+    mechanism: LabelBudget
+    actual: LabelBudget
     title = "noise on every layer's signal and a budget for each record"
     is_gaussian = True
     adversaries = (
@@ -97,7 +95,7 @@ class BudgetGame(StepsGame):
     def paid_visits(self) -> int:
         """How many visits a record can pay for."""
         z, share = self._plan.protection.noise_multiplier, 1 / (1 + self._section.floor)
-        most = self._own_mechanism().budget_mu * z * self._section.clip / self._distance
+        most = self.actual.budget_mu * z * self._section.clip / self._distance
         return max(1, math.floor(most**2 / share))
 
     @property
@@ -112,15 +110,7 @@ class BudgetGame(StepsGame):
     def weakened(self) -> BudgetGame:
         """See TwoWorlds.weakened: a budget of four times the epsilon."""
         epsilon = 4 * float(self._plan.config.protection.epsilon or 0.0)
-        return BudgetGame(self._plan.unchecked(protection={"epsilon": epsilon}), self._accounted)
-
-    def _own_mechanism(self) -> LabelBudget:
-        protection = self._plan.protection
-        if not isinstance(protection, LabelBudgetProtection):
-            raise TypeError(
-                f"plan: protection.kind = {self._plan.config.protection.kind!r} has no label budget"
-            )
-        return protection.budget
+        return BudgetGame(self._plan.unchecked(protection={"epsilon": epsilon}), self.mechanism)
 
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
         plan = on_one_layer(self._plan, seed, {"scheme": "full-batch"})
@@ -139,6 +129,8 @@ class BudgetGame(StepsGame):
 class AmplifiedGame(StepsGame):
     """Every record enters each of the run's batches by the sampler's own coins."""
 
+    mechanism: LabelAmplified
+    actual: LabelAmplified
     title = "secret batches and noise of a public covariance"
     adversaries = (
         Adversary(name="likelihood ratio", sees=_SEES, knows=f"{_KNOWS}; the batches stay secret"),
@@ -147,20 +139,10 @@ class AmplifiedGame(StepsGame):
     def weakened(self) -> AmplifiedGame:
         """See TwoWorlds.weakened: a quarter of the noise at every step."""
         quarter = self._plan.protection.noise_multiplier / 4
-        return AmplifiedGame(self._plan.unchecked(protection={"noise_multiplier": quarter}), self._accounted)
-
-    def _own_mechanism(self) -> LabelAmplified:
-        protection = self._plan.protection
-        if not isinstance(protection, AmplifiedLabelProtection):
-            raise TypeError(
-                f"plan: protection.kind = {self._plan.config.protection.kind!r} amplifies nothing"
-            )
-        return protection.mechanism(protection.noise_multiplier).repeated(self._plan.total_steps)
+        return AmplifiedGame(self._plan.unchecked(protection={"noise_multiplier": quarter}), self.mechanism)
 
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
-        accounted, section = self._accounted, self._plan.config.protection_as(LabelAmplifiedConfig)
-        if not isinstance(accounted, LabelAmplified):
-            raise TypeError(f"accounted = {accounted.kind!r}: must be a LabelAmplified")
+        accounted, section = self.mechanism, self._plan.config.protection_as(LabelAmplifiedConfig)
         q, shift = accounted.sampling_probability, 1 / accounted.noise_multiplier
         plan = on_one_layer(self._plan, seed, {"scheme": "poisson", "sampling_probability": q})
         plan = plan.unchecked(protection={"divisor": 1.0, "reference_size": RECORDS})

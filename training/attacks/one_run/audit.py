@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting import numerics
-from accounting.audit import Law, OneRunPlan, gaussian_mu
+from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from accounting.composition import guarantees as composed
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
@@ -25,8 +24,8 @@ from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import ClippedRecords
 from opusim import checks
-from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
+from training.attacks.findings import Audit, Finding, Played, Role
 from training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
 from training.attacks.one_run.observers import (
     EntryObserver,
@@ -35,9 +34,8 @@ from training.attacks.one_run.observers import (
     RowSpaceObserver,
     Sight,
 )
-from training.attacks.one_run.report import SCHEMA_VERSION, OneRunAudit, Reading
 from training.attacks.replay import AuditedRun
-from training.attacks.run_audit import ROOM, audit_place, read_run, update_clipping
+from training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run, update_clipping
 from training.data import Dataset, Split
 from training.engine.algorithm import Arrays
 from training.engine.plan import RunPlan
@@ -46,8 +44,7 @@ from training.feedback.config import FeedbackConfig
 from training.networks.layers import LayeredNetwork
 from training.networks.network import FullyConnected
 from training.protections.base import PrivateGradients
-from training.runs.folder import ONE_RUN_FILE, RunFolder
-from training.runs.storage import write_record
+from training.runs.folder import RunFolder
 from training.ulr.config import UlrConfig
 
 DEFAULT_CANARIES = 1000
@@ -76,7 +73,7 @@ def audit_one_training(
     delta: float | None = None,
     on_start: Callable[[int], None] = lambda total: None,
     on_step: Callable[[], None] = lambda: None,
-) -> OneRunAudit:
+) -> Audit:
     """Train once as a run was trained, with canaries, bound epsilon from their scores, and keep it as `one-run.json`.
 
     An independent fair coin puts each canary in or leaves it out. Sampler, clip, noise, optimizer and ledger are the
@@ -105,17 +102,14 @@ def audit_one_training(
         ValueError: A number out of range.
     """
     checks.integer(canaries=canaries, minimum=20)
-    seed = secrets.randbits(63) if seed is None else seed
-    checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
+    seed = drawn_seed(seed)
     folder = RunFolder(path)
-    place = audit_place(folder, None if out is None else Path(out))
+    place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
     found = play_one_run(
         started_again(run, seed), canaries, seed=seed, delta=delta, on_start=on_start, on_step=on_step
     )
-    if run.plan.config.mode == "release":
-        make_private_folder(place)
-    write_record(place / ONE_RUN_FILE, found, SCHEMA_VERSION)
+    keep(found, place, run)
     return found
 
 
@@ -155,7 +149,7 @@ def play_one_run(
     delta: float | None = None,
     on_start: Callable[[int], None] = lambda total: None,
     on_step: Callable[[], None] = lambda: None,
-) -> OneRunAudit:
+) -> Audit:
     """Train a resolved run once with canaries, in a folder that is deleted afterwards; see `audit_one_training`.
 
     Args:
@@ -189,24 +183,50 @@ def play_one_run(
     mechanism = ledger.mechanisms[0]
     claim = Claim.of(ledger.mechanisms, guarantees, game.relation, delta)
     scores = game.observer.scores(mechanism)
-    plans, null = claim.plans(list(scores), canaries), null_coins(seed, canaries)
-    return OneRunAudit(
-        readings=tuple(
-            Reading.of(sight.name, own, game.inside, plans[sight]) for sight, own in scores.items()
-        ),
-        null=tuple(Reading.of(sight.name, own, null, plans[sight]) for sight, own in scores.items()),
-        broken=tuple(
-            Reading.of(sight.name, own, game.inside, plans[sight])
-            for sight, own in game.observer.with_half_the_noise(mechanism).items()
+    weaker = game.observer.with_half_the_noise(mechanism)
+    null, proven = null_coins(seed, canaries), next((one for one in guarantees if one.is_proven), None)
+    plans = claim.plans(list(scores), canaries)
+    return Audit(
+        findings=tuple(
+            finding_of_scores(role, sight.name, own, coins, plans[sight], proven)
+            for role, found, coins in (
+                (Role.RUN, scores, game.inside),
+                (Role.NULL, scores, null),
+                (Role.BROKEN, weaker, game.inside),
+            )
+            for sight, own in found.items()
         ),
         guarantees=tuple(guarantees),
-        accounted=mechanism.describe(),
-        canaries=canaries,
+        played=Played.TRAINING,
+        game=mechanism.describe(),
+        trials=canaries,
         crafted="gradients" if protected else "records",
         steps=game.observer.steps,
         seed=seed,
         cpu_s=spent,
     )
+
+
+def finding_of_scores(
+    role: Role,
+    attack: str,
+    scores: np.ndarray,
+    inside: np.ndarray,
+    plan: OneRunPlan,
+    proven: Guarantee | None,
+) -> Finding:
+    """Return what an adversary's scores of the canaries say.
+
+    Args:
+        role: The subject.
+        attack: Its name.
+        scores: One for each canary, shape (m,).
+        inside: The coins, bool, shape (m,).
+        plan: How the scores are read.
+        proven: What a theorem says of the training, or None.
+    """
+    result = audit_one_run(scores, inside, plan)
+    return Finding.of(role, attack, (scores[inside], scores[~inside]), result, scope="run", claim=proven)
 
 
 def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> float | None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.audit import Law, Method
-from training.attacks.base import steps_needed
+from training.attacks.base import Descent
 from training.attacks.one_run.canaries import Canaries, CraftedGradients
 from training.attacks.update_attacks import row_space
 from training.config.sections import OptimizerConfig
@@ -137,8 +137,8 @@ class Observer(ABC):
         """See Watcher."""
 
 
-class Descent:
-    """Undoes plain, heavy-ball or Nesterov descent on some weights, from the first step on.
+class Steps:
+    """Undoes descent from the first step on, at the learning rates of its schedule; see `Descent`.
 
     Args:
         options: The optimizer.
@@ -148,30 +148,19 @@ class Descent:
     """
 
     def __init__(self, options: OptimizerConfig) -> None:
-        steps_needed(options)
-        self._options = options
+        self._descent, self._options = Descent(options), options
         self._rates = make_optimizer([nn.Parameter(torch.zeros(1))], options)
-        self._momentum: np.ndarray | float = 0.0
 
-    def gradient(self, before: np.ndarray, after: np.ndarray, progress: float) -> np.ndarray:
-        """Return the gradient of the next step.
+    def gradient(self, before: Tensor, after: Tensor, progress: float) -> Tensor:
+        """Return the gradient of the next step, float64.
 
         Args:
-            before: Weights before it, float64.
+            before: Weights before it.
             after: Weights after it.
             progress: Share of the run's steps done before it.
         """
-        options, mu = self._options, self._options.momentum
-        set_learning_rate(self._rates, options, progress)
-        change = (before - after) / float(self._rates.param_groups[0]["lr"])
-        if options.nesterov:  # change = (1 + mu) (g + wd W) + mu^2 b
-            whole = (change - mu**2 * self._momentum) / (1 + mu)
-            self._momentum = mu * self._momentum + whole
-        else:  # change = mu b + g + wd W
-            whole = change - mu * self._momentum
-            self._momentum = change
-        found: np.ndarray = whole - options.weight_decay * before
-        return found
+        set_learning_rate(self._rates, self._options, progress)
+        return self._descent.gradient(before, after, float(self._rates.param_groups[0]["lr"]))
 
 
 class EntryObserver(Observer):
@@ -196,12 +185,12 @@ class EntryObserver(Observer):
     ) -> None:
         super().__init__()
         self._network, self._canaries, self._scale, self._sampler = network, canaries, scale, sampler
-        self._descent = Descent(options)
+        self._descent = Steps(options)
         self._averaged = options.averaged_tail > 0
         self.writer: CraftedGradients | None = None
         self._readings: list[np.ndarray] = []
         self._drawn: list[np.ndarray] = []
-        self._first = self._before = np.zeros(0)
+        self._first = self._before = torch.zeros(0)
 
     def look(self, step: int) -> None:
         """See Observer.look."""
@@ -210,7 +199,7 @@ class EntryObserver(Observer):
             self._first = now
         elif not (self._averaged and step == self.total_steps):  # the mean of the tail is no update
             progress = (step - 1) / self.total_steps
-            sums = self._descent.gradient(self._before, now, progress) * self._scale
+            sums = self._descent.gradient(self._before, now, progress).numpy() * self._scale
             if self.writer is None:
                 raise ValueError("writer is missing: the trainer asked for no writer of private gradients")
             self._readings.append(sums - self.writer.others)
@@ -224,7 +213,7 @@ class EntryObserver(Observer):
         return {
             ALL_UPDATES: self._log_ratios(y, mechanism),
             CONSECUTIVE: jumps.sum(axis=0).astype(float),
-            FINAL_MODEL: self._first - self._before,
+            FINAL_MODEL: (self._first - self._before).numpy(),
         }
 
     def with_half_the_noise(self, mechanism: Any) -> dict[Sight, np.ndarray]:
@@ -267,14 +256,14 @@ class EntryObserver(Observer):
         found[canaries.planted.numpy()] = self._sampler.subset_of_records[canaries.first :]
         return found
 
-    def _along(self) -> np.ndarray:
+    def _along(self) -> Tensor:
         """Return the weights along each canary's direction, float64, shape (m,)."""
         tensors = self._network.tensors
         total = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
         for entry in self._canaries.entries:
             values = tensors[entry.name].detach().flatten()
             total += values[entry.flat.to(values.device)].double().cpu()
-        return (total / math.sqrt(len(self._canaries.entries))).numpy()
+        return total / math.sqrt(len(self._canaries.entries))
 
 
 def shifted(y: np.ndarray, steps: int) -> np.ndarray:
@@ -329,8 +318,8 @@ class FirstLayerObserver(Observer):
         super().__init__()
         self._network, self._names = network, (weight, bias)
         self._inputs = with_constant(inputs, bias=bias is not None).double()
-        self._descent, self._most = Descent(options), most_steps
-        self._before = np.zeros(0)
+        self._descent, self._most = Steps(options), most_steps
+        self._before = torch.zeros(0)
         self._found = np.full(len(inputs), -math.inf)
 
     def look(self, step: int) -> None:
@@ -340,7 +329,7 @@ class FirstLayerObserver(Observer):
         now = self._layer()
         if step:
             gradient = self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
-            self._found = np.maximum(self._found, self.score(torch.from_numpy(gradient)).numpy())
+            self._found = np.maximum(self._found, self.score(gradient).numpy())
         self._before = now
 
     @abstractmethod
@@ -355,11 +344,11 @@ class FirstLayerObserver(Observer):
         """See Observer.scores."""
         return {self.sight: self._found}
 
-    def _layer(self) -> np.ndarray:
+    def _layer(self) -> Tensor:
         """Return the first layer's weights with the bias as the last column, float64."""
         tensors, (weight, bias) = self._network.tensors, self._names
         parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
-        return torch.cat(parts, dim=1).double().cpu().numpy()
+        return torch.cat(parts, dim=1).double().cpu()
 
 
 class RowSpaceObserver(FirstLayerObserver):

@@ -20,7 +20,7 @@ from opusim import checks
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from training.attacks.mechanism.checks import Released, checked, least_likely_variance, shared
+from training.attacks.mechanism.checks import Released, checked, shared
 from training.attacks.mechanism.contributions import (
     STEPS,
     Weights,
@@ -212,7 +212,7 @@ def _small_batches(
         run.noise if run.signal_noise is None else np.hstack([run.noise, run.signal_noise]) for run in found
     ]
     finds = "batches without records that get no noise"
-    return [least_likely_variance("small batches: noise of a step", list(np.concatenate(parts)), finds)]
+    return [Check.variance("small batches: noise of a step", list(np.concatenate(parts)), finds)]
 
 
 def _compared(

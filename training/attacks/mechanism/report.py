@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 from pydantic import computed_field
 
+from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
 from opusim.tables import wrapped
 from training.runs.storage import record_from_json, record_json
 
@@ -17,7 +19,7 @@ _WIDTH = 80
 _ROW = "{:<31}{:>10}{:>9}{:>11}{:>9}  {}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One statistic of what runs released, compared with its law under the accounted mechanism.
 
@@ -38,6 +40,42 @@ class Check:
     p_value: float
     finds: str
     level: float = math.nan
+
+    @classmethod
+    def normal(
+        cls, name: str, observed: float, expected: float, error: float, finds: str, *, comparisons: int = 1
+    ) -> Self:
+        """Return the check of a value whose law is normal.
+
+        Args:
+            name: The statistic.
+            observed: Its value, the least likely one of several.
+            expected: Its mean.
+            error: Its standard deviation; with 0 any value is an alarm.
+            finds: The faults that raise this alarm.
+            comparisons: Number of values, for which the p-value is corrected.
+        """
+        p = normal_p_value((observed - expected) / error) if error else 0.0
+        return cls(name, observed, expected, error, bonferroni(p, comparisons), finds)
+
+    @classmethod
+    def variance(cls, name: str, parts: Sequence[np.ndarray], finds: str) -> Self:
+        """Return the check of the least likely variance of several arrays of independent N(0, 1); empty ones agree."""
+        found = []
+        for part in parts:
+            total = float(np.sum(np.square(part)))
+            found.append((chi_squared_p_value(total, part.size) if part.size else 1.0, total, part.size))
+        p, total, size = min(found, key=lambda each: doubt(each[0]))
+        observed, error = (total / size, math.sqrt(2 / size)) if size else (1.0, math.inf)
+        return cls(name, observed, 1.0, error, bonferroni(p, len(parts)), finds)
+
+    @classmethod
+    def correlation(cls, name: str, found: Sequence[tuple[float, int]], finds: str) -> Self:
+        """Return the check of the least likely cosine; of each the value and the dimension, means known to be 0."""
+        p, (r, dimension) = min(
+            ((float(cosine_p_value(*each)), each) for each in found), key=lambda pair: doubt(pair[0])
+        )
+        return cls(name, r, 0.0, 1 / math.sqrt(dimension), bonferroni(p, len(found)), finds)
 
     @property
     def alarm(self) -> bool:

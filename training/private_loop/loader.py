@@ -59,6 +59,7 @@ class PrivateLoader:
     Attributes:
         dataset: The records.
         batch_size: Expected number of records in a batch.
+        sampler: Draws the batches.
 
     Args:
         loader: The user's loader.
@@ -77,7 +78,7 @@ class PrivateLoader:
         self._iterations = self._offers = 0
         count, seed = len(self.dataset), settings.seed  # type: ignore[arg-type]
         seed = None if seed is None else derive_seed(seed, "private-loop", "batches")
-        self._sampler = PoissonSampler(count, settings.sample_rate, seed=seed)
+        self.sampler = PoissonSampler(count, settings.sample_rate, seed=seed)
         one, two = (
             loader.collate_fn([self.dataset[index] for index in indices])
             for indices in ([0], [count - 1, count // 2])
@@ -86,7 +87,7 @@ class PrivateLoader:
         self._collate = _CollateCounted(loader.collate_fn, empty_batch(one, two))
 
     def __len__(self) -> int:
-        return self._sampler.steps_per_epoch
+        return self.sampler.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches left in the epoch, as the user's collate function builds them.
@@ -200,7 +201,7 @@ class PrivateLoader:
         generator = torch.Generator().manual_seed(self._seed_of_workers((last - 1) // len(self)))
         return DataLoader(
             _Indexed(source.dataset),
-            batch_sampler=_Drawn(self._sampler, first, last, self._steps),
+            batch_sampler=_Drawn(self.sampler, first, last, self._steps),
             collate_fn=self._collate,
             generator=generator,
             num_workers=source.num_workers,

@@ -20,6 +20,7 @@ from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from accounting.composition import guarantees as composed
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
+from accounting.ledger.content import LedgerContent
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import ClippedRecords
@@ -179,20 +180,54 @@ def play_one_run(
         train_planned(game.plan, folder, watcher=_Both(game.observer, on_step))
         ledger = read_ledger(folder.ledger_file)
     spent = time.process_time() - started
-    guarantees = ledger.guarantees(delta=delta)
-    mechanism = ledger.mechanisms[0]
-    claim = Claim.of(ledger.mechanisms, guarantees, game.relation, delta)
-    scores = game.observer.scores(mechanism)
-    weaker = game.observer.with_half_the_noise(mechanism)
+    return read_canaries(
+        game.observer,
+        game.inside,
+        game.relation,
+        ledger,
+        seed=seed,
+        delta=delta,
+        crafted="gradients" if protected else "records",
+        cpu_s=spent,
+    )
+
+
+def read_canaries(
+    observer: Observer,
+    inside: np.ndarray,
+    relation: Adjacency,
+    ledger: LedgerContent,
+    *,
+    seed: int,
+    delta: float,
+    crafted: str,
+    cpu_s: float,
+) -> Audit:
+    """Return what the scores of a training's canaries say.
+
+    Args:
+        observer: Watched the training.
+        inside: The coins, bool, shape (m,).
+        relation: The data sets of which a coin chooses one.
+        ledger: What the training paid for.
+        seed: Of coins and canaries.
+        delta: Of the bounds.
+        crafted: "gradients" or "records".
+        cpu_s: Processor seconds of the training.
+    """
+    guarantees, mechanism = ledger.guarantees(delta=delta), ledger.mechanisms[0]
+    claim = Claim.of(ledger.mechanisms, guarantees, relation, delta)
+    scores, weaker = observer.scores(mechanism), observer.with_half_the_noise(mechanism)
+    canaries = len(inside)
     null, proven = null_coins(seed, canaries), next((one for one in guarantees if one.is_proven), None)
     plans = claim.plans(list(scores), canaries)
     return Audit(
         findings=tuple(
             finding_of_scores(role, sight.name, own, coins, plans[sight], proven)
             for role, found, coins in (
-                (Role.RUN, scores, game.inside),
+                (Role.RUN, scores, inside),
                 (Role.NULL, scores, null),
-                (Role.BROKEN, weaker, game.inside),
+                (Role.BROKEN, weaker, inside),
             )
             for sight, own in found.items()
         ),
@@ -200,10 +235,10 @@ def play_one_run(
         played=Played.TRAINING,
         game=mechanism.describe(),
         trials=canaries,
-        crafted="gradients" if protected else "records",
-        steps=game.observer.steps,
+        crafted=crafted,
+        steps=observer.steps,
         seed=seed,
-        cpu_s=spent,
+        cpu_s=cpu_s,
     )
 
 

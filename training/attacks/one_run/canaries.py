@@ -190,7 +190,12 @@ class CraftedGradients(WrappedGradients):
             raise ValueError(
                 "records is missing: the trainer must tell its writer which records a batch holds"
             )
-        (found,) = parts
+        whole = list(parts)
+        if len(whole) != 1:
+            raise ValueError(
+                f"batch: was recorded in {len(whole)} parts, and canaries need one; leave max_physical_batch_size out"
+            )
+        (found,) = whole
         rows = torch.nonzero(records >= self._canaries.first).flatten()
         numbers = self._planted[records[rows].cpu() - self._canaries.first]
         self.drawn = np.zeros(len(self.others))

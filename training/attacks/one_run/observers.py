@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,13 +199,16 @@ class EntryObserver(Observer):
         if step == 0:
             self._first = now
         elif not (self._averaged and step == self.total_steps):  # the mean of the tail is no update
-            progress = (step - 1) / self.total_steps
-            sums = self._descent.gradient(self._before, now, progress).numpy() * self._scale
             if self.writer is None:
                 raise ValueError("writer is missing: the trainer asked for no writer of private gradients")
+            sums = self._gradient(now, step).numpy() * self._scale
             self._readings.append(sums - self.writer.others)
             self._drawn.append(self.writer.drawn)
         self._before = now
+
+    def _gradient(self, now: Tensor, step: int) -> Tensor:
+        """Return the released gradient of a step along the canaries, undone from the weights after it."""
+        return self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
 
     def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
         """See Observer.scores."""
@@ -256,14 +260,27 @@ class EntryObserver(Observer):
         found[canaries.planted.numpy()] = self._sampler.subset_of_records[canaries.first :]
         return found
 
-    def _along(self) -> Tensor:
-        """Return the weights along each canary's direction, float64, shape (m,)."""
-        tensors = self._network.tensors
+    def _along(self, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the weights, or other tensors of their names, along each canary's direction, float64, shape (m,)."""
+        tensors = self._network.tensors if tensors is None else tensors
         total = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
         for entry in self._canaries.entries:
             values = tensors[entry.name].detach().flatten()
             total += values[entry.flat.to(values.device)].double().cpu()
         return total / math.sqrt(len(self._canaries.entries))
+
+
+class GradientObserver(EntryObserver):
+    """Watches the canaries' entries of the gradients that a private loop releases, whatever optimizer takes them."""
+
+    def _gradient(self, now: Tensor, step: int) -> Tensor:
+        """See EntryObserver; the loop's writer has just written it."""
+        named = self._network.model.named_parameters()
+        return self._along({name: p.grad for name, p in named if p.grad is not None})
+
+    def finish(self) -> None:
+        """Look at the final model."""
+        self._before = self._along()
 
 
 def shifted(y: np.ndarray, steps: int) -> np.ndarray:

@@ -21,7 +21,7 @@ KindOption = Annotated[
     typer.Option(
         metavar="KIND",
         help="Instead of a run: test the sampler, clip and noise of a trainer (pdfa, dfa, tdfa, bp, ulr, zo, "
-        "convex) on records of the audit's choice. Exit code 1 means an alarm.",
+        "convex) or of a private-loop on records of the audit's choice. Exit code 1 means an alarm.",
     ),
 ]
 Trials = Annotated[
@@ -132,15 +132,14 @@ def audit(
         )
         if final_model:
             _require_absent({"--one-run": one_run or None, "--canaries": canaries}, "is another audit")
-            _audit_final_model(asked, trials, jobs, cluster)
+            _show(asked, _play_final_model(asked, trials, jobs, cluster))
             return
         _require_absent(of_final_models, "goes with --final-model only")
         if one_run:
             _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
-            _audit_one_run(asked, canaries)
-            return
-        _require_absent({"--canaries": canaries}, "goes with --one-run only")
-        _audit_run(asked, trials)
+        else:
+            _require_absent({"--canaries": canaries}, "goes with --one-run only")
+        _show(asked, _play(asked, trials, canaries, one_run=one_run))
         return
     _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
     _audit_mechanism(
@@ -197,39 +196,32 @@ class _Asked:
         }
 
 
-def _audit_run(asked: _Asked, trials: int | None) -> None:
-    """Attack a run's steps, or play the game of its protection."""
+def _play(asked: _Asked, trials: int | None, canaries: int | None, *, one_run: bool) -> Audit:
+    """Attack a run's steps or play the game of its protection; or train once with canaries."""
     from opusim.progress import Progress
+    from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
     from training.attacks.run_audit import audit_run
 
+    if one_run:
+        with Progress("audit of one training", "steps") as progress:
+            return audit_one_training(
+                asked.run,
+                **asked.options(),
+                canaries=DEFAULT_CANARIES if canaries is None else canaries,
+                on_start=progress.start,
+                on_step=progress.advance,
+            )
     with Progress("audit", "trials") as progress:
-        found = audit_run(
+        return audit_run(
             asked.run,
             **asked.options(),
             trials=trials,
             on_start=progress.start,
             on_trial=lambda done: progress.advance(done=done),
         )
-    _show(asked, found)
 
 
-def _audit_one_run(asked: _Asked, canaries: int | None) -> None:
-    """Train once with canaries."""
-    from opusim.progress import Progress
-    from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
-
-    with Progress("audit of one training", "steps") as progress:
-        found = audit_one_training(
-            asked.run,
-            **asked.options(),
-            canaries=DEFAULT_CANARIES if canaries is None else canaries,
-            on_start=progress.start,
-            on_step=progress.advance,
-        )
-    _show(asked, found)
-
-
-def _audit_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None) -> None:
+def _play_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None) -> Audit:
     """Train many times with a crafted record or without it."""
     from accounting.audit import FEWEST_CANARIES
     from opusim import checks
@@ -240,7 +232,7 @@ def _audit_final_model(asked: _Asked, trainings: int | None, jobs: int | None, c
         given: dict[str, Any] = {"--trials": trainings}
         checks.integer(minimum=FEWEST_CANARIES, **given)
     with Progress("audit of final models", "trainings") as progress:
-        found = audit_final_model(
+        return audit_final_model(
             asked.run,
             **asked.options(),
             trainings=DEFAULT_TRAININGS if trainings is None else trainings,
@@ -249,7 +241,6 @@ def _audit_final_model(asked: _Asked, trainings: int | None, jobs: int | None, c
             on_start=lambda total, done: progress.start(total, done=done, at_once=True),
             on_training=lambda done: progress.advance(done=done),
         )
-    _show(asked, found)
 
 
 _WIDE_PAGE = 140

@@ -11,10 +11,10 @@ import io
 import math
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -50,6 +50,15 @@ _CONTROLS = {
 Table = list[dict[str, str]]
 
 
+class Audited(NamedTuple):
+    """What was audited: its name, its folder's name, mode and package versions."""
+
+    name: str
+    folder: str
+    mode: str
+    versions: Mapping[str, str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
     """What the page and the PDF say.
@@ -81,7 +90,7 @@ class Sheet:
     limit: Guarantee | None
 
 
-def write_audit_page(run: StoredRun, audit: Audit, folder: Path) -> tuple[Path, Path]:
+def write_audit_page(run: StoredRun | Audited, audit: Audit, folder: Path) -> tuple[Path, Path]:
     """Write the page and the PDF next to the audit's JSON file, such as `audit.html` and `audit.pdf`.
 
     Args:
@@ -95,6 +104,8 @@ def write_audit_page(run: StoredRun, audit: Audit, folder: Path) -> tuple[Path, 
     Raises:
         OSError: The folder is not writable.
     """
+    if isinstance(run, StoredRun):
+        run = Audited(run_name(run), run.folder.path.name, run.config.mode, run.facts["versions"])
     sheet = sheet_of(run, audit)
     page, document = ((folder / audit.played.file).with_suffix(suffix) for suffix in (".html", ".pdf"))
     figure, axes = new_figure(5.2, 4.0)
@@ -107,9 +118,9 @@ def write_audit_page(run: StoredRun, audit: Audit, folder: Path) -> tuple[Path, 
     return page, document
 
 
-def sheet_of(run: StoredRun, audit: Audit) -> Sheet:
+def sheet_of(run: Audited, audit: Audit) -> Sheet:
     """Return what the page of an audit says."""
-    release = run.config.mode == "release"
+    release = run.mode == "release"
     warnings = [NOT_FOR_RELEASE] if release and audit.holds_private_records else []
     warnings += [] if audit.controls_hold else [_BAD_CONTROL]
     warnings += [audit.note] if audit.note else []
@@ -136,10 +147,10 @@ def sheet_of(run: StoredRun, audit: Audit) -> Sheet:
         for one in list(audit.scores().values())[:1]
     ]
     repeatable = "of what does not come from the system" if release else "repeats the audit"
-    versions = ", ".join(f"{name} {version}" for name, version in run.facts["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     controls = [row for row in rows if row["subject"] not in ("", Role.RUN)]
     return Sheet(
-        title=f"Privacy audit of {audit.played}: {run_name(run)}",
+        title=f"Privacy audit of {audit.played}: {run.name}",
         verdict=verdict(audit),
         warnings=warnings,
         statement=statement,
@@ -158,9 +169,9 @@ def sheet_of(run: StoredRun, audit: Audit) -> Sheet:
             *ideal,
             ("steps", f"{audit.steps:,}"),
             ("seed", f"{audit.seed} ({repeatable})"),
-            ("run", f"{run.config.mode} mode, {run.folder.path.name}"),
+            ("run", f"{run.mode} mode, {run.folder}"),
             ("date", time.strftime("%Y-%m-%d")),
-            ("versions", versions),
+            *([("versions", versions)] if versions else []),
         ],
         curves=[(one.attack, one.curve) for one in on_run if one.curve is not None],
         limit=audit.strongest.claim,

@@ -71,7 +71,9 @@ def write_report(
         title=run_name(run),
         runs=[run],
         pictures=[_picture(place.figures / f"{n}.svg", c, f) for n, c, f in drawn if f is not None],
-        audits=[_kept_audits(run) | ({} if audit is None else {audit.played.file: audit})],
+        audits=[
+            kept_audits(run.folder, run.config.mode) | ({} if audit is None else {audit.played.file: audit})
+        ],
     )
     write_file(place.report_file, page.encode())
     return place.report_file
@@ -129,7 +131,7 @@ def write_comparison(
         runs=runs,
         pictures=pictures,
         labels=labels,
-        audits=[_kept_audits(run) for run in runs],
+        audits=[kept_audits(run.folder, run.config.mode) for run in runs],
     )
     write_file(path, page.encode())
     return path
@@ -210,7 +212,9 @@ def _render(
             for each in found.values()
         ],
         modes=sorted({run.config.mode for run in runs}),
-        configurations=[(name, _shown(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
+        configurations=[
+            (name, shown_values(run.facts["config"])) for run, name in zip(runs, names, strict=True)
+        ],
         commands=[_command(run) for run in runs],
         versions=distinct([(name, run.facts["versions"]) for run, name in zip(runs, names, strict=True)]),
     )
@@ -228,12 +232,10 @@ def _guarantee_rows(run: StoredRun) -> list[dict[str, str]]:
     return guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
 
 
-def _kept_audits(run: StoredRun) -> dict[str, Audit]:
+def kept_audits(run: RunFolder, mode: str) -> dict[str, Audit]:
     """Read the audits in a run folder, by file; an audit never writes into the folder of a release run."""
-    if run.config.mode != "experiment":
-        return {}
-    files = [run.folder.path / name for name in dict.fromkeys(kind.file for kind in Played)]
-    return {file.name: read_audit(file) for file in files if file.exists()}
+    files = [run.path / name for name in dict.fromkeys(kind.file for kind in Played)]
+    return {file.name: read_audit(file) for file in files if mode == "experiment" and file.exists()}
 
 
 def _warning(run: StoredRun) -> list[str]:
@@ -304,7 +306,7 @@ def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str
     provenance = device.get("provenance", {})
     law = noise.get("description", noise["law"])
     rows = [{"key": "noise", "value": law, "status": "", "source": ""}]
-    for key, value in _shown({k: v for k, v in device.items() if k != "provenance"}):
+    for key, value in shown_values({k: v for k, v in device.items() if k != "provenance"}):
         origin = provenance.get(key, {})
         rows.append(
             {
@@ -317,6 +319,6 @@ def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str
     return rows
 
 
-def _shown(values: dict[str, Any]) -> list[tuple[str, str]]:
+def shown_values(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Flatten a nested mapping into (dotted key, value) pairs, without empty values."""
     return [(key, str(value)) for key, value in flat(values).items() if value is not None]

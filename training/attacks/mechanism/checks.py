@@ -70,7 +70,6 @@ class Released:
             coordinates). They are independent N(0, 1) under the accounted mechanism.
         sums: The other components, or None if each record is read once.
         batch: Law of the batch sizes, or None if each record is read once.
-        accounted: The mechanism, as text.
         signal_noise: For noise whose covariance depends on the features, its whitened components along the layers'
             inputs and across the records' signals, shape (steps, others); None for other noise.
         parameters: The columns of `noise` that belong to each parameter, if several parameters have separate noise.
@@ -81,7 +80,6 @@ class Released:
     noise: np.ndarray
     sums: Sums | None
     batch: BatchLaw | None
-    accounted: str
     signal_noise: np.ndarray | None = None
     parameters: Mapping[str, slice] = field(default_factory=dict)
     prefixes: Sequence[tuple[np.ndarray, np.ndarray]] = ()

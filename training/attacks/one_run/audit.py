@@ -30,9 +30,8 @@ from training.attacks.findings import Audit, Finding, Played, Role
 from training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
 from training.attacks.one_run.observers import (
     EntryObserver,
+    FirstLayerObserver,
     Observer,
-    QuietRowsObserver,
-    RowSpaceObserver,
     Sight,
 )
 from training.attacks.replay import AuditedRun
@@ -177,7 +176,8 @@ def play_one_run(
     started = time.process_time()
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
         folder = RunFolder(Path(scratch) / "run")
-        train_planned(game.plan, folder, watcher=_Both(game.observer, on_step))
+        game.observer.after_step = on_step
+        train_planned(game.plan, folder, watcher=game.observer)
         ledger = read_ledger(folder.ledger_file)
     spent = time.process_time() - started
     return read_canaries(
@@ -480,10 +480,10 @@ def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
         )
     layer: dict[str, Any] = {"weight": weight, "bias": bias, "options": plan.config.optimizer}
     if quiet:
-        return QuietRowsObserver(network, x, **layer, most_steps=plan.total_steps), False
+        return FirstLayerObserver(network, x, **layer, most_steps=plan.total_steps), False
     inputs = update_clipping(options)(x, layer=0, depth=network.depth, n_layer=n_outputs)
     epoch = -(-(len(plan.dataset.train) + len(x)) // max(int(batch), 1))
-    return RowSpaceObserver(network, inputs, **layer, batch_size=math.ceil(batch), most_steps=epoch), True
+    return FirstLayerObserver(network, inputs, **layer, batch_size=math.ceil(batch), most_steps=epoch), True
 
 
 def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
@@ -492,22 +492,3 @@ def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
     joined = Split(torch.cat([train.x, x.to(train.x.device)]), torch.cat([train.y, y.to(train.y.device)]))
     sampler = replace(plan.sampler, n_records=len(joined))
     return replace(plan, dataset=replace(plan.dataset, train=joined), sampler=sampler)
-
-
-class _Both:
-    """A watcher that tells an observer, and then the caller, of every step."""
-
-    def __init__(self, observer: Observer, on_step: Callable[[], None]) -> None:
-        self._observer, self._on_step = observer, on_step
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Watcher."""
-        self._observer.on_start(step=step, total_steps=total_steps)
-
-    def on_step(self, *, step: int) -> None:
-        """See Watcher."""
-        self._observer.on_step(step=step)
-        self._on_step()
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Watcher."""

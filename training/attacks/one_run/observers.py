@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,8 @@ class Observer(ABC):
 
     def __init__(self) -> None:
         self.steps = 0
+        self.after_step: Callable[[], None] = lambda: None
+        """Called after each step."""
 
     @abstractmethod
     def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
@@ -133,6 +135,7 @@ class Observer(ABC):
         """See Watcher."""
         self.steps = step
         self.look(step)
+        self.after_step()
 
     def on_epoch(self, record: dict[str, Any]) -> None:  # noqa: B027  # of no use to an attacker
         """See Watcher."""
@@ -318,9 +321,8 @@ class FirstLayerObserver(Observer):
         bias: Name of its bias, or None if it has none.
         options: The optimizer.
         most_steps: Steps that are looked at, from the first on.
+        batch_size: Expected number of records in a batch, for `ROW_SPACE`; None for `QUIET_ROWS`.
     """
-
-    sight: Sight
 
     def __init__(
         self,
@@ -331,9 +333,10 @@ class FirstLayerObserver(Observer):
         bias: str | None,
         options: OptimizerConfig,
         most_steps: int,
+        batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        self._network, self._names = network, (weight, bias)
+        self._network, self._names, self._batch_size = network, (weight, bias), batch_size
         self._inputs = with_constant(inputs, bias=bias is not None).double()
         self._descent, self._most = Steps(options), most_steps
         self._before = torch.zeros(0)
@@ -343,69 +346,34 @@ class FirstLayerObserver(Observer):
         """See Observer.look."""
         if step > self._most:
             return
-        now = self._layer()
+        tensors, (weight, bias) = self._network.tensors, self._names
+        parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
+        now = torch.cat(parts, dim=1).double().cpu()
         if step:
             gradient = self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
-            self._found = np.maximum(self._found, self.score(gradient).numpy())
+            score = self._quiet_rows if self._batch_size is None else self._row_space
+            self._found = np.maximum(self._found, -score(gradient).clamp_min(_TINY).log10().numpy())
         self._before = now
-
-    @abstractmethod
-    def score(self, gradient: Tensor) -> Tensor:
-        """Return each canary's score of one step, float64, shape (m,).
-
-        Args:
-            gradient: The first layer's, float64, one column more for a bias.
-        """
 
     def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
         """See Observer.scores."""
-        return {self.sight: self._found}
+        return {QUIET_ROWS if self._batch_size is None else ROW_SPACE: self._found}
 
-    def _layer(self) -> Tensor:
-        """Return the first layer's weights with the bias as the last column, float64."""
-        tensors, (weight, bias) = self._network.tensors, self._names
-        parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
-        return torch.cat(parts, dim=1).double().cpu()
+    def _row_space(self, gradient: Tensor) -> Tensor:
+        """Return the part of each canary's input outside the row space of an update, shape (m,); see `RowSpaceAttack`.
 
-
-class RowSpaceObserver(FirstLayerObserver):
-    """Looks for the canaries' inputs in the row space of the first layer's updates; see `RowSpaceAttack`.
-
-    A canary's score is the largest of -log10 of its residual over the steps of the first epoch, in which shuffled
-    epochs use every record once.
-
-    Args:
-        batch_size: Expected number of records in a batch.
-        layer: See FirstLayerObserver.
-    """
-
-    sight = ROW_SPACE
-
-    def __init__(self, network: Network, inputs: Tensor, *, batch_size: int, **layer: Any) -> None:
-        super().__init__(network, inputs, **layer)
-        self._batch_size = batch_size
-
-    def score(self, gradient: Tensor) -> Tensor:
-        """See FirstLayerObserver.score."""
-        basis = row_space(gradient, self._batch_size)
+        The first epoch is looked at, in which shuffled epochs use every record once.
+        """
+        basis = row_space(gradient, self._batch_size or 0)
         outside = self._inputs - (self._inputs @ basis) @ basis.t()
-        share = outside.norm(dim=1) / self._inputs.norm(dim=1).clamp_min(_TINY)
-        return -share.clamp_min(_TINY).log10()
+        return outside.norm(dim=1) / self._inputs.norm(dim=1).clamp_min(_TINY)
 
+    def _quiet_rows(self, gradient: Tensor) -> Tensor:
+        """Return |G h|^2 / |h|^2 over the mean square of G's entries, for an update G and each canary's input h.
 
-class QuietRowsObserver(FirstLayerObserver):
-    """Looks for inputs along which the first layer's update has less noise than elsewhere.
-
-    Published likelihood ratio training completes the noise of a batch to sigma_0 C in every direction, by the
-    covariance that its estimates have before they are clipped. Along a batch's inputs nothing is added, and the clipped
-    estimates have far less than that. For the update G and a canary's input h a step's score is
-    -log10 of |G h|^2 / |h|^2 over the mean square of G's entries.
-    """
-
-    sight = QUIET_ROWS
-
-    def score(self, gradient: Tensor) -> Tensor:
-        """See FirstLayerObserver.score."""
+        Published likelihood ratio training completes the noise of a batch to sigma_0 C in every direction, by the
+        covariance that its estimates have before they are clipped. Along a batch's inputs nothing is added, and the
+        clipped estimates have far less than that.
+        """
         along = (self._inputs @ gradient.t()).square().sum(dim=1)
-        typical = self._inputs.square().sum(dim=1) * gradient.square().mean()
-        return -(along / typical.clamp_min(_TINY)).clamp_min(_TINY).log10()
+        return along / (self._inputs.square().sum(dim=1) * gradient.square().mean()).clamp_min(_TINY)

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from typing_extensions import Doc
@@ -329,26 +329,19 @@ def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> O
 
 
 def _read(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan, method: Method) -> OneRunBound:
-    ceiled = plan.ceiling(method)
+    facts: dict[str, Any] = {"method": method, "ceiling": plan.ceiling(method), "power": plan.power(method)}
     if method.guesses:
         guesses = plan.guesses(method)
         correct = int(correct_guesses(scores, inside, guesses))
         found = guesses_bound(
             method, plan.canaries, guesses, correct, delta=plan.delta, confidence=plan.confidence
         )
-        return OneRunBound(
-            method=method,
-            epsilon=found,
-            ceiling=ceiled,
-            guesses=guesses,
-            correct=correct,
-            power=plan.power(method),
-        )
+        return OneRunBound(epsilon=found, guesses=guesses, correct=correct, **facts)
     estimate, low, high = normal_limits(scores[inside], scores[~inside], confidence=plan.confidence)
-    values = [epsilon_of(mu, plan.delta) for mu in (estimate, low, high)]
+    value, least, most = (epsilon_of(mu, plan.delta) for mu in (estimate, low, high))
     if method is Method.NORMAL_BOUND:
-        return OneRunBound(method=method, epsilon=values[1], ceiling=ceiled, power=plan.power(method))
-    return OneRunBound(method=method, epsilon=values[0], ceiling=ceiled, interval=(values[1], values[2]))
+        return OneRunBound(epsilon=least, **facts)
+    return OneRunBound(epsilon=value, interval=(least, most), **facts)
 
 
 def correct_guesses(scores: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:

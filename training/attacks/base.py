@@ -208,12 +208,6 @@ class Candidates:
     member: Records
     replacement: Records | None = None
 
-    def batches(self, others: Records) -> tuple[Records, Records]:
-        """The batch of the first world and that of the second, in the game's order."""
-        return others.followed_by(self.member), others if self.replacement is None else others.followed_by(
-            self.replacement
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:

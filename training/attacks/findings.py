@@ -273,7 +273,7 @@ class Finding:
                 }
             ]
         on_run = self.role is Role.RUN
-        rows = []
+        rows: list[dict[str, str]] = []
         for bound in result.bounds if on_run else (result.strongest,):
             interval = bound.interval
             ends = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"

@@ -24,9 +24,8 @@ from training.attacks.base import Attack
 from training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
 from training.attacks.findings import Audit, Finding, Played, Role
 from training.attacks.games.base import TwoWorlds, played
-from training.attacks.games.look import LookGame, StagedLookGame
+from training.attacks.games.labels import AmplifiedGame, BudgetGame, LookGame, StagedLookGame
 from training.attacks.games.released_model import LastIterateGame, ReleasedModelGame
-from training.attacks.games.steps import AmplifiedGame, BudgetGame
 from training.attacks.replay import (
     AuditedRun,
     MembershipGame,
@@ -70,7 +69,6 @@ def applicable_attacks(
     """
     options, protected = plan.config.trainer, plan.config.protection.protects != "nothing"
     layers = [LayerShape(**layer) for layer in run.network_facts.get("layers", [])]
-    feedback = isinstance(options, FeedbackConfig)
     attacks: list[Attack] = []
     spans = False  # whether a batch's inputs span the rows of the first layer's gradient and leave room for others
     if layers:
@@ -81,13 +79,13 @@ def applicable_attacks(
         )
         # whether every hidden layer's signal has noise of one standard deviation, before the slope
         noised = isinstance(options, PdfaConfig) and options.encoding == "ternary"
-        if feedback and not isinstance(options, PdfaConfig):
+        if isinstance(options, FeedbackConfig) and not isinstance(options, PdfaConfig):
             noised = options.feedback_matrix and options.digital_sigma > 0
         clipping = update_clipping(options)
         if spans:
             attacks.append(RowSpaceAttack(clipping, width=first.n_outputs, depth=depth, bias=first.bias))
         elif noised and noiseless is not None and not protected:
-            through_clip = feedback and options.through_clip
+            through_clip = isinstance(options, FeedbackConfig) and options.through_clip
             attacks.append(
                 CovarianceAttack(noiseless, clipping, through_clip=through_clip, depth=depth, bias=first.bias)
             )
@@ -204,29 +202,13 @@ def audit_run(
         done += more
         on_trial(done)
 
-    note, findings = "", []
     with torch_threads(config.threads):
         if game is not None:
             findings = _of_game(game, stated, trials=trials, seed=seed, delta=delta, on_trials=advance)
-            if config.mode == "release":
-                note = "The randomness comes from the system, as in the run, so no seed repeats this audit."
         else:
-            control = record_protected(run.plan, _CONTROL_NOISE)
-            for role, plan in (
-                (Role.RUN, run.plan),
-                (Role.PROTECTED, control),
-                (Role.BROKEN, control),
-            ):
-                findings += _of_steps(
-                    run,
-                    plan,
-                    role,
-                    stated,
-                    trials=trials if role is Role.RUN else control_trials,
-                    seed=derive_seed(seed, "audit", role.value),
-                    delta=delta,
-                    on_trial=advance,
-                )
+            counts = trials, control_trials
+            findings = _of_steps(run, stated, counts=counts, seed=seed, delta=delta, on_trial=advance)
+    release = game is not None and config.mode == "release"
     found = Audit(
         findings=tuple(sorted(findings, key=lambda finding: list(Role).index(finding.role))),
         guarantees=tuple(stated),
@@ -238,7 +220,9 @@ def audit_run(
         game=""
         if game is None
         else f"the run's own code for {game.title}, on records that the auditor crafted",
-        note=note,
+        note="The randomness comes from the system, as in the run, so no seed repeats this audit."
+        if release
+        else "",
     )
     keep(found, place, run)
     return found
@@ -310,22 +294,25 @@ def read_run(
     )
 
 
-def game_claim(plan: RunPlan, delta: float) -> Guarantee | None:
-    """Return what is proven of one game on a record-protected run: one step, whose batch is known (q = 1).
-
-    Args:
-        plan: The run as it is meant to be played.
-        delta: In (0, 1).
-
-    Raises:
-        NoGuarantee: A mechanism does not say what is proven if the batch is known.
-    """
-    if plan.config.protection.protects != "records":
-        return None
-    return guarantees([mechanism.known_batch() for mechanism in plan.mechanisms], delta=delta)[0]
-
-
 def _of_steps(
+    run: AuditedRun,
+    stated: Sequence[Guarantee],
+    *,
+    counts: tuple[int, int],
+    seed: int,
+    delta: float,
+    on_trial: Callable[[], None],
+) -> list[Finding]:
+    """Play the membership game on a run's step and on its two controls, with these numbers of trials."""
+    control, findings = record_protected(run.plan, _CONTROL_NOISE), []
+    for role, plan in ((Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)):
+        trials, own = counts[role is not Role.RUN], derive_seed(seed, "audit", role.value)
+        facts: dict[str, Any] = {"trials": trials, "seed": own, "delta": delta, "on_trial": on_trial}
+        findings += _of_step(run, plan, role, stated, **facts)
+    return findings
+
+
+def _of_step(
     run: AuditedRun,
     plan: RunPlan,
     role: Role,
@@ -340,7 +327,10 @@ def _of_steps(
     # noise of its own, and public draws that the attacker can repeat
     mode = "experiment" if plan.algorithm.uses_public_randomness else plan.config.mode
     meant = plan.unchecked(seed=derive_seed(seed, "noise") >> 1, mode=mode)
-    claim = game_claim(meant, delta)
+    # what is proven of one step whose batch is known (q = 1)
+    protects = meant.config.protection.protects == "records"
+    known = [mechanism.known_batch() for mechanism in meant.mechanisms] if protects else []
+    claim = guarantees(known, delta=delta)[0] if protects else None
     adjacency = stated[0].adjacency if claim is None else claim.adjacency
     played = (without_noise(meant) if role is Role.BROKEN else None) or meant
     batch = meant.sampler.expected_batch_size
@@ -361,7 +351,6 @@ def _of_steps(
             on_trial=on_trial,
         )
     found = []
-    known = [mechanism.known_batch() for mechanism in meant.mechanisms] if claim is not None else []
     weaker = with_half_the_noise(known, delta) if role is Role.RUN and claim is not None else []
     for attack, (candidates, strangers) in zip(attacks, scores, strict=True):
         plan_of_audit = AuditPlan(
@@ -377,7 +366,7 @@ def _of_steps(
         for subject, seen, claimed in subjects:
             result = audit(seen.first, seen.second, plan_of_audit)
             power = power_of(result, claimed, weaker)
-            shown = {"figure": attack.figure, "claim": claimed, "power": power}
+            shown: dict[str, Any] = {"figure": attack.figure, "claim": claimed, "power": power}
             found.append(Finding.of(subject, attack.name, (seen.first, seen.second), result, **shown))
     return found
 

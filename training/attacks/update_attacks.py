@@ -293,12 +293,14 @@ class DifferenceAttack(Attack):
         """See Attack.learn: estimate k and v of the groups, and test whether updates are sums over records."""
         observation, candidates = trial.observation, trial.candidates
         tested = len(self._learnt) >= _TESTS
-        known = self._terms(observation, candidates) if tested and self.has_terms else None
+        known: tuple[Sequence[Any], Sequence[Any]] | None = None
+        if tested and self.has_terms:
+            known = self._terms(observation, candidates)
         if known is not None:
             released = self._released(observation, rounded=True)
         else:
             released = self._released(observation)
-            known = absent, step = self._worlds(observation, candidates)
+            absent, step = known = self._worlds(observation, candidates)
             if self.has_terms is not False:
                 terms = self._terms(observation, candidates)
                 bias = [len(group) > 1 for group in self._groups]
@@ -313,7 +315,9 @@ class DifferenceAttack(Attack):
 
     def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score."""
-        known = self._terms(observation, candidates) if self.has_terms else None
+        known: tuple[Sequence[Any], Sequence[Any]] | None = None
+        if self.has_terms:
+            known = self._terms(observation, candidates)
         released = self._released(observation, rounded=known is not None)
         if known is None:
             worlds = self._sums if self.adds_up else self._worlds
@@ -353,10 +357,12 @@ class DifferenceAttack(Attack):
 
     def _worlds(self, observation: Observation, candidates: Candidates) -> tuple[_Groups, _Groups]:
         """Return g_0 and d from the updates of both worlds' batches."""
-        first, second = candidates.batches(observation.others)
-        others = self._known(observation)
-        absent = others if candidates.replacement is None else self._update(observation, second)
-        return absent, _added(self._update(observation, first), absent, -1)
+        others, replacement = observation.others, candidates.replacement
+        absent = self._known(observation)
+        if replacement is not None:
+            absent = self._update(observation, others.followed_by(replacement))
+        present = self._update(observation, others.followed_by(candidates.member))
+        return absent, _added(present, absent, -1)
 
     def _sums(self, observation: Observation, candidates: Candidates) -> tuple[_Groups, _Groups]:
         """Return g_0 and d from the others' update and those of single records."""

@@ -130,13 +130,13 @@ def _refutation(audit: Audit) -> str:
     if epsilon is None:
         return "No finite epsilon is claimed, so there is nothing to refute."
     found = []
-    for one in audit.of(Role.RUN):
-        for bound in one.result.refuting if isinstance(one.result, OneRunResult) else ():
+    for attack, result in audit.scores().items():
+        for bound in result.refuting:
             # a bound at most the claim's own epsilon is above the claim at another delta
-            strictest, shown = one.result.at_strictest(bound), f"{bound.epsilon:.2f}"
+            strictest, shown = result.at_strictest(bound), f"{bound.epsilon:.2f}"
             if strictest is not None and bound.epsilon <= epsilon:
                 shown = f"{strictest[2]:.2f} at delta {strictest[0]:g}, where {strictest[1]:.2f} is claimed"
-            found.append(f"{one.attack!r} by {bound.method.value}: at least {shown}")
+            found.append(f"{attack!r} by {bound.method.value}: at least {shown}")
     if found:
         return f"The claimed epsilon {number(epsilon)} is REFUTED ({'; '.join(found)})."
     return f"The claimed epsilon {number(epsilon)} is not refuted, which does not prove it."

@@ -24,8 +24,8 @@ from tests.support.faults.base import all_replaced, replaced
 from tests.support.faults.streams import Wrapped, credited_noise
 from training.attacks.findings import Curve, Role
 from training.attacks.games.base import TwoWorlds, played
+from training.attacks.games.labels import RECORDS, AmplifiedGame, BudgetGame
 from training.attacks.games.released_model import LastIterateGame
-from training.attacks.games.steps import RECORDS, AmplifiedGame, BudgetGame
 from training.attacks.run_audit import audit_run
 from training.attacks.words import paragraphs
 from training.convex.trainer import ConvexTrainer

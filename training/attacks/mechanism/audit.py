@@ -370,7 +370,10 @@ def _configured(
         asked = merged(asked, parse_setting(setting))
     require_free(kind, asked)
     options = merged({"protection": {"kind": "record"}}, asked)
-    protection = _protection(options["protection"]["kind"])
+    try:
+        protection = PROTECTIONS.find(options["protection"]["kind"])
+    except BadKey as error:
+        raise ConfigError("--set", error.key, error.reason) from error
     require_steps(kind, protection)
     if model != "mlp" and protection.protects != "records":
         reason = (
@@ -404,13 +407,6 @@ def _has_small_batches(subject: Subject, config: RunConfig) -> bool:
         return False
     single = subject.single_rows is not None and "noise_multiplier" in type(protection).model_fields
     return single if protection.protects == "records" else True
-
-
-def _protection(kind: object) -> type[ProtectionSection]:
-    try:
-        return PROTECTIONS.find(kind)
-    except BadKey as error:
-        raise ConfigError("--set", error.key, error.reason) from error
 
 
 def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: Subject) -> dict[str, Any]:

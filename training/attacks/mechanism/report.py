@@ -151,24 +151,21 @@ class MechanismAudit:
 def report_text(found: MechanismAudit) -> str:
     """Return the settings, a table of the checks, the result, and what the checks cannot detect."""
     header = _ROW.format("check", "observed", "expected", "std. error", "p-value", "verdict")
-    texts = (_how_to_read(found), _result(found), _limits(found))
-    return "\n".join(
-        [
-            wrapped(_settings(found), widest=_WIDTH),
-            "",
-            header,
-            "-" * len(header),
-            *(_row(check) for check in found.checks),
-            "",
-            "\n\n".join(wrapped(text, widest=_WIDTH) for text in texts),
-        ]
+    rows = []
+    for check in found.checks:
+        observed, expected = (f"{value:.3g}" for value in (check.observed, check.expected))
+        error, p = (f"{value:.2g}" for value in (check.standard_error, check.p_value))
+        verdict = "ALARM" if check.alarm else "agrees"
+        rows.append(_ROW.format(check.name, observed, expected, error, p, verdict))
+    # a value several standard errors away may agree
+    how_to_read = (
+        "A check of several comparisons, such as any two steps, shows the least likely one; its p-value is corrected "
+        f"for their number. A check raises an alarm if its p-value is below {found.checks[0].level:.2g}."
     )
-
-
-def _row(check: Check) -> str:
-    observed, expected = (f"{value:.3g}" for value in (check.observed, check.expected))
-    error, p = (f"{value:.2g}" for value in (check.standard_error, check.p_value))
-    return _ROW.format(check.name, observed, expected, error, p, "ALARM" if check.alarm else "agrees")
+    texts = (how_to_read, _result(found), _limits(found))
+    shown = "\n\n".join(wrapped(text, widest=_WIDTH) for text in texts)
+    settings = wrapped(_settings(found), widest=_WIDTH)
+    return "\n".join([settings, "", header, "-" * len(header), *rows, "", shown])
 
 
 def _settings(found: MechanismAudit) -> str:
@@ -180,14 +177,6 @@ def _settings(found: MechanismAudit) -> str:
         f"{found.runs} runs, {length}, {found.records:,} identical records, {seeds}, {found.cpu_s:.1f} CPU s. "
         f"Accounted per step: {found.accounted}. Noise is in units of its accounted standard deviation, contributions "
         "in units of the clip."
-    )
-
-
-def _how_to_read(found: MechanismAudit) -> str:
-    """Explain why a value several standard errors away may agree."""
-    return (
-        "A check of several comparisons, such as any two steps, shows the least likely one; its p-value is corrected "
-        f"for their number. A check raises an alarm if its p-value is below {found.checks[0].level:.2g}."
     )
 
 

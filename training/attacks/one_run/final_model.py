@@ -24,8 +24,8 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -393,23 +393,16 @@ def play(
     coins = game.coins(trainings)
     missing = range(len(scores), trainings)
     tasks = [joblib.delayed(game.score)(number, inside=bool(coins[number])) for number in missing]
-    with _workers(jobs, cluster) as options:
+    options = {} if cluster is not None else {"n_jobs": jobs}
+    with ExitStack() as stack:
+        if cluster is not None:
+            stack.enter_context(connected(cluster))
+            stack.enter_context(joblib.parallel_config(backend="dask"))
+        elif jobs > 1:
+            stack.enter_context(joblib.parallel_config(backend="loky", inner_max_num_threads=1))
         for score in joblib.Parallel(batch_size=1, return_as="generator", **options)(tasks):
             scores.append(score)
             on_score()
-
-
-@contextmanager
-def _workers(jobs: int, cluster: str | None) -> Iterator[dict[str, int]]:
-    """Choose what runs joblib's tasks; yields options of `joblib.Parallel`."""
-    if cluster is not None:
-        with connected(cluster), joblib.parallel_config(backend="dask"):
-            yield {}
-    elif jobs == 1:
-        yield {"n_jobs": 1}
-    else:
-        with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
-            yield {"n_jobs": jobs}
 
 
 def read_scores(game: FinalModelGame, scores: Sequence[float], *, delta: float, cpu_s: float = 0.0) -> Audit:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
 from accounting.ledger.ledger import LEDGER_FILE, read_ledger
@@ -75,7 +75,8 @@ def audit_private_loop(
     private = build(plant)
     checks.instance(PrivateTraining, build=private)
     with private:
-        if len(sizes) != 1 or len(private.data_loader.dataset) != sizes[0] + inside.sum():
+        planted: Any = private.data_loader.dataset
+        if len(sizes) != 1 or len(planted) != sizes[0] + inside.sum():
             raise ValueError(
                 "build: must call the function that it is given once, on the data set, and give what this returns to "
                 "its loader"
@@ -86,10 +87,7 @@ def audit_private_loop(
                 "mode = 'release': an audit must know the batches, which come from the operating system; audit the "
                 "loop in mode = 'experiment'"
             )
-        modes = {part: part.training for part in private.module.modules()}
-        network = AnyModule(private.module, n_inputs=1)  # a view, which puts the module into evaluation mode
-        for part, training in modes.items():
-            part.training = training
+        network = _view(private.module)
         drawn = Canaries.drawn(network, canaries, n_records=sizes[0], replaces=False, seed=seed)
         observer = GradientObserver(
             network,
@@ -121,6 +119,15 @@ def audit_private_loop(
     )
     found.keep(Path(private.folder))
     return found
+
+
+def _view(module: nn.Module) -> AnyModule:
+    """Return a view of a module, which stays in its modes."""
+    modes = {part: part.training for part in module.modules()}
+    network = AnyModule(module, n_inputs=1)  # puts it into evaluation mode
+    for part, training in modes.items():
+        part.training = training
+    return network
 
 
 class _Watched(CraftedGradients):

@@ -34,7 +34,7 @@ def audit_private_loop(
     seed: int | None = None,
     delta: float | None = None,
 ) -> Audit:
-    """Run a private loop once with canaries, bound epsilon from their scores, and keep it in the loop's new folder.
+    """Run a private loop once with canaries, bound epsilon from their scores, and keep it there as `one-run.json`.
 
     An independent fair coin puts each canary in or leaves it out. A canary has a crafted gradient at every step, far
     longer than the clip. Batches, clip, noise and ledger are the loop's own::
@@ -52,9 +52,6 @@ def audit_private_loop(
         canaries: m, at least 20.
         seed: Of coins and canaries, in [0, 2^63); None draws one, which the result keeps.
         delta: Of the bounds; None takes the loop's.
-
-    Returns:
-        What was found, which the loop's folder keeps as `one-run.json`.
 
     Raises:
         ConfigError: There are more canaries than weights.

@@ -95,6 +95,7 @@ from training import TrainingDiverged as TrainingDiverged
 from training import audit_final_model as audit_final_model
 from training import audit_mechanism as audit_mechanism
 from training import audit_one_training as audit_one_training
+from training import audit_private_loop as audit_private_loop
 from training import audit_run as audit_run
 from training import load_config as load_config
 from training import load_run as load_run

@@ -30,7 +30,8 @@ from opusim.errors import ConfigError
 from opusim.serving.journal import Entry, read_journal
 from opusim.serving.messages import BadMessage, Message, read_message
 from tests.support.hostile_files import damaged_bytes, damaged_values, examples, read_or_refused, to_json
-from training.attacks.findings import Finding, Role, RunAudit, finding_rows, paragraphs, read_audit
+from training.attacks.findings import Audit, Finding, Played, Role, audit_rows, read_audit
+from training.attacks.words import paragraphs
 from training.config.data import DataConfig
 from training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx
 from training.data.tables import file_dataset
@@ -381,7 +382,7 @@ def accuracy(row: Row | None) -> Any:
     return row and (row.accuracy, row.proven_epsilon, row.claimed_epsilon)
 
 
-AUDIT = RunAudit(
+AUDIT = Audit(
     findings=tuple(
         Finding(
             role=role,
@@ -406,13 +407,13 @@ AUDIT = RunAudit(
     trials=40,
     control_trials=40,
     seed=1,
-    step=3,
-    release="every update",
+    steps=3,
+    played=Played.STEP,
 ).to_json()
 
 
-def told(audit: RunAudit) -> Any:
-    return finding_rows(audit), paragraphs(audit)
+def told(audit: Audit) -> Any:
+    return audit_rows(audit), paragraphs(audit)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no digest")

@@ -25,13 +25,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.audit.two_worlds import LARGEST_MU, epsilon_of, gaussian_mu, normal_limits
+from accounting.audit.two_worlds import LARGEST_MU, area_under_curve, epsilon_of, gaussian_mu, normal_limits
 from accounting.errors import NoGuarantee
 from opusim import checks
 
@@ -252,6 +252,26 @@ class OneRunResult:
         return {bound.method: bound for bound in self.bounds}[method]
 
     @property
+    def n_out(self) -> int:
+        """Canaries that were out."""
+        return self.plan.canaries - self.n_in
+
+    @property
+    def strongest(self) -> OneRunBound:
+        """The largest of the bounds, no estimate."""
+        return max((one for one in self.bounds if one.method.is_bound), key=lambda one: one.epsilon)
+
+    @property
+    def epsilon_lower(self) -> float:
+        """The largest bound on epsilon."""
+        return self.strongest.epsilon
+
+    @property
+    def ceiling(self) -> float:
+        """What ideal scores would have given in its place."""
+        return self.strongest.ceiling
+
+    @property
     def refuting(self) -> tuple[OneRunBound, ...]:
         """The bounds that exceed the claim; those under normality only if the scores look normal."""
         return tuple(
@@ -304,31 +324,24 @@ def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> O
         n_in=n_in,
         bounds=tuple(_read(scores, inside, plan, method) for method in plan.methods),
         normality=_normality(scores, inside),
-        auc=_auc(scores[inside], scores[~inside]),
+        auc=area_under_curve(scores[inside], scores[~inside]),
     )
 
 
 def _read(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan, method: Method) -> OneRunBound:
-    ceiled = plan.ceiling(method)
+    facts: dict[str, Any] = {"method": method, "ceiling": plan.ceiling(method), "power": plan.power(method)}
     if method.guesses:
         guesses = plan.guesses(method)
         correct = int(correct_guesses(scores, inside, guesses))
         found = guesses_bound(
             method, plan.canaries, guesses, correct, delta=plan.delta, confidence=plan.confidence
         )
-        return OneRunBound(
-            method=method,
-            epsilon=found,
-            ceiling=ceiled,
-            guesses=guesses,
-            correct=correct,
-            power=plan.power(method),
-        )
+        return OneRunBound(epsilon=found, guesses=guesses, correct=correct, **facts)
     estimate, low, high = normal_limits(scores[inside], scores[~inside], confidence=plan.confidence)
-    values = [epsilon_of(mu, plan.delta) for mu in (estimate, low, high)]
+    value, least, most = (epsilon_of(mu, plan.delta) for mu in (estimate, low, high))
     if method is Method.NORMAL_BOUND:
-        return OneRunBound(method=method, epsilon=values[1], ceiling=ceiled, power=plan.power(method))
-    return OneRunBound(method=method, epsilon=values[0], ceiling=ceiled, interval=(values[1], values[2]))
+        return OneRunBound(epsilon=least, **facts)
+    return OneRunBound(epsilon=value, interval=(least, most), **facts)
 
 
 def correct_guesses(scores: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
@@ -475,12 +488,6 @@ def _ideal_accuracy(mu: float, share: float) -> float:
 
 def _even(number: float) -> int:
     return max(2, 2 * round(number / 2))
-
-
-def _auc(first: np.ndarray, second: np.ndarray) -> float:
-    ordered = np.sort(second)
-    ranks = np.searchsorted(ordered, first, side="left") + np.searchsorted(ordered, first, side="right")
-    return float(np.mean(ranks) / 2 / len(ordered))
 
 
 def _normality(scores: np.ndarray, inside: np.ndarray) -> float:

@@ -385,6 +385,15 @@ def _upper_limits(events: np.ndarray, trials: int, level: float) -> np.ndarray:
     return np.where(events == trials, 1.0, numerics.beta_quantile(1 - level, inside + 1, trials - inside))
 
 
+def area_under_curve(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the probability that a score of `first` exceeds one of `second`, ties counted half; NaN without scores."""
+    if not len(first) or not len(second):
+        return math.nan
+    ordered = np.sort(second)
+    ranks = np.searchsorted(ordered, first, side="left") + np.searchsorted(ordered, first, side="right")
+    return float(np.mean(ranks) / 2 / len(ordered))
+
+
 # Normal scores
 
 

@@ -147,7 +147,7 @@ def measure() -> None:
         if name in load_results(NAME).get("runs", {}):
             continue
         found = play_one_run(plan(), CANARIES, seed=SEED, delta=DELTA)
-        ((_, result),) = ((one.adversary, one.result) for one in found.readings)
+        (result,) = found.scores().values()
         (bound,) = result.bounds
         claim = min(
             (one for one in found.guarantees if one.status is Status.CLAIMED), key=lambda one: one.epsilon

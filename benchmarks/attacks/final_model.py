@@ -21,6 +21,7 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
+from training.attacks.findings import Role
 from training.attacks.one_run.final_model import DRAWN, FinalModelGame, play, read_scores
 from training.config.reading import load_config
 from training.data.catalogue import build_dataset
@@ -130,7 +131,7 @@ def measure() -> None:
 def _summary(game: FinalModelGame, scores: list[float]) -> dict[str, Any]:
     """Return what the scores say, and what they say with coins that no training followed."""
     found = read_scores(game, scores, delta=DELTA)
-    result = found.readings[0].result
+    (result,) = found.scores().values()
     return {
         "proven": found.guarantees[0].epsilon,
         "epsilon": {bound.method.name: bound.epsilon for bound in result.bounds},
@@ -138,7 +139,7 @@ def _summary(game: FinalModelGame, scores: list[float]) -> dict[str, Any]:
         "ceiling": {bound.method.name: bound.ceiling for bound in result.bounds},
         "normality": result.normality,
         "refuted": found.refuted,
-        "null": max(bound.epsilon for bound in found.null[0].result.bounds if bound.method.is_bound),
+        "null": max(null.epsilon_lower for null in found.scores(Role.NULL).values()),
     }
 
 

@@ -29,6 +29,7 @@ from benchmarks.attacks.crafted import DELTA, ROWS, Row, convex
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import commit, load_results, save_results
 from opusim.tables import print_table
+from training.attacks.findings import Curve
 from training.attacks.games.base import TwoWorlds, played
 from training.attacks.games.released_model import LEAN, LastIterateGame
 
@@ -89,7 +90,7 @@ def measured(row: Row) -> dict[str, Any]:
         "gaussian_law": max(gaussian) if gaussian else None,
         "estimate": asdict(max(found, key=lambda one: one.best.epsilon_lower).estimate),
         "ceiling": best.bound.ceiling,
-        "true_positives_at_0.1_percent": best.curve.low_true_positive,
+        "true_positives_at_0.1_percent": Curve.of(best.first, best.second).low_true_positive,
         **broken(row, game),
         "null": max(one.best.epsilon_lower for one in null),
         "required": row.required,

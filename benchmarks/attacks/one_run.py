@@ -25,8 +25,8 @@ from benchmarks.results_file import load_results, save_results
 from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
 from tests.support.faults import FAULTS, OF_ONE_RUN
+from training.attacks.findings import Audit, Role
 from training.attacks.one_run.audit import CONFIDENCE, play_one_run
-from training.attacks.one_run.report import OneRunAudit, power_of
 from training.config.reading import load_config
 from training.data.tables import own_dataset
 from training.engine.plan import RunPlan, with_own_inputs
@@ -173,22 +173,22 @@ def attempt(cell: Cell, number: int) -> dict[str, Any]:
     return {"seed": seed, **summary(found)}
 
 
-def summary(found: OneRunAudit) -> dict[str, Any]:
+def summary(found: Audit) -> dict[str, Any]:
     """Return an audit's numbers by adversary and method, and which of them refuted."""
     return {
         "cpu_s": round(found.cpu_s, 2),
         "epsilon": {
-            reading.adversary: {bound.method.name: round(bound.epsilon, 3) for bound in reading.result.bounds}
-            for reading in found.readings
+            attack: {bound.method.name: round(bound.epsilon, 3) for bound in result.bounds}
+            for attack, result in found.scores().items()
         },
         "refuting": {
-            reading.adversary: [bound.method.name for bound in reading.result.refuting]
-            for reading in found.readings
+            attack: [bound.method.name for bound in result.refuting]
+            for attack, result in found.scores().items()
         },
-        "normality": {reading.adversary: reading.result.normality for reading in found.readings},
-        "power": {reading.adversary: power_of(reading.result) for reading in found.readings},
-        "null": max(b.epsilon for one in found.null for b in one.result.bounds if b.method.is_bound),
-        "broken_found": all(one.result.refuting for one in found.broken),
+        "normality": {attack: result.normality for attack, result in found.scores().items()},
+        "power": {one.attack: one.power for one in found.of(Role.RUN)},
+        "null": max(result.epsilon_lower for result in found.scores(Role.NULL).values()),
+        "broken_found": all(one.refutes for one in found.of(Role.BROKEN)),
     }
 
 

@@ -1,4 +1,4 @@
-"""A game that is played with an attacker: trials in two worlds, what is seen in each, and a score.
+"""What an attacker sees of a step of the membership game, what it knows, and its score.
 
 The auditor owns the data. A trial flips a coin between two neighbouring worlds, lets the run's own trainer release
 something, and shows it to attacks, each of which answers with a score, higher where it takes the first world for the
@@ -10,16 +10,16 @@ What consecutive weights tell: the gradients behind an update, with momentum and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from accounting.audit import area_under_curve
 from opusim.errors import ConfigError
-from opusim.randomness.streams import derive_seed
 from training.config.sections import OptimizerConfig
 
 _NESTEROV_STEPS = 40
@@ -46,12 +46,48 @@ def steps_needed(options: OptimizerConfig) -> int:
     return _NESTEROV_STEPS if options.nesterov else 1
 
 
-class EarlierSteps:
-    """What the steps before an update tell of it: its momentum and its weight decay, the same for all updates.
+class Descent:
+    """Undoes plain, heavy-ball or Nesterov descent on some weights, step by step.
 
     torch's SGD: b_t = mu b_(t-1) + g_t + wd W_t; W_(t+1) = W_t - rate b_t, with Nesterov's
     W_(t+1) = W_t - rate (g_t + wd W_t + mu b_t). So g_t = s (W_t - W_(t+1)) / rate - c with s = 1, or
     1 / (1 + mu) for Nesterov, and a c that W_t and the weights before it tell.
+
+    Args:
+        options: The optimizer, whose constants are public.
+
+    Raises:
+        ConfigError: It is not SGD.
+    """
+
+    def __init__(self, options: OptimizerConfig) -> None:
+        steps_needed(options)
+        self._options, self._momentum = options, torch.zeros((), dtype=torch.float64)
+        self.scale = 1 / (1 + options.momentum) if options.nesterov else 1.0
+        """s."""
+
+    def others(self, before: Tensor) -> Tensor:
+        """Return c of the next step, float64, from the weights before it."""
+        mu = self._options.momentum
+        share = mu * mu * self.scale if self._options.nesterov else mu
+        return self._momentum * share + before.double() * self._options.weight_decay
+
+    def gradient(self, before: Tensor, after: Tensor, rate: float) -> Tensor:
+        """Return g_t, float64, and take the step for the last one.
+
+        Args:
+            before: Weights before the step.
+            after: Weights after it.
+            rate: Learning rate of the step.
+        """
+        change, mu = (before.double() - after.double()) / rate, self._options.momentum
+        found = change * self.scale - self.others(before)
+        self._momentum = (change + mu * self._momentum) * self.scale if self._options.nesterov else change
+        return found
+
+
+class EarlierSteps:
+    """What the steps before an update tell of it: its momentum and its weight decay, the same for all updates.
 
     Args:
         weights: W_0 .. W_t, consecutive, t at least `steps_needed`, by name.
@@ -62,15 +98,13 @@ class EarlierSteps:
     def __init__(
         self, weights: Sequence[Mapping[str, Tensor]], options: OptimizerConfig, rate: float
     ) -> None:
-        scale = 1 / (1 + options.momentum) if options.nesterov else 1.0
-        self._factor = scale / rate
-        self._before = weights[-1]
-        self._others = {
-            name: _momentum([earlier[name] for earlier in weights], options, rate).add_(
-                tensor, alpha=options.weight_decay
-            )
-            for name, tensor in weights[-1].items()
-        }
+        self._before, self._others = weights[-1], {}
+        for name, last in weights[-1].items():
+            descent = Descent(options)
+            for before, after in pairwise(weights):
+                descent.gradient(before[name], after[name], rate)
+            self._others[name] = descent.others(last)
+        self._factor = Descent(options).scale / rate
         self._others_rounded = {name: tensor.to(weights[-1][name]) for name, tensor in self._others.items()}
         self._constants = {
             name: tensor.double().mul(self._factor).sub_(self._others[name])
@@ -87,24 +121,6 @@ class EarlierSteps:
         W_t - W_(t+1) is exact within a factor of two (Sterbenz), so that only g_t and c are rounded.
         """
         return torch.sub(self._before[name], after).mul_(self._factor).sub_(self._others_rounded[name])
-
-
-def _momentum(weights: Sequence[Tensor], options: OptimizerConfig, rate: float) -> Tensor:
-    """Return what momentum adds to s (W_t - W_(t+1)) / rate."""
-    mu = options.momentum
-    if mu == 0:
-        return torch.zeros_like(weights[-1], dtype=torch.float64)
-    if not options.nesterov:
-        return _change(weights[-2], weights[-1], rate).mul_(mu)
-    momentum = torch.zeros_like(weights[-1], dtype=torch.float64)
-    for before, after in pairwise(weights):  # change = (1 + mu) b_t - mu b_(t-1)
-        momentum = _change(before, after, rate).add_(momentum, alpha=mu).div_(1 + mu)
-    return momentum.mul_(mu**2 / (1 + mu))
-
-
-def _change(before: Tensor, after: Tensor, rate: float) -> Tensor:
-    """Return (before - after) / rate, float64."""
-    return before.to(torch.float64, copy=True).sub_(after).div_(rate)
 
 
 def layer_gradient(gradients: Mapping[str, Tensor], layer: int) -> Tensor:
@@ -192,12 +208,6 @@ class Candidates:
     member: Records
     replacement: Records | None = None
 
-    def batches(self, others: Records) -> tuple[Records, Records]:
-        """The batch of the first world and that of the second, in the game's order."""
-        return others.followed_by(self.member), others if self.replacement is None else others.followed_by(
-            self.replacement
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -212,27 +222,6 @@ class Trial:
     observation: Observation
     candidates: Candidates
     strangers: Candidates
-
-
-class Game(ABC):
-    """Plays trials.
-
-    Attributes:
-        pair: The two worlds, in words.
-        released: What the attacker sees, in words.
-    """
-
-    pair: str
-    released: str
-
-    @abstractmethod
-    def play(self, trial: int, *, first_world: bool) -> Trial:
-        """Play a trial in one of the two worlds.
-
-        Args:
-            trial: Its number, from 0; other trials share neither batch nor noise with it.
-            first_world: Which world.
-        """
 
 
 class Attack(ABC):
@@ -282,72 +271,4 @@ class Scores:
     @property
     def auc(self) -> float:
         """Probability that a score of the first world exceeds one of the second, ties counted half; NaN for none."""
-        if not len(self.first) or not len(self.second):
-            return float("nan")
-        ordered = np.sort(self.second)
-        below = np.searchsorted(ordered, self.first, side="left")
-        not_above = np.searchsorted(ordered, self.first, side="right")
-        return float(np.mean(below + not_above) / 2 / len(ordered))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GameScores:
-    """All scores of an attack: on the candidates, and on strangers with a coin of their own (none if not asked)."""
-
-    candidates: Scores
-    strangers: Scores
-
-
-@dataclass
-class _Tally:
-    scores: list[float] = field(default_factory=list)
-    coins: list[bool] = field(default_factory=list)
-
-    def add(self, score: float, coin: bool) -> None:
-        self.scores.append(score)
-        self.coins.append(coin)
-
-    def done(self) -> Scores:
-        scores, coins = np.array(self.scores, dtype=float), np.array(self.coins, dtype=bool)
-        return Scores(first=scores[coins], second=scores[~coins])
-
-
-def play(
-    game: Game,
-    attacks: Sequence[Attack],
-    *,
-    trials: int,
-    seed: int,
-    rehearsals: int = 0,
-    strangers: bool = False,
-    on_trial: Callable[[], None] = lambda: None,
-) -> list[GameScores]:
-    """Play a game against several attacks, a fair coin a trial.
-
-    Args:
-        game: What is played.
-        attacks: Who looks at each trial.
-        trials: How many count, at least 1.
-        seed: Of the coins, in [0, 2^64).
-        rehearsals: Trials of the second world, with other batches and noise, that the attacks may learn from first.
-        strangers: Whether they are asked about strangers too.
-        on_trial: Called after each trial that counts.
-
-    Returns:
-        For each attack its scores.
-    """
-    for number in range(rehearsals):
-        trial = game.play(trials + number, first_world=False)
-        for attack in attacks:
-            attack.learn(trial)
-    coins = np.random.default_rng(derive_seed(seed, "coins"))
-    tallies = [(_Tally(), _Tally()) for _ in attacks]
-    for number in range(trials):
-        present, imagined = bool(coins.random() < 0.5), bool(coins.random() < 0.5)
-        trial = game.play(number, first_world=present)
-        for attack, (known, strange) in zip(attacks, tallies, strict=True):
-            known.add(attack.score(trial.observation, trial.candidates), present)
-            if strangers:
-                strange.add(attack.score(trial.observation, trial.strangers), imagined)
-        on_trial()
-    return [GameScores(candidates=known.done(), strangers=strange.done()) for known, strange in tallies]
+        return area_under_curve(self.first, self.second)

@@ -1,26 +1,46 @@
-"""What an audit found: one finding for each attack on each subject, as data, as a table and as text.
+"""What an audit found: one record for all audits, as data and as a table; `words` has it as text.
 
-The text is for readers who do not know differential privacy.
+A finding is one attack on one subject: the audited run, or a control. It holds bounds on epsilon, either from trials in
+two worlds or from scores of canaries (or of trainings).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
-from accounting.audit import AuditResult, Estimate, Estimator, Verdict, clopper_pearson_upper
-from accounting.guarantee import Guarantee, Status
-from accounting.tables import number
-from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
+from accounting.audit import (
+    NOT_NORMAL,
+    AuditPlan,
+    AuditResult,
+    Estimate,
+    Estimator,
+    OneRunBound,
+    OneRunResult,
+    Verdict,
+    area_under_curve,
+    clopper_pearson_upper,
+)
+from accounting.guarantee import Status
+from training.errors import RunFolderError
+from training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
+from training.runs.storage import (
+    StoredGuarantee,
+    read_json,
+    record_from_json,
+    record_json,
+    require_unchanged,
+    write_record,
+)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _REMEDY = "run opusim audit again, or delete it"
 
 NullableFloat = Annotated[
@@ -33,8 +53,8 @@ NullableFloat = Annotated[
 
 LOW_RATE = 1e-3
 """The rate of false positives at which an attack's true positives are told."""
-_WEAK = 0.5
-"""The power below which an audit is called weak."""
+_SURE = 0.95
+"""Power from which too few canaries do not explain that an audit misses half of the noise."""
 _CURVE_POINTS = 200
 
 
@@ -45,6 +65,25 @@ class Role(StrEnum):
     NULL = "null control"
     PROTECTED = "protected control"
     BROKEN = "broken control"
+
+
+class Played(StrEnum):
+    """What an audit plays, again and again or once."""
+
+    STEP = "one step"
+    PROTECTION = "the run's protection"
+    TRAINING = "one training"
+    FINAL_MODELS = "final models"
+
+    @property
+    def file(self) -> str:
+        """Name of the file that keeps such an audit."""
+        return {Played.TRAINING: ONE_RUN_FILE, Played.FINAL_MODELS: FINAL_MODEL_FILE}.get(self, AUDIT_FILE)
+
+    @property
+    def counted(self) -> str:
+        """What is counted."""
+        return {Played.TRAINING: "canaries", Played.FINAL_MODELS: "trainings"}.get(self, "trials")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,24 +136,25 @@ class Finding:
     Attributes:
         role: The subject.
         attack: Name of the attack.
+        result: The bounds on epsilon, from trials in two worlds or from scores of canaries.
+        auc: Probability that a member scores higher than a non-member, in [0, 1]; NaN without scores.
         members: Median score of the first world, as text.
         others: Median score of the second world, as text.
-        auc: Probability that a member scores higher than a non-member, in [0, 1]; NaN without scores.
-        result: The lower bound on epsilon.
         claim: A theorem's guarantee for this very game, or None if none gives a finite epsilon.
         scope: What the claim covers: one step, or the whole run.
         curve: Its true and false positives at every threshold, or None if an older version kept none.
         actual: Of a broken control the finite epsilon that its code really has; None if it is not known.
-        estimate: What the scores say at face value, or None if it was not made.
-        power: Probability with which as many trials would refute the claim at half of the noise; None if not known.
+        estimate: What the trials say at face value, or None if it was not made.
+        power: Probability of refuting the claim at half of the noise, with as many trials or with ideal scores; None if
+            not known.
     """
 
     role: Role
     attack: str
-    members: str
-    others: str
+    result: AuditResult | OneRunResult
     auc: NullableFloat
-    result: AuditResult
+    members: str = ""
+    others: str = ""
     claim: StoredGuarantee | None = None
     scope: Literal["step", "run"] = "step"
     curve: Curve | None = None
@@ -122,23 +162,72 @@ class Finding:
     estimate: Estimate | None = None
     power: float | None = None
 
+    @classmethod
+    def of(
+        cls,
+        role: Role,
+        attack: str,
+        scores: tuple[np.ndarray, np.ndarray],
+        result: AuditResult | OneRunResult,
+        *,
+        figure: Callable[[float], str] = lambda score: f"{score:.3g}",
+        **facts: Any,
+    ) -> Self:
+        """Return the finding of an attack.
+
+        Args:
+            role: The subject.
+            attack: Name of the attack.
+            scores: Those of the first and of the second world, shapes (n,) and (m,).
+            result: The bounds from them.
+            figure: Writes a score in words.
+            **facts: The other attributes.
+        """
+        first, second = scores
+        if isinstance(result, OneRunResult):
+            facts["power"] = _largest_power(result.bounds)
+        return cls(
+            role=role,
+            attack=attack,
+            result=result,
+            auc=area_under_curve(first, second),
+            members=figure(float(np.median(first))),
+            others=figure(float(np.median(second))),
+            curve=Curve.of(first, second),
+            **facts,
+        )
+
+    @property
+    def adversary(self) -> str:
+        """What the attacker sees and knows."""
+        plan = self.result.plan
+        return plan.threat_model if isinstance(plan, AuditPlan) else plan.adversary
+
     @property
     def refutes(self) -> bool:
-        """Whether the bound exceeds the claimed epsilon of the game."""
+        """Whether a bound exceeds the claimed epsilon of the game."""
+        if isinstance(self.result, OneRunResult):
+            return bool(self.result.refuting)
         return self.claim is not None and self.result.verdict(self.claim) is Verdict.REFUTED
 
     @computed_field  # type: ignore[prop-decorator]  # mypy does not know decorated properties
     @property
     def says(self) -> str:
         """The finding in a few words; for a control, whether it behaved as required."""
-        found, bound = self.result.epsilon_lower > 0, self.claim
+        result, found, bound = self.result, self.result.epsilon_lower > 0, self.claim
         if self.role is Role.NULL:
             return "a false alarm: see the text" if found else "nothing found, as required"
         if self.role is Role.BROKEN:
-            if bound is not None and self.result.ceiling <= bound.epsilon:
+            if isinstance(result, OneRunResult):
+                few = "" if self.expected else ": too few canaries for guesses, and scores not normal"
+                missed = "not found" if few else "not found by this attack"
+                return "found, as required" if self.refutes else missed + few
+            if bound is not None and result.ceiling <= bound.epsilon:
                 return f"too few trials to exceed {bound.epsilon:.3g}"
             really = "" if self.actual is None else f": it really costs {self.actual:.3g}"
             return ("found, as required" if self.refutes else "not found by this attack") + really
+        if isinstance(result, OneRunResult):
+            return _reading(result, result.strongest)
         if bound is None:
             word = "membership" if self.scope == "step" else "the world"
             return f"{word} found" if found else "nothing found, which proves nothing"
@@ -147,278 +236,258 @@ class Finding:
             Verdict.CONSISTENT: f"agrees with the {self.scope}'s proven {bound.epsilon:.3g}",
             Verdict.PROVES_NOTHING: f"below the {self.scope}'s proven {bound.epsilon:.3g}",
         }
-        return texts[self.result.verdict(bound)]
+        return texts[result.verdict(bound)]
+
+    @property
+    def expected(self) -> bool:
+        """Whether a broken control must be found: not if there are too few canaries for guesses."""
+        if isinstance(self.result, AuditResult):
+            return True
+        return (_largest_power(one for one in self.result.bounds if one.method.guesses) or 0.0) >= _SURE
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return a table row for each bound on the run, or one row of a control."""
+        result = self.result
+        row = {
+            "subject": self.role.value,
+            "attack": self.attack,
+            "trials": f"{result.n_in:,} + {result.n_out:,}",
+            "members": self.members,
+            "others": self.others,
+            "AUC": f"{self.auc:.3f}",
+            LOW: _low_rate(
+                self.curve, result.n_out if isinstance(result, OneRunResult) else 2 * result.n_out
+            ),
+        }
+        if isinstance(result, AuditResult):
+            estimate = "" if self.estimate is None else f" (estimate {self.estimate.epsilon:.2f})"
+            return [
+                {
+                    **row,
+                    "read as": result.plan.estimator.value,
+                    "evidence": f"{result.false_negatives:,} missed, {result.false_positives:,} false",
+                    "epsilon": f"at least {result.epsilon_lower:.2f}{estimate}",
+                    "ceiling": _ceiling(result),
+                    "power": _probability(self.power),
+                    "finding": self.says,
+                }
+            ]
+        on_run = self.role is Role.RUN
+        rows: list[dict[str, str]] = []
+        for bound in result.bounds if on_run else (result.strongest,):
+            interval = bound.interval
+            ends = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
+            evidence = f"{bound.correct} of {bound.guesses} right"
+            rows.append(
+                {
+                    **(row if not rows else dict.fromkeys(row, "")),
+                    "read as": bound.method.value,
+                    "evidence": evidence if bound.guesses else f"normality p {result.normality:.2g}",
+                    "epsilon": f"{'at least ' if bound.method.is_bound else ''}{bound.epsilon:.2f}{ends}",
+                    "ceiling": f"{bound.ceiling:.2f}",
+                    "power": _probability(bound.power),
+                    "finding": _reading(result, bound) if on_run else self.says,
+                }
+            )
+        return rows
+
+
+LOW = f"true positives at {100 * LOW_RATE:g} % false"
+_COLUMNS = (
+    *("subject", "attack", "read as", "trials", "members", "others", "AUC", "evidence"),
+    *("epsilon", "ceiling", "power", LOW, "finding"),
+)
+"""The columns of the table of an audit."""
+NARROW = ("read as", "trials", "members", "others", "AUC", "evidence", "power", LOW)
+"""Those that a narrow page leaves out."""
+
+
+def _reading(result: OneRunResult, bound: OneRunBound) -> str:
+    """Return what a bound from scores of canaries says, in a few words."""
+    normal = result.normality >= NOT_NORMAL
+    if not bound.method.is_bound:
+        return "an estimate" if normal else "scores are not normal: not to be relied on"
+    if result.exceeds(bound):
+        return "REFUTED" if bound in result.refuting else "scores are not normal: not to be relied on"
+    if bound.ceiling > 0 and bound.epsilon >= 0.8 * bound.ceiling:
+        return "near the ceiling"
+    return "not refuted" if bound.epsilon > 0 else "nothing found, which proves nothing"
+
+
+def _largest_power(bounds: Iterable[OneRunBound]) -> float | None:
+    return max((bound.power for bound in bounds if bound.power is not None), default=None)
+
+
+def _probability(power: float | None) -> str:
+    return "–" if power is None else f"{power:.2f}"
+
+
+def _ceiling(result: AuditResult) -> str:
+    """Return what a perfect attack would have shown; noise that was drawn could have shown any epsilon."""
+    return "any" if result.plan.estimator is Estimator.DRAWN_NOISE else f"{result.ceiling:.2f}"
+
+
+def _low_rate(curve: Curve | None, others: int) -> str:
+    """Return the true positives at few false ones, or at as few as the trials can tell, with their limits.
+
+    Args:
+        curve: Of the attack, or None.
+        others: Scores of the second world, of which half choose the threshold.
+    """
+    if curve is None:
+        return "–"
+    low, high = (100 * limit for limit in curve.low_limits)
+    found = f"{100 * curve.low_true_positive:.2f} % ({low:.2f} to {high:.2f} %)"
+    fresh = f"{100 * curve.low_false_positive:.2f} % false"
+    if others / 2 * LOW_RATE < 1:
+        return f"too few trials: {found}, with {fresh}"
+    return f"{found}, with {fresh} on fresh trials"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunAudit:
+class Audit:
     """The audit of a run.
 
     Attributes:
         findings: Findings on the run, then on the controls.
-        guarantees: The run's guarantees at the audit's delta.
-        trials: Trials of the game on the run.
-        control_trials: Trials of the game on each control.
-        seed: Seed that repeats the whole audit.
-        step: Steps that the run had done when the audit began.
-        release: What the attacker saw.
-        game: The game in a sentence, if it is about the whole run and not about one of its steps.
+        guarantees: The run's guarantees at the audit's delta, or those of the audited training.
+        played: What was played.
+        game: The code that was played, in a few words; empty for the run's own step.
+        trials: Trials on the run, canaries, or trainings.
+        control_trials: Trials on each control.
+        steps: Steps that the run had done when its step was audited, or steps of an audited training.
+        crafted: What the auditor chose of each canary: "gradients" or "records"; empty without canaries.
+        seed: Repeats the audit.
+        looks: How often the scores were read, with other numbers of trainings or at other deltas, this time included.
+        cpu_s: Processor seconds of the trainings.
         note: What the reader must know besides, such as a mechanism whose randomness no seed repeats.
     """
 
     findings: tuple[Finding, ...]
     guarantees: tuple[StoredGuarantee, ...]
+    played: Played
     trials: int
-    control_trials: int
+    steps: int
     seed: int
-    step: int
-    release: str
     game: str = ""
+    control_trials: int = 0
+    crafted: str = ""
+    looks: int = 1
+    cpu_s: float = 0.0
     note: str = ""
 
     def __post_init__(self) -> None:
-        if all(finding.role is not Role.RUN for finding in self.findings):
+        if not self.of(Role.RUN):
             raise ValueError("findings: none is on the run itself")
+
+    def of(self, role: Role) -> list[Finding]:
+        """Return the findings on a subject."""
+        return [finding for finding in self.findings if finding.role is role]
+
+    def scores(self, role: Role = Role.RUN) -> dict[str, OneRunResult]:
+        """Return the bounds from scores of canaries, by attack; empty if trials were played."""
+        return {one.attack: one.result for one in self.of(role) if isinstance(one.result, OneRunResult)}
 
     @property
     def strongest(self) -> Finding:
         """The finding on the run with the largest bound."""
-        return max(
-            (finding for finding in self.findings if finding.role is Role.RUN),
-            key=lambda finding: finding.result.epsilon_lower,
-        )
+        return max(self.of(Role.RUN), key=lambda finding: finding.result.epsilon_lower)
+
+    @property
+    def confidence(self) -> float:
+        """That of all bounds on the run together, at every look: the sum of their errors bounds the error, up to 1."""
+        plans = [result.plan for result in self.scores().values()]
+        error = sum((1 - plan.confidence) * sum(method.is_bound for method in plan.methods) for plan in plans)
+        return max(0.0, 1 - self.looks * error) if plans else 0.95
+
+    @property
+    def refuted(self) -> bool:
+        """Whether a bound on the run exceeds the claim."""
+        return any(finding.refutes for finding in self.of(Role.RUN))
+
+    @property
+    def holds_private_records(self) -> bool:
+        """Whether it holds figures of the run's records; those of a game on a protection are the auditor's own."""
+        return self.played is not Played.PROTECTION
+
+    @property
+    def failed_controls(self) -> list[Finding]:
+        """The findings of controls that did not behave as required."""
+        broken = self.of(Role.BROKEN)
+        missed = [] if any(one.refutes for one in broken) else [one for one in broken if one.expected]
+        false = [one for one in self.of(Role.NULL) if one.result.epsilon_lower > 0]
+        return [*missed, *false, *(one for one in self.of(Role.PROTECTED) if one.refutes)]
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def controls_hold(self) -> bool:
         """Whether every control behaved as required."""
-        return not _failed_controls(self)
+        return not self.failed_controls
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with the schema version."""
         return record_json(self, SCHEMA_VERSION)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> RunAudit:
-        """Return the audit that `to_json` converted.
+    def from_json(cls, content: Any) -> Audit:
+        """Return the audit that `to_json` converted, of this version or of the one before.
 
         Raises:
             ValueError: The content is of another schema version, or is not an audit.
         """
+        if isinstance(content, Mapping) and content.get("schema_version") == 1:
+            try:
+                content = _of_version_1(content)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"not an audit: {error!r}") from error
         return record_from_json(cls, content, SCHEMA_VERSION)
 
+    def keep(self, folder: Path) -> None:
+        """Write the audit into a folder."""
+        write_record(folder / self.played.file, self, SCHEMA_VERSION)
 
-def read_audit(path: Path) -> RunAudit:
+
+def read_audit(path: Path) -> Audit:
     """Read the audit in a file.
 
     Raises:
         RunFolderError: The file is not an audit.
     """
-    return read_record(path, RunAudit, SCHEMA_VERSION, what="an audit", remedy=_REMEDY)
+    try:
+        content = read_json(path)
+        found = Audit.from_json(content)
+    except ValueError as error:
+        raise RunFolderError(f"{path}: is not an audit ({error}); {_REMEDY}") from error
+    require_unchanged(path, content, remedy=_REMEDY)
+    return found
 
 
-def _failed_controls(audit: RunAudit) -> list[Finding]:
-    """Return the findings of controls that did not behave as required."""
-    broken = [finding for finding in audit.findings if finding.role is Role.BROKEN]
-    missed = [] if any(finding.refutes for finding in broken) else broken
-    return missed + [
-        finding
-        for finding in audit.findings
-        if (finding.role is Role.NULL and finding.result.epsilon_lower > 0)
-        or (finding.role is Role.PROTECTED and finding.refutes)
-    ]
+def _of_version_1(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an audit of schema version 1, in which trials and scores of canaries had schemas of their own."""
+    if "readings" not in content:
+        played = Played.PROTECTION if content.get("game") else Played.STEP
+        return {**content, "schema_version": SCHEMA_VERSION, "played": played, "steps": content["step"]}
+    proven = [one for one in content["guarantees"] if one["status"] == Status.PROVEN]
+    trainings, findings = content.get("trainings", 1), []
+    for role, key in ((Role.RUN, "readings"), (Role.NULL, "null"), (Role.BROKEN, "broken")):
+        for one in content.get(key, ()):
+            result = one["result"]
+            powers = [bound["power"] for bound in result["bounds"] if bound.get("power") is not None]
+            facts = {"attack": one["adversary"], "result": result, "curve": one.get("curve")}
+            facts |= {"auc": result["auc"], "power": max(powers, default=None), "scope": "run"}
+            findings.append({"role": role, **facts, "claim": proven[0] if proven else None})
+    kept = {key: content[key] for key in ("guarantees", "steps", "seed", "cpu_s", "crafted")}
+    return {
+        **kept,
+        "schema_version": SCHEMA_VERSION,
+        "findings": findings,
+        "played": Played.TRAINING if trainings == 1 else Played.FINAL_MODELS,
+        "game": content["accounted"],
+        "trials": content["canaries"],
+        "looks": content.get("looks", 1),
+    }
 
 
-def finding_rows(audit: RunAudit) -> list[dict[str, str]]:
-    """Return a table row for each finding: subject, attack, median scores, and the bound with its ceiling."""
-    return [
-        {
-            "subject": finding.role.value,
-            "attack": finding.attack,
-            "trials": f"{finding.result.n_in} + {finding.result.n_out}",
-            "members": finding.members,
-            "others": finding.others,
-            "AUC": f"{finding.auc:.3f}",
-            "missed + false": f"{finding.result.false_negatives} + {finding.result.false_positives}",
-            "epsilon at least": f"{finding.result.epsilon_lower:.2f}",
-            "ceiling": ceiling_text(finding.result),
-            "finding": finding.says,
-        }
-        for finding in audit.findings
-    ]
-
-
-def paragraphs(audit: RunAudit) -> list[str]:
-    """Return the audit as text: the game, the result, what it means for each statement, and the controls."""
-    texts = [_game(audit), _result(audit), *_statements(audit), _power(audit), _controls(audit), audit.note]
-    return [text for text in texts if text]
-
-
-def ceiling_text(result: AuditResult) -> str:
-    """Return what a perfect attack would have shown; noise that was drawn could have shown any epsilon."""
-    return "any" if result.plan.estimator is Estimator.DRAWN_NOISE else f"{result.ceiling:.2f}"
-
-
-def _game(audit: RunAudit) -> str:
-    plan = audit.strongest.result.plan
-    if audit.game:
-        how = (
-            "Half of the trials choose the attacker's threshold; the other half, as counted, give the bound."
-        )
-        most = (
-            f" With as many trials, a perfect attack would have shown {audit.strongest.result.ceiling:.2f}."
-        )
-        if plan.estimator is Estimator.DRAWN_NOISE:
-            how, most = (
-                "What a trial shows without noise is known, so the noise that was drawn gives the bound.",
-                "",
-            )
-        return (
-            f"Game: {audit.game}. {audit.trials:,} independent trials, half of them in each of two worlds: "
-            f"{plan.pair}. The attacker {plan.threat_model}. {how} Each row states a lower bound on epsilon at delta "
-            f"{plan.delta:g} with confidence {plan.confidence:g} ({plan.estimator.value}), 0.95 for all rows of the "
-            f"run together.{most}"
-        )
-    return (
-        f"Game: {audit.trials} times, the run's own trainer made one step from step {audit.step} of the run. A coin "
-        f"toss chose one of two worlds: {plan.pair}. The attacker {plan.threat_model}, and guesses the outcome. Half "
-        "of the trials choose the attacker's threshold; the other half, counted in the table, give the bound. Each row "
-        f"states a lower bound on epsilon at delta {plan.delta:g} with confidence {plan.confidence:g} "
-        f"({plan.estimator.value}), 0.95 for all rows of the run together. With as many trials, a perfect attack would "
-        f"have shown {audit.strongest.result.ceiling:.2f}."
-    )
-
-
-def _result(audit: RunAudit) -> str:
-    best = audit.strongest
-    result = best.result
-    if result.epsilon_lower == 0:
-        return "Found: nothing. A better attack may exist; an audit never proves privacy."
-    allowed = best.claim is not None and not best.refutes
-    if audit.game:
-        return (
-            f"Found: {'no more than is proven' if allowed else 'the protected value'}. The {best.attack} attack missed "
-            f"{result.false_negatives} of {result.n_in} trials of the first world and took {result.false_positives} of "
-            f"{result.n_out} of the second for the first, so the run costs at least epsilon {result.epsilon_lower:.2f}."
-        )
-    return (
-        f"Found: {'no more than is proven' if allowed else 'membership'}. The {best.attack} attack missed "
-        f"{result.false_negatives} of {result.n_in} members and took {result.false_positives} of {result.n_out} others "
-        f"for members, so a single step costs at least epsilon {result.epsilon_lower:.2f}."
-    )
-
-
-def _statements(audit: RunAudit) -> list[str]:
-    claim = audit.strongest.claim
-    about = _statement_on_the_game if audit.game else _statement_on_the_step
-    texts = [] if claim is None else [about(audit.strongest, claim)]
-    result = audit.strongest.result
-    unproven = [guarantee for guarantee in audit.guarantees if not guarantee.is_proven]
-    return texts + [_statement_on_the_run(result, guarantee) for guarantee in unproven]
-
-
-def _statement_on_the_step(finding: Finding, claim: Guarantee) -> str:
-    text = (
-        "The theorem for one step, against an attacker who knows which step the record may take part in, gives epsilon "
-        f"{number(claim.epsilon)}. "
-    )
-    if finding.refutes:
-        return text + (
-            "It is REFUTED: the step does not do what the theorem assumes. The guarantee of the run rests on that "
-            "step, so it does not hold either."
-        )
-    return text + (
-        "The bound stays below it. The guarantee of the run rests on that step and on secret batches, which this game "
-        "does not keep secret; it is not contradicted."
-    )
-
-
-def _statement_on_the_game(finding: Finding, claim: Guarantee) -> str:
-    text = f"The run's {claim.status.value} epsilon is {number(claim.epsilon)}. "
-    if finding.refutes:
-        return f"{text}It is REFUTED: the mechanism does not do what the theorem assumes."
-    share = finding.result.epsilon_lower / claim.epsilon
-    return f"{text}The bound reaches {share:.2f} of it and does not contradict it."
-
-
-def _statement_on_the_run(result: AuditResult, guarantee: Guarantee) -> str:
-    """Say what the bound means for an unproven statement about the run."""
-    name = f"The statement {guarantee.status.value!r}"
-    if math.isinf(guarantee.epsilon):
-        text = f"{name} gives no finite epsilon, so there is nothing to refute."
-    else:
-        text = f"{name}: epsilon {number(guarantee.epsilon)} {_verdict(result, guarantee)}."
-    value = guarantee.formula_value
-    if guarantee.status is not Status.CLAIMED or value is None:
-        return text
-    reason = "the formula is infinite" if math.isinf(value) else None
-    verdict = _verdict(result, replace(guarantee, epsilon=value, reason=reason))
-    return f"{text} The paper's formula, if its hypotheses held, gives {number(value)} for the whole run: {verdict}."
-
-
-def _verdict(result: AuditResult, guarantee: Guarantee) -> str:
-    if result.verdict(guarantee) is Verdict.REFUTED:
-        return "is REFUTED, since a single step already costs more"
-    if guarantee.epsilon > result.ceiling:
-        return (
-            f"exceeds what so many trials can show ({result.ceiling:.2f}), so the audit neither refutes nor "
-            "supports it"
-        )
-    return "is not contradicted"
-
-
-def weakness(power: float | None, stronger: str) -> str:
-    """Return a sentence about an audit that would probably miss half of the noise; empty if it would not.
-
-    Args:
-        power: Probability with which it would refute the claim at half of the noise; None if not known.
-        stronger: What finds smaller faults, as the end of the sentence.
-    """
-    if power is None or power >= _WEAK:
-        return ""
-    return f"This audit is weak: it would find half of the noise missing with probability {power:.2f}; {stronger}."
-
-
-def weakness_of_trials(audit: RunAudit) -> str:
-    """Return `weakness` of an audit of single steps, or of a game."""
-    best = audit.strongest
-    training = " and, for most trainers, an audit of one training" if best.scope == "step" else ""
-    return weakness(best.power, f"more trials{training} find smaller faults")
-
-
-def _power(audit: RunAudit) -> str:
-    best = audit.strongest
-    if best.power is None:
-        return ""
-    text = (
-        "Power: if the mechanism had half of its noise, the best attack that its theorem then allows would refute the "
-        f"claim with probability {best.power:.2f} in as many trials."
-    )
-    return f"{text} {weakness_of_trials(audit)}".rstrip()
-
-
-def _controls(audit: RunAudit) -> str:
-    if audit.game:
-        return _verdict_on_controls(
-            audit,
-            "Controls: in the null control both worlds are the first one, and nothing must be found (by chance, one "
-            "such bound in twenty exceeds 0). In the broken control the same code runs with a quarter of the noise or "
-            "four times the epsilon, and the attack must find it. ",
-        )
-    return _verdict_on_controls(
-        audit,
-        "Controls: in the null control, the attacker is asked about records that were in no batch, and must find "
-        "nothing (by chance, one such bound in twenty exceeds 0). In the protected control, the run's records are "
-        "protected by known noise, and no bound may exceed the theorem. In the broken control that noise is left out, "
-        "and an attack must find it. ",
-    )
-
-
-def _verdict_on_controls(audit: RunAudit, text: str) -> str:
-    failed = sorted({finding.role.value for finding in _failed_controls(audit)})
-    if not failed:
-        return text + "All controls behaved as required."
-    return (
-        f"{text}These controls did NOT behave as required: {', '.join(failed)}. Repeat the audit with more trials and "
-        "another seed before you rely on it."
-    )
+def audit_rows(audit: Audit) -> list[dict[str, str]]:
+    """Return the table of an audit: each bound on the run, then each control."""
+    return [{key: row[key] for key in _COLUMNS} for finding in audit.findings for row in finding.rows()]

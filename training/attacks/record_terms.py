@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -176,65 +175,3 @@ class KeptTerms:
 def noting(writer: PrivateGradients, divisor: float) -> Any:
     """Return a writer that notes outer products, or the writer itself if it writes no clipped sums."""
     return NotedTerms(writer, divisor) if type(writer) is RecordGradients else writer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Products:
-    """Inner products of a step's vectors, one number per group of parameters.
-
-    Attributes:
-        released_step: <g, d>.
-        others_step: <g_0, d>.
-        step: ||d||^2.
-    """
-
-    released_step: np.ndarray
-    others_step: np.ndarray
-    step: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearntProducts(Products):
-    """Those of a simulated step.
-
-    Attributes:
-        released_others: <g, g_0>.
-        others: ||g_0||^2.
-    """
-
-    released_others: np.ndarray
-    others: np.ndarray
-
-
-def products_from_terms(
-    terms: Sequence[tuple[OuterProducts, OuterProducts]], released: Sequence[Sequence[Tensor]]
-) -> Products:
-    """Return the inner products of a step.
-
-    Args:
-        terms: g_0 and d of each layer.
-        released: g of each layer, as vectors.
-    """
-    return Products(
-        released_step=np.array(
-            [one.dot_parts(parts) for (_, one), parts in zip(terms, released, strict=True)]
-        ),
-        others_step=np.array([absent.dot(one) for absent, one in terms]),
-        step=np.array([one.dot(one) for _, one in terms]),
-    )
-
-
-def learnt_from_terms(
-    terms: Sequence[tuple[OuterProducts, OuterProducts]], released: Sequence[Sequence[Tensor]]
-) -> LearntProducts:
-    """Return the inner products of a simulated step; see `products_from_terms`."""
-    found = products_from_terms(terms, released)
-    return LearntProducts(
-        released_step=found.released_step,
-        others_step=found.others_step,
-        step=found.step,
-        released_others=np.array(
-            [absent.dot_parts(parts) for (absent, _), parts in zip(terms, released, strict=True)]
-        ),
-        others=np.array([absent.dot(absent) for absent, _ in terms]),
-    )

@@ -6,7 +6,7 @@ batch of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,7 +20,16 @@ from torch import Tensor, nn
 
 from accounting.guarantee import Adjacency
 from opusim.randomness.streams import derive_seed
-from training.attacks.base import Candidates, EarlierSteps, Game, Observation, Records, Trial, steps_needed
+from training.attacks.base import (
+    Attack,
+    Candidates,
+    EarlierSteps,
+    Observation,
+    Records,
+    Scores,
+    Trial,
+    steps_needed,
+)
 from training.attacks.controls import noiseless_step
 from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts, noting
 from training.data import Split
@@ -263,7 +272,7 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
 _DRAWN = 4  # candidate, replacement, and two strangers
 
 
-class MembershipGame(Game):
+class MembershipGame:
     """One step of the run's trainer, with a record in its batch or without.
 
     Each trial draws four records, and a batch by the run's own sampling scheme. It takes the four out of the batch and
@@ -296,8 +305,57 @@ class MembershipGame(Game):
         end = "another record in its place" if self._replaces else "the same batch without it"
         self.pair = f"a record in the step's batch, against {end}"
 
+    def scores(
+        self,
+        attacks: Sequence[Attack],
+        *,
+        trials: int,
+        rehearsals: int = 0,
+        strangers: bool = False,
+        on_trial: Callable[[], None] = lambda: None,
+    ) -> list[tuple[Scores, Scores]]:
+        """Play against several attacks, a fair coin a trial.
+
+        Args:
+            attacks: Who looks at each trial.
+            trials: How many count, at least 1.
+            rehearsals: Trials of the second world, with other batches and noise, that the attacks may learn from first.
+            strangers: Whether they are asked about strangers too, with a coin of their own.
+            on_trial: Called after each trial that counts.
+
+        Returns:
+            For each attack its scores on the candidates, and on strangers.
+        """
+        for number in range(rehearsals):
+            trial = self.play(trials + number, first_world=False)
+            for attack in attacks:
+                attack.learn(trial)
+        generator = np.random.default_rng(derive_seed(self._seed, "coins"))
+        coins = generator.random((trials, 2)) < 0.5  # of the candidates, and of the strangers
+        seen = np.zeros((len(attacks), trials, 2))
+        for number in range(trials):
+            trial = self.play(number, first_world=bool(coins[number, 0]))
+            for found, attack in zip(seen, attacks, strict=True):
+                found[number, 0] = attack.score(trial.observation, trial.candidates)
+                if strangers:
+                    found[number, 1] = attack.score(trial.observation, trial.strangers)
+            on_trial()
+        known, strange = coins.T
+        return [
+            (
+                Scores(first=found[known, 0], second=found[~known, 0]),
+                Scores(first=found[strange, 1], second=found[~strange, 1]),
+            )
+            for found in seen
+        ]
+
     def play(self, trial: int, *, first_world: bool) -> Trial:
-        """See Game.play."""
+        """Play a trial in one of the two worlds.
+
+        Args:
+            trial: Its number, from 0; other trials share neither batch nor noise with it.
+            first_world: Which world.
+        """
         others, drawn = self._draw(trial)
         chosen = drawn[:1] if first_world else drawn[1:2] if self._replaces else drawn[:0]
         batch = torch.cat([others, chosen])

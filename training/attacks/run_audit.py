@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from itertools import count
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from accounting.audit import AuditPlan, audit
@@ -23,11 +20,12 @@ from accounting.guarantee import Guarantee
 from opusim import checks
 from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
-from training.attacks.base import Attack, Scores, play
+from training.attacks.base import Attack
 from training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
-from training.attacks.findings import SCHEMA_VERSION, Curve, Finding, Role, RunAudit
-from training.attacks.games.base import TwoWorlds
-from training.attacks.games.of_run import GAME_TRIALS, findings_of, game_of
+from training.attacks.findings import Audit, Finding, Played, Role
+from training.attacks.games.base import TwoWorlds, played
+from training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
+from training.attacks.games.released_model import LastIterateGame, ReleasedModelGame
 from training.attacks.replay import (
     AuditedRun,
     MembershipGame,
@@ -44,9 +42,13 @@ from training.errors import RunFolderError
 from training.feedback.config import FeedbackConfig, PdfaConfig
 from training.networks.clipping import ActivationClipping
 from training.networks.network import LayerShape
+from training.protections.amplified_labels import AmplifiedLabelProtection
+from training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
+from training.protections.record import LastIterateProtection
+from training.protections.released_model import LabelReleaseProtection
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import AUDIT_FILE, RunFolder
-from training.runs.storage import require_kind, write_record
+from training.runs.folder import RunFolder
+from training.runs.storage import require_kind
 from training.ulr.config import UlrConfig
 
 ROOM = 16
@@ -67,13 +69,25 @@ def applicable_attacks(
     options, protected = plan.config.trainer, plan.config.protection.protects != "nothing"
     layers = [LayerShape(**layer) for layer in run.network_facts.get("layers", [])]
     attacks: list[Attack] = []
-    spans = _spans(run, options, layers, batch_size)
-    if spans:
-        first = layers[0]
+    spans = False  # whether a batch's inputs span the rows of the first layer's gradient and leave room for others
+    if layers:
+        first, depth = layers[0], len(layers)
+        fan_in = int(run.network_facts["n_inputs"]) + first.bias
+        spans = isinstance(options, FeedbackConfig | UlrConfig) and (
+            batch_size + ROOM <= fan_in and batch_size <= first.n_outputs
+        )
+        # whether every hidden layer's signal has noise of one standard deviation, before the slope
+        noised = isinstance(options, PdfaConfig) and options.encoding == "ternary"
+        if isinstance(options, FeedbackConfig) and not isinstance(options, PdfaConfig):
+            noised = options.feedback_matrix and options.digital_sigma > 0
         clipping = update_clipping(options)
-        attacks.append(RowSpaceAttack(clipping, width=first.n_outputs, depth=len(layers), bias=first.bias))
-    elif layers and noiseless is not None and not protected and _noised_readings(options):
-        attacks.append(_covariance(options, layers, noiseless))
+        if spans:
+            attacks.append(RowSpaceAttack(clipping, width=first.n_outputs, depth=depth, bias=first.bias))
+        elif noised and noiseless is not None and not protected:
+            through_clip = isinstance(options, FeedbackConfig) and options.through_clip
+            attacks.append(
+                CovarianceAttack(noiseless, clipping, through_clip=through_clip, depth=depth, bias=first.bias)
+            )
     if noiseless is not None and (protected or not spans):
         groups = parameter_groups(list(plan.network.tensors), plan)
         attacks.append(DifferenceAttack(noiseless, groups=groups))
@@ -111,36 +125,8 @@ def update_clipping(options: object) -> ActivationClipping:
     )
 
 
-def _spans(run: AuditedRun, options: object, layers: Sequence[LayerShape], batch_size: float) -> bool:
-    """Return whether a batch's inputs span the rows of the first layer's gradient and leave room for others."""
-    if not layers or not isinstance(options, FeedbackConfig | UlrConfig):
-        return False
-    fan_in, width = int(run.network_facts["n_inputs"]) + layers[0].bias, layers[0].n_outputs
-    return batch_size + ROOM <= fan_in and batch_size <= width
-
-
-def _noised_readings(options: object) -> bool:
-    """Return whether every hidden layer's signal has noise of one standard deviation, before the slope."""
-    if not isinstance(options, FeedbackConfig):
-        return False
-    if isinstance(options, PdfaConfig):
-        return options.encoding == "ternary"
-    return options.feedback_matrix and options.digital_sigma > 0
-
-
-def _covariance(
-    options: object, layers: Sequence[LayerShape], noiseless: NoiselessStep[Any]
-) -> CovarianceAttack:
-    through_clip = isinstance(options, FeedbackConfig) and options.through_clip
-    return CovarianceAttack(
-        noiseless,
-        update_clipping(options),
-        through_clip=through_clip,
-        depth=len(layers),
-        bias=layers[0].bias,
-    )
-
-
+GAME_TRIALS = 20_000
+"""Trials of a game by default; its controls take as many."""
 FEWEST_TRIALS = 40
 _STEP_TRIALS, _CONTROL_TRIALS = 400, 100
 _REHEARSALS = 16
@@ -162,7 +148,7 @@ def audit_run(
     delta: float | None = None,
     on_start: Callable[[int], None] = lambda total: None,
     on_trial: Callable[[int], None] = lambda done: None,
-) -> RunAudit:
+) -> Audit:
     """Attack a run, and keep what was found as `audit.json`.
 
     A run whose guarantee is about labels or its last model plays the game of `training.attacks.games` with its own
@@ -197,106 +183,76 @@ def audit_run(
     """
     if trials is not None:
         checks.integer(trials=trials, minimum=FEWEST_TRIALS)
-    seed = secrets.randbits(63) if seed is None else seed
-    checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
+    seed = drawn_seed(seed)
     folder = RunFolder(path)
-    place = audit_place(folder, None if out is None else Path(out))
+    place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
     config = run.plan.config
     stated = folder.read_ledger().guarantees(delta=delta)
     delta = config.protection.delta if delta is None else delta
-    game = game_of(run.plan)
-    if game is not None:
-        found = _played_game(
-            run, game, stated, trials=trials, seed=seed, delta=delta, on_start=on_start, on_trial=on_trial
-        )
-        return _kept(found, place, private=config.mode == "release")
-    trials = _STEP_TRIALS if trials is None else trials
-    control = record_protected(run.plan, _CONTROL_NOISE)
-    subjects = [(Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)]
-    control_trials = min(trials, _CONTROL_TRIALS)
+    game = next((make(run.plan) for kind, make in _GAMES if isinstance(run.plan.protection, kind)), None)
+    trials = trials or (_STEP_TRIALS if game is None else GAME_TRIALS)
+    control_trials = min(trials, _CONTROL_TRIALS) if game is None else trials
     on_start(trials + 2 * control_trials)
-    done = count(1)
-    findings: list[Finding] = []
-    with torch_threads(config.threads):
-        for role, plan in subjects:
-            findings += _findings(
-                run,
-                plan,
-                role,
-                stated,
-                trials=trials if role is Role.RUN else control_trials,
-                seed=derive_seed(seed, "audit", role.value),
-                delta=delta,
-                on_trial=lambda: on_trial(next(done)),
-            )
-    found = RunAudit(
-        findings=tuple(sorted(findings, key=lambda finding: list(Role).index(finding.role))),
-        guarantees=tuple(stated),
-        trials=trials,
-        control_trials=control_trials,
-        seed=seed,
-        step=run.checkpoint.step,
-        release=MembershipGame.released,
-    )
-    return _kept(found, place, private=config.mode == "release")
-
-
-def _played_game(
-    run: AuditedRun,
-    game: TwoWorlds,
-    stated: Sequence[Guarantee],
-    *,
-    trials: int | None,
-    seed: int,
-    delta: float,
-    on_start: Callable[[int], None],
-    on_trial: Callable[[int], None],
-) -> RunAudit:
-    """Audit a run by a game of two worlds."""
-    trials = GAME_TRIALS if trials is None else trials
-    on_start(3 * trials)
-
     done = 0
 
-    def advance(more: int) -> None:
+    def advance(more: int = 1) -> None:
         nonlocal done
         done += more
         on_trial(done)
 
-    with torch_threads(run.plan.config.threads):
-        findings = findings_of(game, stated, trials=trials, seed=seed, delta=delta, on_trials=advance)
-    release = run.plan.config.mode == "release"
-    return RunAudit(
-        findings=tuple(findings),
+    with torch_threads(config.threads):
+        if game is not None:
+            findings = _of_game(game, stated, trials=trials, seed=seed, delta=delta, on_trials=advance)
+        else:
+            counts = trials, control_trials
+            findings = _of_steps(run, stated, counts=counts, seed=seed, delta=delta, on_trial=advance)
+    release = game is not None and config.mode == "release"
+    found = Audit(
+        findings=tuple(sorted(findings, key=lambda finding: list(Role).index(finding.role))),
         guarantees=tuple(stated),
+        played=Played.STEP if game is None else Played.PROTECTION,
         trials=trials,
-        control_trials=trials,
+        control_trials=control_trials,
         seed=seed,
-        step=run.checkpoint.step,
-        release=game.adversaries[0].sees,
-        game=f"the run's own code for {game.title}, on records that the auditor crafted",
+        steps=run.checkpoint.step,
+        game=""
+        if game is None
+        else f"the run's own code for {game.title}, on records that the auditor crafted",
         note="The randomness comes from the system, as in the run, so no seed repeats this audit."
         if release
         else "",
     )
-
-
-def _kept(found: RunAudit, place: Path, *, private: bool) -> RunAudit:
-    """Write the findings; those of a release run where only their owner may enter."""
-    if private:
-        make_private_folder(place)
-    write_record(place / AUDIT_FILE, found, SCHEMA_VERSION)
+    keep(found, place, run)
     return found
 
 
-def audit_place(folder: RunFolder, out: Path | None) -> Path:
+def drawn_seed(seed: int | None) -> int:
+    """Return the seed of an audit, or draw one for None.
+
+    Raises:
+        ValueError: It is not in [0, 2^63).
+    """
+    seed = secrets.randbits(63) if seed is None else seed
+    checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
+    return seed
+
+
+def keep(found: Audit, place: Path, run: AuditedRun) -> None:
+    """Write what was found; of a release run where only its owner may enter."""
+    if run.plan.config.mode == "release":
+        make_private_folder(place)
+    found.keep(place)
+
+
+def audit_place(folder: RunFolder, out: str | Path | None) -> Path:
     """Return the folder that keeps the audit of a run.
 
     Raises:
         RunFolderError: A release run, and no folder outside it; or the folder holds other work.
         ConfigError: The folder cannot be written to.
     """
+    out = None if out is None else Path(out)
     if folder.read_config().mode == "release":
         outside = out is not None and not out.resolve().is_relative_to(folder.path.resolve())
         if not outside:
@@ -337,22 +293,25 @@ def read_run(
     )
 
 
-def game_claim(plan: RunPlan, delta: float) -> Guarantee | None:
-    """Return what is proven of one game on a record-protected run: one step, whose batch is known (q = 1).
+def _of_steps(
+    run: AuditedRun,
+    stated: Sequence[Guarantee],
+    *,
+    counts: tuple[int, int],
+    seed: int,
+    delta: float,
+    on_trial: Callable[[], None],
+) -> list[Finding]:
+    """Play the membership game on a run's step and on its two controls, with these numbers of trials."""
+    control, findings = record_protected(run.plan, _CONTROL_NOISE), []
+    for role, plan in ((Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)):
+        trials, own = counts[role is not Role.RUN], derive_seed(seed, "audit", role.value)
+        facts: dict[str, Any] = {"trials": trials, "seed": own, "delta": delta, "on_trial": on_trial}
+        findings += _of_step(run, plan, role, stated, **facts)
+    return findings
 
-    Args:
-        plan: The run as it is meant to be played.
-        delta: In (0, 1).
 
-    Raises:
-        NoGuarantee: A mechanism does not say what is proven if the batch is known.
-    """
-    if plan.config.protection.protects != "records":
-        return None
-    return guarantees([mechanism.known_batch() for mechanism in plan.mechanisms], delta=delta)[0]
-
-
-def _findings(
+def _of_step(
     run: AuditedRun,
     plan: RunPlan,
     role: Role,
@@ -363,25 +322,36 @@ def _findings(
     delta: float,
     on_trial: Callable[[], None],
 ) -> list[Finding]:
-    """Play one game and bound what its attacks found."""
-    meant = _as_played(plan, derive_seed(seed, "noise") >> 1)
-    claim = game_claim(meant, delta)
+    """Play the membership game on a run's step, and bound what its attacks found."""
+    # noise of its own, and public draws that the attacker can repeat
+    mode = "experiment" if plan.algorithm.uses_public_randomness else plan.config.mode
+    meant = plan.unchecked(seed=derive_seed(seed, "noise") >> 1, mode=mode)
+    # what is proven of one step whose batch is known (q = 1)
+    protects = meant.config.protection.protects == "records"
+    known = [mechanism.known_batch() for mechanism in meant.mechanisms] if protects else []
+    claim = guarantees(known, delta=delta)[0] if protects else None
     adjacency = stated[0].adjacency if claim is None else claim.adjacency
     played = (without_noise(meant) if role is Role.BROKEN else None) or meant
-    with _attacks(run, meant, role) as attacks, replayed_step(run, played) as step:
+    batch = meant.sampler.expected_batch_size
+    with noiseless_steps(run, meant) as noiseless, replayed_step(run, played) as step:
+        # the attacker does not know that the broken run is broken
+        attacks = applicable_attacks(run, meant, noiseless, batch_size=batch)
+        if not attacks:
+            raise NoGuarantee(
+                f"{role.value}: no attack applies: the batch of {batch:g} exceeds the first layer's fan-in or width, "
+                "and the device is no simulation whose matrix an attacker could know; audit it with smaller batches"
+            )
         game = MembershipGame(step, adjacency=adjacency, seed=seed)
-        scores = play(
-            game,
+        scores = game.scores(
             attacks,
             trials=trials,
-            seed=seed,
             rehearsals=_REHEARSALS,
             strangers=role is Role.RUN,
             on_trial=on_trial,
         )
     found = []
-    weaker = _with_half_the_noise(meant, delta) if role is Role.RUN and claim is not None else []
-    for attack, own in zip(attacks, scores, strict=True):
+    weaker = with_half_the_noise(known, delta) if role is Role.RUN and claim is not None else []
+    for attack, (candidates, strangers) in zip(attacks, scores, strict=True):
         plan_of_audit = AuditPlan(
             threat_model=f"sees {MembershipGame.released}, knows {attack.knows}",
             pair=game.pair,
@@ -389,46 +359,58 @@ def _findings(
             confidence=1 - _ERROR / len(attacks),
             seed=derive_seed(seed, "halves") >> 1,
         )
-        one = _finding(role, attack, own.candidates, plan_of_audit, claim)
-        found.append(replace(one, power=power_of(one.result, claim, weaker)))
+        subjects = [(role, candidates, claim)]
         if role is Role.RUN:
-            found.append(_finding(Role.NULL, attack, own.strangers, plan_of_audit, None))
+            subjects.append((Role.NULL, strangers, None))
+        for subject, seen, claimed in subjects:
+            result = audit(seen.first, seen.second, plan_of_audit)
+            power = power_of(result, claimed, weaker)
+            shown: dict[str, Any] = {"figure": attack.figure, "claim": claimed, "power": power}
+            found.append(Finding.of(subject, attack.name, (seen.first, seen.second), result, **shown))
     return found
 
 
-def _with_half_the_noise(plan: RunPlan, delta: float) -> list[tuple[float, float]]:
-    """Return what is proven of one step whose batch is known, with half of its noise."""
-    return with_half_the_noise([mechanism.known_batch() for mechanism in plan.mechanisms], delta)
+_GAMES: tuple[tuple[type, Callable[[RunPlan], TwoWorlds]], ...] = (
+    (LabelReleaseProtection, ReleasedModelGame),
+    (StagedResponseProtection, StagedLookGame),
+    (OneLookProtection, LookGame),
+    (AmplifiedLabelProtection, AmplifiedGame),
+    (LastIterateProtection, LastIterateGame),
+)
+"""The game that audits each protection whose guarantee is about labels or about the last model only."""
 
 
-def _as_played(plan: RunPlan, seed: int) -> RunPlan:
-    """Return the run with noise of its own, and with public draws that the attacker can repeat."""
-    mode = "experiment" if plan.algorithm.uses_public_randomness else plan.config.mode
-    return plan.unchecked(seed=seed, mode=mode)
+def _of_game(
+    game: TwoWorlds,
+    stated: Sequence[Guarantee],
+    *,
+    trials: int,
+    seed: int,
+    delta: float,
+    on_trials: Callable[[int], None],
+) -> list[Finding]:
+    """Play a run's game, the same with nothing to find, and the same with much less noise.
 
-
-@contextmanager
-def _attacks(run: AuditedRun, plan: RunPlan, role: Role) -> Iterator[list[Attack]]:
-    """Yield the attacks on a run as it is meant to be; the attacker does not know that the broken one is broken."""
-    batch = plan.sampler.expected_batch_size
-    with noiseless_steps(run, plan) as noiseless:
-        attacks = applicable_attacks(run, plan, noiseless, batch_size=batch)
-        if not attacks:
-            raise NoGuarantee(
-                f"{role.value}: no attack applies: the batch of {batch:g} exceeds the first layer's fan-in or width, "
-                "and the device is no simulation whose matrix an attacker could know; audit it with smaller batches"
-            )
-        yield attacks
-
-
-def _finding(role: Role, attack: Attack, scores: Scores, plan: AuditPlan, claim: Guarantee | None) -> Finding:
-    return Finding(
-        role=role,
-        attack=attack.name,
-        members=attack.figure(float(np.median(scores.first))),
-        others=attack.figure(float(np.median(scores.second))),
-        auc=scores.auc,
-        result=audit(scores.first, scores.second, plan),
-        claim=claim,
-        curve=Curve.of(scores.first, scores.second),
-    )
+    The first of the run's guarantees that is proven is put to the test.
+    """
+    claim = next((guarantee for guarantee in stated if guarantee.is_proven), None)
+    weaker = with_half_the_noise([game.mechanism], delta)
+    found = []
+    for role, subject, null in (
+        (Role.RUN, game, False),
+        (Role.NULL, game, True),
+        (Role.BROKEN, game.weakened(), False),
+    ):
+        own = derive_seed(seed, "audit", role.value) >> 1
+        results = played(subject, trials=trials, seed=own, delta=delta, null=null, on_trials=on_trials)
+        actual = subject.true_epsilon(delta) if role is Role.BROKEN else math.inf
+        for one in results:
+            facts: dict[str, Any] = {
+                "claim": None if null else claim,
+                "scope": "run",
+                "actual": actual if math.isfinite(actual) else None,
+                "estimate": one.estimate,
+                "power": power_of(one.best, claim, weaker) if role is Role.RUN else None,
+            }
+            found.append(Finding.of(role, one.adversary.name, (one.first, one.second), one.best, **facts))
+    return found

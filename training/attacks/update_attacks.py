@@ -8,7 +8,7 @@ Source: docs/privacy-records.md, section 4 (whole records have no guarantee at a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
-from training.attacks.record_terms import (
-    LearntProducts,
-    OuterProducts,
-    Products,
-    learnt_from_terms,
-    products_from_terms,
-)
+from training.attacks.record_terms import OuterProducts
 from training.attacks.replay import NoiselessStep
 from training.networks.clipping import ActivationClipping
 from training.networks.network import FullyConnected
@@ -288,122 +282,87 @@ class DifferenceAttack(Attack):
 
     def __init__(self, noiseless: NoiselessStep[Any], *, groups: Sequence[Sequence[str]]) -> None:
         self._shadow, self._groups = noiseless, groups
-        self._learnt: list[LearntProducts] = []
+        self._learnt: list[np.ndarray] = []
         self.adds_up: bool | None = None
         """Whether updates were sums over records in every simulated step, or None before any."""
         self.has_terms: bool | None = None
         """Whether they were the sums of the records' outer products in every simulated step, or None before any."""
-        self._seen: tuple[Observation, _Groups] | None = None
-        self._rounded: tuple[Observation, _Groups] | None = None
-        self._others: tuple[Observation, _Groups] | None = None
-        self._other_terms: tuple[Observation, list[OuterProducts] | None] | None = None
+        self._seen: tuple[Observation, dict[str, Any]] | None = None
 
     def learn(self, trial: Trial) -> None:
         """See Attack.learn: estimate k and v of the groups, and test whether updates are sums over records."""
         observation, candidates = trial.observation, trial.candidates
         tested = len(self._learnt) >= _TESTS
-        known = self._terms(observation, candidates) if tested and self.has_terms else None
+        known: tuple[Sequence[Any], Sequence[Any]] | None = None
+        if tested and self.has_terms:
+            known = self._terms(observation, candidates)
         if known is not None:
-            self._learnt.append(learnt_from_terms(known, self._rounded_release(observation)))
-            return
-        absent, step = self._worlds(observation, candidates)
-        if self.has_terms is not False:
-            self.has_terms = self._terms_hold(observation, candidates, absent, step)
-        if self.adds_up is not False:
-            self.adds_up = self.has_terms or _close(self._sums(observation, candidates)[1], step)
-        released = self._released(observation)
-        self._learnt.append(
-            LearntProducts(
-                released_step=_dots(released, step),
-                others_step=_dots(absent, step),
-                step=_dots(step, step),
-                released_others=_dots(released, absent),
-                others=_dots(absent, absent),
-            )
-        )
+            released = self._released(observation, rounded=True)
+        else:
+            released = self._released(observation)
+            absent, step = known = self._worlds(observation, candidates)
+            if self.has_terms is not False:
+                terms = self._terms(observation, candidates)
+                bias = [len(group) > 1 for group in self._groups]
+                self.has_terms = terms is not None and all(
+                    _close([one.parts(bias=own) for one, own in zip(found, bias, strict=True)], whole)
+                    for found, whole in zip(terms, (absent, step), strict=True)
+                )
+            if self.adds_up is not False:
+                self.adds_up = self.has_terms or _close(self._sums(observation, candidates)[1], step)
+        others = _dots(known[0], released), _dots(known[0], known[0])
+        self._learnt.append(np.stack([*_products(released, *known), *others]))
 
     def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score."""
-        seen, k = self._products(observation, candidates), self._share()
-        along = k * (seen.released_step - k * seen.others_step)
-        ratio = float(np.sum((along - k**2 * seen.step / 2) / self._variance(k)))
+        known: tuple[Sequence[Any], Sequence[Any]] | None = None
+        if self.has_terms:
+            known = self._terms(observation, candidates)
+        released = self._released(observation, rounded=known is not None)
+        if known is None:
+            worlds = self._sums if self.adds_up else self._worlds
+            known = worlds(observation, candidates)
+        released_step, others_step, step = _products(released, *known)
+        k = v = np.ones(len(self._groups))  # before anything was learnt
+        if self._learnt:
+            learnt = np.stack(self._learnt, axis=1)  # of shape (5, steps, groups)
+            k = np.clip(learnt[3].sum(axis=0) / np.maximum(learnt[4].sum(axis=0), _MIN_NORM), 0.0, 1.0)
+            squares = (learnt[0] - k * learnt[1]) ** 2 / np.maximum(learnt[2], _MIN_NORM)
+            v = np.maximum(squares.mean(axis=0), _MIN_NORM)
+        ratio = float(np.sum((k * (released_step - k * others_step) - k**2 * step / 2) / v))
         return min(max(ratio, -_MAX_LOG_RATIO), _MAX_LOG_RATIO)
 
     def figure(self, score: float) -> str:
         """Return the log ratio."""
         return f"log ratio {score:.2g}"
 
-    def _share(self) -> np.ndarray:
-        """Return each group's k, 1 before anything was learnt."""
-        if not self._learnt:
-            return np.ones(len(self._groups))
-        along = np.sum([seen.released_others for seen in self._learnt], axis=0)
-        whole = np.sum([seen.others for seen in self._learnt], axis=0)
-        return np.clip(along / np.maximum(whole, _MIN_NORM), 0.0, 1.0)
-
-    def _variance(self, k: np.ndarray) -> np.ndarray:
-        """Return each group's v, 1 before anything was learnt."""
-        if not self._learnt:
-            return np.ones(len(self._groups))
-        squares = [
-            (seen.released_step - k * seen.others_step) ** 2 / np.maximum(seen.step, _MIN_NORM)
-            for seen in self._learnt
-        ]
-        return np.maximum(np.mean(squares, axis=0), _MIN_NORM)
-
-    def _products(self, observation: Observation, candidates: Candidates) -> Products:
-        terms = self._terms(observation, candidates) if self.has_terms else None
-        if terms is not None:
-            return products_from_terms(terms, self._rounded_release(observation))
-        released = self._released(observation)
-        worlds = self._sums if self.adds_up else self._worlds
-        absent, step = worlds(observation, candidates)
-        return Products(
-            released_step=_dots(released, step),
-            others_step=_dots(absent, step),
-            step=_dots(step, step),
-        )
-
     def _terms(
         self, observation: Observation, candidates: Candidates
-    ) -> list[tuple[OuterProducts, OuterProducts]] | None:
+    ) -> tuple[list[OuterProducts], list[OuterProducts]] | None:
         """Return g_0 and d of each layer as outer products, or None if they are none."""
         weights, replacement = observation.before, candidates.replacement
-        if self._other_terms is None or self._other_terms[0] is not observation:
-            self._other_terms = observation, self._shadow.terms(weights, observation.others)
-        absent = self._other_terms[1]
+        absent = self._once(observation, "terms", lambda: self._shadow.terms(weights, observation.others))
         step = self._shadow.terms(weights, candidates.member)
         if absent is None or step is None or len(step) != len(self._groups):
             return None
         if replacement is None:
-            return list(zip(absent, step, strict=True))
+            return absent, step
         other = self._shadow.terms(weights, replacement)
         if other is None:
             return None
-        return [
-            (without.with_products(away), one.with_products(away, -1.0))
-            for without, one, away in zip(absent, step, other, strict=True)
-        ]
-
-    def _terms_hold(
-        self, observation: Observation, candidates: Candidates, absent: _Groups, step: _Groups
-    ) -> bool:
-        """Return whether the outer products give g_0 and d."""
-        terms = self._terms(observation, candidates)
-        if terms is None:
-            return False
-        bias = [len(group) > 1 for group in self._groups]
-        return all(
-            _close([one[which].parts(bias=own) for one, own in zip(terms, bias, strict=True)], whole)
-            for which, whole in enumerate((absent, step))
+        return (
+            [without.with_products(away) for without, away in zip(absent, other, strict=True)],
+            [one.with_products(away, -1.0) for one, away in zip(step, other, strict=True)],
         )
 
     def _worlds(self, observation: Observation, candidates: Candidates) -> tuple[_Groups, _Groups]:
         """Return g_0 and d from the updates of both worlds' batches."""
-        first, second = candidates.batches(observation.others)
-        others = self._known(observation)
-        absent = others if candidates.replacement is None else self._update(observation, second)
-        return absent, _added(self._update(observation, first), absent, -1)
+        others, replacement = observation.others, candidates.replacement
+        absent = self._known(observation)
+        if replacement is not None:
+            absent = self._update(observation, others.followed_by(replacement))
+        present = self._update(observation, others.followed_by(candidates.member))
+        return absent, _added(present, absent, -1)
 
     def _sums(self, observation: Observation, candidates: Candidates) -> tuple[_Groups, _Groups]:
         """Return g_0 and d from the others' update and those of single records."""
@@ -414,23 +373,27 @@ class DifferenceAttack(Attack):
         replacement = self._update(observation, candidates.replacement)
         return _added(others, replacement, 1), _added(step, replacement, -1)
 
-    def _released(self, observation: Observation) -> _Groups:
-        """Return the released update, computed once per trial."""
+    def _once(self, observation: Observation, name: str, make: Callable[[], Any]) -> Any:
+        """Return what is computed once per trial."""
         if self._seen is None or self._seen[0] is not observation:
-            self._seen = observation, self._grouped(observation.gradients())
-        return self._seen[1]
+            self._seen = observation, {}
+        kept = self._seen[1]
+        if name not in kept:
+            kept[name] = make()
+        return kept[name]
 
-    def _rounded_release(self, observation: Observation) -> _Groups:
-        """Return the released update in the parameters' own type, computed once per trial."""
-        if self._rounded is None or self._rounded[0] is not observation:
-            self._rounded = observation, self._grouped(observation.rounded_gradients())
-        return self._rounded[1]
+    def _released(self, observation: Observation, *, rounded: bool = False) -> _Groups:
+        """Return the released update, float64, or rounded to the parameters' own type."""
+        make = observation.rounded_gradients if rounded else observation.gradients
+        found: _Groups = self._once(observation, f"released {rounded}", lambda: self._grouped(make()))
+        return found
 
     def _known(self, observation: Observation) -> _Groups:
-        """Return the update of the others, computed once per trial."""
-        if self._others is None or self._others[0] is not observation:
-            self._others = observation, self._update(observation, observation.others)
-        return self._others[1]
+        """Return the update of the others."""
+        found: _Groups = self._once(
+            observation, "others", lambda: self._update(observation, observation.others)
+        )
+        return found
 
     def _update(self, observation: Observation, records: Records) -> _Groups:
         return self._grouped(self._shadow.gradients(observation.before, records, step=observation.step))
@@ -440,14 +403,20 @@ class DifferenceAttack(Attack):
         return [[gradients[name].flatten() for name in names] for names in self._groups]
 
 
-def _dots(first: _Groups, second: _Groups) -> np.ndarray:
-    """Return the inner products of the groups."""
-    return np.array(
-        [
-            sum(float(a @ b) for a, b in zip(one, other, strict=True))
-            for one, other in zip(first, second, strict=True)
-        ]
-    )
+def _products(released: _Groups, absent: Sequence[Any], step: Sequence[Any]) -> tuple[np.ndarray, ...]:
+    """Return <g, d>, <g_0, d> and ||d||^2 of each group."""
+    return _dots(step, released), _dots(absent, step), _dots(step, step)
+
+
+def _dots(first: Sequence[Any], second: Sequence[Any]) -> np.ndarray:
+    """Return the inner products of groups; each is a list of vectors or, of a layer, outer products."""
+    found = []
+    for one, other in zip(first, second, strict=True):
+        if not isinstance(one, OuterProducts):
+            found.append(sum(float(a @ b) for a, b in zip(one, other, strict=True)))
+        else:
+            found.append(one.dot(other) if isinstance(other, OuterProducts) else one.dot_parts(other))
+    return np.array(found)
 
 
 def _added(first: Sequence[Sequence[Tensor]], second: _Groups, factor: int) -> _Groups:

@@ -13,8 +13,7 @@ import typer
 from training.cli.options import TrustCode, say_trusted
 
 if TYPE_CHECKING:
-    from training.attacks.findings import RunAudit
-    from training.attacks.one_run.report import OneRunAudit
+    from training.attacks.findings import Audit
 
 RunArgument = Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder.")]
 KindOption = Annotated[
@@ -22,7 +21,7 @@ KindOption = Annotated[
     typer.Option(
         metavar="KIND",
         help="Instead of a run: test the sampler, clip and noise of a trainer (pdfa, dfa, tdfa, bp, ulr, zo, "
-        "convex) on records of the audit's choice. Exit code 1 means an alarm.",
+        "convex) or of a private-loop on records of the audit's choice. Exit code 1 means an alarm.",
     ),
 ]
 Trials = Annotated[
@@ -133,15 +132,14 @@ def audit(
         )
         if final_model:
             _require_absent({"--one-run": one_run or None, "--canaries": canaries}, "is another audit")
-            _audit_final_model(asked, trials, jobs, cluster)
+            _show(asked, _play_final_model(asked, trials, jobs, cluster))
             return
         _require_absent(of_final_models, "goes with --final-model only")
         if one_run:
             _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
-            _audit_one_run(asked, canaries)
-            return
-        _require_absent({"--canaries": canaries}, "goes with --one-run only")
-        _audit_run(asked, trials)
+        else:
+            _require_absent({"--canaries": canaries}, "goes with --one-run only")
+        _show(asked, _play(asked, trials, canaries, one_run=one_run))
         return
     _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
     _audit_mechanism(
@@ -198,66 +196,43 @@ class _Asked:
         }
 
 
-def _audit_run(asked: _Asked, trials: int | None) -> None:
-    """Attack a run, print the findings and write the report."""
+def _play(asked: _Asked, trials: int | None, canaries: int | None, *, one_run: bool) -> Audit:
+    """Attack a run's steps or play the game of its protection; or train once with canaries."""
     from opusim.progress import Progress
+    from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
     from training.attacks.run_audit import audit_run
-    from training.reports.audit_page import write_audit_page
-    from training.reports.run_report import NOT_FOR_RELEASE, write_report
-    from training.runs.folder import AUDIT_FILE
-    from training.runs.stored_run import read_run
 
+    if one_run:
+        with Progress("audit of one training", "steps") as progress:
+            return audit_one_training(
+                asked.run,
+                **asked.options(),
+                canaries=DEFAULT_CANARIES if canaries is None else canaries,
+                on_start=progress.start,
+                on_step=progress.advance,
+            )
     with Progress("audit", "trials") as progress:
-        found = audit_run(
+        return audit_run(
             asked.run,
             **asked.options(),
             trials=trials,
             on_start=progress.start,
             on_trial=lambda done: progress.advance(done=done),
         )
-    loaded = read_run(asked.run)
-    report_file = write_report(loaded, audit=found, folder=asked.out)
-    page, document = write_audit_page(loaded, found, asked.place)
-    if loaded.config.mode == "release" and not found.game:  # a game's records are the auditor's
-        typer.echo(NOT_FOR_RELEASE, err=True)
-    if asked.as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
-        return
-    _print_audit(found)
-    typer.echo(f"\nkept in {asked.place / AUDIT_FILE}, shown in {report_file}")
-    typer.echo(f"for a reviewer: {page} and {document}")
 
 
-def _audit_one_run(asked: _Asked, canaries: int | None) -> None:
-    """Train once with canaries, print what their scores say and write the report."""
-    from opusim.progress import Progress
-    from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
-    from training.runs.folder import ONE_RUN_FILE
-
-    with Progress("audit of one training", "steps") as progress:
-        found = audit_one_training(
-            asked.run,
-            **asked.options(),
-            canaries=DEFAULT_CANARIES if canaries is None else canaries,
-            on_start=progress.start,
-            on_step=progress.advance,
-        )
-    _show_one_run(asked, found, kept=ONE_RUN_FILE)
-
-
-def _audit_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None) -> None:
-    """Train many times with a crafted record or without it, print what the final models say and write the report."""
+def _play_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None) -> Audit:
+    """Train many times with a crafted record or without it."""
     from accounting.audit import FEWEST_CANARIES
     from opusim import checks
     from opusim.progress import Progress
     from training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
-    from training.runs.folder import FINAL_MODEL_FILE
 
     if trainings is not None:
         given: dict[str, Any] = {"--trials": trainings}
         checks.integer(minimum=FEWEST_CANARIES, **given)
     with Progress("audit of final models", "trainings") as progress:
-        found = audit_final_model(
+        return audit_final_model(
             asked.run,
             **asked.options(),
             trainings=DEFAULT_TRAININGS if trainings is None else trainings,
@@ -266,47 +241,35 @@ def _audit_final_model(asked: _Asked, trainings: int | None, jobs: int | None, c
             on_start=lambda total, done: progress.start(total, done=done, at_once=True),
             on_training=lambda done: progress.advance(done=done),
         )
-    _show_one_run(asked, found, kept=FINAL_MODEL_FILE)
 
 
-def _show_one_run(asked: _Asked, found: OneRunAudit, *, kept: str) -> None:
-    """Print what scores of canaries say, and write the report."""
+_WIDE_PAGE = 140
+"""Columns from which the table of an audit has all its columns; the pages always have them."""
+
+
+def _show(asked: _Asked, found: Audit) -> None:
+    """Write report and pages of what was found, and print the findings and what they mean."""
     from accounting.tables import print_rows
-    from opusim.tables import wrapped
-    from training.attacks.one_run.report import one_run_paragraphs, short_rows
+    from opusim.tables import output_width, wrapped
+    from training.attacks.findings import LOW, NARROW, audit_rows
+    from training.attacks.words import paragraphs
     from training.reports.audit_page import write_audit_page
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.stored_run import read_run
 
     loaded = read_run(asked.run)
-    report_file = write_report(loaded, one_run=found, folder=asked.out)
+    report_file = write_report(loaded, audit=found, folder=asked.out)
     page, document = write_audit_page(loaded, found, asked.place)
-    if loaded.config.mode == "release":
+    if loaded.config.mode == "release" and found.holds_private_records:
         typer.echo(NOT_FOR_RELEASE, err=True)
     if asked.as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
-    print_rows(short_rows(found))
-    for text in one_run_paragraphs(found):
-        typer.echo("\n" + wrapped(text))
-    typer.echo(f"\nkept in {asked.place / kept}, shown in {report_file}")
-    typer.echo(f"for a reviewer: {page} and {document}")
-
-
-_WIDE_PAGE = 110
-"""Columns from which the table of an audit has all its columns; the pages always have them."""
-
-
-def _print_audit(found: RunAudit) -> None:
-    """Print the findings and what they mean."""
-    from accounting.tables import print_rows
-    from opusim.tables import output_width, wrapped
-    from training.attacks.findings import finding_rows, paragraphs
-
-    narrow = output_width() < _WIDE_PAGE
-    print_rows(finding_rows(found), without=("members", "others", "missed + false") if narrow else ())
+    print_rows(audit_rows(found), without=NARROW if output_width() < _WIDE_PAGE else (LOW,))
     for text in paragraphs(found):
         typer.echo("\n" + wrapped(text))
+    typer.echo(f"\nkept in {asked.place / found.played.file}, shown in {report_file}")
+    typer.echo(f"for a reviewer: {page} and {document}")
 
 
 def _audit_mechanism(

@@ -122,7 +122,9 @@ def report(
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from opusim.files import require_writable
+    from training.reports.loop_report import write_loop_report
     from training.reports.run_report import run_name, write_comparison, write_report
+    from training.runs.storage import kind_of
     from training.runs.stored_run import read_run
 
     twice = [
@@ -132,6 +134,9 @@ def report(
         raise ValueError(f"RUN {twice[0]}: is given twice; name each run once")
     if out is not None:
         require_writable(out, "--out", (".html",))
+    if len(runs) == 1 and out is None and kind_of(runs[0]) == "private loop":
+        typer.echo(write_loop_report(runs[0]))
+        return
     loaded = [read_run(path) for path in runs]
     if len(loaded) == 1 and out is None:
         typer.echo(write_report(loaded[0]))

@@ -66,6 +66,7 @@ class PrivateLoader:
     Attributes:
         dataset: The records.
         batch_size: Expected number of records in a batch.
+        sampler: Draws the batches.
 
     Args:
         loader: The user's loader.
@@ -96,7 +97,7 @@ class PrivateLoader:
         self._iterations = self._offers = 0
         count, seed = len(self.dataset), settings.seed  # type: ignore[arg-type]
         seed = None if seed is None else derive_seed(seed, "private-loop", "batches")
-        self._sampler = PoissonSampler(count, settings.sample_rate, seed=seed)
+        self.sampler = PoissonSampler(count, settings.sample_rate, seed=seed)
         require_separate_rows(loader)
         self._collate: Callable[[list[Any]], tuple[int, int, Any]]
         if physical.count is not None:
@@ -109,7 +110,7 @@ class PrivateLoader:
         self._collate = _CollateCounted(loader.collate_fn, empty_batch(one, two))
 
     def __len__(self) -> int:
-        return self._sampler.steps_per_epoch
+        return self.sampler.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches left in the epoch, as the user's collate function builds them.
@@ -226,7 +227,7 @@ class PrivateLoader:
         generator = torch.Generator().manual_seed(self._seed_of_workers((last - 1) // len(self)))
         return DataLoader(
             _Indexed(source.dataset),
-            batch_sampler=_Drawn(self._sampler, first, last, self._steps, self._physical),
+            batch_sampler=_Drawn(self.sampler, first, last, self._steps, self._physical),
             collate_fn=self._collate,
             generator=generator,
             num_workers=source.num_workers,

@@ -60,7 +60,7 @@ from training.private_loop.inputs import (
     template_of,
 )
 from training.private_loop.saves import generator_states, set_generator_states
-from training.protections.record import RecordGradients
+from training.protections.base import PrivateGradients
 
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
 _LEAST_SCALE = 2.0**8
@@ -92,7 +92,7 @@ class PrivateModule:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        gradients: RecordGradients,
+        gradients: PrivateGradients,
         steps: PaidSteps,
         most_rows: int | None = None,
         release: bool = False,
@@ -106,7 +106,7 @@ class PrivateModule:
         """Batches whose gradients were written since the last step of the optimizer."""
         self.paid_on_processor: bool | None = None
         """Where the parameters were when the step was paid for; None before the first."""
-        self._gradients, self._limit = gradients, most_rows
+        self.gradients, self._limit = gradients, most_rows
         self._steps = steps
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
         require_rows((args, kwargs), rows_of(args, kwargs) or 0)
@@ -340,11 +340,11 @@ class PrivateModule:
         most = max(self._steps.agree("calls backward on the batch", readings, step=batch.step))
         self._writing, batch.written = True, True
         try:
-            self._gradients.seek(batch.step)
+            self.gradients.seek(batch.step)
             for feedback in feedback_of(self.module):
                 feedback.seek(batch.step * _PASSES_A_STEP)
             recorded = self._recorded(batch, gradients, most - readings)
-            self._gradients.set_gradients(recorded)
+            self.gradients.set_gradients(recorded)
         except BaseException:
             for parameter in self._trained:
                 parameter.grad = None

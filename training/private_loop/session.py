@@ -31,6 +31,7 @@ from training.private_loop.saves import (
     write_save,
 )
 from training.private_loop.settings import PrivacySettings, as_enforced
+from training.protections.base import PrivateGradients
 from training.runs.folder import versions
 
 
@@ -228,6 +229,14 @@ class PrivateTraining:
                 "optimizer.step() without a new backward pass: call loss.backward() first, on the loss of the "
                 "criterion that make_private returned"
             )
+
+    def wrap_writer(self, wrap: Callable[[PrivateGradients], PrivateGradients]) -> None:
+        """Let another writer see or change what the loop's own one is given, as an audit does.
+
+        Args:
+            wrap: Returns a writer around the loop's own.
+        """
+        self._private.gradients = wrap(self._private.gradients)
 
     # The folder
 

@@ -168,6 +168,17 @@ class PrivacySettings:
             raise RunFolderError(f"folder {folder} holds the ledger of other work; choose an empty folder")
         write_record(folder / SETTINGS_FILE, self, _VERSION)
 
+    @classmethod
+    def stored(cls, folder: Path) -> Self:
+        """Return the settings that a folder holds.
+
+        Raises:
+            RunFolderError: They were changed, or are something else.
+        """
+        remedy = "restore it from a copy, or start a new folder"
+        what = "the settings of a private loop"
+        return read_record(folder / SETTINGS_FILE, cls, _VERSION, what=what, remedy=remedy)
+
     def require_same(self, folder: Path, *, found: Collection[str]) -> Self:
         """Return the settings that a folder holds, which resume with these arguments.
 
@@ -178,13 +189,11 @@ class PrivacySettings:
         Raises:
             RunFolderError: The folder holds none, or other ones, or they were changed.
         """
-        file = folder / SETTINGS_FILE
-        if not file.exists():
+        if not (folder / SETTINGS_FILE).exists():
             raise RunFolderError(
                 f"folder {folder} holds no private loop to resume; leave resume out to start one"
             )
-        remedy = "restore it from a copy, or start a new folder"
-        stored = read_record(file, type(self), _VERSION, what="the settings of a private loop", remedy=remedy)
+        stored = type(self).stored(folder)
         ours, theirs = record_json(self, _VERSION), record_json(stored, _VERSION)
         changed = [name for name in ours if ours[name] != theirs[name] and name not in found]
         if changed:

@@ -14,8 +14,8 @@ from typing import Any
 from accounting.tables import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
-from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
-from training.attacks.one_run.report import OneRunAudit, one_run_paragraphs, one_run_rows, read_one_run
+from training.attacks.findings import Audit, Played, audit_rows, read_audit
+from training.attacks.words import paragraphs
 from training.config.data import OWN_ARRAYS
 from training.config.reading import flat
 from training.reports.drawing import Line, LineChart
@@ -40,16 +40,15 @@ _LEAST_ALIGNMENT, _MOST_ALIGNMENT = -0.05, 1.05
 def write_report(
     run: StoredRun,
     *,
-    audit: RunAudit | None = None,
-    one_run: OneRunAudit | None = None,
+    audit: Audit | None = None,
     folder: Path | None = None,
 ) -> Path:
     """Draw a run's figures and write `report.html`.
 
     Args:
         run: The run.
-        audit: The audit to show; None takes the one in the run folder, which only an experiment has.
-        one_run: The audit of one training to show; None takes the one in the run folder, as for `audit`.
+        audit: An audit to show besides those in the run folder, which only an experiment has, or in place of the kept
+            one of its kind.
         folder: The folder of the page and its figures; None takes the run folder.
 
     Returns:
@@ -67,7 +66,8 @@ def write_report(
         ("alignment", alignment, alignment_curves(run)),
         ("noise", noise, noise_curves(run)),
     ]
-    page = _page([(name, run)], name, _pictures(place.figures, drawn), audit, one_run)
+    found = kept_audits(run.folder, run.config.mode) | ({} if audit is None else {audit.played.file: audit})
+    page = _page([(name, run)], name, _pictures(place.figures, drawn), [found])
     write_file(place.report_file, page.encode())
     return place.report_file
 
@@ -113,7 +113,8 @@ def write_comparison(
     pictures += [
         {"caption": caption, "source": data_url(file.read_bytes())} for caption, file in extra_pictures
     ]
-    write_file(path, _page(list(zip(labels, runs, strict=True)), title, pictures).encode())
+    audits = [kept_audits(run.folder, run.config.mode) for run in runs]
+    write_file(path, _page(list(zip(labels, runs, strict=True)), title, pictures, audits).encode())
     return path
 
 
@@ -157,10 +158,9 @@ def _page(
     named: Sequence[tuple[str, StoredRun]],
     title: str,
     pictures: Sequence[Mapping[str, str]],
-    audit: RunAudit | None = None,
-    one_run: OneRunAudit | None = None,
+    audits: Sequence[Mapping[str, Audit]],
 ) -> str:
-    """Return the page of some runs by their names; audits that are not given are those in the run folders."""
+    """Return the page of some runs by their names, with the audits of each by file."""
     runs = [run for _, run in named]
     rows = [summary_row(run, name) for name, run in named]
     columns = dict.fromkeys(column for row in rows for column in row)
@@ -180,33 +180,26 @@ def _page(
         ],
         device_notes=dict.fromkeys(run.device_note for run in runs if run.device_note is not None),
         folders=[shlex.quote(str(run.folder.path)) for run in runs],
-        audits=_audits(named, audit, one_run),
+        audits=[
+            (f"{name}, {each.played}", audit_rows(each), [*paragraphs(each), *_warning(run)])
+            for (name, run), found in zip(named, audits, strict=True)
+            for each in found.values()
+        ],
         modes=sorted({run.config.mode for run in runs}),
-        configurations=[(name, _shown(run.facts["config"])) for name, run in named],
+        configurations=[(name, shown_values(run.facts["config"])) for name, run in named],
         commands=[_command(run) for run in runs],
         versions=distinct([(name, run.facts["versions"]) for name, run in named]),
     )
 
 
-def _audits(
-    named: Sequence[tuple[str, StoredRun]], audit: RunAudit | None, one_run: OneRunAudit | None
-) -> list[tuple[str, list[dict[str, str]], list[str]]]:
-    """Return name, table and texts of each audit; none is ever written into the folder of a release run."""
-    of_steps, of_trainings = [], []
-    for name, run in named:
-        warning = [NOT_FOR_RELEASE] if run.config.mode == "release" else []
-        found, trained = audit, one_run
-        if audit is None and not warning and run.folder.audit_file.exists():
-            found = read_audit(run.folder.audit_file)
-        if one_run is None and not warning and run.folder.one_run_file.exists():
-            trained = read_one_run(run.folder.one_run_file)
-        if found is not None:
-            of_steps.append((name, finding_rows(found), [*paragraphs(found), *warning]))
-        if trained is not None:
-            played = "one training" if trained.trainings == 1 else f"{trained.trainings} trainings"
-            texts = [*one_run_paragraphs(trained), *warning]
-            of_trainings.append((f"{name}, in {played}", one_run_rows(trained), texts))
-    return of_steps + of_trainings
+def kept_audits(run: RunFolder, mode: str) -> dict[str, Audit]:
+    """Read the audits in a run folder, by file; an audit never writes into the folder of a release run."""
+    files = [run.path / name for name in dict.fromkeys(kind.file for kind in Played)]
+    return {file.name: read_audit(file) for file in files if mode == "experiment" and file.exists()}
+
+
+def _warning(run: StoredRun) -> list[str]:
+    return [NOT_FOR_RELEASE] if run.config.mode == "release" else []
 
 
 def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -274,7 +267,7 @@ def _device_rows(run: StoredRun) -> list[dict[str, str]]:
     device, noise = run.facts["device"], run.facts["noise"]
     provenance = device.get("provenance", {})
     law = noise.get("description", noise["law"])
-    described = _shown({key: value for key, value in device.items() if key != "provenance"})
+    described = shown_values({key: value for key, value in device.items() if key != "provenance"})
     origins = [(key, value, provenance.get(key, {})) for key, value in described]
     return [
         {"key": key, "value": value, "status": origin.get("status", ""), "source": origin.get("source", "")}
@@ -282,7 +275,7 @@ def _device_rows(run: StoredRun) -> list[dict[str, str]]:
     ]
 
 
-def _shown(values: dict[str, Any]) -> list[tuple[str, str]]:
+def shown_values(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Flatten a nested mapping into (dotted key, value) pairs, without empty values."""
     return [(key, str(value)) for key, value in flat(values).items() if value is not None]
 

@@ -86,8 +86,6 @@ class RunFolder:
         self.labels_file = self.path / "labels.safetensors"
         self.components_file = self.path / "components.safetensors"
         self.baseline_file = self.path / "baseline.safetensors"
-        self.audit_file = self.path / AUDIT_FILE
-        self.one_run_file = self.path / ONE_RUN_FILE
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
         self.report_file = self.path / "report.html"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from accounting.guarantee import Status
 from opusim.description.schema import NoiseSettings
-from training.attacks.findings import Role, read_audit
+from training.attacks.findings import read_audit
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.folder import AUDIT_FILE
@@ -142,8 +142,7 @@ def audited_epsilon(run_folder: Path) -> float | None:
     file = run_folder / AUDIT_FILE
     if not file.exists():
         return None
-    found = [f.result.epsilon_lower for f in read_audit(file).findings if f.role is Role.RUN]
-    return max(found) if found else None
+    return read_audit(file).strongest.result.epsilon_lower
 
 
 class SweepFolder:

@@ -18,7 +18,7 @@ from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import RecordCentral, RecordReplaced
 from training.attacks import record_terms
-from training.attacks.findings import Finding, Role, RunAudit
+from training.attacks.findings import Audit, Finding, Role
 from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts
 from training.attacks.replay import MembershipGame, noiseless_steps, replayed_step
 from training.attacks.run_audit import audit_run, read_run
@@ -68,7 +68,7 @@ def protected(folder: Path, name: str) -> Path:
     return trained(folder, name, protection=protection)
 
 
-def of(audit: RunAudit, role: Role) -> Finding:
+def of(audit: Audit, role: Role) -> Finding:
     (finding,) = [f for f in audit.findings if f.role is role and f.attack == "difference"]
     return finding
 

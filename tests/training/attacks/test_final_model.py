@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import training
 from accounting.audit import Method
 from accounting.errors import NoGuarantee
+from training.attacks.findings import audit_rows, read_audit
 from training.attacks.one_run.final_model import (
     SCORES_FILE,
     FinalModelGame,
@@ -25,8 +26,8 @@ from training.attacks.one_run.final_model import (
     quiet_direction,
     read_scores,
 )
-from training.attacks.one_run.report import one_run_paragraphs, read_one_run, short_rows
 from training.attacks.run_audit import read_run
+from training.attacks.words import paragraphs
 from training.cli.app import app
 from training.errors import RunFolderError
 from training.runs.folder import FINAL_MODEL_FILE, RunFolder
@@ -70,14 +71,14 @@ def test_final_models_tell_nearly_what_is_proven_and_less_noise_is_refuted(run: 
     scores: list[float] = []
     play(game, 60, scores)
     found = read_scores(game, scores, delta=DELTA)
-    result = found.readings[0].result
+    (result,) = found.scores().values()
     estimate = result.bound(Method.NORMAL_ESTIMATE)
     assert estimate.interval is not None
     assert estimate.epsilon > 4.9
     assert estimate.interval[0] < 10 < estimate.interval[1]
     assert not found.refuted
-    assert "60 trainings of 6 steps each" in one_run_paragraphs(found)[0]
-    assert [row["adversary"] for row in short_rows(found)][1:] == ["", "", ""]
+    assert "60 trainings of 6 steps each" in paragraphs(found)[0]
+    assert [row["attack"] for row in audit_rows(found)][1:4] == ["", "", ""]
     quarter = {"epsilon": None, "noise_multiplier": game.present.protection.noise_multiplier / 8}
     loud = replace(
         game,
@@ -113,8 +114,8 @@ def test_a_stopped_audit_resumes_and_is_kept(run: Path, tmp_path: Path) -> None:
     assert told == [(20, 5)]
     after = json.loads((place / SCORES_FILE).read_text())["scores"]
     assert after[:5] == before
-    assert len(after) == found.trainings == 20
-    assert read_one_run(place / FINAL_MODEL_FILE) == found
+    assert len(after) == found.trials == 20
+    assert read_audit(place / FINAL_MODEL_FILE) == found
     with pytest.raises(RunFolderError, match="another audit"):
         audit_final_model(run, **{**options, "seed": 8}, out=place)
     for content in ("[1]", "null", '{"seed": 7, "asked": {}, "scores": [null]}'):
@@ -155,8 +156,8 @@ def test_an_audit_that_is_extended_after_its_outcome_was_read_says_so(run: Path,
     assert extended.looks == 2
     assert extended.confidence == pytest.approx(0.9)
     assert replace(extended, looks=30).confidence == 0
-    assert "read 2 times" in one_run_paragraphs(extended)[0]
-    assert read_one_run(tmp_path / FINAL_MODEL_FILE) == extended
+    assert "read 2 times" in paragraphs(extended)[0]
+    assert read_audit(tmp_path / FINAL_MODEL_FILE) == extended
     with pytest.warns(
         UserWarning, match=r"24 trainings was read before, at delta 1e-05; .* confidence 0\.85"
     ):

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from accounting.audit import AuditPlan, audit
+from accounting.audit import AuditPlan, Law, OneRunPlan, audit, audit_one_run
 from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from training.attacks.findings import Finding, Role, RunAudit, paragraphs
-from training.reports.audit_page import verdict
+from training.attacks.findings import Audit, Finding, Played, Role
+from training.attacks.words import paragraphs, verdict
 
 DELTA = 1e-5
 CLAIM = Guarantee(
@@ -64,14 +64,14 @@ def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None,
         **{"attack": "difference", "members": "", "others": "", "auc": 0.5, "power": power},
         **{"result": audit(scores[0], scores[1], plan), "claim": claim},
     )
-    found = RunAudit(
+    found = Audit(
         findings=(finding,),
         guarantees=(claim,),
         trials=400,
         control_trials=0,
         seed=1,
-        step=1,
-        release="weights",
+        steps=1,
+        played=Played.STEP,
     )
     assert finding.result.ceiling < 9
     assert ("is weak" in verdict(found)) is (says is not None and "half" in says)
@@ -79,3 +79,49 @@ def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None,
     assert "none infinite" not in verdict(found)
     weak = power is not None and power < 0.5
     assert ("This audit is weak" in "\n".join(paragraphs(found))) is weak
+
+
+def test_results_of_the_older_schemas_are_read() -> None:
+    """Version 1 kept trials and scores of canaries in two schemas, without what was played."""
+    generator = np.random.default_rng(1)
+    scores, inside = generator.standard_normal(60), np.arange(60) % 2 == 0
+    plan = OneRunPlan(
+        adversary="sees all", canaries=60, delta=DELTA, claimed=1.0, law=Law.GAUSSIAN, weaker_mu=2.0
+    )
+    result = audit_one_run(scores, inside, plan)
+    canaries = Finding.of(
+        Role.RUN, "all updates", (scores[inside], scores[~inside]), result, scope="run", claim=CLAIM
+    )
+    facts = {"guarantees": (CLAIM,), "seed": 1, "steps": 3}
+    found = Audit(
+        **facts,
+        findings=(replace(canaries, members="", others=""),),
+        played=Played.TRAINING,
+        **{"trials": 60, "crafted": "gradients", "game": "a mechanism", "cpu_s": 1.0},
+    )
+    content = found.to_json()
+    (one,) = content["findings"]
+    old = {
+        **{
+            "schema_version": 1,
+            "guarantees": content["guarantees"],
+            "accounted": "a mechanism",
+            "canaries": 60,
+        },
+        **{"crafted": "gradients", "steps": 3, "seed": 1, "cpu_s": 1.0, "trainings": 1, "looks": 1},
+        "readings": [{"adversary": "all updates", "result": one["result"], "curve": one["curve"]}],
+        **{"null": [], "broken": []},
+    }
+    assert Audit.from_json(old) == found
+    assert Audit.from_json({**old, "trainings": 60}).played is Played.FINAL_MODELS
+    with pytest.raises(ValueError, match="not an audit"):
+        Audit.from_json({**old, "readings": [1]})
+    plan_of_trials = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
+    halves = scores[inside], scores[~inside]
+    trials = Finding.of(Role.RUN, "difference", halves, audit(*halves, plan_of_trials))
+    found = Audit(**facts, findings=(trials,), played=Played.STEP, trials=60, control_trials=40)
+    content = found.to_json()
+    old = {key: value for key, value in content.items() if key not in ("played", "steps", "looks", "cpu_s")}
+    old |= {"schema_version": 1, "step": 3, "release": "the weights after every step"}
+    assert Audit.from_json(old) == found
+    assert Audit.from_json({**old, "game": "a game"}).played is Played.PROTECTION

@@ -353,7 +353,6 @@ def synthetic(generator: np.random.Generator, *, z: float, fault: str = "") -> l
                     shares=np.full(2, 2**-0.5),
                 ),
                 batch=BatchLaw.binomial(400, 0.1),
-                accounted="synthetic",
             )
         )
     return runs

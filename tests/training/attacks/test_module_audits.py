@@ -221,14 +221,14 @@ def test_one_training_of_a_module_shows_what_its_steps_cost(tmp_path: Path, name
     )
     options: dict[str, Any] = {"data": data, "model": model, "canaries": 50 if name == "embedding" else 190}
     found = audit_one_training(tmp_path, **options, seed=4)
-    updates = found.reading("all updates")
+    updates = found.scores()["all updates"]
     assert not found.refuted
     assert updates.bound(Method.NORMAL_ESTIMATE).interval is not None
     low, high = updates.bound(Method.NORMAL_ESTIMATE).interval or (0.0, 0.0)
     assert low < 4.0 < high + 1.0
     with replaced("training.protections.base:Protection.central_noise", _almost_silent):
         loud = audit_one_training(tmp_path, **options, seed=4)
-    assert loud.reading("all updates").auc > 0.99
+    assert loud.scores()["all updates"].auc > 0.99
 
 
 def _almost_silent(make: Callable[..., NoiseStream]) -> Callable[..., NoiseStream]:

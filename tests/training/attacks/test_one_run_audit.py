@@ -29,10 +29,11 @@ from tests.support.faults import (
     sampled_too_often,
 )
 from tests.support.faults.base import Fault
+from training.attacks.findings import Audit, Role, audit_rows, read_audit
 from training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again
-from training.attacks.one_run.observers import Descent, EntryObserver, log_ratio, shifted
-from training.attacks.one_run.report import OneRunAudit, one_run_paragraphs, one_run_rows, read_one_run
+from training.attacks.one_run.observers import EntryObserver, Steps, log_ratio, shifted
 from training.attacks.run_audit import read_run
+from training.attacks.words import paragraphs
 from training.cli.app import app
 from training.config.sections import OptimizerConfig
 from training.engine.session import train_planned
@@ -61,7 +62,7 @@ def trained(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def audited(folder: Path, fault: Fault | None = None, **options: Any) -> OneRunAudit:
+def audited(folder: Path, fault: Fault | None = None, **options: Any) -> Audit:
     with ExitStack() as stack:
         if fault is not None:
             stack.enter_context(fault.planted())
@@ -76,9 +77,9 @@ def pdfa(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_correct_run_is_not_refuted_and_the_bounds_come_near_the_claim(pdfa: Path) -> None:
     before = {path.name for path in pdfa.iterdir()}
     found = audited(pdfa)
-    updates = found.reading("all updates")
+    updates = found.scores()["all updates"]
     reported = [
-        bound for reading in found.readings for bound in reading.result.bounds if bound.method.is_bound
+        bound for result in found.scores().values() for bound in result.bounds if bound.method.is_bound
     ]
     assert (
         len(reported) == 7
@@ -89,30 +90,30 @@ def test_a_correct_run_is_not_refuted_and_the_bounds_come_near_the_claim(pdfa: P
     assert updates.bound(Method.NORMAL_ESTIMATE).epsilon >= 0.7 * 4
     assert updates.bound(Method.GAUSSIAN_TRADE_OFF).epsilon >= 0.4 * 4
     assert not found.refuted
-    final = found.reading("final model").bound(Method.NORMAL_ESTIMATE).epsilon
+    final = found.scores()["final model"].bound(Method.NORMAL_ESTIMATE).epsilon
     assert 0 < final < updates.bound(Method.NORMAL_ESTIMATE).epsilon
-    assert found.reading("consecutive updates").bound(Method.GAUSSIAN_TRADE_OFF).epsilon < 1
+    assert found.scores()["consecutive updates"].bound(Method.GAUSSIAN_TRADE_OFF).epsilon < 1
     assert {path.name for path in pdfa.iterdir()} == before | {"one-run.json"}
-    assert read_one_run(pdfa / "one-run.json") == found
-    assert OneRunAudit.from_json(json.loads(json.dumps(found.to_json()))) == found
-    assert all(row["ceiling"] for row in one_run_rows(found))
-    assert [one.adversary for one in found.null] == [one.adversary for one in found.readings]
-    assert not any(one.result.refuting for one in found.null)
-    (broken,) = found.broken
-    assert broken.result.refuting, broken
+    assert read_audit(pdfa / "one-run.json") == found
+    assert Audit.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert all(row["ceiling"] for row in audit_rows(found))
+    assert found.scores(Role.NULL).keys() == found.scores().keys()
+    assert not any(one.refutes for one in found.of(Role.NULL))
+    (broken,) = found.of(Role.BROKEN)
+    assert broken.refutes, broken
     assert updates.plan.strictest is not None
     assert updates.plan.strictest[0] > updates.plan.delta
-    assert "not refuted" in one_run_paragraphs(found)[-1]
+    assert "not refuted" in "\n".join(paragraphs(found))
 
 
 @pytest.mark.slow
 def test_correlated_noise_is_undone_before_it_is_scored(tmp_path: Path) -> None:
     """As tight as independent noise; half of it is found, and an attacker who ignores the correlation sees less."""
     folder = trained(tmp_path / "run", trainer={"kind": "bp"}, protection={**RUN["protection"], "bands": 4})
-    updates = audited(folder).reading("all updates")
+    updates = audited(folder).scores()["all updates"]
     assert 2.8 <= updates.bound(Method.NORMAL_ESTIMATE).epsilon <= 5.2
     assert not updates.refuting
-    assert audited(folder, noise_halved.FAULT).reading("all updates").refuting
+    assert audited(folder, noise_halved.FAULT).scores()["all updates"].refuting
 
 
 def test_a_drawn_canary_is_read_through_the_bands() -> None:
@@ -132,8 +133,8 @@ def test_a_drawn_canary_is_read_through_the_bands() -> None:
 def test_a_seed_repeats_the_audit(pdfa: Path) -> None:
     options: dict[str, Any] = {"canaries": 200, "delta": 1e-4}
     first, again, other = (audited(pdfa, **options, seed=seed) for seed in (1, 1, 2))
-    assert first.readings == again.readings != other.readings
-    assert first.readings[0].result.plan.delta == 1e-4
+    assert first.findings == again.findings != other.findings
+    assert next(iter(first.scores().values())).plan.delta == 1e-4
 
 
 @pytest.mark.parametrize(
@@ -148,8 +149,8 @@ def test_a_seed_repeats_the_audit(pdfa: Path) -> None:
 )
 def test_a_planted_fault_is_refuted(pdfa: Path, fault: Fault, adversary: str) -> None:
     found = audited(pdfa, fault)
-    assert found.reading(adversary).refuting, found.reading(adversary)
-    assert "REFUTED" in one_run_paragraphs(found)[-1]
+    assert found.scores()[adversary].refuting, found.scores()[adversary]
+    assert "REFUTED" in "\n".join(paragraphs(found))
 
 
 @pytest.mark.slow
@@ -162,7 +163,7 @@ def test_a_planted_fault_is_refuted(pdfa: Path, fault: Fault, adversary: str) ->
     ],
 )
 def test_other_trainers_relations_and_optimizers(tmp_path: Path, changes: dict[str, Any]) -> None:
-    updates = audited(trained(tmp_path / "run", **changes)).reading("all updates")
+    updates = audited(trained(tmp_path / "run", **changes)).scores()["all updates"]
     assert 2.8 <= updates.bound(Method.NORMAL_ESTIMATE).epsilon <= 5.2
     assert not [bound for bound in updates.refuting if bound.method is not Method.NORMAL_BOUND]
 
@@ -185,7 +186,7 @@ def test_published_pdfa_is_refuted_from_the_updates_of_one_run(tmp_path: Path) -
         epochs=1,
         protection={"kind": "none"},
     )
-    found = audited(folder, canaries=400).reading("row space")
+    found = audited(folder, canaries=400).scores()["row space"]
     assert found.plan.claimed is not None
     assert found.plan.claimed < 1 < 3 < found.bounds[0].epsilon
     assert found.refuting
@@ -210,7 +211,7 @@ def test_published_likelihood_ratios_are_refuted_from_the_updates_of_one_run(tmp
             with pytest.raises(NoGuarantee, match="extra-noise"):
                 audited(folder, canaries=200)
             continue
-        found = audited(folder, canaries=200).reading("quiet rows")
+        found = audited(folder, canaries=200).scores()["quiet rows"]
         assert found.plan.claimed is not None
         assert found.plan.claimed < 1.5 < found.bounds[0].epsilon
         assert found.refuting
@@ -230,7 +231,7 @@ def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path
         audited(folder, canaries=100)
     audited(folder, canaries=100, out=tmp_path / "audit")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert read_one_run(tmp_path / "audit" / "one-run.json").canaries == 100
+    assert read_audit(tmp_path / "audit" / "one-run.json").trials == 100
 
 
 @pytest.mark.parametrize(
@@ -330,12 +331,12 @@ def test_descent_is_undone_from_the_weights(options: dict[str, Any], seed: int) 
     section = OptimizerConfig(lr=0.1, weight_decay=0.01, schedule="constant", **options)
     generator = np.random.default_rng(seed)
     parameter = nn.Parameter(torch.from_numpy(generator.standard_normal(50)))
-    optimizer, descent = make_optimizer([parameter], section), Descent(section)
+    optimizer, descent = make_optimizer([parameter], section), Steps(section)
     for _ in range(6):
-        gradient, before = generator.standard_normal(50), parameter.detach().numpy().copy()
+        gradient, before = generator.standard_normal(50), parameter.detach().clone()
         parameter.grad = torch.from_numpy(gradient)
         optimizer.step()
-        found = descent.gradient(before, parameter.detach().numpy(), 0.0)
+        found = descent.gradient(before, parameter.detach(), 0.0)
         np.testing.assert_allclose(found, gradient, atol=1e-9)
 
 

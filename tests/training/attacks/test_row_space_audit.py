@@ -13,14 +13,14 @@ import torch
 import training
 from accounting.guarantee import Status
 from opusim.errors import ConfigError
-from training.attacks.findings import SCHEMA_VERSION, Finding, Role, RunAudit, paragraphs
+from training.attacks.findings import Audit, Finding, Role
 from training.attacks.replay import replayed_step
 from training.attacks.run_audit import audit_run, read_run
+from training.attacks.words import paragraphs
 from training.errors import RunFolderError
 from training.protections.record import RecordGradients
 from training.reports.run_report import write_report
 from training.runs.folder import RunFolder
-from training.runs.storage import write_record
 
 N, FEATURES = 300, 40
 RUN = {
@@ -52,7 +52,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain_audit(plain: Path) -> RunAudit:
+def plain_audit(plain: Path) -> Audit:
     return audit_run(plain, data=data(), trials=200, seed=7)
 
 
@@ -61,7 +61,7 @@ def protected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("protected"), **PROTECTED)
 
 
-def of(audit: RunAudit, role: Role, attack: str = "row space") -> Finding:
+def of(audit: Audit, role: Role, attack: str = "row space") -> Finding:
     (finding,) = [f for f in audit.findings if f.role is role and f.attack == attack]
     return finding
 
@@ -76,7 +76,7 @@ def plant_noise(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     monkeypatch.setattr(RecordGradients, "__init__", weaker)
 
 
-def test_an_unprotected_run_is_found_out_as_far_as_the_trials_can_tell(plain_audit: RunAudit) -> None:
+def test_an_unprotected_run_is_found_out_as_far_as_the_trials_can_tell(plain_audit: Audit) -> None:
     finding = of(plain_audit, Role.RUN)
     assert finding.auc == 1.0
     assert finding.result.epsilon_lower == finding.result.ceiling > 2
@@ -87,7 +87,7 @@ def test_an_unprotected_run_is_found_out_as_far_as_the_trials_can_tell(plain_aud
     assert of(plain_audit, Role.BROKEN).refutes
 
 
-def test_the_words_say_what_was_found(plain_audit: RunAudit) -> None:
+def test_the_words_say_what_was_found(plain_audit: Audit) -> None:
     text = "\n".join(paragraphs(plain_audit))
     assert "Found: membership" in text
     assert "no finite epsilon, so there is nothing to refute" in text
@@ -107,24 +107,24 @@ def test_the_words_say_what_was_found(plain_audit: RunAudit) -> None:
     )
 
 
-def test_the_result_is_kept_and_shown(plain: Path, plain_audit: RunAudit) -> None:
-    kept = RunAudit.from_json(json.loads((plain / "audit.json").read_text()))
+def test_the_result_is_kept_and_shown(plain: Path, plain_audit: Audit) -> None:
+    kept = Audit.from_json(json.loads((plain / "audit.json").read_text()))
     assert kept == plain_audit
     page = write_report(training.load_run(plain)).read_text()
     assert "<h2>Audit</h2>" in page
     assert "membership found" in page
-    with pytest.raises(ValueError, match="schema_version 9 is not 1"):
-        RunAudit.from_json({"schema_version": 9})
+    with pytest.raises(ValueError, match="schema_version 9 is not 2"):
+        Audit.from_json({"schema_version": 9})
 
 
-def test_the_same_seed_repeats_an_audit(plain: Path, plain_audit: RunAudit) -> None:
+def test_the_same_seed_repeats_an_audit(plain: Path, plain_audit: Audit) -> None:
     again, other = (audit_run(plain, data=data(), trials=40, seed=seed).to_json() for seed in (7, 8))
     assert again == audit_run(plain, data=data(), trials=40, seed=7).to_json()
     assert again["findings"] != other["findings"]
-    write_record(plain / "audit.json", plain_audit, SCHEMA_VERSION)
+    plain_audit.keep(plain)
 
 
-def test_an_edited_audit_is_not_shown(plain: Path, plain_audit: RunAudit) -> None:
+def test_an_edited_audit_is_not_shown(plain: Path, plain_audit: Audit) -> None:
     file = plain / "audit.json"
     sound = file.read_text()
     file.write_text(sound.replace('"trials": 200', '"trials": 2000'))

@@ -39,7 +39,7 @@ def test_an_audit_prints_a_table_and_its_meaning_and_keeps_them(folder: Path) ->
     kept = json.loads((folder / "run" / "audit.json").read_text())
     assert kept.pop("seal").keys() == {"digest"}
     assert json.loads(again.stdout) == kept
-    assert json.loads(again.stdout)["schema_version"] == 1
+    assert json.loads(again.stdout)["schema_version"] == 2
 
 
 @pytest.mark.parametrize(

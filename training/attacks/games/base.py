@@ -29,7 +29,6 @@ from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism
 from opusim import checks
 from opusim.randomness.streams import derive_seed
-from training.attacks.findings import Curve
 from training.data import Dataset, Split
 from training.data.dataset import Standardisation
 
@@ -73,11 +72,6 @@ class Played:
     drawn: AuditResult | None = None
 
     @property
-    def curve(self) -> Curve:
-        """What the scores say at every threshold."""
-        return Curve.of(self.first, self.second)
-
-    @property
     def best(self) -> AuditResult:
         """The largest of the bounds."""
         found = [each for each in (self.bound, self.gaussian, self.drawn) if each is not None]
@@ -95,6 +89,8 @@ class TwoWorlds(ABC):
     Attributes:
         title: The mechanism in a few words.
         pair: The two worlds.
+        mechanism: What the run is accounted as.
+        actual: What the game's code releases: `mechanism`, or one with much less noise after `weakened`.
         adversaries: Who looks at each trial.
         is_gaussian: Whether a theorem says that the release is mu-GDP.
         together: Trials that one pass plays.
@@ -102,19 +98,11 @@ class TwoWorlds(ABC):
 
     title: str
     pair: str
+    mechanism: Mechanism
+    actual: Mechanism
     adversaries: tuple[Adversary, ...]
     is_gaussian: bool = False
     together: int = 1
-
-    @property
-    @abstractmethod
-    def mechanism(self) -> Mechanism:
-        """What the run is accounted as."""
-
-    @property
-    @abstractmethod
-    def actual(self) -> Mechanism:
-        """What the game's code releases: `mechanism`, or one with much less noise after `weakened`."""
 
     @abstractmethod
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:

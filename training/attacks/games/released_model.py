@@ -20,13 +20,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from accounting.mechanisms.convex import ConvexLastIterate, learning_rates, proven_mu
 from accounting.mechanisms.labels import LabelRelease
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
 from training.convex.algorithm import ConvexAlgorithm
-from training.convex.config import ConvexConfig
 from training.convex.gated import GatedNetwork, GatedRelu
 from training.engine.plan import RunPlan
 from training.networks.optimizers import set_learning_rate
@@ -51,6 +49,8 @@ class ReleasedModelGame(TwoWorlds):
     pair = "a record's label is 0 or 1"
     is_gaussian = True
     together = RECORDS
+    mechanism: LabelRelease
+    actual: LabelRelease
     adversaries = (
         Adversary(
             name="likelihood ratio",
@@ -65,8 +65,9 @@ class ReleasedModelGame(TwoWorlds):
             raise TypeError(
                 f"plan: protection.kind = {plan.config.protection.kind!r} releases no linear model"
             )
-        self._accounted = protection.mechanism if accounted is None else accounted
+        self.mechanism = protection.mechanism if accounted is None else accounted
         self._mu = louder * protection.mechanism.mu
+        self.actual = replace(self.mechanism, mu=self._mu)
         self._louder = louder
         x = torch.cat([_LENGTH * torch.eye(RECORDS), torch.zeros(RECORDS, RECORDS)])
         dataset = crafted(x, torch.arange(len(x)) % 2, n_classes=plan.dataset.n_classes)
@@ -79,23 +80,13 @@ class ReleasedModelGame(TwoWorlds):
         others = self._shares @ self._directions.t()  # what record i adds to the reading of j
         self._from_others = others.sum(dim=0) - others.diagonal()
 
-    @property
-    def mechanism(self) -> LabelRelease:
-        """See TwoWorlds.mechanism."""
-        return self._accounted
-
-    @property
-    def actual(self) -> LabelRelease:
-        """See TwoWorlds.actual."""
-        return replace(self._accounted, mu=self._mu)
-
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """See TwoWorlds.scores; a pass is one model."""
         return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
 
     def weakened(self) -> ReleasedModelGame:
         """See TwoWorlds.weakened: a quarter of the noise."""
-        return ReleasedModelGame(self._plan, self._accounted, louder=4 * self._louder)
+        return ReleasedModelGame(self._plan, self.mechanism, louder=4 * self._louder)
 
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
         plan = self._plan.unchecked(seed=seed)
@@ -106,13 +97,9 @@ class ReleasedModelGame(TwoWorlds):
             raise TypeError("plan: releases no linear model")
         with plan.opened_device() as device:
             noisy, _ = protection.drawn(self._design, x, y, mu=self._mu, device=device)
-        seen = self._along(noisy[:2])
+        seen = (noisy[0] - noisy[1]) @ self._directions.t()  # difference of two columns along each direction
         known = self._from_others if first else -self._from_others
         return np.asarray((seen - known).numpy())[None]
-
-    def _along(self, rows: Tensor) -> Tensor:
-        """Return the difference of two columns along each direction, shape (RECORDS,)."""
-        return (rows[0] - rows[1]) @ self._directions.t()
 
 
 # The last iterate
@@ -151,6 +138,8 @@ class LastIterateGame(TwoWorlds):
     pair = "a record is x with label 1, or x' next to it with label 0, whose residuals are opposite"
     is_gaussian = True
     together = TRIALS
+    mechanism: ConvexLastIterate
+    actual: ConvexLastIterate
     adversaries = (
         Adversary(
             name="last weights",
@@ -172,24 +161,10 @@ class LastIterateGame(TwoWorlds):
         algorithm = plan.algorithm
         if not isinstance(algorithm, ConvexAlgorithm):
             raise TypeError(f"plan: trainer.kind = {plan.config.trainer.kind!r} has no last iterate")
-        self._own = algorithm.last_iterate(plan.protection.noise_multiplier)
-        self._accounted = self._own if accounted is None else accounted
+        self.actual = algorithm.last_iterate(plan.protection.noise_multiplier)
+        self.mechanism = self.actual if accounted is None else accounted
         self._position = int(np.argmax(self.exact_mus())) if position is None else position
         self._values: tuple[float, float] | None = None
-
-    @property
-    def mechanism(self) -> ConvexLastIterate:
-        """See TwoWorlds.mechanism."""
-        return self._accounted
-
-    @property
-    def actual(self) -> ConvexLastIterate:
-        """See TwoWorlds.actual."""
-        return self._own
-
-    @property
-    def _options(self) -> ConvexConfig:
-        return self._plan.config.trainer_as(ConvexConfig)
 
     def exact_mus(self) -> np.ndarray:
         """Return mu of the linear instance for each batch that the record may be in, shape (batches,).
@@ -197,7 +172,7 @@ class LastIterateGame(TwoWorlds):
         It is the distance of the two means over the standard deviation of the noise from the record's first use on,
         both in closed form.
         """
-        own = self._own
+        own = self.actual
         rates = learning_rates(own)
         kept = np.append(
             np.cumprod((1 - rates * own.regularisation)[::-1])[::-1][1:], 1.0
@@ -211,7 +186,7 @@ class LastIterateGame(TwoWorlds):
     @property
     def exact_share(self) -> float:
         """Mu of the linear instance over what is proven, at most 1."""
-        return float(self.exact_mus()[self._position] / proven_mu(self._own))
+        return float(self.exact_mus()[self._position] / proven_mu(self.actual))
 
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
         """See TwoWorlds.scores; a pass is a whole run on `TRIALS` trials."""
@@ -230,7 +205,7 @@ class LastIterateGame(TwoWorlds):
         """See TwoWorlds.weakened: a quarter of the noise at every step."""
         quarter = self._plan.protection.noise_multiplier / 4
         plan = self._plan.unchecked(protection={"noise_multiplier": quarter})
-        return LastIterateGame(plan, self._accounted, position=self._position, lean=self._lean)
+        return LastIterateGame(plan, self.mechanism, position=self._position, lean=self._lean)
 
     def _pass(self, seed: int, *, first: bool, noisy: bool = True) -> np.ndarray:
         plan = self._crafted(seed, first=first)
@@ -246,13 +221,13 @@ class LastIterateGame(TwoWorlds):
                 set_learning_rate(trainer.optimizer, plan.config.optimizer, step / plan.total_steps)
                 batch = plan.sampler.indices(step)
                 trainer.step(train.x[batch], train.y[batch], step=step)
-        later = learning_rates(self._own)[self._position :]
-        kept = float(np.prod(1 - later * self._own.regularisation))
+        later = learning_rates(self.actual)[self._position :]
+        kept = float(np.prod(1 - later * self.actual.regularisation))
         return np.asarray(_difference(weights) - kept * drawn_before)[None]
 
     def _crafted(self, seed: int, *, first: bool) -> RunPlan:
         """Return the run on the auditor's records and initial weights."""
-        k, classes = self._own.batches, self._plan.dataset.n_classes
+        k, classes = self.actual.batches, self._plan.dataset.n_classes
         x = torch.zeros(k * TRIALS, 2 * TRIALS + 1)
         x[:, -1] = 1.0
         mine = torch.arange(TRIALS) + self._position * TRIALS  # the sampler takes records in their order
@@ -268,7 +243,7 @@ class LastIterateGame(TwoWorlds):
         y = torch.zeros(len(x), dtype=torch.int64)
         y[mine] = 1 if first else 0
         model = GatedRelu(x.shape[1], classes, torch.zeros(1, x.shape[1]), centre=False)
-        decay = float(np.prod(1 - learning_rates(self._own) * self._own.regularisation))
+        decay = float(np.prod(1 - learning_rates(self.actual) * self.actual.regularisation))
         start = self._lean / _SHARE / max(abs(decay), 1e-6)
         model.weight.data[TRIALS : 2 * TRIALS, 0, 0] = start
         model.weight.data[TRIALS : 2 * TRIALS, 0, 1] = -start

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts
@@ -20,7 +22,7 @@ from opusim import checks
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from training.attacks.mechanism.checks import Released, checked, least_likely_variance, shared
+from training.attacks.mechanism.checks import Released, checked, shared
 from training.attacks.mechanism.contributions import (
     STEPS,
     Weights,
@@ -39,13 +41,13 @@ from training.attacks.mechanism.report import Check, MechanismAudit
 from training.attacks.mechanism.subjects import (
     COUNTED,
     MODULES,
+    PRIVATE_LOOP,
     QUIET_SIGMA,
     SINGLE_RECORDS,
     SUBJECTS,
     Subject,
-    require_contrasts,
     require_free,
-    require_quiet,
+    require_known_laws,
     require_steps,
 )
 from training.config.kinds import PROTECTIONS
@@ -55,6 +57,7 @@ from training.config.sections import ProtectionSection
 from training.data import Dataset
 from training.engine.callbacks import Callback
 from training.engine.session import train
+from training.private_loop.start import make_private
 from training.runs.folder import RunFolder
 
 RUNS = 2
@@ -86,7 +89,7 @@ def audit_mechanism(
     labels have two more runs with such batches of identical records.
 
     Args:
-        kind: pdfa, dfa, tdfa, bp, ulr, zo or convex.
+        kind: pdfa, dfa, tdfa, bp, ulr, zo or convex; or private-loop, for a loop that `make_private` made private.
         model: What is trained: "mlp" (of ulr, zo and convex a small model of their own), or for pdfa, dfa, tdfa and bp
             under protection.kind = 'record' also "convolution" (with a group norm) or "attention" (with an embedding).
         mode: "experiment" (seeded noise) or "release" (noise from the operating system's entropy).
@@ -161,10 +164,12 @@ class _Made:
 
     Attributes:
         folder: Its folder.
+        config: Its configuration.
         states: The parameters before the first step and after each step; empty if labels are read once.
     """
 
     folder: RunFolder
+    config: RunConfig
     states: Sequence[Weights]
 
 
@@ -186,9 +191,65 @@ def _trained(
     model = None
     if not config.protection.labels_read_once:
         model = subject.new_model(_clip(config, subject), single=single)
+    if subject is SUBJECTS[PRIVATE_LOOP]:
+        states = _private_loop(config, model, dataset, folder, own, on_step)
+        config = config.unchecked(data={"name": dataset.name})
+        return _Made(folder=folder, config=config, states=states)
     watcher = _Steps(on_step, model if config.protection.last_iterate else None)
     train(config.replaced(seed=own), data=dataset, model=model, folder=folder.path, watcher=watcher)
-    return _Made(folder=folder, states=watcher.states or kept_states(folder))
+    states = watcher.states or kept_states(folder)
+    return _Made(folder=folder, config=folder.read_config(), states=states)
+
+
+def _private_loop(
+    config: RunConfig,
+    model: nn.Module | None,
+    dataset: Dataset,
+    folder: RunFolder,
+    seed: int,
+    on_step: Callable[[], None],
+) -> list[dict[str, Tensor]]:
+    """Make one run as a private loop; return its parameters before the first step and after each step."""
+    if model is None:
+        raise TypeError("protection: a private loop protects whole records only")
+    train_split, states = dataset.train, []
+
+    def keep() -> None:
+        """Keep the parameters, by the names that a trainer gives them."""
+        linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
+        states.append(
+            {
+                f"layer{number}.{name}": parameter.detach().clone()
+                for number, linear in enumerate(linears, start=1)
+                for name, parameter in linear.named_parameters()
+            }
+        )
+
+    private = make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=config.optimizer.lr),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(
+            TensorDataset(train_split.x, train_split.y), batch_size=int(config.sampler.batch_size)
+        ),
+        max_grad_norm=config.protection.clip,
+        target_delta=config.protection.delta,
+        folder=folder.path,
+        noise_multiplier=config.protection.noise_multiplier,
+        mode=config.mode,
+        seed=seed if config.mode == "experiment" else None,
+    )
+    with private:
+        module, optimizer, criterion, loader = private
+        keep()
+        for _ in range(config.epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(module(x), y).backward()
+                optimizer.step()
+                keep()
+                on_step()
+    return states
 
 
 def _small_batches(
@@ -203,46 +264,42 @@ def _small_batches(
     dataset = _dataset(subject, config, few=True, single=single)
     runs = [_trained(config, subject, dataset, folder, seed, on_step, single=single) for folder in folders]
     if single:
-        amounts = [
-            read_amounts(run.folder, run.folder.read_config(), subject, dataset, run.states) for run in runs
-        ]
+        amounts = [read_amounts(run.folder, run.config, subject, dataset, run.states) for run in runs]
         return single_record_checks(amounts)
     found = [_released(run, subject, dataset) for run in runs]
     parts = [
         run.noise if run.signal_noise is None else np.hstack([run.noise, run.signal_noise]) for run in found
     ]
     finds = "batches without records that get no noise"
-    return [least_likely_variance("small batches: noise of a step", list(np.concatenate(parts)), finds)]
+    return [Check.variance("small batches: noise of a step", list(np.concatenate(parts)), finds)]
 
 
 def _compared(
     runs: Sequence[_Made], subject: Subject, dataset: Dataset, level: float
 ) -> tuple[tuple[Check, ...], tuple[int, int], str]:
     """Return the checks of finished runs, their steps (or records) and noise-only components, and the mechanism."""
-    folders = [run.folder for run in runs]
+    folders, records = [run.folder for run in runs], len(dataset.train)
     mechanism = read_ledger(folders[0].ledger_file).mechanisms[0]
+    shape = (records, 1)
     if isinstance(mechanism, RandomizedResponse):
-        shifts = [responses(folder, dataset) for folder in folders]
-        accounted = mechanism.repeated(1).describe()
-        return response_checks(shifts, mechanism, level), (len(dataset.train), 1), accounted
-    if isinstance(mechanism, StagedResponse):
+        found = response_checks([responses(folder, dataset) for folder in folders], mechanism, level)
+    elif isinstance(mechanism, StagedResponse):
         scores = [kept_scores(folder, dataset) for folder in folders]
-        staged = staged_checks(scores, dataset.train.y.numpy(), mechanism, level)
-        return staged, (len(dataset.train), 1), mechanism.repeated(1).describe()
-    if isinstance(mechanism, LabelArgmax):
+        found = staged_checks(scores, dataset.train.y.numpy(), mechanism, level)
+    elif isinstance(mechanism, LabelArgmax):
         shifts = [responses(folder, dataset) for folder in folders]
-        answers = answer_checks(folders, shifts, mechanism, level)
-        return answers, (len(dataset.train), 1), mechanism.repeated(1).describe()
-    if isinstance(mechanism, LabelCounts):
-        counts = count_checks(folders, dataset, mechanism, level)
-        return counts, (len(dataset.train), dataset.n_classes - 1), mechanism.repeated(1).describe()
-    released = [_released(run, subject, dataset) for run in runs]
-    steps, free = released[0].noise.shape
-    return checked(released, level), (steps, free), released[0].accounted
+        found = answer_checks(folders, shifts, mechanism, level)
+    elif isinstance(mechanism, LabelCounts):
+        found = count_checks(folders, dataset, mechanism, level)
+        shape = (records, dataset.n_classes - 1)
+    else:
+        released = [_released(run, subject, dataset) for run in runs]
+        found, shape = checked(released, level), released[0].noise.shape
+    return found, shape, mechanism.repeated(1).describe()
 
 
 def _released(run: _Made, subject: Subject, dataset: Dataset) -> Released:
-    return released_steps(run.folder, run.folder.read_config(), subject, dataset, run.states)
+    return released_steps(run.folder, run.config, subject, dataset, run.states)
 
 
 def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: bool = False) -> Dataset:
@@ -308,7 +365,10 @@ def _configured(
         asked = merged(asked, parse_setting(setting))
     require_free(kind, asked)
     options = merged({"protection": {"kind": "record"}}, asked)
-    protection = _protection(options["protection"]["kind"])
+    try:
+        protection = PROTECTIONS.find(options["protection"]["kind"])
+    except BadKey as error:
+        raise ConfigError("--set", error.key, error.reason) from error
     require_steps(kind, protection)
     if model != "mlp" and protection.protects != "records":
         reason = (
@@ -320,10 +380,10 @@ def _configured(
         defaults = merged(defaults, COUNTED[options["protection"]["noise"]])
     elif "device" not in asked and kind == "pdfa":
         defaults = merged(defaults, {"device": {"noise": {"sigma": QUIET_SIGMA}}})
-    values = merged(merged(_common(kind, mode, protection, subject), defaults), options)
+    trainer = "bp" if kind == PRIVATE_LOOP else kind
+    values = merged(merged(_common(trainer, mode, protection, subject), defaults), options)
     config = load_config(values)
-    require_quiet(config)
-    require_contrasts(config)
+    require_known_laws(config)
     if protection.labels_read_once:
         return subject, config, None
     descent = _descent(config, subject, steps, config.protection.tested_records)
@@ -342,13 +402,6 @@ def _has_small_batches(subject: Subject, config: RunConfig) -> bool:
         return False
     single = subject.single_rows is not None and "noise_multiplier" in type(protection).model_fields
     return single if protection.protects == "records" else True
-
-
-def _protection(kind: object) -> type[ProtectionSection]:
-    try:
-        return PROTECTIONS.find(kind)
-    except BadKey as error:
-        raise ConfigError("--set", error.key, error.reason) from error
 
 
 def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: Subject) -> dict[str, Any]:

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
 from opusim.medium.directions import Direction
-from opusim.p_values import bonferroni, chi_squared_p_value, normal_p_value
+from opusim.p_values import bonferroni
 from training.attacks.base import Records
 from training.attacks.controls import plain_descent
-from training.attacks.mechanism.checks import least_likely_variance
 from training.attacks.mechanism.report import Check
 from training.attacks.mechanism.subjects import Subject
 from training.attacks.replay import NoiselessStep
@@ -60,10 +59,17 @@ def record_gradients(
         at: For each gradient the parameters, and the number of the record.
     """
     x, y = dataset.train.x, dataset.train.y
-    if config.trainer.kind == "ulr":
-        return [
-            _autograd(model, dict(state), x[row : row + 1], y[row : row + 1], config) for state, row in at
-        ]
+    if config.trainer.kind == "ulr":  # by torch; names follow the order of the layers
+        by_torch = []
+        for state, row in at:
+            named = dict(zip(state, model.parameters(), strict=True))
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    parameter.copy_(state[name])
+            loss = LOSSES[config.loss](model(x[row : row + 1]), y[row : row + 1]).per_record.sum()
+            parts = torch.autograd.grad(loss, list(named.values()))
+            by_torch.append({n: part.double().numpy() for n, part in zip(named, parts, strict=True)})
+        return by_torch
     unprotected = config.unchecked(
         protection=NoProtectionConfig(), mode="experiment", optimizer={"name": "sgd"}
     )
@@ -75,19 +81,6 @@ def record_gradients(
             for state, row in at
         ]
     return [{name: tensor.numpy() for name, tensor in gradient.items()} for gradient in found]
-
-
-def _autograd(
-    model: nn.Module, state: dict[str, Tensor], x: Tensor, y: Tensor, config: RunConfig
-) -> Gradient:
-    """Return the gradient of the loss by torch; names follow the order of the layers."""
-    named = dict(zip(state, model.parameters(), strict=True))
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(state[name])
-    loss = LOSSES[config.loss](model(x), y).per_record.sum()
-    found = torch.autograd.grad(loss, list(named.values()))
-    return {name: part.double().numpy() for name, part in zip(named, found, strict=True)}
 
 
 def convex_contribution(config: RunConfig, dataset: Dataset, clip: float, *, row: int = 0) -> Gradient:
@@ -241,7 +234,17 @@ def read_amounts(
     q = float(mechanism.sampling_probability)
     if config.trainer.kind == "zo":
         return _of_scalars(folder, config, mechanism, dataset)
-    expected = list(_contributions(config, subject, dataset, states[0], clip))
+    # the clipped contribution of each record at the first state, which the others are close to
+    rows = range(len(dataset.train))
+    if config.trainer.kind == "convex":
+        expected = [convex_contribution(config, dataset, clip, row=row) for row in rows]
+    else:
+        by_layer, expected = getattr(config.trainer, "clip", "joint") == "module", []
+        model = subject.new_model(clip, single=True)
+        for gradient in record_gradients(config, model, dataset, [(states[0], row) for row in rows]):
+            layers = layers_of(list(gradient)) if by_layer else [list(gradient)]
+            require_beyond([float(np.linalg.norm(flattened(gradient, names))) for names in layers], clip)
+            expected.append(clipped(gradient, clip, by_layer=by_layer))
     names = list(expected[0])
     each = np.stack([flattened(gradient, names) for gradient in expected])  # (records, parameters)
     sums = np.stack([flattened(total, names) for total in noisy_sums(states, config, mechanism)])
@@ -253,23 +256,6 @@ def read_amounts(
         noise=sums[:, ~used] / (z * clip),
         probability=q,
     )
-
-
-def _contributions(
-    config: RunConfig, subject: Subject, dataset: Dataset, state: Weights, clip: float
-) -> Iterator[Gradient]:
-    """Yield the clipped contribution of each record, at the first state, which the others are close to."""
-    rows = range(len(dataset.train))
-    if config.trainer.kind == "convex":
-        for row in rows:
-            yield convex_contribution(config, dataset, clip, row=row)
-        return
-    by_layer = getattr(config.trainer, "clip", "joint") == "module"
-    model = subject.new_model(clip, single=True)
-    for gradient in record_gradients(config, model, dataset, [(state, row) for row in rows]):
-        layers = layers_of(list(gradient)) if by_layer else [list(gradient)]
-        require_beyond([float(np.linalg.norm(flattened(gradient, names))) for names in layers], clip)
-        yield clipped(gradient, clip, by_layer=by_layer)
 
 
 def _of_scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Dataset) -> Amounts:
@@ -298,102 +284,57 @@ def single_record_checks(runs: Sequence[Amounts]) -> list[Check]:
     inside = np.stack([run.inside for run in runs])  # (runs, steps, records)
     residuals = np.stack([run.residuals for run in runs])
     noise = np.stack([run.noise for run in runs])
-    sizes, q = inside.sum(axis=2), runs[0].probability
+    sizes, q, (count, steps, n) = inside.sum(axis=2), runs[0].probability, inside.shape
+    # the record whose mean contribution is least likely, and those that are alone in a batch
+    times = np.maximum(inside.sum(axis=(0, 1)), 1)
+    deviations = np.sum(residuals * inside, axis=(0, 1)) / np.sqrt(times)
+    worst = float(deviations[np.argmax(np.abs(deviations))])
+    single = residuals[sizes == 1][inside[sizes == 1]]
+    alone = float(single.sum() / math.sqrt(max(single.size, 1)))
+    # how often two records are in a batch: all pairs at one distance, of records that no two pairs share, or mirrored
+    of_two = [
+        inside[..., first] & inside[..., first + distance] for distance, first in _blocks(n) if first.size
+    ]
+    of_two.append(inside[..., : n // 2] & inside[..., : -(n // 2) - 1 : -1])
+    # how often a record is in the batches of two steps at one distance, or of a step in two runs
+    again = [inside[:, first] & inside[:, first + gap] for gap, first in _blocks(steps) if first.size]
+    again += [inside[i] & inside[j] for j in range(count) for i in range(j)]
     return [
-        _contribution(residuals, inside),
-        _alone(residuals[sizes == 1], inside[sizes == 1]),
-        least_likely_variance("records: noise along them", [residuals], "no noise along contributions"),
-        _coins(inside, q),
-        _of_two_records(inside, q),
-        _of_two_steps(inside, q),
-        _noise_of("empty batches: variance", noise[sizes == 0], "batches without records that get no noise"),
-        _noise_of("batches of one: variance", noise[sizes == 1], "batches of one record that get less noise"),
+        Check.normal(
+            "records: contribution",
+            worst,
+            0.0,
+            1.0,
+            "records that are clipped together, or one that is not clipped",
+            comparisons=n,
+        ),
+        Check.normal(
+            "records: alone in a batch", alone, 0.0, 1.0, "batches of one record that are not clipped"
+        ),
+        Check.variance("records: noise along them", [residuals], "no noise along contributions"),
+        _coins("records: coins", list(inside.T), q, "a record that is in too many batches"),
+        _coins("records: coins of two", of_two, q * q, "one coin for two records"),
+        _coins("records: coins of two steps", again, q * q, "a coin used again"),
+        Check.variance(
+            "empty batches: variance", [noise[sizes == 0]], "batches without records that get no noise"
+        ),
+        Check.variance(
+            "batches of one: variance", [noise[sizes == 1]], "batches of one record that get less noise"
+        ),
     ]
 
 
-def _contribution(residuals: np.ndarray, inside: np.ndarray) -> Check:
-    """Check the record whose mean contribution is least likely."""
-    counts = np.maximum(inside.sum(axis=(0, 1)), 1)
-    deviations = np.sum(residuals * inside, axis=(0, 1)) / np.sqrt(counts)
-    worst = int(np.argmax(np.abs(deviations)))
-    return Check(
-        name="records: contribution",
-        observed=float(deviations[worst]),
-        expected=0.0,
-        standard_error=1.0,
-        p_value=bonferroni(normal_p_value(float(deviations[worst])), len(counts)),
-        finds="records that are clipped together, or one that is not clipped",
-    )
-
-
-def _alone(residuals: np.ndarray, inside: np.ndarray) -> Check:
-    """Check contributions of records that are alone in a batch."""
-    found = residuals[inside]
-    deviation = float(found.sum() / math.sqrt(max(found.size, 1)))
-    return Check(
-        name="records: alone in a batch",
-        observed=deviation,
-        expected=0.0,
-        standard_error=1.0,
-        p_value=normal_p_value(deviation),
-        finds="batches of one record that are not clipped",
-    )
-
-
-def _noise_of(name: str, noise: np.ndarray, finds: str) -> Check:
-    """Check the noise of some steps, shape (steps, coordinates); nothing is found if there are none."""
-    total, count = float(np.sum(np.square(noise))), noise.size
-    return Check(
-        name=name,
-        observed=total / count if count else 1.0,
-        expected=1.0,
-        standard_error=math.sqrt(2 / count) if count else math.inf,
-        p_value=chi_squared_p_value(total, count) if count else 1.0,
-        finds=finds,
-    )
-
-
-def _coins(inside: np.ndarray, q: float) -> Check:
-    """Check the record that is least likely to have been in so many batches."""
-    tosses = inside.shape[0] * inside.shape[1]
-    counts = inside.sum(axis=(0, 1)).tolist()
-    found = [(int(count), tosses) for count in counts]
-    return _least_likely_count("records: coins", found, q, "a record that is in too many batches")
-
-
-def _of_two_records(inside: np.ndarray, q: float) -> Check:
-    """Check how often two records are in a batch, over all pairs at one distance or mirrored."""
-    n, found = inside.shape[2], []
-    places = np.arange(n)
-    for distance in range(1, n):
-        for phase in (0, 1):  # alternate blocks, so that no two pairs share a record
-            first = places[(places // distance % 2 == phase) & (places + distance < n)]
-            if first.size:
-                both = inside[..., first] & inside[..., first + distance]
-                found.append((int(both.sum()), both.size))
-    mirrored = inside[..., : n // 2] & inside[..., : -(n // 2) - 1 : -1]
-    found.append((int(mirrored.sum()), mirrored.size))
-    return _least_likely_count("records: coins of two", found, q * q, "one coin for two records")
-
-
-def _of_two_steps(inside: np.ndarray, q: float) -> Check:
-    """Check how often a record is in the batches of two steps at one distance, or of a step in two runs."""
-    steps, found = np.arange(inside.shape[1]), []
-    for distance in range(1, len(steps)):
+def _blocks(count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each distance below a count with the first places of pairs in alternate blocks: none is in two pairs."""
+    places = np.arange(count)
+    for distance in range(1, count):
         for phase in (0, 1):
-            first = steps[(steps // distance % 2 == phase) & (steps + distance < len(steps))]
-            if first.size:
-                both = inside[:, first] & inside[:, first + distance]
-                found.append((int(both.sum()), both.size))
-    for one, other in ((i, j) for j in range(len(inside)) for i in range(j)):
-        both = inside[one] & inside[other]
-        found.append((int(both.sum()), both.size))
-    return _least_likely_count("records: coins of two steps", found, q * q, "a coin used again")
+            yield distance, places[(places // distance % 2 == phase) & (places + distance < count)]
 
 
-def _least_likely_count(name: str, found: Sequence[tuple[int, int]], probability: float, finds: str) -> Check:
-    """Check the least likely of several counts (how many, of how many) of binomial law."""
-    counts, sizes = np.array(found).T
+def _coins(name: str, coins: Sequence[np.ndarray], probability: float, finds: str) -> Check:
+    """Check the least likely of several counts of coins, each of binomial law."""
+    counts, sizes = np.array([(int(each.sum()), each.size) for each in coins]).T
     law = scipy.stats.binom(sizes, probability)
     p_values = np.minimum(2 * np.minimum(law.cdf(counts), law.sf(counts - 1)), 1.0)
     worst = int(np.argmin(p_values))
@@ -402,6 +343,6 @@ def _least_likely_count(name: str, found: Sequence[tuple[int, int]], probability
         observed=float(counts[worst]),
         expected=float(law.mean()[worst]),
         standard_error=float(law.std()[worst]),
-        p_value=bonferroni(float(p_values[worst]), len(found)),
+        p_value=bonferroni(float(p_values[worst]), len(coins)),
         finds=finds,
     )

@@ -19,7 +19,6 @@ import scipy.stats
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
-from opusim.p_values import bonferroni, normal_p_value
 from training.attacks.mechanism.checks import LAGS, shared
 from training.attacks.mechanism.report import Check
 from training.data import Dataset
@@ -90,72 +89,51 @@ def count_checks(
     runs = np.stack(
         [law.whitened(read_array(folder.labels_file).astype(np.float64), label) for folder in folders]
     )
-    found = [_rates(law), _mean(runs), _spread(runs), _apart(runs), _in_two_runs(runs)]
-    return shared(found, level)
-
-
-def _rates(law: LossLaw) -> Check:
-    return Check(
-        name="counts: rates paid for",
-        observed=law.rates_off,
-        expected=0.0,
-        standard_error=_SAME,
-        p_value=1.0 if law.rates_off <= _SAME else 0.0,
-        finds="light or pixels other than those accounted for",
-    )
-
-
-def _mean(runs: np.ndarray) -> Check:
-    n, freedom = runs.shape[0] * runs.shape[1], runs.shape[2]
-    total = n * float(np.sum(np.square(runs.mean(axis=(0, 1)))))
-    return Check(
-        name="counts: mean losses",
-        observed=total,
-        expected=float(freedom),
-        standard_error=math.sqrt(2 * freedom),
-        p_value=float(2 * min(scipy.stats.chi2.sf(total, freedom), 0.5)),
-        finds="more light than accounted",
-    )
-
-
-def _spread(runs: np.ndarray) -> Check:
+    records, freedom = runs.shape[0] * runs.shape[1], runs.shape[2]
+    total = records * float(np.sum(np.square(runs.mean(axis=(0, 1)))))
     squares = np.mean(np.square(runs), axis=2).ravel()
-    error = float(squares.std(ddof=1) / math.sqrt(squares.size))
-    return Check(
-        name="counts: spread of losses",
-        observed=float(squares.mean()),
-        expected=1.0,
-        standard_error=error,
-        p_value=normal_p_value((float(squares.mean()) - 1) / error) if error else 0.0,
-        finds="noise weaker than accounted",
-    )
-
-
-def _apart(runs: np.ndarray) -> Check:
-    found = [np.mean(runs[:, :-lag] * runs[:, lag:], axis=2) for lag in LAGS]
-    worst = max(found, key=lambda products: abs(products.sum()) / math.sqrt(products.size))
-    error = 1 / math.sqrt(worst.size * runs.shape[2])
-    return Check(
-        name="counts: records apart",
-        observed=float(worst.mean()),
-        expected=0.0,
-        standard_error=error,
-        p_value=bonferroni(normal_p_value(float(worst.mean()) / error), len(LAGS)),
-        finds="one frame for several records",
-    )
-
-
-def _in_two_runs(runs: np.ndarray) -> Check:
+    spread = float(squares.std(ddof=1) / math.sqrt(squares.size))
+    # one frame for several records: products of records up to four apart, of which the largest counts
+    lagged = [np.mean(runs[:, :-lag] * runs[:, lag:], axis=2) for lag in LAGS]
+    apart = max(lagged, key=lambda products: abs(products.sum()) / math.sqrt(products.size))
     products = np.mean(runs[0] * runs[1], axis=1)
-    error = 1 / math.sqrt(products.size * runs.shape[2])
-    return Check(
-        name="counts: the same in two runs",
-        observed=float(products.mean()),
-        expected=0.0,
-        standard_error=error,
-        p_value=normal_p_value(float(products.mean()) / error),
-        finds="frames that do not change from run to run",
-    )
+    found = [
+        Check(
+            name="counts: rates paid for",
+            observed=law.rates_off,
+            expected=0.0,
+            standard_error=_SAME,
+            p_value=1.0 if law.rates_off <= _SAME else 0.0,
+            finds="light or pixels other than those accounted for",
+        ),
+        Check(
+            name="counts: mean losses",
+            observed=total,
+            expected=float(freedom),
+            standard_error=math.sqrt(2 * freedom),
+            p_value=float(2 * min(scipy.stats.chi2.sf(total, freedom), 0.5)),
+            finds="more light than accounted",
+        ),
+        Check.normal(
+            "counts: spread of losses", float(squares.mean()), 1.0, spread, "noise weaker than accounted"
+        ),
+        Check.normal(
+            "counts: records apart",
+            float(apart.mean()),
+            0.0,
+            1 / math.sqrt(apart.size * freedom),
+            "one frame for several records",
+            comparisons=len(LAGS),
+        ),
+        Check.normal(
+            "counts: the same in two runs",
+            float(products.mean()),
+            0.0,
+            1 / math.sqrt(products.size * freedom),
+            "frames that do not change from run to run",
+        ),
+    ]
+    return shared(found, level)
 
 
 def answer_checks(
@@ -208,7 +186,12 @@ def staged_checks(
         ("response: records apart", neighbours[neighbours != 0], "one draw for several records"),
         ("response: equal in two runs", equal, "answers that do not change from run to run"),
     )
-    return shared([_centred(*part) for part in parts], level)
+    # many independent numbers of variance 1, of mean 0
+    means = [
+        (name, float(values.mean()) if len(values) else 0.0, 0.0, 1 / math.sqrt(max(len(values), 1)), finds)
+        for name, values, finds in parts
+    ]
+    return shared([Check.normal(*each) for each in means], level)
 
 
 class _Answers:
@@ -238,20 +221,6 @@ class _Answers:
         self.moved = ((place - (choices - 1) / 2)[free]) / np.sqrt((choices[free] ** 2 - 1) / 12)
 
 
-def _centred(name: str, values: np.ndarray, finds: str) -> Check:
-    """Check that many independent numbers of variance 1 have the mean 0."""
-    error = 1 / math.sqrt(max(len(values), 1))
-    mean = float(values.mean()) if len(values) else 0.0
-    return Check(
-        name=name,
-        observed=mean,
-        expected=0.0,
-        standard_error=error,
-        p_value=normal_p_value(mean / error),
-        finds=finds,
-    )
-
-
 # Randomized responses
 
 
@@ -269,63 +238,52 @@ def response_checks(
     stays = 1 / (1 + (k - 1) * math.exp(-float(mechanism.step_epsilon)))
     runs = np.stack(shifts)
     kept = runs == 0
-    return shared([_kept(kept, stays), _others(runs, k), *_repeats(kept, runs, stays, k)], level)
-
-
-def _kept(kept: np.ndarray, stays: float) -> Check:
-    found = scipy.stats.binomtest(int(kept.sum()), kept.size, stays)
-    return Check(
-        name="response: share of labels kept",
-        observed=float(kept.mean()),
-        expected=stays,
-        standard_error=math.sqrt(stays * (1 - stays) / kept.size),
-        p_value=float(found.pvalue),
-        finds="labels that stay more often than accounted",
-    )
-
-
-def _others(runs: np.ndarray, k: int) -> Check:
-    """Check the classes of replaced labels by Pearson's chi-squared."""
+    exact = scipy.stats.binomtest(int(kept.sum()), kept.size, stays)
+    # the classes of replaced labels by Pearson's chi-squared
     counts = np.bincount(runs[runs > 0], minlength=k)[1:]
-    expected = max(float(counts.sum()) / (k - 1), 1e-300)
-    total, degrees = float(np.sum(np.square(counts - expected)) / expected), k - 2
-    return Check(
-        name="response: classes moved to",
-        observed=total,
-        expected=float(degrees),
-        standard_error=math.sqrt(2 * degrees),
-        p_value=1.0 if not degrees else float(scipy.stats.chi2.sf(total, degrees)),
-        finds="moves that depend on the label",
-    )
-
-
-def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[Check]:
-    """Check labels kept in records up to four apart, and equal answers in two runs (normal approximations)."""
+    each = max(float(counts.sum()) / (k - 1), 1e-300)
+    total, degrees = float(np.sum(np.square(counts - each)) / each), k - 2
+    # labels kept in records up to four apart, and equal answers in two runs (normal approximations)
     n = kept.shape[1]
     values = (kept - kept.mean()) / math.sqrt(stays * (1 - stays))
     lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in LAGS]
-    total, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
+    apart, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
     same = stays**2 + (1 - stays) ** 2 / (k - 1)
-    error = math.sqrt(same * (1 - same) / n)
     equal = max(
         (float(np.mean(a == b)) for a, b in combinations(runs, 2)), key=lambda found: abs(found - same)
     )
-    n_pairs = len(runs) * (len(runs) - 1) // 2
-    return [
+    found = [
         Check(
-            name="response: records apart",
-            observed=total / pairs,
-            expected=0.0,
-            standard_error=1 / math.sqrt(pairs),
-            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(LAGS)),
-            finds="one draw for several records",
+            name="response: share of labels kept",
+            observed=float(kept.mean()),
+            expected=stays,
+            standard_error=math.sqrt(stays * (1 - stays) / kept.size),
+            p_value=float(exact.pvalue),
+            finds="labels that stay more often than accounted",
         ),
         Check(
-            name="response: equal in two runs",
-            observed=equal,
-            expected=same,
-            standard_error=error,
-            p_value=bonferroni(normal_p_value((equal - same) / error), n_pairs),
-            finds="answers that do not change from run to run",
+            name="response: classes moved to",
+            observed=total,
+            expected=float(degrees),
+            standard_error=math.sqrt(2 * degrees),
+            p_value=1.0 if not degrees else float(scipy.stats.chi2.sf(total, degrees)),
+            finds="moves that depend on the label",
+        ),
+        Check.normal(
+            "response: records apart",
+            apart / pairs,
+            0.0,
+            1 / math.sqrt(pairs),
+            "one draw for several records",
+            comparisons=len(LAGS),
+        ),
+        Check.normal(
+            "response: equal in two runs",
+            equal,
+            same,
+            math.sqrt(same * (1 - same) / n),
+            "answers that do not change from run to run",
+            comparisons=len(runs) * (len(runs) - 1) // 2,
         ),
     ]
+    return shared(found, level)

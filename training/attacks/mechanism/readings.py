@@ -19,7 +19,6 @@ import scipy.signal
 from torch import Tensor
 
 from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import Mechanism
 from accounting.mechanisms.convex import ConvexLastIterate, learning_rates
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.contributions import (
@@ -112,7 +111,6 @@ def _last_iterate_sums(
         noise=noise,
         sums=Sums(along=along, along_std=z, by_layer=along[:, None], shares=np.ones(1)),
         batch=BatchLaw(mean=float(config.sampler.batch_size), variance=0.0),
-        accounted=_one_step(mechanism),
     )
 
 
@@ -144,7 +142,6 @@ def _record_sums(
         prefixes=_prefixes(sums, expected, list(free)) if mechanism.bands == 1 else _decoded_prefixes(free),
         sums=found if mechanism.bands == 1 else _independent_sums(found, law, mechanism),
         batch=law,
-        accounted=_one_step(mechanism),
     )
 
 
@@ -232,10 +229,6 @@ def _component(total: np.ndarray, along: np.ndarray) -> float:
     return float(total @ along) / norm if norm else 0.0
 
 
-def _one_step(mechanism: Mechanism) -> str:
-    return mechanism.repeated(1).describe()
-
-
 def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Dataset) -> Released:
     """Split the scalars of zeroth-order training: +-C per record along each direction, plus z C N(0, 1).
 
@@ -247,7 +240,9 @@ def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Data
     along, noise = [], []
     for entry in LogContent.read(folder.path / LOG_FILE).entries:
         scalars = np.array(entry.scalars, dtype=np.float64) * factor
-        slopes = np.array([_first_entry(seed, dataset.train.x.shape[1]) for seed in entry.seeds])
+        # a direction's first nonzero entry, to which the records' loss difference is proportional
+        entries = [direction_entries(seed, dataset.train.x.shape[1]) for seed in entry.seeds]
+        slopes = np.array([found[np.flatnonzero(found)[0]] for found in entries])
         shares = slopes if mechanism.joint_clip else np.sign(slopes)
         turned = _reflected(scalars, shares / np.linalg.norm(shares))
         along.append(turned[0] / mechanism.spread)
@@ -262,14 +257,7 @@ def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Data
             shares=np.ones(1),
         ),
         batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
-        accounted=_one_step(mechanism),
     )
-
-
-def _first_entry(seed: int, count: int) -> float:
-    """Return a direction's first nonzero entry, to which the records' loss difference is proportional."""
-    entries = direction_entries(seed, count)
-    return float(entries[np.flatnonzero(entries)[0]])
 
 
 def _reflected(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
@@ -315,7 +303,6 @@ def _label_sums(
             shares=stated[0],
         ),
         batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
-        accounted=_one_step(mechanism),
     )
 
 

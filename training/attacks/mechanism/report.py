@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 from pydantic import computed_field
 
+from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
 from opusim.tables import wrapped
 from training.runs.storage import record_from_json, record_json
 
@@ -17,7 +19,7 @@ _WIDTH = 80
 _ROW = "{:<31}{:>10}{:>9}{:>11}{:>9}  {}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One statistic of what runs released, compared with its law under the accounted mechanism.
 
@@ -38,6 +40,42 @@ class Check:
     p_value: float
     finds: str
     level: float = math.nan
+
+    @classmethod
+    def normal(
+        cls, name: str, observed: float, expected: float, error: float, finds: str, *, comparisons: int = 1
+    ) -> Self:
+        """Return the check of a value whose law is normal.
+
+        Args:
+            name: The statistic.
+            observed: Its value, the least likely one of several.
+            expected: Its mean.
+            error: Its standard deviation; with 0 any value is an alarm.
+            finds: The faults that raise this alarm.
+            comparisons: Number of values, for which the p-value is corrected.
+        """
+        p = normal_p_value((observed - expected) / error) if error else 0.0
+        return cls(name, observed, expected, error, bonferroni(p, comparisons), finds)
+
+    @classmethod
+    def variance(cls, name: str, parts: Sequence[np.ndarray], finds: str) -> Self:
+        """Return the check of the least likely variance of several arrays of independent N(0, 1); empty ones agree."""
+        found = []
+        for part in parts:
+            total = float(np.sum(np.square(part)))
+            found.append((chi_squared_p_value(total, part.size) if part.size else 1.0, total, part.size))
+        p, total, size = min(found, key=lambda each: doubt(each[0]))
+        observed, error = (total / size, math.sqrt(2 / size)) if size else (1.0, math.inf)
+        return cls(name, observed, 1.0, error, bonferroni(p, len(parts)), finds)
+
+    @classmethod
+    def correlation(cls, name: str, found: Sequence[tuple[float, int]], finds: str) -> Self:
+        """Return the check of the least likely cosine; of each the value and the dimension, means known to be 0."""
+        p, (r, dimension) = min(
+            ((float(cosine_p_value(*each)), each) for each in found), key=lambda pair: doubt(pair[0])
+        )
+        return cls(name, r, 0.0, 1 / math.sqrt(dimension), bonferroni(p, len(found)), finds)
 
     @property
     def alarm(self) -> bool:
@@ -113,24 +151,21 @@ class MechanismAudit:
 def report_text(found: MechanismAudit) -> str:
     """Return the settings, a table of the checks, the result, and what the checks cannot detect."""
     header = _ROW.format("check", "observed", "expected", "std. error", "p-value", "verdict")
-    texts = (_how_to_read(found), _result(found), _limits(found))
-    return "\n".join(
-        [
-            wrapped(_settings(found), widest=_WIDTH),
-            "",
-            header,
-            "-" * len(header),
-            *(_row(check) for check in found.checks),
-            "",
-            "\n\n".join(wrapped(text, widest=_WIDTH) for text in texts),
-        ]
+    rows = []
+    for check in found.checks:
+        observed, expected = (f"{value:.3g}" for value in (check.observed, check.expected))
+        error, p = (f"{value:.2g}" for value in (check.standard_error, check.p_value))
+        verdict = "ALARM" if check.alarm else "agrees"
+        rows.append(_ROW.format(check.name, observed, expected, error, p, verdict))
+    # a value several standard errors away may agree
+    how_to_read = (
+        "A check of several comparisons, such as any two steps, shows the least likely one; its p-value is corrected "
+        f"for their number. A check raises an alarm if its p-value is below {found.checks[0].level:.2g}."
     )
-
-
-def _row(check: Check) -> str:
-    observed, expected = (f"{value:.3g}" for value in (check.observed, check.expected))
-    error, p = (f"{value:.2g}" for value in (check.standard_error, check.p_value))
-    return _ROW.format(check.name, observed, expected, error, p, "ALARM" if check.alarm else "agrees")
+    texts = (how_to_read, _result(found), _limits(found))
+    shown = "\n\n".join(wrapped(text, widest=_WIDTH) for text in texts)
+    settings = wrapped(_settings(found), widest=_WIDTH)
+    return "\n".join([settings, "", header, "-" * len(header), *rows, "", shown])
 
 
 def _settings(found: MechanismAudit) -> str:
@@ -142,14 +177,6 @@ def _settings(found: MechanismAudit) -> str:
         f"{found.runs} runs, {length}, {found.records:,} identical records, {seeds}, {found.cpu_s:.1f} CPU s. "
         f"Accounted per step: {found.accounted}. Noise is in units of its accounted standard deviation, contributions "
         "in units of the clip."
-    )
-
-
-def _how_to_read(found: MechanismAudit) -> str:
-    """Explain why a value several standard errors away may agree."""
-    return (
-        "A check of several comparisons, such as any two steps, shows the least likely one; its p-value is corrected "
-        f"for their number. A check raises an alarm if its p-value is below {found.checks[0].level:.2g}."
     )
 
 

@@ -9,7 +9,7 @@ Settings that these statistics do not bear are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from opusim.description.loading import load_description
-from opusim.description.schema import DeviceDescription
 from opusim.errors import ConfigError
 from training.config.reading import flat
 from training.config.run import RunConfig
@@ -279,6 +278,12 @@ _FEEDBACK = Subject(
     single_model=_single_feedback_model,
 )
 
+PRIVATE_LOOP = "private-loop"
+_OF_LOOPS = (
+    *("protection.noise_multiplier", "protection.clip_norm", "protection.delta"),
+    "sampler.batch_size",
+)
+"""Keys that a self-test of a private loop takes."""
 MODULES: dict[str, Subject] = {
     "convolution": Subject(
         defaults={"protection": {"clip_norm": 0.01}},
@@ -303,6 +308,7 @@ MODULES: dict[str, Subject] = {
 """Modules for the trainers that take any, by name."""
 SUBJECTS: dict[str, Subject] = {
     **dict.fromkeys(("pdfa", "dfa", "tdfa", "bp"), _FEEDBACK),
+    PRIVATE_LOOP: replace(_FEEDBACK),  # a subject of its own, with the same records
     "ulr": Subject(
         defaults={"protection": {"clip_norm": 0.05}, "trainer": {"copies": 16}},
         rate=1e-6,
@@ -366,7 +372,12 @@ _OWN = (
 
 def require_free(kind: str, asked: Mapping[str, Any]) -> None:
     """Refuse settings that the self-test chooses."""
-    for key in flat(asked):
+    for key, value in flat(asked).items():
+        kept = value == "record" if key == "protection.kind" else key in _OF_LOOPS
+        if kind == PRIVATE_LOOP and not kept:
+            raise ConfigError(
+                "--set", key, "does not apply to a private loop, which protects records; leave it out"
+            )
         own = [name for name in _OWN if key == name or (name.endswith(".") and key.startswith(name))]
         if key == "trainer.sigma" and kind != "ulr":
             own = [key]
@@ -392,73 +403,50 @@ def require_steps(kind: str, protection: type[ProtectionSection]) -> None:
         )
 
 
-def require_quiet(config: RunConfig) -> None:
-    """Refuse a device that makes the direction of a contribution unknown.
+def require_known_laws(config: RunConfig) -> None:
+    """Refuse a device, or directions, whose noise the self-test cannot compare with the accounted law.
 
     Raises:
-        ConfigError: It is not simulated, it is too noisy, or labels are read through it.
-    """
-    if not config.uses_device:
-        return
-    description = load_description(config.device.name, config.device.overrides)
-    noise = getattr(config.protection, "noise", "digital")
-    if noise in COUNTED:
-        require_exact_light(config, description)
-        return
-    if config.protection.labels_read_once and noise == "device":
-        reason = "'device' reads labels through a matrix, which the self-test does not undo; use 'counts' or 'argmax'"
-        raise ConfigError("--set", "protection.noise", reason)
-    if description.kind not in ("ideal", "gaussian"):
-        raise ConfigError(
-            "--set",
-            "device.name",
-            f"{config.device.name!r} is of kind {description.kind!r}, whose readings the self-test cannot predict; "
-            "use 'ideal' or 'gaussian'",
-        )
-    sigma = 0.0 if description.noise is None else description.noise.value()
-    if config.trainer.kind == "pdfa" and sigma > _LARGEST_SIGMA:
-        raise ConfigError(
-            "--set",
-            "device.noise.sigma",
-            f"{sigma:g} changes the direction of each contribution; use at most {_LARGEST_SIGMA:g}",
-        )
-
-
-def require_exact_light(config: RunConfig, description: DeviceDescription) -> None:
-    """Refuse a camera of whose light only limits are accounted for: its law is not the accounted one.
-
-    Raises:
-        ConfigError: It has a certificate, or light that fluctuates.
-    """
-    power = None if description.camera is None else description.camera.light.power
-    for key, given in (
-        ("device.certificate", config.device.certificate),
-        ("device.camera.light.power", power),
-    ):
-        if given is not None:
-            reason = "leaves only limits of the light, and the self-test compares laws; leave it out"
-            raise ConfigError("--set", key, reason)
-
-
-def require_contrasts(config: RunConfig) -> None:
-    """Refuse zeroth-order training with too few directions or without Gaussian noise.
-
-    Raises:
-        ConfigError: It has one of the two.
+        ConfigError: The device is not simulated, is too noisy, reads labels, or is a camera of whose light only limits
+            are known; or zeroth-order training has too few directions, or other noise than Gaussian noise.
     """
     options = config.trainer
-    if not isinstance(options, ZoConfig):
-        return
-    if options.directions <= MIN_FREE:
-        raise ConfigError(
-            "--set",
-            "trainer.directions",
+    problems: list[tuple[str, str]] = []
+    if config.uses_device:
+        description = load_description(config.device.name, config.device.overrides)
+        noise = getattr(config.protection, "noise", "digital")
+        if noise in COUNTED:
+            camera = description.camera
+            given = {
+                "device.certificate": config.device.certificate,
+                "device.camera.light.power": None if camera is None else camera.light.power,
+            }
+            limits = "leaves only limits of the light, and the self-test compares laws; leave it out"
+            problems += [(key, limits) for key, value in given.items() if value is not None]
+        elif config.protection.labels_read_once and noise == "device":
+            reason = (
+                "'device' reads labels through a matrix, which the self-test does not undo; use 'counts' or "
+                "'argmax'"
+            )
+            problems.append(("protection.noise", reason))
+        elif description.kind not in ("ideal", "gaussian"):
+            reason = (
+                f"{config.device.name!r} is of kind {description.kind!r}, whose readings the self-test cannot predict; "
+                "use 'ideal' or 'gaussian'"
+            )
+            problems.append(("device.name", reason))
+        elif options.kind == "pdfa" and description.noise is not None:
+            sigma = description.noise.value()
+            reason = f"{sigma:g} changes the direction of each contribution; use at most {_LARGEST_SIGMA:g}"
+            problems += [("device.noise.sigma", reason)] if sigma > _LARGEST_SIGMA else []
+    if isinstance(options, ZoConfig) and options.directions <= MIN_FREE:
+        reason = (
             f"{options.directions} leaves {options.directions - 1} noise-only components per step, and the self-test "
-            f"needs {MIN_FREE}; use at least {MIN_FREE + 1}",
+            f"needs {MIN_FREE}; use at least {MIN_FREE + 1}"
         )
-    if options.law != "gaussian":
-        raise ConfigError(
-            "--set",
-            "trainer.law",
-            f"the self-test has no exact checks for {options.law!r} noise; use 'gaussian'",
-        )
+        problems.append(("trainer.directions", reason))
+    elif isinstance(options, ZoConfig) and options.law != "gaussian":
+        reason = f"the self-test has no exact checks for {options.law!r} noise; use 'gaussian'"
+        problems.append(("trainer.law", reason))
+    for key, reason in problems:
+        raise ConfigError("--set", key, reason)

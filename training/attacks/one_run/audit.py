@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,38 +16,35 @@ import torch
 from torch import Tensor, nn
 
 from accounting import numerics
-from accounting.audit import Law, OneRunPlan, gaussian_mu
+from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from accounting.composition import guarantees as composed
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
+from accounting.ledger.content import LedgerContent
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import ClippedRecords
 from opusim import checks
-from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
+from training.attacks.findings import Audit, Finding, Played, Role
 from training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
 from training.attacks.one_run.observers import (
     EntryObserver,
+    FirstLayerObserver,
     Observer,
-    QuietRowsObserver,
-    RowSpaceObserver,
     Sight,
 )
-from training.attacks.one_run.report import SCHEMA_VERSION, OneRunAudit, Reading
 from training.attacks.replay import AuditedRun
-from training.attacks.run_audit import ROOM, audit_place, read_run, update_clipping
+from training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run, update_clipping
 from training.data import Dataset, Split
 from training.engine.algorithm import Arrays
-from training.engine.callbacks import Callback
 from training.engine.plan import RunPlan
 from training.engine.session import train_planned
 from training.feedback.config import FeedbackConfig
 from training.networks.layers import LayeredNetwork
 from training.networks.network import FullyConnected
 from training.protections.base import PrivateGradients
-from training.runs.folder import ONE_RUN_FILE, RunFolder
-from training.runs.storage import write_record
+from training.runs.folder import RunFolder
 from training.ulr.config import UlrConfig
 
 DEFAULT_CANARIES = 1000
@@ -77,7 +73,7 @@ def audit_one_training(
     delta: float | None = None,
     on_start: Callable[[int], None] = lambda total: None,
     on_step: Callable[[], None] = lambda: None,
-) -> OneRunAudit:
+) -> Audit:
     """Train once as a run was trained, with canaries, bound epsilon from their scores, and keep it as `one-run.json`.
 
     An independent fair coin puts each canary in or leaves it out. Sampler, clip, noise, optimizer and ledger are the
@@ -106,17 +102,14 @@ def audit_one_training(
         ValueError: A number out of range.
     """
     checks.integer(canaries=canaries, minimum=20)
-    seed = secrets.randbits(63) if seed is None else seed
-    checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
+    seed = drawn_seed(seed)
     folder = RunFolder(path)
-    place = audit_place(folder, None if out is None else Path(out))
+    place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
     found = play_one_run(
         started_again(run, seed), canaries, seed=seed, delta=delta, on_start=on_start, on_step=on_step
     )
-    if run.plan.config.mode == "release":
-        make_private_folder(place)
-    write_record(place / ONE_RUN_FILE, found, SCHEMA_VERSION)
+    keep(found, place, run)
     return found
 
 
@@ -156,7 +149,7 @@ def play_one_run(
     delta: float | None = None,
     on_start: Callable[[int], None] = lambda total: None,
     on_step: Callable[[], None] = lambda: None,
-) -> OneRunAudit:
+) -> Audit:
     """Train a resolved run once with canaries, in a folder that is deleted afterwards; see `audit_one_training`.
 
     Args:
@@ -183,31 +176,92 @@ def play_one_run(
     started = time.process_time()
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
         folder = RunFolder(Path(scratch) / "run")
-        train_planned(game.plan, folder, watcher=_Both(game.observer, on_step))
+        game.observer.after_step = on_step
+        train_planned(game.plan, folder, watcher=game.observer)
         ledger = read_ledger(folder.ledger_file)
     spent = time.process_time() - started
-    guarantees = ledger.guarantees(delta=delta)
-    mechanism = ledger.mechanisms[0]
-    claim = Claim.of(ledger.mechanisms, guarantees, game.relation, delta)
-    scores = game.observer.scores(mechanism)
-    plans, null = claim.plans(list(scores), canaries), null_coins(seed, canaries)
-    return OneRunAudit(
-        readings=tuple(
-            Reading.of(sight.name, own, game.inside, plans[sight]) for sight, own in scores.items()
-        ),
-        null=tuple(Reading.of(sight.name, own, null, plans[sight]) for sight, own in scores.items()),
-        broken=tuple(
-            Reading.of(sight.name, own, game.inside, plans[sight])
-            for sight, own in game.observer.with_half_the_noise(mechanism).items()
-        ),
-        guarantees=tuple(guarantees),
-        accounted=mechanism.describe(),
-        canaries=canaries,
-        crafted="gradients" if protected else "records",
-        steps=game.observer.steps,
+    return read_canaries(
+        game.observer,
+        game.inside,
+        game.relation,
+        ledger,
         seed=seed,
+        delta=delta,
+        crafted="gradients" if protected else "records",
         cpu_s=spent,
     )
+
+
+def read_canaries(
+    observer: Observer,
+    inside: np.ndarray,
+    relation: Adjacency,
+    ledger: LedgerContent,
+    *,
+    seed: int,
+    delta: float,
+    crafted: str,
+    cpu_s: float,
+) -> Audit:
+    """Return what the scores of a training's canaries say.
+
+    Args:
+        observer: Watched the training.
+        inside: The coins, bool, shape (m,).
+        relation: The data sets of which a coin chooses one.
+        ledger: What the training paid for.
+        seed: Of coins and canaries.
+        delta: Of the bounds.
+        crafted: "gradients" or "records".
+        cpu_s: Processor seconds of the training.
+    """
+    guarantees, mechanism = ledger.guarantees(delta=delta), ledger.mechanisms[0]
+    claim = Claim.of(ledger.mechanisms, guarantees, relation, delta)
+    scores, weaker = observer.scores(mechanism), observer.with_half_the_noise(mechanism)
+    canaries = len(inside)
+    null, proven = null_coins(seed, canaries), next((one for one in guarantees if one.is_proven), None)
+    plans = claim.plans(list(scores), canaries)
+    return Audit(
+        findings=tuple(
+            finding_of_scores(role, sight.name, own, coins, plans[sight], proven)
+            for role, found, coins in (
+                (Role.RUN, scores, inside),
+                (Role.NULL, scores, null),
+                (Role.BROKEN, weaker, inside),
+            )
+            for sight, own in found.items()
+        ),
+        guarantees=tuple(guarantees),
+        played=Played.TRAINING,
+        game=mechanism.describe(),
+        trials=canaries,
+        crafted=crafted,
+        steps=observer.steps,
+        seed=seed,
+        cpu_s=cpu_s,
+    )
+
+
+def finding_of_scores(
+    role: Role,
+    attack: str,
+    scores: np.ndarray,
+    inside: np.ndarray,
+    plan: OneRunPlan,
+    proven: Guarantee | None,
+) -> Finding:
+    """Return what an adversary's scores of the canaries say.
+
+    Args:
+        role: The subject.
+        attack: Its name.
+        scores: One for each canary, shape (m,).
+        inside: The coins, bool, shape (m,).
+        plan: How the scores are read.
+        proven: What a theorem says of the training, or None.
+    """
+    result = audit_one_run(scores, inside, plan)
+    return Finding.of(role, attack, (scores[inside], scores[~inside]), result, scope="run", claim=proven)
 
 
 def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> float | None:
@@ -426,10 +480,10 @@ def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
         )
     layer: dict[str, Any] = {"weight": weight, "bias": bias, "options": plan.config.optimizer}
     if quiet:
-        return QuietRowsObserver(network, x, **layer, most_steps=plan.total_steps), False
+        return FirstLayerObserver(network, x, **layer, most_steps=plan.total_steps), False
     inputs = update_clipping(options)(x, layer=0, depth=network.depth, n_layer=n_outputs)
     epoch = -(-(len(plan.dataset.train) + len(x)) // max(int(batch), 1))
-    return RowSpaceObserver(network, inputs, **layer, batch_size=math.ceil(batch), most_steps=epoch), True
+    return FirstLayerObserver(network, inputs, **layer, batch_size=math.ceil(batch), most_steps=epoch), True
 
 
 def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
@@ -438,19 +492,3 @@ def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
     joined = Split(torch.cat([train.x, x.to(train.x.device)]), torch.cat([train.y, y.to(train.y.device)]))
     sampler = replace(plan.sampler, n_records=len(joined))
     return replace(plan, dataset=replace(plan.dataset, train=joined), sampler=sampler)
-
-
-class _Both(Callback):
-    """A watcher that tells an observer, and then the caller, of every step."""
-
-    def __init__(self, observer: Observer, on_step: Callable[[], None]) -> None:
-        self._observer, self._on_step = observer, on_step
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback."""
-        self._observer.on_start(step=step, total_steps=total_steps)
-
-    def on_step(self, *, step: int) -> None:
-        """See Callback."""
-        self._observer.on_step(step=step)
-        self._on_step()

@@ -114,8 +114,13 @@ class Canaries:
                 f"{count} exceeds the {largest} weights of the largest weight matrix, and each canary needs "
                 "an entry of its own; take fewer",
             )
-        entries = tuple(_entries(shape, count, generator) for shape in shapes if shape[2] * shape[3] >= count)
-        return cls(inside=inside, entries=entries, first=n_records, replaces=replaces)
+        entries = []
+        for _, name, rows, columns in shapes:
+            if rows * columns >= count:
+                places = torch.from_numpy(generator.choice(rows * columns, count, replace=False))
+                own = {"rows": places // columns, "columns": places % columns}
+                entries.append(LayerEntries(name=name, width=columns, height=rows, **own))
+        return cls(inside=inside, entries=tuple(entries), first=n_records, replaces=replaces)
 
 
 def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
@@ -132,18 +137,6 @@ def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
         if weight.ndim == 2:
             found.append((layer, names[weight.data_ptr()], weight.shape[0], weight.shape[1]))
     return found
-
-
-def _entries(shape: tuple[int, str, int, int], count: int, generator: np.random.Generator) -> LayerEntries:
-    _, name, rows, columns = shape
-    places = torch.from_numpy(generator.choice(rows * columns, count, replace=False))
-    return LayerEntries(
-        name=name,
-        rows=places // columns,
-        columns=places % columns,
-        width=columns,
-        height=rows,
-    )
 
 
 class CraftedGradients(WrappedGradients):
@@ -190,7 +183,12 @@ class CraftedGradients(WrappedGradients):
             raise ValueError(
                 "records is missing: the trainer must tell its writer which records a batch holds"
             )
-        (found,) = parts
+        whole = list(parts)
+        if len(whole) != 1:
+            raise ValueError(
+                f"batch: was recorded in {len(whole)} parts, and canaries need one; leave max_physical_batch_size out"
+            )
+        (found,) = whole
         rows = torch.nonzero(records >= self._canaries.first).flatten()
         numbers = self._planted[records[rows].cpu() - self._canaries.first]
         self.drawn = np.zeros(len(self.others))

@@ -21,14 +21,13 @@ Sources: worst-case initial weights: Annamalai and De Cristofaro 2024; crafted r
 from __future__ import annotations
 
 import math
-import secrets
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,15 +40,22 @@ from torch import Tensor, nn
 from accounting.audit import FEWEST_CANARIES
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
+from accounting.guarantee import Adjacency, from_json
 from accounting.mechanisms import Mechanism
 from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
-from training.attacks.one_run.audit import CONFIDENCE, Claim, null_coins, started_again, with_records
+from training.attacks.findings import Audit, Played, Role
+from training.attacks.one_run.audit import (
+    CONFIDENCE,
+    Claim,
+    finding_of_scores,
+    null_coins,
+    started_again,
+    with_records,
+)
 from training.attacks.one_run.observers import Sight
-from training.attacks.one_run.report import SCHEMA_VERSION, OneRunAudit, Reading
-from training.attacks.run_audit import audit_place, read_run
+from training.attacks.run_audit import audit_place, drawn_seed, read_run
 from training.data import Dataset
 from training.engine.algorithm import Arrays
 from training.engine.plan import RunPlan
@@ -57,8 +63,8 @@ from training.engine.session import train_planned
 from training.errors import RunFolderError
 from training.networks.network import FullyConnected
 from training.runs.cluster import connected
-from training.runs.folder import FINAL_MODEL_FILE, RunFolder
-from training.runs.storage import digest_of, read_json, require_unchanged, sealed, write_json, write_record
+from training.runs.folder import RunFolder
+from training.runs.storage import digest_of, read_json, require_unchanged, sealed, write_json
 
 DEFAULT_TRAININGS = 400
 SCORES_FILE = "final-model-scores.json"
@@ -139,7 +145,12 @@ class FinalModelGame:
             mechanisms=tuple(mechanism.repeated(plan.total_steps) for mechanism in plan.mechanisms),
             seed=seed,
         )
-        with_it, without = (_noiseless(one, seed) for one in (game.present, game.absent))
+        # the attacker's own two trainings, without noise
+        silent = {"epsilon": None, "noise_multiplier": _SHADOW_NOISE, "noise": "digital"}
+        with_it, without = (
+            _trained(one.unchecked(protection=silent, mode="experiment").with_silent_device(), seed)
+            for one in (game.present, game.absent)
+        )
         return replace(game, direction={name: with_it[name] - without[name] for name in with_it})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,12 +197,6 @@ def quiet_direction(x: Tensor) -> Tensor:
     return torch.linalg.eigh(rows.t() @ rows).eigenvectors[:, 0]
 
 
-def _noiseless(plan: RunPlan, seed: int) -> Weights:
-    """Return what a training without noise moves, as the attacker makes it itself."""
-    silent = {"epsilon": None, "noise_multiplier": _SHADOW_NOISE, "noise": "digital"}
-    return _trained(plan.unchecked(protection=silent, mode="experiment").with_silent_device(), seed)
-
-
 def _trained(plan: RunPlan, seed: int) -> Weights:
     """Train from the plan's initial weights; return initial less final weights, float64, on the CPU."""
     initial = plan.network.tensors
@@ -217,14 +222,14 @@ def audit_final_model(
     cluster: str | None = None,
     on_start: Callable[[int, int], None] = lambda total, done: None,
     on_training: Callable[[int], None] = lambda done: None,
-) -> OneRunAudit:
+) -> Audit:
     """Train many times as a run was trained, with a crafted record or without it, and attack the final models.
 
     The result is kept as `final-model.json`, the scores so far as `final-model-scores.json`: an audit that was stopped
     resumes if it is called again with the same options. If it is called with another number of trainings, or at
     another delta, after its outcome was read, it warns: an audit that is repeated until its outcome pleases errs more
     often than a bound tells. Each reading adds its own error, and the result's confidence counts them all
-    (`OneRunAudit.looks`).
+    (`Audit.looks`).
 
     Args:
         path: The run folder.
@@ -253,7 +258,7 @@ def audit_final_model(
     checks.integer(minimum=FEWEST_CANARIES, trainings=trainings)
     checks.integer(minimum=1, jobs=jobs)
     folder = RunFolder(path)
-    place = audit_place(folder, None if out is None else Path(out))
+    place = audit_place(folder, out)
     run = read_run(folder, data, model, trust_code=trust_code)
     if run.plan.config.mode == "release":
         make_private_folder(place)
@@ -268,7 +273,7 @@ def audit_final_model(
     play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
     found = read_scores(game, scores.found[:trainings], delta=look.delta, cpu_s=time.process_time() - started)
     found = replace(found, looks=scores.looked(look))
-    write_record(place / FINAL_MODEL_FILE, found, SCHEMA_VERSION)
+    found.keep(place)
     return found
 
 
@@ -277,6 +282,16 @@ class Look(NamedTuple):
 
     trainings: int
     delta: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """The file of scores: looks are numbers of trainings, as older versions kept them, or each with a delta."""
+
+    seed: int
+    asked: dict[str, Any]
+    scores: list[float]
+    looks: list[int | tuple[int, float]] = field(default_factory=list)
 
 
 class _Scores:
@@ -288,6 +303,9 @@ class _Scores:
         seed: Of the audit; None takes the file's, or draws one.
         folder: The audited run.
         delta: The run's, at which readings were made that name none.
+
+    Raises:
+        RunFolderError: The file holds those of another audit, or was changed.
     """
 
     def __init__(
@@ -299,23 +317,29 @@ class _Scores:
             "run": str(folder.path.resolve()),
             "configuration": digest_of(folder.config_file.read_bytes()),
         }
-        kept = read_json(file) if file.exists() else {}
-        if file.exists() and (not _are_scores(kept) or kept["asked"] != self._asked):
-            raise RunFolderError(
-                f"{file} holds the scores of another audit; delete it, or choose another --out"
-            )
-        if kept and seed not in (None, kept["seed"]):
-            raise RunFolderError(
-                f"{file} holds the scores of another audit, of seed {kept['seed']} and not {seed}; take that seed, or "
-                "choose another --out"
-            )
-        if kept:
-            require_unchanged(file, kept, remedy="restore it from a copy, or choose another --out")
-        self.seed: int = kept["seed"] if kept else secrets.randbits(63) if seed is None else seed
-        self.found: list[float] = [float(score) for score in kept["scores"]] if kept else []
-        looks = kept.get("looks", []) if kept else []
-        self.looks = [Look(one, delta) if isinstance(one, int) else Look(*one) for one in looks]
+        self.found: list[float] = []
+        self.looks: list[Look] = []
         """When the outcome was read, in order."""
+        if not file.exists():
+            self.seed = drawn_seed(seed)
+            return
+        content = read_json(file)
+        try:
+            kept = from_json(_Kept, content)
+        except (TypeError, ValueError):  # something else
+            kept = None
+        if kept is None or kept.asked != self._asked or seed not in (None, kept.seed):
+            other = (
+                f", of seed {kept.seed} and not {seed}; take that seed"
+                if kept and seed not in (None, kept.seed)
+                else ""
+            )
+            raise RunFolderError(
+                f"{file} holds the scores of another audit{other}; delete it, or choose another --out"
+            )
+        require_unchanged(file, content, remedy="restore it from a copy, or choose another --out")
+        self.seed, self.found = kept.seed, kept.scores
+        self.looks = [Look(one, delta) if isinstance(one, int) else Look(*one) for one in kept.looks]
 
     def keep(self, on_training: Callable[[int], None]) -> None:
         """Write the scores and tell their number."""
@@ -347,28 +371,6 @@ class _Scores:
         write_json(self._file, sealed(content))
 
 
-def _are_scores(kept: Any) -> bool:
-    """Whether a JSON document is what `_Scores.keep` writes."""
-    return (
-        isinstance(kept, dict)
-        and type(kept.get("seed")) is int
-        and "asked" in kept
-        and isinstance(kept.get("scores"), list)
-        and all(type(score) in (int, float) for score in kept["scores"])
-        and isinstance(kept.get("looks", []), list)
-        and all(_is_look(one) for one in kept.get("looks", []))
-    )
-
-
-def _is_look(kept: Any) -> bool:
-    """Whether a JSON value is a number of trainings, as older versions kept it, or one with a delta."""
-    if type(kept) is int:
-        return True
-    return (
-        isinstance(kept, list) and len(kept) == 2 and type(kept[0]) is int and type(kept[1]) in (int, float)
-    )
-
-
 def play(
     game: FinalModelGame,
     trainings: int,
@@ -391,28 +393,19 @@ def play(
     coins = game.coins(trainings)
     missing = range(len(scores), trainings)
     tasks = [joblib.delayed(game.score)(number, inside=bool(coins[number])) for number in missing]
-    with _workers(jobs, cluster) as options:
+    options = {} if cluster is not None else {"n_jobs": jobs}
+    with ExitStack() as stack:
+        if cluster is not None:
+            stack.enter_context(connected(cluster))
+            stack.enter_context(joblib.parallel_config(backend="dask"))
+        elif jobs > 1:
+            stack.enter_context(joblib.parallel_config(backend="loky", inner_max_num_threads=1))
         for score in joblib.Parallel(batch_size=1, return_as="generator", **options)(tasks):
             scores.append(score)
             on_score()
 
 
-@contextmanager
-def _workers(jobs: int, cluster: str | None) -> Iterator[dict[str, int]]:
-    """Choose what runs joblib's tasks; yields options of `joblib.Parallel`."""
-    if cluster is not None:
-        with connected(cluster), joblib.parallel_config(backend="dask"):
-            yield {}
-    elif jobs == 1:
-        yield {"n_jobs": 1}
-    else:
-        with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
-            yield {"n_jobs": jobs}
-
-
-def read_scores(
-    game: FinalModelGame, scores: Sequence[float], *, delta: float, cpu_s: float = 0.0
-) -> OneRunAudit:
+def read_scores(game: FinalModelGame, scores: Sequence[float], *, delta: float, cpu_s: float = 0.0) -> Audit:
     """Return what the scores of the first trainings say.
 
     Args:
@@ -425,15 +418,21 @@ def read_scores(
     stated, count = guarantees(list(game.mechanisms), delta=delta), len(scores)
     claim = Claim.of(game.mechanisms, stated, relation, delta)
     plan, found = claim.plans([game.sight], count)[game.sight], np.array(scores)
-    return OneRunAudit(
-        readings=(Reading.of(game.sight.name, found, game.coins(count), plan),),
-        null=(Reading.of(game.sight.name, found, null_coins(game.seed, count), plan),),
+    proven = next((one for one in stated if one.is_proven), None)
+    return Audit(
+        findings=tuple(
+            finding_of_scores(role, game.sight.name, found, coins, plan, proven)
+            for role, coins in (
+                (Role.RUN, game.coins(count)),
+                (Role.NULL, null_coins(game.seed, count)),
+            )
+        ),
         guarantees=tuple(stated),
-        accounted=game.mechanisms[0].describe(),
-        canaries=count,
+        played=Played.FINAL_MODELS,
+        game=game.mechanisms[0].describe(),
+        trials=count,
         crafted="records",
         steps=game.present.total_steps,
         seed=game.seed,
         cpu_s=cpu_s,
-        trainings=count,
     )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.audit import Law, Method
-from training.attacks.base import steps_needed
+from training.attacks.base import Descent
 from training.attacks.one_run.canaries import Canaries, CraftedGradients
 from training.attacks.update_attacks import row_space
 from training.config.sections import OptimizerConfig
@@ -103,6 +104,8 @@ class Observer(Callback, ABC):
 
     def __init__(self) -> None:
         self.steps = 0
+        self.after_step: Callable[[], None] = lambda: None
+        """Called after each step."""
 
     @abstractmethod
     def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
@@ -133,10 +136,11 @@ class Observer(Callback, ABC):
         """See Callback."""
         self.steps = step
         self.look(step)
+        self.after_step()
 
 
-class Descent:
-    """Undoes plain, heavy-ball or Nesterov descent on some weights, from the first step on.
+class Steps:
+    """Undoes descent from the first step on, at the learning rates of its schedule; see `Descent`.
 
     Args:
         options: The optimizer.
@@ -146,30 +150,19 @@ class Descent:
     """
 
     def __init__(self, options: OptimizerConfig) -> None:
-        steps_needed(options)
-        self._options = options
+        self._descent, self._options = Descent(options), options
         self._rates = make_optimizer([nn.Parameter(torch.zeros(1))], options)
-        self._momentum: np.ndarray | float = 0.0
 
-    def gradient(self, before: np.ndarray, after: np.ndarray, progress: float) -> np.ndarray:
-        """Return the gradient of the next step.
+    def gradient(self, before: Tensor, after: Tensor, progress: float) -> Tensor:
+        """Return the gradient of the next step, float64.
 
         Args:
-            before: Weights before it, float64.
+            before: Weights before it.
             after: Weights after it.
             progress: Share of the run's steps done before it.
         """
-        options, mu = self._options, self._options.momentum
-        set_learning_rate(self._rates, options, progress)
-        change = (before - after) / float(self._rates.param_groups[0]["lr"])
-        if options.nesterov:  # change = (1 + mu) (g + wd W) + mu^2 b
-            whole = (change - mu**2 * self._momentum) / (1 + mu)
-            self._momentum = mu * self._momentum + whole
-        else:  # change = mu b + g + wd W
-            whole = change - mu * self._momentum
-            self._momentum = change
-        found: np.ndarray = whole - options.weight_decay * before
-        return found
+        set_learning_rate(self._rates, self._options, progress)
+        return self._descent.gradient(before, after, float(self._rates.param_groups[0]["lr"]))
 
 
 class EntryObserver(Observer):
@@ -194,12 +187,12 @@ class EntryObserver(Observer):
     ) -> None:
         super().__init__()
         self._network, self._canaries, self._scale, self._sampler = network, canaries, scale, sampler
-        self._descent = Descent(options)
+        self._descent = Steps(options)
         self._averaged = options.averaged_tail > 0
         self.writer: CraftedGradients | None = None
         self._readings: list[np.ndarray] = []
         self._drawn: list[np.ndarray] = []
-        self._first = self._before = np.zeros(0)
+        self._first = self._before = torch.zeros(0)
 
     def look(self, step: int) -> None:
         """See Observer.look."""
@@ -207,13 +200,16 @@ class EntryObserver(Observer):
         if step == 0:
             self._first = now
         elif not (self._averaged and step == self.total_steps):  # the mean of the tail is no update
-            progress = (step - 1) / self.total_steps
-            sums = self._descent.gradient(self._before, now, progress) * self._scale
             if self.writer is None:
                 raise ValueError("writer is missing: the trainer asked for no writer of private gradients")
+            sums = self._gradient(now, step).numpy() * self._scale
             self._readings.append(sums - self.writer.others)
             self._drawn.append(self.writer.drawn)
         self._before = now
+
+    def _gradient(self, now: Tensor, step: int) -> Tensor:
+        """Return the released gradient of a step along the canaries, undone from the weights after it."""
+        return self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
 
     def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
         """See Observer.scores."""
@@ -222,7 +218,7 @@ class EntryObserver(Observer):
         return {
             ALL_UPDATES: self._log_ratios(y, mechanism),
             CONSECUTIVE: jumps.sum(axis=0).astype(float),
-            FINAL_MODEL: self._first - self._before,
+            FINAL_MODEL: (self._first - self._before).numpy(),
         }
 
     def with_half_the_noise(self, mechanism: Any) -> dict[Sight, np.ndarray]:
@@ -265,14 +261,27 @@ class EntryObserver(Observer):
         found[canaries.planted.numpy()] = self._sampler.subset_of_records[canaries.first :]
         return found
 
-    def _along(self) -> np.ndarray:
-        """Return the weights along each canary's direction, float64, shape (m,)."""
-        tensors = self._network.tensors
+    def _along(self, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the weights, or other tensors of their names, along each canary's direction, float64, shape (m,)."""
+        tensors = self._network.tensors if tensors is None else tensors
         total = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
         for entry in self._canaries.entries:
             values = tensors[entry.name].detach().flatten()
             total += values[entry.flat.to(values.device)].double().cpu()
-        return (total / math.sqrt(len(self._canaries.entries))).numpy()
+        return total / math.sqrt(len(self._canaries.entries))
+
+
+class GradientObserver(EntryObserver):
+    """Watches the canaries' entries of the gradients that a private loop releases, whatever optimizer takes them."""
+
+    def _gradient(self, now: Tensor, step: int) -> Tensor:
+        """See EntryObserver; the loop's writer has just written it."""
+        named = self._network.model.named_parameters()
+        return self._along({name: p.grad for name, p in named if p.grad is not None})
+
+    def finish(self) -> None:
+        """Look at the final model."""
+        self._before = self._along()
 
 
 def shifted(y: np.ndarray, steps: int) -> np.ndarray:
@@ -310,9 +319,8 @@ class FirstLayerObserver(Observer):
         bias: Name of its bias, or None if it has none.
         options: The optimizer.
         most_steps: Steps that are looked at, from the first on.
+        batch_size: Expected number of records in a batch, for `ROW_SPACE`; None for `QUIET_ROWS`.
     """
-
-    sight: Sight
 
     def __init__(
         self,
@@ -323,81 +331,47 @@ class FirstLayerObserver(Observer):
         bias: str | None,
         options: OptimizerConfig,
         most_steps: int,
+        batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        self._network, self._names = network, (weight, bias)
+        self._network, self._names, self._batch_size = network, (weight, bias), batch_size
         self._inputs = with_constant(inputs, bias=bias is not None).double()
-        self._descent, self._most = Descent(options), most_steps
-        self._before = np.zeros(0)
+        self._descent, self._most = Steps(options), most_steps
+        self._before = torch.zeros(0)
         self._found = np.full(len(inputs), -math.inf)
 
     def look(self, step: int) -> None:
         """See Observer.look."""
         if step > self._most:
             return
-        now = self._layer()
+        tensors, (weight, bias) = self._network.tensors, self._names
+        parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
+        now = torch.cat(parts, dim=1).double().cpu()
         if step:
             gradient = self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
-            self._found = np.maximum(self._found, self.score(torch.from_numpy(gradient)).numpy())
+            score = self._quiet_rows if self._batch_size is None else self._row_space
+            self._found = np.maximum(self._found, -score(gradient).clamp_min(_TINY).log10().numpy())
         self._before = now
-
-    @abstractmethod
-    def score(self, gradient: Tensor) -> Tensor:
-        """Return each canary's score of one step, float64, shape (m,).
-
-        Args:
-            gradient: The first layer's, float64, one column more for a bias.
-        """
 
     def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
         """See Observer.scores."""
-        return {self.sight: self._found}
+        return {QUIET_ROWS if self._batch_size is None else ROW_SPACE: self._found}
 
-    def _layer(self) -> np.ndarray:
-        """Return the first layer's weights with the bias as the last column, float64."""
-        tensors, (weight, bias) = self._network.tensors, self._names
-        parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
-        return torch.cat(parts, dim=1).double().cpu().numpy()
+    def _row_space(self, gradient: Tensor) -> Tensor:
+        """Return the part of each canary's input outside the row space of an update, shape (m,); see `RowSpaceAttack`.
 
-
-class RowSpaceObserver(FirstLayerObserver):
-    """Looks for the canaries' inputs in the row space of the first layer's updates; see `RowSpaceAttack`.
-
-    A canary's score is the largest of -log10 of its residual over the steps of the first epoch, in which shuffled
-    epochs use every record once.
-
-    Args:
-        batch_size: Expected number of records in a batch.
-        layer: See FirstLayerObserver.
-    """
-
-    sight = ROW_SPACE
-
-    def __init__(self, network: Network, inputs: Tensor, *, batch_size: int, **layer: Any) -> None:
-        super().__init__(network, inputs, **layer)
-        self._batch_size = batch_size
-
-    def score(self, gradient: Tensor) -> Tensor:
-        """See FirstLayerObserver.score."""
-        basis = row_space(gradient, self._batch_size)
+        The first epoch is looked at, in which shuffled epochs use every record once.
+        """
+        basis = row_space(gradient, self._batch_size or 0)
         outside = self._inputs - (self._inputs @ basis) @ basis.t()
-        share = outside.norm(dim=1) / self._inputs.norm(dim=1).clamp_min(_TINY)
-        return -share.clamp_min(_TINY).log10()
+        return outside.norm(dim=1) / self._inputs.norm(dim=1).clamp_min(_TINY)
 
+    def _quiet_rows(self, gradient: Tensor) -> Tensor:
+        """Return |G h|^2 / |h|^2 over the mean square of G's entries, for an update G and each canary's input h.
 
-class QuietRowsObserver(FirstLayerObserver):
-    """Looks for inputs along which the first layer's update has less noise than elsewhere.
-
-    Published likelihood ratio training completes the noise of a batch to sigma_0 C in every direction, by the
-    covariance that its estimates have before they are clipped. Along a batch's inputs nothing is added, and the clipped
-    estimates have far less than that. For the update G and a canary's input h a step's score is
-    -log10 of |G h|^2 / |h|^2 over the mean square of G's entries.
-    """
-
-    sight = QUIET_ROWS
-
-    def score(self, gradient: Tensor) -> Tensor:
-        """See FirstLayerObserver.score."""
+        Published likelihood ratio training completes the noise of a batch to sigma_0 C in every direction, by the
+        covariance that its estimates have before they are clipped. Along a batch's inputs nothing is added, and the
+        clipped estimates have far less than that.
+        """
         along = (self._inputs @ gradient.t()).square().sum(dim=1)
-        typical = self._inputs.square().sum(dim=1) * gradient.square().mean()
-        return -(along / typical.clamp_min(_TINY)).clamp_min(_TINY).log10()
+        return along / (self._inputs.square().sum(dim=1) * gradient.square().mean()).clamp_min(_TINY)

@@ -1,0 +1,123 @@
+"""The audit of a private loop in one training: sound loops stay below their claim, and weaker noise is refuted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from typer.testing import CliRunner
+
+import opusim
+from accounting.audit import Method
+from opusim.errors import ConfigError
+from tests.support.faults import clipped_by_layer, noise_halved
+from tests.support.faults.base import Fault
+from tests.support.private_loops import private_loop, records, run_epoch
+from training.attacks.findings import Role, read_audit
+from training.attacks.mechanism.report import report_text
+from training.cli.app import app
+from training.protections.record import RecordGradients
+
+CANARIES = 240
+
+
+def builder(folder: Path, **options: Any) -> Callable[[Callable[[Any], Any]], opusim.PrivateTraining]:
+    """A loop with Adam, whose steps no audit of weights could undo."""
+
+    def build(plant: Callable[[Any], Any]) -> opusim.PrivateTraining:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        planted: Dataset[Any] = plant(records(100))
+        given = model, optimizer, nn.CrossEntropyLoss(), DataLoader(planted, batch_size=20, shuffle=True)
+        return private_loop(folder, given, **options)
+
+    return build
+
+
+def five_epochs(private: opusim.PrivateTraining) -> None:
+    for _ in range(5):
+        run_epoch(private)
+
+
+@pytest.mark.slow
+def test_a_sound_loop_is_not_refuted_and_a_quarter_of_its_noise_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without information, the area under the curve of m / 2 and m / 2 scores has the standard error 1 / sqrt(3 m)."""
+    found = opusim.audit_private_loop(builder(tmp_path / "sound"), five_epochs, canaries=CANARIES, seed=1)
+    updates = found.scores()["all updates"]
+    assert read_audit(tmp_path / "sound" / "one-run.json") == found
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "sound")]).exit_code == 0
+    for text in ("one training of", "null control"):
+        assert text in (tmp_path / "sound" / "report.html").read_text()
+    assert "epsilon of at least" in (tmp_path / "sound" / "one-run.html").read_text()
+    assert (tmp_path / "sound" / "one-run.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(opusim.RunFolderError, match="holds a private loop already"):
+        private_loop(tmp_path / "sound")
+    assert updates.plan.claimed == pytest.approx(found.guarantees[0].epsilon)
+    assert updates.auc > 0.5 + 5 * (3 * CANARIES) ** -0.5
+    assert not [one for one in updates.refuting if one.method is not Method.NORMAL_BOUND]
+    assert len(found.of(Role.BROKEN)) == 1
+    make = RecordGradients.__init__
+
+    def weaker(self: RecordGradients, *, noise_multiplier: float, **options: Any) -> None:
+        make(self, noise_multiplier=noise_multiplier / 4, **options)
+
+    monkeypatch.setattr(RecordGradients, "__init__", weaker)
+    faulty = opusim.audit_private_loop(builder(tmp_path / "faulty"), five_epochs, canaries=CANARIES, seed=1)
+    assert faulty.refuted, faulty.scores()["all updates"]
+
+
+def test_loops_that_cannot_be_audited_are_refused(tmp_path: Path) -> None:
+    build = builder(tmp_path / "release", mode="release", seed=None)
+    with pytest.raises(ValueError, match="audit the loop in mode = 'experiment'"):
+        opusim.audit_private_loop(build, five_epochs, canaries=CANARIES)
+    build = builder(tmp_path / "bare")
+    with pytest.raises(ValueError, match="must call the function that it is given once"):
+        opusim.audit_private_loop(lambda plant: build(lambda each: each), five_epochs, canaries=CANARIES)
+    parts = builder(tmp_path / "parts", max_physical_batch_size=4)
+    with pytest.raises(ValueError, match="leave max_physical_batch_size out"):
+        opusim.audit_private_loop(parts, five_epochs, canaries=CANARIES)
+
+
+def test_the_report_of_a_loop_takes_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "loop"
+    with private_loop(folder) as private:
+        run_epoch(private)
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert result.exit_code == 0, result.output
+    page = (folder / "report.html").read_text()
+    for text in ("steps paid for", "max_grad_norm", "record, zero_out"):
+        assert text in page, text
+    assert "Repeat this run" not in page
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("experiment"), pytest.param("release", marks=pytest.mark.slow)]
+)
+def test_a_self_test_of_a_private_loop_agrees_with_its_ledger(mode: str, seed: int) -> None:
+    own = seed if mode == "experiment" else None
+    found = opusim.audit_mechanism("private-loop", mode=mode, steps=40, seed=own, level=1e-6)
+    assert found.holds, report_text(found)
+    assert found.single_records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [noise_halved.FAULT, clipped_by_layer.FAULT], ids=lambda one: one.name)
+def test_a_self_test_of_a_private_loop_finds_faults(fault: Fault) -> None:
+    with fault.planted():
+        assert not opusim.audit_mechanism("private-loop", steps=40, seed=1, level=1e-6).holds
+
+
+@pytest.mark.parametrize(
+    "setting", ["protection.bands=4", "trainer.clip=module", "protection.kind=label-budget"]
+)
+def test_a_self_test_of_a_private_loop_refuses_what_it_would_ignore(setting: str) -> None:
+    with pytest.raises(ConfigError, match="does not apply to a private loop"):
+        opusim.audit_mechanism("private-loop", settings=[setting], steps=40, seed=1)

@@ -35,9 +35,7 @@ GOALS = {
     "files in the root of opusim": 12,
     "files in the root of accounting": 12,
     "files in the root of training": 3,
-    # placement, free memory, rare faults, exact rounding and its kernels, losses of small samples, followed records,
-    # contributions of records, choices of feedback points
-    "files of the product": 359,
+    "files of the product": 338,
     "function-level imports outside command modules": 20,
     "comparisons of protection.kind outside its configuration": 0,
 }

@@ -119,7 +119,7 @@ def by_derivatives(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator:
                 down = losses(model, x, y)
         slope = (up - down) / (2 * STEP * y.numel())  # of the mean loss
         gradient = (v * slope[:, None, None]).flatten(0, 1)
-        feedback.readout.fit(number, _features(feedback, seen[name], reading), gradient)
+        feedback.start_readout().fit(number, _features(feedback, seen[name], reading), gradient)
     return 1 + 2 * len(feedback.points)
 
 
@@ -141,7 +141,7 @@ def by_mirror(
             total += v.flatten(0, 1).T @ reading
             kept[number][1] = count + len(reading)
             scale = feedback.gain / v.shape[-1] ** 0.5 * reading.shape[1]
-            feedback.readout._matrices[number] = total / (kept[number][1] * scale)
+            feedback.start_readout()._matrices[number] = total / (kept[number][1] * scale)
     return 1 + len(feedback.points)
 
 

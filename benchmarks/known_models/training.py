@@ -131,7 +131,7 @@ class Training:
             if self.feedback is not None:
                 self.feedback.column_sum = kept["columns"]
             if self.feedback is not None and kept["readout"] is not None:
-                self.feedback.readout.load_state_dict(kept["readout"])
+                self.feedback.start_readout().load_state_dict(kept["readout"])
 
     def _points(self) -> FeedbackAlignment | None:
         """Put feedback points on the model."""
@@ -209,7 +209,7 @@ class Training:
             "progress": vars(self.progress),
             "columns": None if self.feedback is None else self.feedback.column_sum,
             "readout": self.feedback.readout.state_dict()
-            if self.feedback is not None and self._row.readout
+            if self.feedback is not None and self.feedback.readout is not None
             else None,
         }
         torch.save(state, self._file.with_suffix(".new"))

@@ -35,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pdfa": {  # with components and labels kept in the folder
         **CONFIG,
         "data": {"n_classes": 3, "components": 6},
-        "protection": {"kind": "label-readout", "noise": "device", "epsilon": 2.0},
+        "protection": {"kind": "label-randomized-response", "epsilon": 2.0},
     },
     "ulr": {
         **CONFIG,

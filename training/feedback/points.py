@@ -190,7 +190,8 @@ class FeedbackAlignment(Choosing):
         self._told = self._outside = False
         self._observed: list[Reading] | None = None
         self._error: Tensor | None = None
-        self._readout: LearntReadout | None = None
+        self.readout: LearntReadout | None = None
+        """The learnt read-out; None before `start_readout` or `fit_readout`."""
         self.private = False
         """Whether a private loop trains the model, whose records no read-out may learn from."""
         self._step = 0
@@ -424,30 +425,29 @@ class FeedbackAlignment(Choosing):
             with self.backpropagating():
                 true, reference = true_gradients(*self._ran(loss), parameters)
         finally:
-            self._observed, self._kept, self._step = None, [], step
+            self._observed, self._kept, self._error, self._step = None, [], None, step
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
         updates = Updates(reached=reached, found=found, true=true, reference=reference)
         return compared(updates, seen, self._projector(seen.rows.device), self._slices)
 
-    @property
-    def readout(self) -> LearntReadout:
-        """The learnt read-out of the device's outputs; it exists from the first use on, and starts as plain feedback.
+    def start_readout(self) -> LearntReadout:
+        """Return the learnt read-out of the device's outputs; a new one is plain feedback.
 
-        Its `state_dict` belongs into a checkpoint with the model's.
+        Its `state_dict` belongs into a checkpoint with the model's; `fit_readout` starts it by itself.
 
         Raises:
             RuntimeError: The sizes are unknown, because neither `shape` nor the model was called.
         """
-        if self._readout is None:
+        if self.readout is None:
             if not self._slices:
                 raise RuntimeError(
                     "the sizes of the points are not known yet; call shape(x) with two records first"
                 )
             device = self._noisy_device
             outputs = self._shape.n_outputs if device is None else device.n_outputs
-            self._readout = LearntReadout(self._slices, outputs)
-        return self._readout
+            self.readout = LearntReadout(self._slices, outputs)
+        return self.readout
 
     def fit_readout(self, loss: Callable[[], Tensor]) -> None:
         """Fit the read-out to one batch that is backpropagated; see `training.feedback.readout`.
@@ -484,7 +484,7 @@ class FeedbackAlignment(Choosing):
         # 2. Read the device, under a number that no step of training has.
         if not self._slices:
             self._lay_out(gradient, calls)
-        readout = self.readout
+        readout = self.start_readout()
         at = _READOUT_STEP + readout.updates
         if self._noisy_device is not None:
             self._noisy_device.seek(at)
@@ -556,9 +556,9 @@ class FeedbackAlignment(Choosing):
         for number, (part, h) in enumerate(zip(self._slices, points, strict=True)):
             point = self._view.extent(h.shape)
             own, key = reading, (part.offset, part.end, point)
-            if self._readout is not None:
+            if self.readout is not None:
                 own, part, key = (
-                    self._readout.apply(number, reading),
+                    self.readout.apply(number, reading),
                     replace(part, offset=0),
                     (number, 0, point),
                 )

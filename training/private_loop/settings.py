@@ -214,7 +214,7 @@ def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
     """
     rounding = about_rounding(True, enforced=True, what=NOISY_SUM)
     enforced = {text for text in CLIPPED_RECORDS.checked_by_code if text != _STANDARDISED}
-    enforced |= {one.text for one in rounding}
+    enforced |= {one.text for one in rounding if one.holds}  # what is on trust stays so
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
     trusted = (*_TRUSTED, *((_TRUSTED_IF_SHARED,) if several else ()))
     checked = (Assumption(text=text, holds=True) for text in _CHECKED)

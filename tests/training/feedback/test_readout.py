@@ -74,7 +74,7 @@ def test_it_starts_as_plain_feedback(name: str) -> None:
     wanted = gradients(plain, x, y)
     learnt = opusim.FeedbackAlignment(build(), **options)
     learnt.shape(x[:2])
-    assert learnt.readout.updates == 0
+    assert learnt.start_readout().updates == 0
     for own, other in zip(gradients(learnt, x, y), wanted, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-7)
 
@@ -139,7 +139,7 @@ def test_a_saved_read_out_goes_on() -> None:
     one.fit_readout(lambda: loss_of(one, x, y))
     other = opusim.FeedbackAlignment(Stream(), ["blocks.0", "blocks.1"])
     other.shape(x[:2])
-    other.readout.load_state_dict(one.readout.state_dict())
+    other.start_readout().load_state_dict(one.start_readout().state_dict())
     for feedback in (one, other):
         feedback.fit_readout(lambda feedback=feedback: loss_of(feedback, *rows((40, 16), seed=1)))
     for own, theirs in zip(gradients(one, x, y), gradients(other, x, y), strict=True):
@@ -147,13 +147,13 @@ def test_a_saved_read_out_goes_on() -> None:
     different = opusim.FeedbackAlignment(convolutions(), ["1"])
     different.shape(rows((2, 1, 8, 8))[0])
     with pytest.raises(ValueError, match="state: has matrices of shapes"):
-        different.readout.load_state_dict(one.readout.state_dict())
+        different.start_readout().load_state_dict(one.start_readout().state_dict())
 
 
 def test_what_it_refuses(tmp_path: Path) -> None:
     feedback = opusim.FeedbackAlignment(Stream(), ["blocks.0"])
     with pytest.raises(RuntimeError, match=r"call shape\(x\) with two records first"):
-        _ = feedback.readout
+        feedback.start_readout()
     with pytest.raises(ValueError, match="no forward pass of the model led to"):
         feedback.fit_readout(lambda: torch.zeros((), requires_grad=True).exp())
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))

@@ -151,7 +151,7 @@ def test_noise_from_loader_to_parameters_has_the_accounted_variance(
     multiplier = 2000.0
     private = private_loop(tmp_path, given, noise_multiplier=multiplier, max_grad_norm=1e-4)
     if fault == "smaller noise":
-        private._private._gradients._noise_std *= 0.9
+        private._private.gradients._noise_std *= 0.9
     weights, biases, count = released_variance(private, 60)
     private.close()
     wanted = (0.5 * multiplier * 1e-4 / 12) ** 2  # 0.5 is the learning rate
@@ -167,7 +167,7 @@ def test_records_enter_batches_with_the_stated_probability(
     given = parts(count=60, batch_size=12)
     private = private_loop(tmp_path, given, sample_rate=rate)
     loader, q, steps = private.data_loader, 0.2, 1500
-    sizes = torch.tensor([len(loader._sampler.indices(step)) for step in range(steps)], dtype=torch.float64)
+    sizes = torch.tensor([len(loader.sampler.indices(step)) for step in range(steps)], dtype=torch.float64)
     private.close()
     standard_error = math.sqrt(q * (1 - q) / (60 * steps))
     assert (abs(float(sizes.mean()) / 60 - q) < 5 * standard_error) == holds
@@ -179,7 +179,7 @@ def test_the_loader_hands_out_what_the_sampler_drew(tmp_path: Path) -> None:
     private = private_loop(tmp_path)
     features = private.data_loader.dataset.tensors[0]
     for step, (x, y) in enumerate(private.data_loader):
-        assert torch.equal(x, features[private.data_loader._sampler.indices(step)])
+        assert torch.equal(x, features[private.data_loader.sampler.indices(step)])
         private.criterion(private.module(x), y).backward()
     assert private.step == len(private.data_loader) == 5
 
@@ -267,7 +267,7 @@ def gradient_of(folder: Path, x: Tensor, y: Tensor, limit: int | None, *, widene
         patch.object(SeededStream, "add_rounded", SeededStream.add_to),
         private_loop(folder, (module, optimizer, criterion, loader), **options) as private,
     ):
-        private._private._gradients._clip_norm *= widened
+        private._private.gradients._clip_norm *= widened
         data, labels = next(iter(private.data_loader))
         private.criterion(private.module(data), labels).backward()
         return written(private).double()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -174,13 +173,12 @@ def table(results: dict[str, Any]) -> str:
                 str(len(runs)),
                 with_error(last(runs, "validation"), ".3f"),
                 with_error(ratio(results, name), ".3f"),
-                f"{1e3 * statistics.mean(run['seconds'] for run in runs) / steps:.0f}",
                 f"{runs[0]['frames'] / steps:,.0f}" if row.device else "-",
                 f"{runs[0]['device_seconds']:,.0f}" if row.device else "-",
                 f"{runs[0]['joules'] / 1e3:,.1f}" if row.device else "-",
             )
         )
-    head = ("row", "seeds", "validation loss", "perplexity over backpropagation's", "ms a step here")
+    head = ("row", "seeds", "validation loss", "perplexity over backpropagation's")
     return markdown((*head, "frames a step", "device time [s]", "energy [kJ]"), rows)
 
 
@@ -197,7 +195,7 @@ def page_section() -> str:
             f"nanoGPT's setting for {where}: {setting.layers} layers, {setting.heads} heads, width {setting.width}, "
             f"context {setting.context}, batch {setting.batch}, {setting.steps:,} steps ({results['date']}, "
             f"{command(MODULE, *words)}). Its README reports {reported}. Ratios in print: {PAPERS}. Frames, time and "
-            "energy are those of the device described, for the whole run; times here are those of runs side by side."
+            "energy are those of the device described, for the whole run."
         )
         parts += [text, table(results)]
     return section("nanoGPT on characters", *parts) if parts else ""

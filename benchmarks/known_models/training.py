@@ -89,7 +89,7 @@ class Progress:
 
     Attributes:
         step: Steps done.
-        seconds: Time of training on this machine.
+        seconds: Processor time of training on this machine.
         frames: Frames of the device.
         device_seconds: Time that they take on the device.
         joules: Energy that they take there.
@@ -157,12 +157,12 @@ class Training:
         """Train to the end and return the progress."""
         part = self._task.steps // EVALUATIONS
         while self.progress.step < self._task.steps:
-            started = time.perf_counter()
+            started = time.process_time()
             for step in range(self.progress.step, self.progress.step + part):
                 self._step(step)
             if self._task.place.type == "cuda":
                 torch.cuda.synchronize()
-            self.progress.seconds += time.perf_counter() - started
+            self.progress.seconds += time.process_time() - started
             self.progress.step += part
             self.model.eval()
             self.progress.curve.append(self._task.measure(self.model))

@@ -24,13 +24,13 @@ from training.runs.checkpoints import list_checkpoints, read_checkpoint
 SAME = [
     "pdfa=2",
     "pdfa module=2",
-    "pdfa module small batches=2",
+    "pdfa record=2",
     "pdfa record=2+1",
     "pdfa module record=2",
     "bp banded=2+1",
 ]
 MORE = [
-    "pdfa record=2",
+    "pdfa module small batches=2",
     *(
         "bp banded=3",
         "bp=2",

@@ -50,7 +50,9 @@ def test_a_sound_loop_is_not_refuted_and_a_quarter_of_its_noise_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without information, the area under the curve of m / 2 and m / 2 scores has the standard error 1 / sqrt(3 m)."""
-    found = opusim.audit_private_loop(builder(tmp_path / "sound"), five_epochs, canaries=CANARIES, seed=1)
+    found = opusim.audit_private_loop(
+        builder(tmp_path / "sound", noise_multiplier=0.6), five_epochs, canaries=CANARIES, seed=1
+    )
     updates = found.scores()["all updates"]
     assert read_audit(tmp_path / "sound" / "one-run.json") == found
     assert CliRunner().invoke(app, ["report", str(tmp_path / "sound")]).exit_code == 0

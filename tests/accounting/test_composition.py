@@ -247,7 +247,9 @@ def test_a_kind_that_states_its_mu_has_it_under_every_relation(relation: Adjacen
             return "a sum"
 
     (found,) = guarantees([OfMu(mu=0.25, adjacency=relation)], delta=DELTA)
-    assert found.epsilon == pytest.approx(guarantees([Gaussian(noise_multiplier=4.0)], delta=DELTA)[0].epsilon)
+    assert found.epsilon == pytest.approx(
+        guarantees([Gaussian(noise_multiplier=4.0)], delta=DELTA)[0].epsilon
+    )
 
 
 @pytest.mark.usefixtures("own_kinds")

@@ -191,8 +191,8 @@ class FeedbackAlignment(Choosing):
         self._observed: list[Reading] | None = None
         self._error: Tensor | None = None
         self._readout: LearntReadout | None = None
-        self.private = False
-        """Whether a private loop trains the model, whose records no read-out may learn from."""
+        self.private_loops = 0
+        """How many private loops train the model, whose records no read-out may learn from."""
         self._step = 0
         self._handles = [model.register_forward_pre_hook(refuse_export), *self._install()]
         self._keep_names()
@@ -463,7 +463,7 @@ class FeedbackAlignment(Choosing):
             RuntimeError: A private loop trains the model.
             ValueError: The loss does not come from a forward pass of this model.
         """
-        if self.private:
+        if self.private_loops:
             raise RuntimeError(
                 "fit_readout: a private loop trains the model, and a read-out that learns from its records would not "
                 "be private; fit it to public records before make_private"

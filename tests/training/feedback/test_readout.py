@@ -159,6 +159,11 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
     points = opusim.FeedbackAlignment(model, ["1"])
     private = pytest.raises(RuntimeError, match="fit_readout: a private loop trains the model")
-    with private_loop(tmp_path, parts(model)), private:
+    with private_loop(tmp_path / "first", parts(model)), private:
         points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
+    with private_loop(tmp_path / "open", parts(model)):
+        with pytest.raises(ValueError, match="in a private loop already"):
+            private_loop(tmp_path / "second", parts(model))
+        with pytest.raises(RuntimeError, match="fit_readout: a private loop trains the model"):
+            points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
     points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())

@@ -191,6 +191,11 @@ class Mechanism(ABC):
             NoGuarantee: No theorem covers them together.
         """
         adjacency = cls.common_adjacency(mechanisms)
+        for name in ("unit", "release"):
+            if len({getattr(one, name) for one in mechanisms}) > 1:
+                raise NoGuarantee(
+                    f"mechanisms {mechanisms[0].kind}: {name} differs between them; state each separately"
+                )
         # of several theorems the one whose hypotheses contain the others': one about sampling before one without
         theorems = [one.theorem for one in mechanisms if one.theorem is not None]
         theorem = max(theorems, key=lambda each: (len(each.checked_by_code), each.name), default=None)

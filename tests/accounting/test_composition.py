@@ -12,7 +12,7 @@ import pytest
 from accounting import mechanism as mechanism_module
 from accounting.composition import Budget, guarantees, merge
 from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Unit
+from accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
 from accounting.mechanisms import CertifiedMechanism, Mechanism
 from accounting.mechanisms.labels import LabelBudget
 from accounting.mechanisms.records import (
@@ -286,3 +286,15 @@ def test_what_protects_labels_does_not_compose_with_what_protects_records() -> N
     assert [each.unit for each in guarantees([one], delta=DELTA)] == [Unit.LABEL]
     with pytest.raises(NoGuarantee, match="no accountant covers them together"):
         guarantees([one, Gaussian(noise_multiplier=4.0)], delta=DELTA)
+
+
+@pytest.mark.usefixtures("own_kinds")
+def test_releases_that_a_kind_takes_as_a_field_do_not_compose_if_they_differ() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Chosen(Gaussian):
+        kind: ClassVar[str] = "chosen_release"
+        release: Release = Release.EVERY_UPDATE  # type: ignore[misc]
+
+    both = [Chosen(noise_multiplier=4.0, release=one) for one in (Release.EVERY_UPDATE, Release.LAST_ITERATE)]
+    with pytest.raises(NoGuarantee, match="release differs between them"):
+        guarantees(both, delta=DELTA)

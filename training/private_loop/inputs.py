@@ -371,8 +371,8 @@ def require_order(values: Any, handed: Sequence[Any]) -> None:
         if any(same(_in_order(ours), _in_order(one)) for one in theirs):
             raise ValueError(
                 "module: an argument has the rows of the loader's batch in another order, which says which of them "
-                "only fill it, with weight zero; keep their order, sort in the module or in the collate function, or give "
-                "fixed_batches=False"
+                "only fill it, with weight zero; keep their order, sort in the module or in the collate function, or "
+                "give fixed_batches=False"
             )
 
 

@@ -63,11 +63,11 @@ ENTRY_POINT_GROUP = "opusim.mechanisms"
 Hypotheses = tuple[tuple[str, ...], tuple[str, ...]]
 """What code can check, and what is taken on trust."""
 _KINDS: dict[str, type[Mechanism]] = {}
-_STATING = {
-    *("bounds", "common_adjacency", "delta_errors", "hypotheses", "circumstances", "detail", "why_infinite"),
-    *("refuted", "rounded", "device_assumption", "repeats_beta"),
-}
-"""What `Mechanism.guarantees` asks of the class: mechanisms of classes that differ in it do not compose."""
+_STATING = (
+    *("guarantees", "bounds", "common_adjacency", "delta_errors", "hypotheses", "circumstances", "detail"),
+    *("why_infinite", "unit", "release", "refuted", "rounded", "device_assumption", "repeats_beta"),
+)
+"""What a statement takes from the class: mechanisms of classes that differ in it do not compose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,8 @@ class Mechanism(ABC):
         rounded: What is exactly rounded, in a statement's words; None if its statements say nothing of rounding.
         refuted: Why no epsilon is finite, with the remedy, if that is all that its theorem says; else None.
         accountant: The class that states what holds of several mechanisms; those that share it compose. A class that
-            is `joint`, or overrides any part of a statement, is its own, and so is a kind that inherits none.
+            is `joint`, or has another part of a statement, wherever it comes from, is its own, and so is a kind that
+            inherits none.
         priced: Whether `opusim account` has a command for it.
         taken_upfront: Whether all that it releases is read before the first step, so that steps are post-processing.
         audited: Whether an audit of opusim attacks the code that releases it (benchmarks/attacks/README.md).
@@ -116,8 +117,11 @@ class Mechanism(ABC):
 
     def __init_subclass__(cls, *, joint: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
-        inherits = hasattr(cls, "accountant") and not _STATING & vars(cls).keys()
-        if joint or "guarantees" in vars(cls) or ("kind" in vars(cls) and not inherits):
+        inherited = getattr(cls, "accountant", None)
+        differs = inherited is not None and any(
+            _part(cls, name) is not _part(inherited, name) for name in _STATING
+        )
+        if joint or differs or (inherited is None and ("kind" in vars(cls) or "guarantees" in vars(cls))):
             cls.accountant = cls
         if "kind" not in vars(cls) and hasattr(cls, "kind"):
             raise ValueError(
@@ -187,6 +191,11 @@ class Mechanism(ABC):
             NoGuarantee: No theorem covers them together.
         """
         adjacency = cls.common_adjacency(mechanisms)
+        for name in ("unit", "release"):
+            if len({getattr(one, name) for one in mechanisms}) > 1:
+                raise NoGuarantee(
+                    f"mechanisms {mechanisms[0].kind}: {name} differs between them; state each separately"
+                )
         # of several theorems the one whose hypotheses contain the others': one about sampling before one without
         theorems = [one.theorem for one in mechanisms if one.theorem is not None]
         theorem = max(theorems, key=lambda each: (len(each.checked_by_code), each.name), default=None)
@@ -359,8 +368,9 @@ class Mechanism(ABC):
                 f"{type(self).__name__}"
             )
         value, steps = float(getattr(self, self._noise_parameter())), self.steps
-        if self.noise_law == "mu":
-            return numerics.NoisySum.of_mu(value, steps)
+        if self.noise_law == "mu":  # a relation under which the sum moves half as far needs half the noise
+            moved = value if self.adjacency is Adjacency.REPLACE_ONE else 2 * value
+            return numerics.NoisySum.of_mu(moved, steps)
         q = float(getattr(self, "sampling_probability", 1.0))
         return numerics.NoisySum(law=self.noise_law, scale=value, probability=q, steps=steps)
 
@@ -372,6 +382,11 @@ class Mechanism(ABC):
         if self.noise_field is None:
             raise NoGuarantee(f"mechanism {self.kind!r}: has no noise that could be set to reach a target")
         return self.noise_field
+
+
+def _part(owner: type[Mechanism], name: str) -> Any:
+    """Return the attribute of a class that stands for a name, as the first class that has it defines it."""
+    return next((vars(one)[name] for one in owner.__mro__ if name in vars(one)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

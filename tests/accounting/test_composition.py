@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 
 from accounting import mechanism as mechanism_module
 from accounting.composition import Budget, guarantees, merge
 from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Unit
-from accounting.mechanisms import Mechanism
+from accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
+from accounting.mechanisms import CertifiedMechanism, Mechanism
 from accounting.mechanisms.labels import LabelBudget
-from accounting.mechanisms.records import AdditiveNoise, Gaussian, PoissonGaussian, RecordCentral, Unprotected
+from accounting.mechanisms.records import (
+    GAUSSIAN,
+    AdditiveNoise,
+    Gaussian,
+    PoissonGaussian,
+    RecordCentral,
+    Unprotected,
+)
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 OTHER = replace(STEP, noise_multiplier=3.0)
@@ -193,3 +201,100 @@ def test_relations_weaken_only_where_the_mechanisms_state_them() -> None:
     assert guarantees(both, delta=DELTA)[0].adjacency is Adjacency.ZERO_OUT
     with pytest.raises(NoGuarantee, match="their relations differ"):
         guarantees([STEP, replace(STEP, adjacency=Adjacency.ZERO_OUT)], delta=DELTA)
+
+
+@pytest.fixture
+def own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test register kinds that no other test sees."""
+    monkeypatch.setattr(mechanism_module, "_KINDS", dict(mechanism_module._KINDS))
+
+
+@pytest.mark.usefixtures("own_kinds")
+def test_a_noisy_sum_that_a_certificate_vouches_for_spends_its_beta() -> None:
+    """AdditiveNoise, which comes first, knows no beta, so that it may not state the kind."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class CertifiedSum(AdditiveNoise, CertifiedMechanism):
+        kind: ClassVar[str] = "certified_sum"
+        noise_law = "gaussian"
+        noise_field: ClassVar[str | None] = "noise_multiplier"
+        theorem = GAUSSIAN
+        noise_multiplier: float = 4.0
+
+        def describe(self) -> str:
+            return "a certified sum"
+
+    sure, certified = Gaussian(noise_multiplier=4.0), CertifiedSum(beta=9e-6)
+    assert math.isinf(guarantees([certified], delta=9e-6)[0].epsilon)
+    (found,) = guarantees([certified], delta=DELTA)
+    assert found.epsilon == pytest.approx(guarantees([sure], delta=1e-6)[0].epsilon)
+    with pytest.raises(NoGuarantee, match="no accountant covers them together"):
+        guarantees([sure, certified], delta=DELTA)
+
+
+@pytest.mark.usefixtures("own_kinds")
+@pytest.mark.parametrize("relation", Adjacency)
+def test_a_kind_that_states_its_mu_has_it_under_every_relation(relation: Adjacency) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class OfMu(AdditiveNoise):
+        kind: ClassVar[str] = "of_mu"
+        noise_law = "mu"
+        noise_field: ClassVar[str | None] = "mu"
+        theorem = GAUSSIAN
+        mu: float
+
+        def describe(self) -> str:
+            return "a sum"
+
+    (found,) = guarantees([OfMu(mu=0.25, adjacency=relation)], delta=DELTA)
+    assert found.epsilon == pytest.approx(
+        guarantees([Gaussian(noise_multiplier=4.0)], delta=DELTA)[0].epsilon
+    )
+
+
+@pytest.mark.usefixtures("own_kinds")
+def test_what_a_kind_inherits_of_a_statement_counts_wherever_it_comes_from() -> None:
+    class NoEpsilon:
+        @classmethod
+        def bounds(cls, *_: Any) -> EpsilonBounds:
+            return EpsilonBounds(lower=0.0, upper=math.inf, method="none")
+
+    class MixedIn(NoEpsilon, Gaussian):
+        kind: ClassVar[str] = "mixed_in"
+
+    class Between(AdditiveNoise):
+        refuted = "nothing is proven"
+        theorem = GAUSSIAN
+
+        def describe(self) -> str:
+            return "a sum"
+
+    class Below(Between):
+        kind: ClassVar[str] = "below"
+
+    for one in (MixedIn(noise_multiplier=4.0), Below()):
+        assert math.isinf(guarantees([one], delta=DELTA)[0].epsilon)
+
+
+@pytest.mark.usefixtures("own_kinds")
+def test_what_protects_labels_does_not_compose_with_what_protects_records() -> None:
+    class OfLabels(Gaussian):
+        kind: ClassVar[str] = "of_labels"
+        unit = Unit.LABEL
+
+    one = OfLabels(noise_multiplier=4.0)
+    assert [each.unit for each in guarantees([one], delta=DELTA)] == [Unit.LABEL]
+    with pytest.raises(NoGuarantee, match="no accountant covers them together"):
+        guarantees([one, Gaussian(noise_multiplier=4.0)], delta=DELTA)
+
+
+@pytest.mark.usefixtures("own_kinds")
+def test_releases_that_a_kind_takes_as_a_field_do_not_compose_if_they_differ() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Chosen(Gaussian):
+        kind: ClassVar[str] = "chosen_release"
+        release: Release = Release.EVERY_UPDATE  # type: ignore[misc]
+
+    both = [Chosen(noise_multiplier=4.0, release=one) for one in (Release.EVERY_UPDATE, Release.LAST_ITERATE)]
+    with pytest.raises(NoGuarantee, match="release differs between them"):
+        guarantees(both, delta=DELTA)

@@ -14,7 +14,7 @@ from tests.support.ports import free_port
 
 PRELOADED = (
     *("torch._dynamo", "opusim.devices.simulated", "training.feedback.algorithm"),
-    *("training.ulr.algorithm", "training.convex.algorithm"),
+    *("training.ulr.algorithm", "training.convex.algorithm", "training.protections.noisy_labels"),
 )
 """What forked processes would each import again."""
 

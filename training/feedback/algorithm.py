@@ -35,7 +35,7 @@ from training.feedback.modules import (
     feedback_start,
     points_on,
 )
-from training.feedback.points import FeedbackAlignment
+from training.feedback.points import FeedbackAlignment, refuse_second
 from training.feedback.projection import calibration_work
 from training.feedback.trainer import FeedbackTrainer, GradientSource
 from training.networks.any_module import AnyModule, build_any_module
@@ -75,6 +75,8 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, Fe
             raise TypeError(
                 "model is a FeedbackAlignment; give the plain module (model.remove()), a run puts the points on it"
             )
+        if model is not None:
+            refuse_second(model)
         network = closed_form_network(config, dataset, model)
         if network is None:
             return build_any_module(config, dataset, model)

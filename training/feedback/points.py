@@ -169,7 +169,7 @@ class FeedbackAlignment(Choosing):
         if device is not None:
             _require_device(device)
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
-        _refuse_second(model)
+        refuse_second(model)
         self.model = model
         self._choose(points, error_at=error_at, spread=spread, normalised=normalised, gain=gain)
         self._rows, self._shared = rows, slices == "shared"
@@ -192,8 +192,8 @@ class FeedbackAlignment(Choosing):
         self._error: Tensor | None = None
         self.readout: LearntReadout | None = None
         """The learnt read-out; None before `start_readout` or `fit_readout`."""
-        self.private = False
-        """Whether a private loop trains the model, whose records no read-out may learn from."""
+        self.private_loops = 0
+        """How many private loops train the model, whose records no read-out may learn from."""
         self._step = 0
         self._handles = [model.register_forward_pre_hook(refuse_export), *self._install()]
         self._keep_names()
@@ -463,7 +463,7 @@ class FeedbackAlignment(Choosing):
             RuntimeError: A private loop trains the model.
             ValueError: The loss does not come from a forward pass of this model.
         """
-        if self.private:
+        if self.private_loops:
             raise RuntimeError(
                 "fit_readout: a private loop trains the model, and a read-out that learns from its records would not "
                 "be private; fit it to public records before make_private"
@@ -647,7 +647,7 @@ class FeedbackAlignment(Choosing):
         return self._projection
 
 
-def _refuse_second(model: nn.Module) -> None:
+def refuse_second(model: nn.Module) -> None:
     """Refuse a model that has feedback points already: the first ones would win in silence."""
     for module in model.modules():
         owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())

@@ -347,6 +347,41 @@ def require_rows(values: Any, records: int) -> None:
             raise ValueError(f"module: an argument is the number {leaf!r}, {NO_NUMBERS} module")
 
 
+def require_order(values: Any, handed: Sequence[Any]) -> None:
+    """Refuse arguments that are tensors of the batch with their rows in another order, such as sorted by length.
+
+    Which rows only fill the batch is known by their places.
+
+    Args:
+        values: Arguments of the module.
+        handed: Leaves of the batch, as the loop received it.
+
+    Raises:
+        ValueError: There is one.
+    """
+    known = [leaf for leaf in handed if isinstance(leaf, Tensor)]
+    for leaf in tree_leaves(values):
+        if not isinstance(leaf, Tensor) or any(leaf is one for one in known):
+            continue
+        like = [one for one in known if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
+        ours = leaf.detach().cpu()
+        theirs = [one.cpu() for one in like]
+        if any(same(ours, one) for one in theirs):
+            continue
+        if any(same(_in_order(ours), _in_order(one)) for one in theirs):
+            raise ValueError(
+                "module: an argument has the rows of the loader's batch in another order, which says which of them "
+                "only fill it, with weight zero; keep their order, sort in the module or in the collate function, or "
+                "give fixed_batches=False"
+            )
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    """Return rows in an order that does not depend on theirs."""
+    flat = rows.reshape(len(rows), -1)
+    return flat[flat.double().sum(dim=1).argsort(stable=True)]
+
+
 NO_NUMBERS = (
     "which may come from all records of a batch; give a tensor with a row for each record, or build it into"
 )

@@ -4,9 +4,9 @@ The user's loader says which records there are, how they are put together, how m
 workers read them. Its order is replaced: in each step, each record enters the batch with probability q, independently
 of all others (training.data.samplers.PoissonSampler). Of several processes, each hands out its part of the batch.
 
-With fixed physical batches every batch has the same number of rows: copies of a record fill it, of weight zero, so that
-shapes do not tell how many were drawn. Else a batch without records has tensors without rows and is a step like any
-other.
+With fixed physical batches every batch has the same number of rows: copies of its first row fill it, of weight zero, so
+that shapes do not tell how many were drawn. The collate function sees the records only, so that it may sort or change
+them. Else a batch without records has tensors without rows and is a step like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -101,7 +100,9 @@ class PrivateLoader:
         require_separate_rows(loader)
         self._collate: Callable[[list[Any]], tuple[int, int, Any]]
         if physical.count is not None:
-            self._collate = _CollateFilled(loader.collate_fn, self.dataset[0])
+            with preserved_generators(torch.device("cpu")):
+                single, pair = (loader.collate_fn([self.dataset[0] for _ in range(n)]) for n in (1, 2))
+            self._collate = _CollateFilled(loader.collate_fn, single, pair)
             return
         one, two = (
             loader.collate_fn([self.dataset[index] for index in indices])
@@ -197,8 +198,8 @@ class PrivateLoader:
         self._begin_step(step)
 
     def _begin_step(self, step: int) -> None:
-        drawn, rows, _ = self._last
-        self._module.begin(step, rows, None if self._physical.count is None else drawn)
+        drawn, rows, batch = self._last
+        self._module.begin(step, rows, None if self._physical.count is None else drawn, batch)
 
     def _end_step(self, iteration: int) -> None:
         """Refuse to go on before the batch at hand was trained on, or in an iteration that another one took over from.
@@ -278,8 +279,8 @@ class _Drawn(BatchSampler):
         return self._last - self._first
 
 
-class _Row(Enum):
-    FILL = "a row of weight zero"
+class _Row:
+    """Stands for a record in a row that is to be filled."""
 
 
 class _Indexed(torch.utils.data.Dataset[Any]):
@@ -294,7 +295,7 @@ class _Indexed(torch.utils.data.Dataset[Any]):
             records = list(self._dataset.__getitems__(drawn))
         else:
             records = [self._dataset[index] for index in drawn]
-        return [*records, *[_Row.FILL] * (len(indices) - len(drawn))]
+        return [*records, *[_Row()] * (len(indices) - len(drawn))]
 
 
 class _CollateCounted:
@@ -308,18 +309,64 @@ class _CollateCounted:
 
 
 class _CollateFilled:
-    """The user's collate function on records and on copies of one of them, with the numbers of records and of rows."""
+    """The user's collate function, with copies of its first row behind its rows, and both numbers.
 
-    def __init__(self, collate: Callable[[list[Any]], Any], first: Any) -> None:
-        self._collate, self._first = collate, first
+    Args:
+        collate: Of the user.
+        one: A batch of one record, whose row fills batches without records.
+        two: A batch of that record twice, which differs from the other where rows are.
+
+    Raises:
+        ValueError: The batches hold something whose rows cannot be told.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], one: Any, two: Any) -> None:
+        self._collate, self._one, self._two = collate, one, two
+        _filled(one, one, two, [0], "")
 
     def __call__(self, rows: list[Any]) -> tuple[int, int, Any]:
-        records = [row for row in rows if row is not _Row.FILL]
-        one = records[0] if records else self._first
-        copies = [
-            copy.copy(one) for _ in range(len(rows) - len(records))
-        ]  # a function may take a record apart
-        return len(records), len(rows), self._collate(records + copies)
+        records = [row for row in rows if not isinstance(row, _Row)]
+        drawn, batch = len(records), self._collate(records) if records else self._one
+        kept = [*range(drawn), *[0] * (len(rows) - drawn)]
+        return drawn, len(rows), _filled(batch, self._one, self._two, kept, "")
+
+
+def _filled(batch: Any, one: Any, two: Any, kept: list[int], where: str) -> Any:
+    """Return a batch of some of its rows; they are where a batch of one record and a batch of it twice differ."""
+    if (
+        isinstance(one, Tensor | np.ndarray)
+        and type(batch) is type(one)
+        and not getattr(one, "is_nested", False)
+    ):
+        sizes = zip(one.shape, two.shape, strict=True)
+        place = next((n for n, pair in enumerate(sizes) if pair == (1, 2)), None)
+        if place is None:
+            return batch
+        if isinstance(batch, Tensor):
+            return batch.index_select(place, torch.tensor(kept, device=batch.device))
+        return batch.take(kept, axis=place)
+    if isinstance(one, Mapping) and isinstance(batch, Mapping):
+        entries = {
+            key: _filled(value, one[key], two[key], kept, f"{where}[{key!r}]")
+            for key, value in batch.items()
+            if key in one and key in two
+        }
+        return _like(batch, {**batch, **entries})
+    if isinstance(one, list | tuple) and type(batch) is type(one):
+        kind: Any = type(batch)
+        if len(one) == 1 and len(two) == 2:
+            return kind([copy.copy(batch[n]) for n in kept])
+        if len(one) == len(two) == len(batch):
+            parts = zip(batch, one, two, strict=True)
+            found = [_filled(*part, kept, f"{where}[{n}]") for n, part in enumerate(parts)]
+            return kind(*found) if hasattr(batch, "_fields") else kind(found)
+    if one is None or isinstance(one, str | bytes | bool | int | float):
+        return batch
+    raise ValueError(
+        f"data_loader: its collate function puts a {type(batch).__name__} into batches (batch{where}), whose rows "
+        "cannot be filled; return tensors with a row for each record, or lists, tuples and mappings of these, or give "
+        "fixed_batches=False"
+    )
 
 
 def empty_batch(one: Any, two: Any) -> Any:

@@ -21,6 +21,7 @@ reach a parameter is refused:
 | a step without a new backward pass | refused after it; it saw private gradients only |
 | parameters frozen, unfrozen, exchanged or added; parts exchanged; hooks added | refused |
 | numbers, or tensors without a row for each record, as arguments in training | refused |
+| rows of a filled batch in another order | refused if nothing else was changed; the order says which rows only fill |
 | buffers and Python attributes that a pass changes | as before after each pass |
 """
 
@@ -52,6 +53,7 @@ from training.private_loop.inputs import (
     ProbedParts,
     cut_rows,
     feedback_of,
+    require_order,
     require_recordable,
     require_rows,
     require_steady,
@@ -65,6 +67,8 @@ from training.protections.base import PrivateGradients
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
 _LEAST_SCALE = 2.0**8
 """Powers of two from here on are taken for the factor of a GradScaler, which starts with 2^16."""
+_ORDER_CHECKS = 4
+"""Filled batches of which the order of rows is checked; a loop that changes it does so in every batch."""
 _PASSES_A_STEP = 2**20
 """Numbers that a step's backward passes have for the device, so that parts of a batch do not share its noise."""
 
@@ -120,6 +124,8 @@ class PrivateModule:
             parameter.grad = None  # of earlier training, which was not private
         self._batch: Batch | None = None
         self._writing = False
+        self._handed_out: list[Any] = []
+        self._order_checks = _ORDER_CHECKS
         self._plain = _UNSEEN
         self._anchor = torch.zeros((), requires_grad=True)
         self._handles = [p.register_post_accumulate_grad_hook(self._refuse_gradient) for p in self._trained]
@@ -131,20 +137,24 @@ class PrivateModule:
             handle.remove()
         self._handles = []
         self.module._compiled_call_impl = None
-        self._batch = None
+        self._batch, self._handed_out = None, []
 
     # The batch at hand
 
-    def begin(self, step: int, rows: int, drawn: int | None = None) -> None:
+    def begin(self, step: int, rows: int, drawn: int | None = None, handed: Any = None) -> None:
         """Take a batch as the one at hand.
 
         Args:
             step: Its number.
             rows: Its size.
             drawn: How many of its rows, the first ones, are records; the others have weight zero. None for all.
+            handed: The batch, as the loop receives it.
         """
         self.require_same_parts()
         padding = None
+        self._handed_out = []
+        if drawn is not None and 0 < drawn < rows and self._order_checks:
+            self._handed_out, self._order_checks = tree_leaves(handed), self._order_checks - 1
         if drawn is not None:
             padding = (torch.arange(rows) >= drawn).to(self._trained[0].device, non_blocking=True)
         self._plain, self._batch = _UNSEEN, Batch(step=step, records=rows, padding=padding)
@@ -206,6 +216,7 @@ class PrivateModule:
         self.require_same_parts()
         self._probed.require_same_modes()
         require_rows((args, kwargs), batch.records)
+        require_order((args, kwargs), self._handed_out)
         one = Pass(args=args, kwargs=kwargs)
         batch.passes.append(one)
         if not batch.records:

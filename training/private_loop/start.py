@@ -21,6 +21,7 @@ from opusim import checks
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
 from training.engine.steps import PaidSteps
+from training.feedback.points import FeedbackAlignment
 from training.networks.base import require_fresh_noise
 from training.networks.record_independence import preserved_generators
 from training.private_loop.accountants import NamedAccountant
@@ -155,8 +156,8 @@ def make_private(
             ranks.require_same(call)
         require_own_readings(module, ranks.world)
         for points in feedback_of(module):
-            points.private = True
-            stack.callback(setattr, points, "private", False)
+            points.private_loops += 1
+            stack.callback(_one_loop_less, points)
         if mode == "release":
             require_fresh_noise(module)
             for points in feedback_of(module):
@@ -208,6 +209,10 @@ def make_private(
             accountant=other,
             resume=resume,
         )
+
+
+def _one_loop_less(points: FeedbackAlignment) -> None:
+    points.private_loops -= 1
 
 
 def _physical_batches(

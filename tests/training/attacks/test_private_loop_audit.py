@@ -88,6 +88,19 @@ def test_loops_that_cannot_be_audited_are_refused(tmp_path: Path) -> None:
         opusim.audit_private_loop(parts, five_epochs, canaries=CANARIES)
 
 
+def test_an_audited_loop_of_fixed_batches_gives_weight_zero_to_what_fills_them(tmp_path: Path) -> None:
+    ends = []
+
+    def one_epoch(private: opusim.PrivateTraining) -> None:
+        run_epoch(private)
+        ends.append(torch.cat([p.detach().flatten() for p in private.module.parameters()]))
+
+    for name, fixed in (("plain", False), ("fixed", True)):
+        build = builder(tmp_path / name, noise_multiplier=1e-6, fixed_batches=fixed)
+        opusim.audit_private_loop(build, one_epoch, canaries=40, seed=1)
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-4)
+
+
 def test_the_report_of_a_loop_takes_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "loop"
     with private_loop(folder) as private:

@@ -159,6 +159,23 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
     points = opusim.FeedbackAlignment(model, ["1"])
     private = pytest.raises(RuntimeError, match="fit_readout: a private loop trains the model")
-    with private_loop(tmp_path, parts(model)), private:
+    with private_loop(tmp_path / "first", parts(model)), private:
         points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
+    with private_loop(tmp_path / "open", parts(model)):
+        with pytest.raises(ValueError, match="in a private loop already"):
+            private_loop(tmp_path / "second", parts(model))
+        with pytest.raises(RuntimeError, match="fit_readout: a private loop trains the model"):
+            points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
     points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
+
+
+@pytest.mark.parametrize("trainer", ["bp", "pdfa"])
+def test_a_run_refuses_a_module_that_carries_points(trainer: str, tmp_path: Path) -> None:
+    """A callback could fit the read-out to private records."""
+    x, y = rows((60, 16))
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 6))
+    points = opusim.FeedbackAlignment(model, ["1"])
+    config = {"trainer": {"kind": trainer}, "data": {"n_classes": 6}, "epochs": 1}
+    with pytest.raises(ValueError, match="model has feedback points already; call remove"):
+        opusim.train(config, data=(x, y), model=model, folder=tmp_path / "run")
+    opusim.train(config, data=(x, y), model=points.remove(), folder=tmp_path / "plain")

@@ -87,6 +87,82 @@ def test_what_fills_a_batch_adds_nothing(value: float, tmp_path: Path) -> None:
     torch.testing.assert_close(fixed, plain, rtol=1e-5, atol=1e-6)
 
 
+class Lengths:
+    """Records of several lengths; those that are looked at beforehand have one."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(60, 8, generator=generator)
+        self.y = torch.randint(0, 3, (60,), generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.x[index, : 8 if index < 40 else 4 + index % 4].clone(), "y": self.y[index]}
+
+
+def stacked(records: list[dict[str, Any]]) -> tuple[Tensor, Tensor, list[int]]:
+    x = torch.stack([nn.functional.pad(record["x"], (0, 8 - len(record["x"]))) for record in records])
+    return x, torch.tensor([record["y"] for record in records]), [len(record["x"]) for record in records]
+
+
+def longest_first(records: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    return stacked(sorted(records, key=lambda record: -len(record["x"])))[:2]
+
+
+def of_lengths(collate: Any) -> Parts:
+    module, optimizer, criterion, _ = parts()
+    return module, optimizer, criterion, DataLoader(Lengths(), batch_size=12, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def test_a_collate_function_may_sort_what_it_collates(tmp_path: Path) -> None:
+    """Were rows filled before, copies of a record would count as others."""
+    plain, _, _ = trained(tmp_path / "plain", of_lengths(longest_first))
+    fixed, _, _ = trained(tmp_path / "fixed", of_lengths(longest_first), fixed_batches=True)
+    torch.testing.assert_close(fixed, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_that_sorts_a_filled_batch_is_refused(tmp_path: Path) -> None:
+    given = of_lengths(stacked)
+    with private_loop(tmp_path, given, noise_multiplier=TINY, fixed_batches=True) as private:
+        model, _, criterion, loader = private
+        for x, y, lengths in loader:
+            order = torch.tensor(lengths).argsort(descending=True, stable=True)
+            if torch.equal(order, torch.arange(len(order))):
+                criterion(model(x), y).backward()
+                continue
+            with pytest.raises(ValueError, match="in another order, which says which of them"):
+                model(x[order])
+            criterion(model(x.clone()), y).backward()
+            return
+    raise AssertionError("no batch had another order")
+
+
+def test_texts_and_what_rows_cannot_be_told_of(tmp_path: Path) -> None:
+    def textual(records: list[Any]) -> dict[str, Any]:
+        x, y = (torch.stack(list(each)) for each in zip(*records, strict=True))
+        return {"x": x, "y": y, "texts": [str(int(label)) for label in y], "by time": x.T, "kind": "text"}
+
+    module, optimizer, criterion, loader = parts()
+    given = module, optimizer, criterion, DataLoader(loader.dataset, batch_size=12, collate_fn=textual)
+    options = {"fixed_batches": True, "example_inputs": [torch.randn(3, 8)]}
+    with private_loop(tmp_path / "a", given, **options) as private:
+        rows = private.physical_batches.size
+        for batch in private.data_loader:
+            assert {len(batch["x"]), len(batch["y"]), len(batch["texts"]), batch["by time"].shape[1]} == {
+                rows
+            }
+            assert batch["texts"] == [str(int(label)) for label in batch["y"]]
+            assert torch.equal(batch["by time"].T, batch["x"])
+            private.criterion(private.module(batch["x"]), batch["y"]).backward()
+    loader = DataLoader(loader.dataset, batch_size=12, collate_fn=lambda records: {"x": object()})
+    with pytest.raises(
+        ValueError, match=r"puts a object into batches \(batch\['x'\]\), whose rows cannot be filled"
+    ):
+        private_loop(tmp_path / "b", (*parts()[:3], loader), **options)
+
+
 def test_rows_that_fill_would_be_seen(tmp_path: Path) -> None:
     """Planted fault: rows that fill a batch count like records."""
     plain, _, _ = trained(tmp_path / "plain")

@@ -194,12 +194,12 @@ class CraftedGradients(WrappedGradients):
         self.drawn = np.zeros(len(self.others))
         self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
         if len(rows):
-            found = self._planting(found, len(records), rows, numbers)
+            found = self._planting(found, rows, numbers)
         self.others = self._others(found, rows)
         self._writer.set_gradients([found], records=records, public_inputs=public_inputs)
 
-    def _planting(self, found: Contributions, count: int, rows: Tensor, numbers: Tensor) -> Contributions:
-        """Return what a batch of `count` records contributes if the canaries of these numbers stand in some rows.
+    def _planting(self, found: Contributions, rows: Tensor, numbers: Tensor) -> Contributions:
+        """Return what a batch contributes if the canaries of these numbers stand in some rows.
 
         Their gradients replace those of the rows where each layer has one use, a linear map at the canaries' entries.
         Elsewhere they are added to those of the blank records.
@@ -218,7 +218,9 @@ class CraftedGradients(WrappedGradients):
         pushes = (share * self._canaries.signs[numbers]).float().to(rows.device)
         for entry in entries:
             weight, uses = at[entry.name]
-            signals, inputs = (torch.zeros(count, n, device=rows.device) for n in (entry.height, entry.width))
+            signals, inputs = (
+                torch.zeros(found.records, n, device=rows.device) for n in (entry.height, entry.width)
+            )
             use = LinearUse(signals, inputs, weight)
             if replaces and isinstance(uses[0], LinearUse):
                 use = uses[0]
@@ -226,7 +228,10 @@ class CraftedGradients(WrappedGradients):
                 uses.append(use)
             use.delta[rows, 0, entry.rows[numbers].to(rows.device)] = pushes
             use.h[rows, 0, entry.columns[numbers].to(rows.device)] = _STEEPNESS
-        return Contributions(layers, count, several_uses=found.several_uses)
+        planted = Contributions(layers, found.records, several_uses=found.several_uses)
+        if found.padding is not None:
+            planted.leave_out(found.padding)
+        return planted
 
     def _others(self, found: Contributions, canaries: Tensor) -> np.ndarray:
         """Return the clipped sum of the other records along each canary's direction, in units of C, shape (m,)."""

@@ -36,6 +36,8 @@ class Contributions:
     Attributes:
         layers: The layers as they were given, until their records are measured.
         several_uses: Whether a parameter is used several times, so that the sum's rounding counts (`SUM_ERROR`).
+        records: Number of rows in the batch.
+        padding: Marks rows that only fill the batch (`leave_out`), or None.
 
     Args:
         layers: The parameters of each layer, and their uses. A layer is a group of parameters that are measured
@@ -52,7 +54,7 @@ class Contributions:
         several_uses: bool = False,
     ) -> None:
         self.several_uses = several_uses or any(len(uses) > 1 for _, uses in layers)
-        self._records = records
+        self.records = records
         self._parameters = [list(parameters) for parameters, _ in layers]
         self._place = self._parameters[0][0].device
         self._layers = [
@@ -60,7 +62,7 @@ class Contributions:
         ]
         self.layers = layers
         self._squares: Tensor | None = None
-        self._padding: Tensor | None = None
+        self.padding: Tensor | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -73,7 +75,7 @@ class Contributions:
         Args:
             padding: Marks these rows, bool, shape (records,).
         """
-        self._padding = padding
+        self.padding = padding
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each record's gradient by layer, or a bound on it, shape (depth, records).
@@ -84,8 +86,8 @@ class Contributions:
             self.layers = ()  # signals and inputs that are not needed any more are freed
             with self._arithmetic():
                 self._squares = self._measured()
-                if self._padding is not None:
-                    self._squares.masked_fill_(self._padding, torch.inf)
+                if self.padding is not None:
+                    self._squares.masked_fill_(self.padding, torch.inf)
         return self._squares
 
     def totals(self, factors: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[tuple[Tensor, Tensor]]:
@@ -99,7 +101,7 @@ class Contributions:
         squares = self.squared_norms()
         found: list[tuple[Tensor, Tensor]] = []
         with self._arithmetic():
-            clips = Clip.of_layers(factors, squares) if self._records else []
+            clips = Clip.of_layers(factors, squares) if self.records else []
             for number, (parameters, layer) in enumerate(zip(self._parameters, self._layers, strict=True)):
                 if layer is not None:
                     found += zip(layer.wrt, layer.totals(clips[number], into), strict=True)
@@ -115,16 +117,16 @@ class Contributions:
         """
         for parameters, layer in zip(self._parameters, self._layers, strict=True):
             if layer is None:
-                yield [parameter.new_zeros(self._records, parameter.numel()) for parameter in parameters]
+                yield [parameter.new_zeros(self.records, parameter.numel()) for parameter in parameters]
                 continue
-            formed = _Formed(parameters, [layer], self._records) if isinstance(layer, OuterUse) else layer
+            formed = _Formed(parameters, [layer], self.records) if isinstance(layer, OuterUse) else layer
             with self._arithmetic():
                 parts = list(formed.rows())
             yield [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
     def _measured(self) -> Tensor:
         """Return the squared norms."""
-        depth, records = len(self._layers), self._records
+        depth, records = len(self._layers), self.records
         parts = [
             (number, part)
             for number, layer in enumerate(self._layers)

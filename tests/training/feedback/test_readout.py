@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import opusim
-from opusim.errors import ConfigError
 from tests.support.private_loops import parts, private_loop
 from training.feedback.readout import LearntReadout
 
@@ -176,7 +175,12 @@ def test_a_run_refuses_a_module_that_carries_points(trainer: str, tmp_path: Path
     x, y = rows((60, 16))
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 6))
     points = opusim.FeedbackAlignment(model, ["1"])
-    config = {"trainer": {"kind": trainer}, "data": {"n_classes": 6}, "epochs": 1}
-    with pytest.raises(ConfigError, match="feedback points already; call remove"):
+    config = {
+        "trainer": {"kind": trainer},
+        "data": {"n_classes": 6},
+        "epochs": 1,
+        "sampler": {"batch_size": 20},
+    }
+    with pytest.raises(ValueError, match="model has feedback points already; call remove"):
         opusim.train(config, data=(x, y), model=model, folder=tmp_path / "run")
     opusim.train(config, data=(x, y), model=points.remove(), folder=tmp_path / "plain")

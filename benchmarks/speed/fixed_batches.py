@@ -52,7 +52,8 @@ def timed(private: opusim.PrivateTraining, batches: Any) -> tuple[int, float]:
     criterion(model(x), y).backward()
     optimizer.step()
     taken = time.process_time() - start
-    return loader._last[0], taken  # type: ignore[attr-defined]
+    rows, drawn, _ = loader._last  # type: ignore[attr-defined]
+    return rows if drawn is None else drawn, taken
 
 
 def row(data: TensorDataset, batch: int) -> dict[str, float]:

@@ -256,7 +256,9 @@ def log_steps(private: opusim.PrivateTraining, file: Path) -> None:
         return user(rows)
 
     def handed(*, until: int) -> bool:
-        taken, step, drawn = hand_out(until=until), private.step - 1, private.data_loader._last[0]
+        taken, step = hand_out(until=until), private.step - 1
+        rows, drawn, _ = private.data_loader._last
+        drawn = rows if drawn is None else drawn
         if taken:
             os.write(descriptor, (json.dumps([step, numbered.last[:drawn] if drawn else []]) + "\n").encode())
         return taken

@@ -112,7 +112,6 @@ class Batch:
     Attributes:
         step: Its number.
         records: Its rows.
-        padding: Marks rows that only fill it, bool, shape (records,); None if rows never do.
         recorder: What its passes are recorded with; None before the first, and if parts run again.
         passes: The calls of the module on it.
         written: Whether its gradients were written.
@@ -121,7 +120,6 @@ class Batch:
 
     step: int
     records: int
-    padding: Tensor | None = None
     recorder: Recorder | None = None
     passes: list[Pass] = field(default_factory=list)
     written: bool = False

@@ -55,6 +55,10 @@ _DRIFT = 1e-3
 """By how much of its norm a parameter may differ between processes at the start of an epoch: rounding is far below."""
 
 
+_Handed = tuple[int, int | None, Any]
+"""The rows of a batch, how many of them are records (None for all), and the batch."""
+
+
 class PrivateLoader:
     """Stands for the user's loader in a private loop; iterating takes the rest of an epoch.
 
@@ -88,17 +92,13 @@ class PrivateLoader:
         self.batch_size = batch_size_of(loader)
         self._source, self._settings, self._module, self._steps = loader, settings, module, steps
         self._physical = physical
-        self._last: tuple[int, int, Any] = (
-            0,
-            0,
-            None,
-        )  # the records of the batch at hand, its rows, and the batch
+        self._last: _Handed = (0, None, None)
         self._iterations = self._offers = 0
         count, seed = len(self.dataset), settings.seed  # type: ignore[arg-type]
         seed = None if seed is None else derive_seed(seed, "private-loop", "batches")
         self.sampler = PoissonSampler(count, settings.sample_rate, seed=seed)
         require_separate_rows(loader)
-        self._collate: Callable[[list[Any]], tuple[int, int, Any]]
+        self._collate: Callable[[list[Any]], _Handed]
         if physical.count is not None:
             with preserved_generators(torch.device("cpu")):
                 single, pair = (loader.collate_fn([self.dataset[0] for _ in range(n)]) for n in (1, 2))
@@ -178,7 +178,7 @@ class PrivateLoader:
             self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}"
             warnings.warn(self._steps.stopped, stacklevel=3)
             return False
-        self._begin_step(self._steps.step)
+        self._module.begin(self._steps.step, *self._last)
         self._steps.step += 1
         return True
 
@@ -195,11 +195,7 @@ class PrivateLoader:
                 "times; which batches are left out may tell of their records, so the loop ends here: mend the error, "
                 "or resume from the last save with a smaller max_physical_batch_size if memory ran out"
             )
-        self._begin_step(step)
-
-    def _begin_step(self, step: int) -> None:
-        drawn, rows, batch = self._last
-        self._module.begin(step, rows, None if self._physical.count is None else drawn, batch)
+        self._module.begin(step, *self._last)
 
     def _end_step(self, iteration: int) -> None:
         """Refuse to go on before the batch at hand was trained on, or in an iteration that another one took over from.
@@ -221,7 +217,7 @@ class PrivateLoader:
                     "one, before the next is drawn (a framework that accumulates gradients may draw ahead: give "
                     "max_physical_batch_size instead)"
                 )
-        self._last, self._offers = (0, 0, None), 0
+        self._last, self._offers = (0, None, None), 0
 
     def _loader(self, first: int, last: int) -> DataLoader[Any]:
         source = self._source
@@ -304,8 +300,8 @@ class _CollateCounted:
     def __init__(self, collate: Callable[[list[Any]], Any], empty: Any) -> None:
         self._collate, self._empty = collate, empty
 
-    def __call__(self, records: list[Any]) -> tuple[int, int, Any]:
-        return len(records), len(records), self._collate(records) if records else self._empty
+    def __call__(self, records: list[Any]) -> _Handed:
+        return len(records), None, self._collate(records) if records else self._empty
 
 
 class _CollateFilled:
@@ -324,11 +320,11 @@ class _CollateFilled:
         self._collate, self._one, self._two = collate, one, two
         _filled(one, one, two, [0], "")
 
-    def __call__(self, rows: list[Any]) -> tuple[int, int, Any]:
+    def __call__(self, rows: list[Any]) -> _Handed:
         records = [row for row in rows if not isinstance(row, _Row)]
         drawn, batch = len(records), self._collate(records) if records else self._one
         kept = [*range(drawn), *[0] * (len(rows) - drawn)]
-        return drawn, len(rows), _filled(batch, self._one, self._two, kept, "")
+        return len(rows), drawn, _filled(batch, self._one, self._two, kept, "")
 
 
 def _filled(batch: Any, one: Any, two: Any, kept: list[int], where: str) -> Any:

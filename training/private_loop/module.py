@@ -124,6 +124,8 @@ class PrivateModule:
             parameter.grad = None  # of earlier training, which was not private
         self._batch: Batch | None = None
         self._writing = False
+        self.padding: Tensor | None = None
+        """Marks the rows of the batch at hand that only fill it, bool, shape (records,); None if rows never do."""
         self._handed_out: list[Any] = []
         self._order_checks = _ORDER_CHECKS
         self._plain = _UNSEEN
@@ -151,13 +153,13 @@ class PrivateModule:
             handed: The batch, as the loop receives it.
         """
         self.require_same_parts()
-        padding = None
+        self.padding = None
         self._handed_out = []
         if drawn is not None and 0 < drawn < rows and self._order_checks:
             self._handed_out, self._order_checks = tree_leaves(handed), self._order_checks - 1
         if drawn is not None:
-            padding = (torch.arange(rows) >= drawn).to(self._trained[0].device, non_blocking=True)
-        self._plain, self._batch = _UNSEEN, Batch(step=step, records=rows, padding=padding)
+            self.padding = (torch.arange(rows) >= drawn).to(self._trained[0].device, non_blocking=True)
+        self._plain, self._batch = _UNSEEN, Batch(step=step, records=rows)
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -172,11 +174,6 @@ class PrivateModule:
     def records(self) -> int:
         """Rows of the batch at hand."""
         return 0 if self._batch is None else self._batch.records
-
-    @property
-    def padding(self) -> Tensor | None:
-        """Marks the rows of the batch at hand that only fill it, bool, shape (records,); None if rows never do."""
-        return None if self._batch is None else self._batch.padding
 
     @property
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -216,7 +213,8 @@ class PrivateModule:
         self.require_same_parts()
         self._probed.require_same_modes()
         require_rows((args, kwargs), batch.records)
-        require_order((args, kwargs), self._handed_out)
+        if self._handed_out:
+            require_order((args, kwargs), self._handed_out)
         one = Pass(args=args, kwargs=kwargs)
         batch.passes.append(one)
         if not batch.records:
@@ -384,34 +382,33 @@ class PrivateModule:
     def _recorded(
         self, batch: Batch, gradients: Gradients, readings_of_others: int
     ) -> Iterator[Contributions]:
-        """Run the backward pass of a batch, and take part in what else other processes read."""
-        yield from self._recorded_parts(batch, gradients)
+        """Yield what the records of a batch contribute, and take part in what else other processes read."""
+        for part in self._recorded_parts(batch, gradients):
+            found = self._tape.contributions
+            if self.padding is not None:
+                found.leave_out(self.padding[part])
+            yield found
         for points in feedback_of(self.module):
             is_shared = points.noisy_device is not None and points.noisy_device.world is not None
             for _ in range(readings_of_others if is_shared else 0):
                 points.read_nothing()
 
-    def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[Contributions]:
-        """Run the backward pass of a batch and yield what its records contribute, part for part."""
+    def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[slice]:
+        """Run the backward pass of a batch, and yield the rows that the tape recorded; once for each part."""
         if batch.recorder is not None:
             self._differentiate(batch.attached(gradients))
-            yield self._ended(batch, batch.recorder, slice(None))
+            self._tape.end(batch.recorder)
+            yield slice(None)
             return
         if not batch.records:
-            yield self._ended(batch, self._tape.begin(0), slice(None))
+            self._tape.end(self._tape.begin(0))
+            yield slice(None)
             return
         for number, part in enumerate(self._parts_of(batch.records)):
             recorder = self._tape.begin(part.stop - part.start)
             self._differentiate(self._run_again(batch, recorder, gradients, number, part))
-            yield self._ended(batch, recorder, part)
-
-    def _ended(self, batch: Batch, recorder: Recorder, part: slice) -> Contributions:
-        """Return what the records of a part of a batch contribute, after its backward pass."""
-        self._tape.end(recorder)
-        found = self._tape.contributions
-        if batch.padding is not None:
-            found.leave_out(batch.padding[part])
-        return found
+            self._tape.end(recorder)
+            yield part
 
     def _run_again(
         self,

@@ -196,7 +196,7 @@ class PaysLate(PrivateLoader):
     def _hand_out(self, *, until: int) -> bool:
         if self._steps.step % 3:
             return super()._hand_out(until=until)
-        self._begin_step(self._steps.step)
+        self._module.begin(self._steps.step, *self._last)
         self._steps.step += 1
         return True
 

@@ -10,7 +10,7 @@ from tests.support.faults.base import FEEDBACKS, Fault, all_replaced
 def _by_batch(set_gradients: Callable[..., None]) -> Callable[..., None]:
     def divided(self: Any, parts: Any, **options: Any) -> None:
         found, stated = list(parts), self._divisor
-        self._divisor = float(max(sum(part._records for part in found), 1))
+        self._divisor = float(max(sum(part.records for part in found), 1))
         try:
             set_gradients(self, found, **options)
         finally:

@@ -84,7 +84,7 @@ def _first_layer_unclipped(factors: Callable[..., Tensor]) -> Callable[..., Tens
 def _by_realised_batch(write: Callable[..., None]) -> Callable[..., None]:
     def divided(self: Any, parts: Any, **options: Any) -> None:
         (found,), stated = parts, self._divisor
-        self._divisor = float(max(found._records, 1))
+        self._divisor = float(max(found.records, 1))
         try:
             write(self, [found], **options)
         finally:

@@ -318,51 +318,36 @@ class _CollateFilled:
 
     def __init__(self, collate: Callable[[list[Any]], Any], one: Any, two: Any) -> None:
         self._collate, self._one, self._two = collate, one, two
-        _filled(one, one, two, [0], "")
+        _filled(one, one, two, [0])
 
     def __call__(self, rows: list[Any]) -> _Handed:
         records = [row for row in rows if not isinstance(row, _Row)]
         drawn, batch = len(records), self._collate(records) if records else self._one
         kept = [*range(drawn), *[0] * (len(rows) - drawn)]
-        return len(rows), drawn, _filled(batch, self._one, self._two, kept, "")
+        return len(rows), drawn, _filled(batch, self._one, self._two, kept)
 
 
-def _filled(batch: Any, one: Any, two: Any, kept: list[int], where: str) -> Any:
+def _filled(batch: Any, one: Any, two: Any, kept: list[int]) -> Any:
     """Return a batch of some of its rows; they are where a batch of one record and a batch of it twice differ."""
-    if (
-        isinstance(one, Tensor | np.ndarray)
-        and type(batch) is type(one)
-        and not getattr(one, "is_nested", False)
-    ):
-        sizes = zip(one.shape, two.shape, strict=True)
-        place = next((n for n, pair in enumerate(sizes) if pair == (1, 2)), None)
-        if place is None:
-            return batch
-        if isinstance(batch, Tensor):
-            return batch.index_select(place, torch.tensor(kept, device=batch.device))
-        return batch.take(kept, axis=place)
-    if isinstance(one, Mapping) and isinstance(batch, Mapping):
-        entries = {
-            key: _filled(value, one[key], two[key], kept, f"{where}[{key!r}]")
-            for key, value in batch.items()
-            if key in one and key in two
-        }
-        return _like(batch, {**batch, **entries})
-    if isinstance(one, list | tuple) and type(batch) is type(one):
-        kind: Any = type(batch)
-        if len(one) == 1 and len(two) == 2:
-            return kind([copy.copy(batch[n]) for n in kept])
-        if len(one) == len(two) == len(batch):
-            parts = zip(batch, one, two, strict=True)
-            found = [_filled(*part, kept, f"{where}[{n}]") for n, part in enumerate(parts)]
-            return kind(*found) if hasattr(batch, "_fields") else kind(found)
-    if one is None or isinstance(one, str | bytes | bool | int | float):
-        return batch
-    raise ValueError(
-        f"data_loader: its collate function puts a {type(batch).__name__} into batches (batch{where}), whose rows "
-        "cannot be filled; return tensors with a row for each record, or lists, tuples and mappings of these, or give "
-        "fixed_batches=False"
-    )
+
+    def leaf(value: Any, one: Any, two: Any, where: str) -> Any:
+        if _has_entries(one) and type(value) is type(one):
+            sizes = zip(one.shape, two.shape, strict=True)
+            place = next((n for n, pair in enumerate(sizes) if pair == (1, 2)), None)
+            if place is None:
+                return value
+            if isinstance(value, Tensor):
+                return value.index_select(place, torch.tensor(kept, device=value.device))
+            return value.take(kept, axis=place)
+        if one is None or isinstance(one, str | bytes | bool | int | float):
+            return value
+        raise ValueError(
+            f"data_loader: its collate function puts a {type(value).__name__} into batches (batch{where}), whose rows "
+            "cannot be filled; return tensors with a row for each record, or lists, tuples and mappings of these, or "
+            "give fixed_batches=False"
+        )
+
+    return _rebuilt(batch, one, two, kept, leaf, "")
 
 
 def empty_batch(one: Any, two: Any) -> Any:
@@ -375,30 +360,50 @@ def empty_batch(one: Any, two: Any) -> Any:
     Raises:
         ValueError: There is something else.
     """
-    return _emptied(one, two, "")
 
-
-def _emptied(one: Any, two: Any, where: str) -> Any:
-    if isinstance(one, Tensor | np.ndarray) and isinstance(two, Tensor | np.ndarray):
-        if one.ndim and one.ndim == two.ndim and not getattr(one, "is_nested", False):
+    def leaf(value: Any, one: Any, two: Any, where: str) -> Any:
+        if _has_entries(one) and _has_entries(two) and one.ndim and one.ndim == two.ndim:
             varies = [n == 0 or a != b for n, (a, b) in enumerate(zip(one.shape, two.shape, strict=True))]
             return one[tuple(slice(0 if each else None) for each in varies)]
-    elif isinstance(one, Mapping) and isinstance(two, Mapping) and list(one) == list(two):
-        return _like(one, {key: _emptied(one[key], two[key], f"{where}[{key!r}]") for key in one})
-    elif isinstance(one, list | tuple) and type(one) is type(two):
-        kind: Any = type(one)
+        if one is None or (isinstance(one, bool) and one is two):
+            return one
+        raise ValueError(
+            f"data_loader: its collate function puts a {type(one).__name__} into batches (batch{where}), of which no "
+            "batch without records can be made; return tensors with a row for each record, or lists, tuples and "
+            "mappings of these, and build constants into the module or the criterion"
+        )
+
+    return _rebuilt(one, one, two, [], leaf, "")
+
+
+_Leaf = Callable[[Any, Any, Any, str], Any]
+"""Returns some rows of a value, from that value, those of a batch of one and of two records, and where it stands."""
+
+
+def _rebuilt(batch: Any, one: Any, two: Any, kept: list[int], leaf: _Leaf, where: str) -> Any:
+    """Return a batch of some of its rows: containers entry by entry, and what grows with the batch row by row."""
+    if isinstance(batch, Mapping) and isinstance(one, Mapping) and isinstance(two, Mapping):
+        if list(one) == list(two):
+            entries = {
+                key: _rebuilt(batch[key], one[key], two[key], kept, leaf, f"{where}[{key!r}]")
+                for key in batch
+                if key in one
+            }
+            return _like(batch, {**batch, **entries})
+    elif isinstance(one, list | tuple) and type(batch) is type(one) is type(two):
+        kind: Any = type(batch)
         if len(one) == 1 and len(two) == 2:
-            return kind()
-        if len(one) == len(two):
-            entries = [_emptied(*both, f"{where}[{n}]") for n, both in enumerate(zip(one, two, strict=True))]
-            return kind(*entries) if hasattr(one, "_fields") else kind(entries)
-    elif one is None or (isinstance(one, bool) and one is two):
-        return one
-    raise ValueError(
-        f"data_loader: its collate function puts a {type(one).__name__} into batches (batch{where}), of which no batch "
-        "without records can be made; return tensors with a row for each record, or lists, tuples and mappings of "
-        "these, and build constants into the module or the criterion"
-    )
+            return kind([copy.copy(batch[n]) for n in kept])
+        if len(one) == len(two) == len(batch):
+            parts = enumerate(zip(batch, one, two, strict=True))
+            found = [_rebuilt(*part, kept, leaf, f"{where}[{n}]") for n, part in parts]
+            return kind(*found) if hasattr(batch, "_fields") else kind(found)
+    return leaf(batch, one, two, where)
+
+
+def _has_entries(value: Any) -> bool:
+    """Whether a value is a tensor or an array whose entries have places."""
+    return isinstance(value, Tensor | np.ndarray) and not getattr(value, "is_nested", False)
 
 
 def _like(given: Mapping[Any, Any], found: dict[Any, Any]) -> Mapping[Any, Any]:

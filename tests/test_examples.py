@@ -3,7 +3,6 @@
 import inspect
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ FOLDERS = (ROOT / "examples" / "any_module", ROOT / "examples" / "private")
 MARK = "# opusim"
 LEAST = 0.5
 """Accuracy on ten classes that even the slowest learner reaches at its quick size."""
-QUICK = {"any_module/mixed_precision", "any_module/checkpointing", "private/plain_loop"}
 NEEDS = {"lightning_trainer": "lightning", "hugging_face_trainer": "transformers"}
 PATCHES = sorted((ROOT / "examples" / "private").glob("*.diff"))
 MOST_CHANGED = 10
@@ -52,17 +50,7 @@ def test_unmarked_lines_are_caught() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(QUICK))
-def test_quick_examples_learn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    accuracy = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]()
-    assert accuracy > LEAST
-    assert f"{100 * accuracy:.1f} %" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", [s for s in SCRIPTS if named(s) not in QUICK], ids=lambda script: named(script)
-)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: named(script))
 def test_examples_learn(script: Path) -> None:
     """As the page says to run them, in a process of their own."""
     if script.stem in NEEDS:

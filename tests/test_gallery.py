@@ -47,15 +47,8 @@ def test_every_script_is_shown_with_its_picture() -> None:
         assert (PAGE.parent / "gallery" / f"{script.stem}.png").is_file()
 
 
-QUICK = ("ridge", "membership")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [file if file.stem in QUICK else pytest.param(file, marks=pytest.mark.slow) for file in SCRIPTS],
-    ids=lambda script: script.stem,
-)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_scripts_show_what_they_say(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPUSIM_CACHE", str(tmp_path))
     figure = tmp_path / "figure.png"

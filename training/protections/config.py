@@ -65,6 +65,8 @@ class _Strength(ProtectionSection):
 
     @model_validator(mode="after")
     def _check_strength(self) -> Self:
+        if any(getattr(self, key, None) in better for key, better in self.dropped.items()):
+            return self  # `require_offered` refuses it, and says what to take instead
         if self.epsilon is None and (self.needs_epsilon or self.noise_multiplier is None):
             other = "" if self.needs_epsilon else ", or a noise_multiplier"
             reason = f"is missing; kind = {self.kind!r} needs one above 0, such as 3.0{other}"

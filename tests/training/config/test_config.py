@@ -110,6 +110,7 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
         ("trainer.kind=backprop", "trainer.kind: 'backprop' is no trainer; known are 'bp', 'convex', 'dfa'"),
         ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
         ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
+        ("protection={kind='label-budget'}", "protection.kind: 'label-budget' was dropped; take"),
         ("protection={kind='label-budget', epsilon=1}", "protection.kind: 'label-budget' was dropped; take"),
         (
             "trainer={kind='dfa', projection='hadamard'}",

@@ -33,6 +33,7 @@ from benchmarks.known_models.training import MATRIX_SEED
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import FeedbackAlignment
+from training.feedback.layout import row_std
 
 MODULE, NAME = "benchmarks.known_models.readout_rules", "readout_rules"
 STEPS, BATCHES, STEP = 300, (1, 4, 16, 64), 1e-2
@@ -83,12 +84,6 @@ def watched(model: nn.Module, names: Sequence[str], head: str) -> Iterator[dict[
             handle.remove()
 
 
-def std_of(h: Tensor) -> Tensor:
-    """Return the standard deviation of each row, shape (rows, 1)."""
-    rows = h.flatten(0, 1)
-    return (rows.var(dim=1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-
-
 def by_backpropagation(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator: torch.Generator) -> int:
     """Fit the read-out to a batch; return the passes that it took."""
     feedback.fit_readout(lambda: losses(feedback, x, y).mean() / x.shape[1])
@@ -97,7 +92,7 @@ def by_backpropagation(feedback: FeedbackAlignment, x: Tensor, y: Tensor, genera
 
 def _features(feedback: FeedbackAlignment, h: Tensor, reading: Tensor) -> Tensor:
     """Return what a read-out predicts gradients from."""
-    return reading * (feedback.gain / h.shape[-1] ** 0.5 / std_of(h))
+    return reading * (feedback.gain / h.shape[-1] ** 0.5 / row_std(h.flatten(0, 1)))
 
 
 def by_derivatives(feedback: FeedbackAlignment, x: Tensor, y: Tensor, generator: torch.Generator) -> int:
@@ -135,7 +130,7 @@ def by_mirror(
             v = torch.randn(plain[name].shape, generator=generator)
             with moved(model, {name: STEP * v}), watched(model, (), "head") as other:
                 model(x)
-            change = ((other["z"] - plain["z"]) / STEP).flatten(0, 1) * std_of(plain[name])
+            change = ((other["z"] - plain["z"]) / STEP).flatten(0, 1) * row_std(plain[name].flatten(0, 1))
             reading = feedback._projector(change.device).read(change)
             total, count = kept.setdefault(number, [torch.zeros(v.shape[-1], reading.shape[1]), 0])
             total += v.flatten(0, 1).T @ reading

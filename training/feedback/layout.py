@@ -200,6 +200,15 @@ def through_layer_norm(signal: Tensor, h: Tensor) -> Tensor:
     J^T s = (s - mean s - x mean(s x)) / std h, with x = (h - mean h) / std h (Ba et al., "Layer normalization", 2016).
     """
     centred = h - h.mean(dim=-1, keepdim=True)
-    std = centred.square().mean(dim=-1, keepdim=True).add_(1e-5).sqrt_()
+    std = _root_mean_square(centred)
     x = centred / std
     return (signal - signal.mean(dim=-1, keepdim=True) - x * (signal * x).mean(dim=-1, keepdim=True)) / std
+
+
+def row_std(h: Tensor) -> Tensor:
+    """Return std h of each row as a layer norm takes it, shape (..., 1)."""
+    return _root_mean_square(h - h.mean(dim=-1, keepdim=True))
+
+
+def _root_mean_square(rows: Tensor) -> Tensor:
+    return rows.square().mean(dim=-1, keepdim=True).add_(1e-5).sqrt_()

@@ -43,6 +43,7 @@ from training.feedback.layout import (
     View,
     chosen_rows,
     one_to_one,
+    row_std,
     spread,
     through_layer_norm,
 )
@@ -506,9 +507,7 @@ class FeedbackAlignment(Choosing):
         """Return what `LearntReadout.fit` takes of a call: scaled readings and true gradients, row by row."""
         stream, gradient = self._view.rows(h.detach().float()), self._view.rows(true.float())
         point = Extent(*stream.shape)
-        std = torch.ones_like(stream[..., :1])
-        if self._normalised:
-            std = (stream.var(dim=-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        std = row_std(stream) if self._normalised else torch.ones_like(stream[..., :1])
         if one_to_one(error, point, rows):
             scale = self.gain / part.channels**0.5
             return reading * (scale / std.reshape(-1, 1)), gradient.flatten(0, 1)

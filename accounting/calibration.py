@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from accounting import numerics
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
-from accounting.mechanism import Mechanism
 from opusim import checks
+from opusim.accounting import numerics
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.mechanism import Mechanism
 
 _MOST_NOISE = 1e6
 _LEAST_NOISE = 1e-2

@@ -15,23 +15,23 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.explanation import explain_theorem, guarantees_text, large_delta
-from accounting.guarantee import Guarantee
-from accounting.mechanism import Mechanism, mechanism_classes
-from accounting.mechanisms.convex import (
+from opusim import checks
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.explanation import explain_theorem, guarantees_text, large_delta
+from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.mechanism import Mechanism, mechanism_classes
+from opusim.accounting.mechanisms.convex import (
     ConvexLastIterate,
     least_regularisation,
     most_epochs,
     priced_descents,
 )
-from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
-from accounting.parameters import Parameter, parameters_of
-from accounting.tables import number, print_rows
-from accounting.theorems import known_theorems, theorem
-from opusim import checks
+from opusim.accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
+from opusim.accounting.parameters import Parameter, parameters_of
+from opusim.accounting.tables import number, print_rows
+from opusim.accounting.theorems import known_theorems, theorem
 from opusim.noise import PhotonCountNoise
 from opusim.tables import print_table, wrapped
 

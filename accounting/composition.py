@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Unit
-from accounting.mechanism import Mechanism
 from opusim import checks
+from opusim.accounting.errors import BudgetExceeded, NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Guarantee, Unit
+from opusim.accounting.mechanism import Mechanism
 
 
 def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool = False) -> list[Guarantee]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from accounting.mechanism import Mechanism
-from accounting.tables import guarantee_rows, number
-from accounting.theorems import Theorem
+from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
+from opusim.accounting.mechanism import Mechanism
+from opusim.accounting.tables import guarantee_rows, number
+from opusim.accounting.theorems import Theorem
 from opusim.tables import table_text, wrapped
 
 LARGE_DELTA = (

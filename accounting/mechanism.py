@@ -40,9 +40,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from typing_extensions import Doc
 
-from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import (
+from opusim import checks, plugins
+from opusim.accounting import numerics
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import (
     Adjacency,
     Assumption,
     EpsilonBounds,
@@ -53,9 +54,8 @@ from accounting.guarantee import (
     from_json,
     to_json,
 )
-from accounting.parameters import Absent, Count, parameters_of
-from accounting.theorems import DEVICE_NOISE_IS_GAUSSIAN, Theorem, about_relation, about_rounding
-from opusim import checks, plugins
+from opusim.accounting.parameters import Absent, Count, parameters_of
+from opusim.accounting.theorems import DEVICE_NOISE_IS_GAUSSIAN, Theorem, about_relation, about_rounding
 
 SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "opusim.mechanisms"

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import Doc
 
-from accounting.guarantee import Adjacency
-from accounting.theorems import leaving_out
 from opusim import checks
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.theorems import leaving_out
 
 
 @dataclass(frozen=True)

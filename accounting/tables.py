@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from accounting.guarantee import Adjacency, Guarantee
+from opusim.accounting.guarantee import Adjacency, Guarantee
 from opusim.tables import print_table
 
 

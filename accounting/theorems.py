@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Assumption
 
 _KNOWN: dict[str, Theorem] = {}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from opusim.files import write_file
-from training.runs.folder import versions
+from opusim.training.runs.folder import versions
 
 FOLDER = Path(__file__).parent / "results"
 _NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 import opusim
-from training.config import load_config
-from training.runs.folder import RunFolder
-from training.runs.run import Run
+from opusim.training.config import load_config
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.run import Run
 
 
 def train_or_read(config: dict[str, Any], path: Path, *, model: nn.Module | None = None) -> Run:

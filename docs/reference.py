@@ -16,13 +16,13 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from accounting.mechanisms import mechanism_classes
-from accounting.theorems import known_theorems
+from opusim.accounting.mechanisms import mechanism_classes
+from opusim.accounting.theorems import known_theorems
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import variants_of
-from training.cli.app import app
-from training.cli.groups import LazyGroup
-from training.cli.options import key_rows, topics
+from opusim.training.cli.app import app
+from opusim.training.cli.groups import LazyGroup
+from opusim.training.cli.options import key_rows, topics
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 

@@ -67,6 +67,6 @@ def test_a_command_that_fails_is_found(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_pages_run(name: str, tmp_path: Path) -> None:
-    program = f"env PYTHONPATH={ROOT} {sys.executable} -c 'from training.cli import main; main()'"
+    program = f"env PYTHONPATH={ROOT} {sys.executable} -c 'from opusim.training.cli import main; main()'"
     ran = list(run_page(ROOT / "docs" / f"{name}.md", tmp_path, program))
     assert len(ran) >= 2

@@ -8,9 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from opusim.training.cli.app import app
+from opusim.training.engine import session
 from tests.support.commands import subcommands
-from training.cli.app import app
-from training.engine import session
 
 COMMANDS = typer.main.get_command(app)
 ROOT = Path(__file__).parents[1]

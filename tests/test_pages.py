@@ -35,5 +35,7 @@ def test_benchmarks_import_what_exists(file: Path) -> None:
 
 
 def test_an_import_of_what_is_gone_is_caught() -> None:
-    gone = "def f():\n    from accounting import nothing_of_this_name\n    import training.nowhere"
+    gone = (
+        "def f():\n    from opusim.accounting import nothing_of_this_name\n    import opusim.training.nowhere"
+    )
     assert sorted(missing(gone)) == ["accounting.nothing_of_this_name", "training.nowhere"]

@@ -9,12 +9,11 @@ from types import ModuleType
 import pytest
 import typer
 
-import accounting
 import opusim
-import training
-from accounting.theorems import known_theorems
+from opusim import accounting, training
+from opusim.accounting.theorems import known_theorems
 from opusim.description.schema import DeviceDescription
-from training.cli.app import app
+from opusim.training.cli.app import app
 
 DOCS = Path(__file__).parents[1] / "docs"
 INVENTORIES = sorted((DOCS / "inventories").glob("*.txt"))

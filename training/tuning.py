@@ -2,7 +2,7 @@
 
 A trial's model protects the training records by the guarantee of its run. Its score protects the held-out records: it
 is the number of them that the model classifies rightly, which one record changes by at most 1, plus N(0, 1 / mu^2),
-exactly rounded, over a public number. No record is in both sets. `accounting.mechanisms.selection` prices the choice,
+exactly rounded, over a public number. No record is in both sets. `opusim.accounting.mechanisms.selection` prices the choice,
 and gives trials and scores the least noise that keeps the whole search within its epsilon.
 
 **Every search is paid for before its number of trials is drawn.** A stopped search resumes without a second payment as
@@ -30,24 +30,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.guarantee import Guarantee
-from accounting.ledger.ledger import LEDGER_FILE, Ledger
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.selection import PrivateSelection, priced_search
+from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.ledger.ledger import LEDGER_FILE, Ledger
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.selection import PrivateSelection, priced_search
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
-from training.config.reading import flat, load_config, parse_setting
-from training.config.run import RunConfig
-from training.data import Dataset
-from training.engine.plan import RunPlan, default_inputs, for_this_machine, load_data, with_maps
-from training.engine.session import train
-from training.errors import RunFolderError
-from training.runs.checkpoints import adopt_ledger
-from training.runs.folder import RunFolder
-from training.runs.run import Run, evaluate_split, load_run
-from training.runs.storage import (
+from opusim.training.config.reading import flat, load_config, parse_setting
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Dataset
+from opusim.training.engine.plan import RunPlan, default_inputs, for_this_machine, load_data, with_maps
+from opusim.training.engine.session import train
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.checkpoints import adopt_ledger
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.run import Run, evaluate_split, load_run
+from opusim.training.runs.storage import (
     LOCK_FILE,
     only_writer,
     read_record,

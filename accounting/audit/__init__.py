@@ -4,7 +4,7 @@
 run.
 """
 
-from accounting.audit.one_run import (
+from opusim.accounting.audit.one_run import (
     FEWEST_CANARIES,
     NOT_NORMAL,
     Law,
@@ -17,7 +17,7 @@ from accounting.audit.one_run import (
     correct_guesses,
     guesses_bound,
 )
-from accounting.audit.two_worlds import (
+from opusim.accounting.audit.two_worlds import (
     AuditPlan,
     AuditResult,
     Estimate,

@@ -20,10 +20,10 @@ from enum import StrEnum
 
 import numpy as np
 
-from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
 from opusim import checks
+from opusim.accounting import numerics
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Guarantee
 
 LARGEST_MU = 1e3
 """mu of scores that separate the worlds entirely."""

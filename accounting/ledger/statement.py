@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from accounting.explanation import LARGE_DELTA, guarantees_text, large_delta
-from accounting.guarantee import Guarantee, Release, from_json, to_json
-from accounting.ledger.content import Alarm, CertificateFacts, LedgerContent, Mode
-from accounting.mechanism import Mechanism, mechanism_from_json
-from accounting.theorems import known_theorems
 from opusim import checks
+from opusim.accounting.explanation import LARGE_DELTA, guarantees_text, large_delta
+from opusim.accounting.guarantee import Guarantee, Release, from_json, to_json
+from opusim.accounting.ledger.content import Alarm, CertificateFacts, LedgerContent, Mode
+from opusim.accounting.mechanism import Mechanism, mechanism_from_json
+from opusim.accounting.theorems import known_theorems
 from opusim.tables import wrapped
 
 SCHEMA = "opusim-guarantee"

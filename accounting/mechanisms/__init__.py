@@ -1,12 +1,12 @@
 """The mechanisms of opusim, one subject a file; what every mechanism shares is imported from here."""
 
-from accounting.mechanism import CertifiedMechanism as CertifiedMechanism
-from accounting.mechanism import Mechanism as Mechanism
-from accounting.mechanism import counted as counted
-from accounting.mechanism import mechanism_class as mechanism_class
-from accounting.mechanism import mechanism_classes as mechanism_classes
-from accounting.mechanism import mechanism_from_json as mechanism_from_json
-from accounting.mechanism import mechanism_kinds as mechanism_kinds
-from accounting.mechanism import spend_certificates as spend_certificates
-from accounting.parameters import Positive as Positive
-from accounting.parameters import SamplingProbability as SamplingProbability
+from opusim.accounting.mechanism import CertifiedMechanism as CertifiedMechanism
+from opusim.accounting.mechanism import Mechanism as Mechanism
+from opusim.accounting.mechanism import counted as counted
+from opusim.accounting.mechanism import mechanism_class as mechanism_class
+from opusim.accounting.mechanism import mechanism_classes as mechanism_classes
+from opusim.accounting.mechanism import mechanism_from_json as mechanism_from_json
+from opusim.accounting.mechanism import mechanism_kinds as mechanism_kinds
+from opusim.accounting.mechanism import spend_certificates as spend_certificates
+from opusim.accounting.parameters import Positive as Positive
+from opusim.accounting.parameters import SamplingProbability as SamplingProbability

@@ -33,14 +33,14 @@ from typing import Annotated, ClassVar, Self
 import numpy as np
 from typing_extensions import Doc
 
-from accounting import numerics
-from accounting.calibration import calibrate_noise
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status
-from accounting.mechanism import CertifiedMechanism, counted, described
-from accounting.parameters import Count, NonNegative, Positive
-from accounting.theorems import NOISE_IS_SECRET, Theorem
 from opusim import checks
+from opusim.accounting import numerics
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status
+from opusim.accounting.mechanism import CertifiedMechanism, counted, described
+from opusim.accounting.parameters import Count, NonNegative, Positive
+from opusim.accounting.theorems import NOISE_IS_SECRET, Theorem
 
 OBJECTIVES = ("squared", "margin", "one-against-rest", "softmax")
 _SMOOTHNESS = {"squared": 1.0, "margin": 1.0, "one-against-rest": 0.25, "softmax": 0.5}
@@ -59,7 +59,7 @@ LAST_ITERATE = Theorem(
     "over the noise's variance, and the best schedule is the greatest convex function below it, so mu is exact,"
     " not a search.",
     reference="Bok, Su and Altschuler 2024, here for any c_t, s_t and w_t",
-    code="accounting.mechanisms.convex.proven_mu",
+    code="opusim.accounting.mechanisms.convex.proven_mu",
     page="convex.md, section 3",
     checked_by_code=(
         "the learning rate stays below 2 / (beta + lambda), with beta of the objective at features of norm 1",

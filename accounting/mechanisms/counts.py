@@ -1,7 +1,7 @@
 """Photon counts as the mechanism: what counts of known patterns reveal, and what the brightest group of pixels reveals.
 
 Both are for inputs that can be listed, such as labels. Counts that are kept are accounted by the exact law of their
-privacy loss (`accounting.numerics.poisson_loss`). If only the argmax over groups of pixels is kept, the release has as
+privacy loss (`opusim.accounting.numerics.poisson_loss`). If only the argmax over groups of pixels is kept, the release has as
 many values as there are groups, and the full matrix of its probabilities gives a pure epsilon.
 """
 
@@ -16,16 +16,16 @@ from typing import Annotated, Any, ClassVar, Self
 import numpy as np
 from typing_extensions import Doc
 
-from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
-from accounting.mechanism import CertifiedMechanism, Hypotheses, counted
-from accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
-from accounting.mechanisms.observations import keep_probability
-from accounting.mechanisms.readings import FLUCTUATING_LIGHT, readings_guarantee
-from accounting.parameters import Absent, Positive
-from accounting.theorems import Theorem
 from opusim import checks
+from opusim.accounting import numerics
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
+from opusim.accounting.mechanism import CertifiedMechanism, Hypotheses, counted
+from opusim.accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
+from opusim.accounting.mechanisms.observations import keep_probability
+from opusim.accounting.mechanisms.readings import FLUCTUATING_LIGHT, readings_guarantee
+from opusim.accounting.parameters import Absent, Positive
+from opusim.accounting.theorems import Theorem
 
 _ONLY_THIS_WAY = "training labels are used only through what is kept"
 _ROUNDING = 1e-9
@@ -43,7 +43,7 @@ POISSON_LOSS = Theorem(
     "the pair on the grid dominates, and one Fourier transform gives its law. Gain, read noise, full well and "
     "rounding come after the counts.",
     reference="Doroshenko et al. 2022 for connecting the dots",
-    code="accounting.numerics.poisson_loss.pattern_bounds",
+    code="opusim.accounting.numerics.poisson_loss.pattern_bounds",
     page="privacy-devices.md, section 3",
     checked_by_code=("each label is shown as often as stated", _ONLY_THIS_WAY),
     trusted=(
@@ -65,7 +65,7 @@ COUNT_ARGMAX = Theorem(
     "entry the ratio of an upper to a lower limit bounds epsilon. Of light that fluctuates, "
     "epsilon is the largest over all powers up to w_max; brighter frames have a probability beta, taken off delta.",
     reference="Kairouz, Oh and Viswanath 2014 for randomized response",
-    code="accounting.mechanisms.counts.LabelArgmax",
+    code="opusim.accounting.mechanisms.counts.LabelArgmax",
     page="privacy-devices.md, section 4",
     checked_by_code=(
         "counts are discarded where the argmax is taken; ties are broken at random",

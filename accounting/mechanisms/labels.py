@@ -13,13 +13,13 @@ from typing import Annotated, Any, ClassVar, Self
 
 from typing_extensions import Doc
 
-from accounting import numerics
-from accounting.guarantee import Adjacency, EpsilonBounds, Unit
-from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
-from accounting.mechanisms.observations import keep_probability
-from accounting.parameters import DeviceNoise, ExactlyRounded, Positive, SamplingProbability
-from accounting.theorems import NOISE_IS_SECRET, NOISY_SUM, SEED_IS_SECRET, Theorem
 from opusim import checks
+from opusim.accounting import numerics
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Unit
+from opusim.accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
+from opusim.accounting.mechanisms.observations import keep_probability
+from opusim.accounting.parameters import DeviceNoise, ExactlyRounded, Positive, SamplingProbability
+from opusim.accounting.theorems import NOISE_IS_SECRET, NOISY_SUM, SEED_IS_SECRET, Theorem
 
 _SIGNALS_CHECKED = (
     "each credited noise is drawn independently, for one reading of one layer at one step, after the last nonlinearity "
@@ -52,7 +52,7 @@ LABEL_BUDGET = Theorem(
     " N(B^2/2, B^2). Forgetting the top-up is post-processing. mu_t^2 is a sum over "
     "layers of a record's squared signal distance times its leverage over sigma^2.",
     reference="Dong, Roth and Su 2019",
-    code="accounting.mechanisms.labels.LabelBudget",
+    code="opusim.accounting.mechanisms.labels.LabelBudget",
     page="privacy-labels.md, sections 1 and 2",
     checked_by_code=("a record over its budget keeps its noise and loses its signal", *_SIGNALS_CHECKED),
     trusted=_SIGNALS_TRUSTED,
@@ -71,7 +71,7 @@ LABEL_AMPLIFICATION = Theorem(
     "attains at once. k < 1 is its mirror image. Dominating pairs compose adaptively. Noise that depends on the"
     " batch cannot be amplified: it shows who is in the batch.",
     reference="Kahane 1986; Zhu, Dong and Wang 2022",
-    code="accounting.mechanisms.labels.LabelAmplified",
+    code="opusim.accounting.mechanisms.labels.LabelAmplified",
     page="privacy-labels.md, section 3",
     checked_by_code=(
         "every whitened contribution is scaled to norm C at most, whatever the label",
@@ -94,7 +94,7 @@ LABEL_READOUT = Theorem(
     proof="Readings of two labels are Gaussians of one law, shifted by the stacked B_a - B_b. Scales, epochs, "
     "posterior targets and the output layer's target are functions of the readings, hence post-processing.",
     reference="Dong, Roth and Su 2019",
-    code="accounting.mechanisms.labels.LabelReadout",
+    code="opusim.accounting.mechanisms.labels.LabelReadout",
     page="privacy-labels.md, section 4",
     checked_by_code=(
         "each label is read as often as stated, and every distinct reading of it is counted in mu",
@@ -117,7 +117,7 @@ LABEL_RELEASE = Theorem(
     "one is replaced. The a_i are the vectors as computed, rounded toward zero to multiples of a power of two, so that "
     "float64 forms their sums exactly, whatever the order; how S and L were computed does not matter.",
     reference="Dong, Roth and Su 2019",
-    code="accounting.mechanisms.labels.noise_of",
+    code="opusim.accounting.mechanisms.labels.noise_of",
     page="privacy-labels.md, section 4",
     checked_by_code=(
         "the largest share of a record is computed from the rows that are summed, and rounded up",
@@ -135,7 +135,7 @@ RANDOMIZED_RESPONSE = Theorem(
     proof="The likelihood ratio of two labels takes the values e^epsilon, 1 and e^-epsilon, so the pure epsilon is "
     "exact and repeats compose on that grid without discretisation.",
     reference="Warner 1965",
-    code="accounting.mechanisms.labels.RandomizedResponse",
+    code="opusim.accounting.mechanisms.labels.RandomizedResponse",
     page="privacy-labels.md, section 5",
     checked_by_code=("the noise of every step is fresh", "labels are used only through the randomized ones"),
     trusted=("neither the noise nor the seed that it came from is ever revealed",),
@@ -152,7 +152,7 @@ STAGED_RESPONSE = Theorem(
     "answer only; earlier answers do not depend on it, and later ones only through that answer. The loss of "
     "randomized response over two labels dominates that of any epsilon-DP mechanism, which gives epsilon at a delta.",
     reference="Ghazi, Golowich, Kumar, Manurangsi and Zhang 2021; Kairouz, Oh and Viswanath 2015",
-    code="accounting.mechanisms.observations.respond_among",
+    code="opusim.accounting.mechanisms.observations.respond_among",
     page="privacy-labels.md, section 5",
     checked_by_code=(
         "every label is randomized once, in the part that its record was drawn into",

@@ -15,11 +15,11 @@ from typing import Annotated, Any, ClassVar, Self
 import numpy as np
 from typing_extensions import Doc
 
-from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
-from accounting.mechanism import Mechanism, counted, described
-from accounting.parameters import Count, NonNegative, Positive, require_text
-from accounting.theorems import Theorem
 from opusim import checks
+from opusim.accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
+from opusim.accounting.mechanism import Mechanism, counted, described
+from opusim.accounting.parameters import Count, NonNegative, Positive, require_text
+from opusim.accounting.theorems import Theorem
 
 _ORDERS = tuple((1.0 + np.logspace(-5.0, 3.0, 400)).tolist())
 _SOURCE = "Ohana et al. 2021, Proposition 3 (eq. 17), composed as its text says, Theorem 2"
@@ -45,7 +45,7 @@ ROW_SPACE = Theorem(
     proof="With m below the fan-in and the width at least m, the update's row space is the span of the batch's "
     "inputs, whatever sigma: the part of an input outside it is 0 for a member and not for an outsider. With m "
     "above the fan-in the covariances of neighbours still differ by a rank-one term that scales with sigma.",
-    code="accounting.mechanisms.pdfa.PublishedPdfa",
+    code="opusim.accounting.mechanisms.pdfa.PublishedPdfa",
     page="privacy-records.md, section 4",
 )
 

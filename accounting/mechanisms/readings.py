@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
-from accounting.mechanism import counted, proven_status
-from accounting.theorems import Theorem
 from opusim import checks
+from opusim.accounting import numerics
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
+from opusim.accounting.mechanism import counted, proven_status
+from opusim.accounting.theorems import Theorem
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise
 
 _ROUNDING_UP = 1 + 1e-9  # above the rounding of sums of doubles
@@ -33,7 +33,7 @@ GAUSSIAN_READINGS = Theorem(
     proof="V >= sigma^2 I, so the reading is a post-processing of one with covariance sigma^2 I. A variance without "
     "the law proves nothing: laws of one variance give delta(epsilon = 3) of 0.75 and 3e-10.",
     reference="Dong, Roth and Su 2019",
-    code="accounting.mechanisms.readings.gaussian_mu",
+    code="opusim.accounting.mechanisms.readings.gaussian_mu",
     page="privacy-devices.md, section 1",
     trusted=("the noise is Gaussian, independent between readings and outputs, of one law for every input",),
 )
@@ -48,7 +48,7 @@ PHOTON_COUNTS = Theorem(
     " private, and infinite at b = 0 < a, which dark or bias light prevents. Total variation is bounded by "
     "Bhattacharyya's coefficient and by coupling the counts. Gain, read noise, full well, rounding and linear "
     "recovery are post-processing.",
-    code="accounting.mechanisms.readings.poisson_divergence",
+    code="opusim.accounting.mechanisms.readings.poisson_divergence",
     page="privacy-devices.md, section 2",
     trusted=("counts are independent Poisson counts, and every rate lies in its box",),
 )
@@ -65,7 +65,7 @@ FLUCTUATING_LIGHT = Theorem(
     "add independent Poisson(d - d_min w / w_max), a rate of at least 0: Poisson(w lambda + d), a post-processing "
     "without the data. Homogeneity is not enough, since dark light does not scale with W. delta is that of steady "
     "counts plus beta of the use plus beta of the certificate; conversions to epsilon come after the convexity.",
-    code="accounting.mechanisms.readings.least_epsilon",
+    code="opusim.accounting.mechanisms.readings.least_epsilon",
     page="privacy-devices.md, section 5",
     trusted=(
         "given the light's power, counts are independent Poisson counts, and every rate lies in its box",

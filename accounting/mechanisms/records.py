@@ -1,7 +1,7 @@
 """Mechanisms that protect whole records: noise on a sum over a batch, clipped updates, and no protection at all.
 
 k is 1 if a record is added, removed or made null, and 2 if one is replaced (its sum moves by 2 C). The numbers come
-from `accounting.numerics`; what cannot be computed raises `NoGuarantee` or is infinite with a reason.
+from `opusim.accounting.numerics`; what cannot be computed raises `NoGuarantee` or is infinite with a reason.
 
 Under direct feedback alignment the update of record i is u_i = (s_i * phi'_i) (h_i, 1)^T at each layer and e_i (h_i,
 1)^T at the output, a rank-one matrix, so ||u_i||^2 = sum_l ||s_l * phi'_l||^2 (||h_(l-1)||^2 + 1) is known without
@@ -17,10 +17,10 @@ from typing import Annotated, Any, ClassVar, Self
 
 from typing_extensions import Doc
 
-from accounting import numerics
-from accounting.guarantee import Adjacency, Assumption
-from accounting.mechanism import CertifiedMechanism, Mechanism, counted
-from accounting.parameters import (
+from opusim.accounting import numerics
+from opusim.accounting.guarantee import Adjacency, Assumption
+from opusim.accounting.mechanism import CertifiedMechanism, Mechanism, counted
+from opusim.accounting.parameters import (
     Absent,
     DeviceNoise,
     ExactlyRounded,
@@ -29,7 +29,7 @@ from accounting.parameters import (
     StatedRelation,
     require_text,
 )
-from accounting.theorems import (
+from opusim.accounting.theorems import (
     NOISY_SUM,
     SEED_IS_SECRET,
     Theorem,
@@ -56,7 +56,7 @@ GAUSSIAN = Theorem(
     proof="Along the difference v of the two sums the outputs are N(0, 1) and N(|v| / (z C), 1) after scaling, and "
     "every other direction has the same law. Trade-off functions of Gaussian shifts compose by adding mu^2.",
     reference="Balle and Wang 2018; Dong, Roth and Su 2019",
-    code="accounting.numerics.closed_forms.gaussian_bounds",
+    code="opusim.accounting.numerics.closed_forms.gaussian_bounds",
     page="privacy-records.md, section 3",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,
@@ -73,7 +73,7 @@ SAMPLED_GAUSSIAN = Theorem(
     "distribution is discretised from above (connect the dots) and from below (a polygon between tangents), so "
     "epsilon is known between two bounds; Renyi divergences take over where doubles cannot follow the losses.",
     reference="Zhu, Dong and Wang 2022; Doroshenko et al. 2022; Mironov 2017",
-    code="accounting.numerics.sampled_noise.noise_bounds",
+    code="opusim.accounting.numerics.sampled_noise.noise_bounds",
     page="privacy-records.md, section 3",
     checked_by_code=(*_CHECKED, _SAMPLED),
     trusted=(*_TRUSTED, _SECRET_BATCHES),
@@ -88,7 +88,7 @@ SAMPLED_LAPLACE = Theorem(
     "1 / (1 - q + q e^(-1/b)), which is less. At delta > 0 the distribution of the loss is composed instead, and the "
     "smaller epsilon counts.",
     reference="DP-ZO, Propositions A.1, A.2; Zhu et al. 2022",
-    code="accounting.numerics.sampled_noise.noise_bounds",
+    code="opusim.accounting.numerics.sampled_noise.noise_bounds",
     page="privacy-records.md, section 3",
     checked_by_code=(*_CHECKED, _SAMPLED),
     trusted=(*_TRUSTED, _SECRET_BATCHES),
@@ -106,7 +106,7 @@ CLIPPED_RECORDS = Theorem(
     "helps. Dividing by a constant is post-processing. For zero_out every constant is the same for both data "
     "sets, and the null record contributes nothing. The rest is theorem sampled-gaussian.",
     reference="Abadi et al. 2016; Zhu, Dong and Wang 2022",
-    code="accounting.mechanisms.records.RecordCentral",
+    code="opusim.accounting.mechanisms.records.RecordCentral",
     page="privacy-records.md, sections 1 and 2",
     checked_by_code=(
         "every record enters every batch independently with probability q, by a new draw at each step",
@@ -143,7 +143,7 @@ BANDED_RECORDS = Theorem(
     "Gaussian mechanism, and blocks compose adaptively. A run that is resumed with new noise and new coins is several "
     "such releases.",
     reference="Choquette-Choo et al. 2023; McKenna 2024",
-    code="accounting.mechanisms.records.ClippedRecords",
+    code="opusim.accounting.mechanisms.records.ClippedRecords",
     page="privacy-records.md, section 7",
     checked_by_code=(
         "every record is in one of b subsets by a uniform coin of its own, and no number of records shapes a subset",

@@ -16,15 +16,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from typing_extensions import Doc
 
-from accounting import numerics
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
-from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism
-from accounting.parameters import Absent, ExactlyRounded, Positive
-from accounting.theorems import SEED_IS_SECRET, Theorem
 from opusim import checks
+from opusim.accounting import numerics
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
+from opusim.accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism
+from opusim.accounting.parameters import Absent, ExactlyRounded, Positive
+from opusim.accounting.theorems import SEED_IS_SECRET, Theorem
 
 _ORDERS = (
     *(1 + k / 10 for k in range(1, 10)), *(2 + k / 2 for k in range(20)), *map(float, range(12, 33)),
@@ -51,7 +51,7 @@ PRIVATE_SELECTION = Theorem(
     "by a + g(a); what remains is a convex function of r, so the Gaussian pair dominates it; it is summed over "
     "a grid, each cell at its worst corner. (3) is Theorem 6 of Papernot and Steinke.",
     reference="Koskela, Redberg and Wang 2024; Papernot and Steinke 2022",
-    code="accounting.mechanisms.selection.selection_bounds",
+    code="opusim.accounting.mechanisms.selection.selection_bounds",
     page="convex.md, section 4",
     checked_by_code=(
         *_SEARCHED,
@@ -76,7 +76,7 @@ NOISY_SUMS = Theorem(
     "a'(y) = Q'(score > y) exceeds a(y) by at most delta(0), so A - e^(epsilon^ + m delta(0)) A' is at most m (Q - "
     "e^epsilon^ Q'). (2) is Theorem 6 of Papernot and Steinke.",
     reference="Koskela, Redberg and Wang 2024; Papernot and Steinke 2022",
-    code="accounting.mechanisms.selection.models_bounds",
+    code="opusim.accounting.mechanisms.selection.models_bounds",
     page="privacy-records.md, section 6",
     checked_by_code=(
         *_SEARCHED,

@@ -25,12 +25,12 @@ from typing import Annotated, ClassVar, Self
 import numpy as np
 from typing_extensions import Doc
 
-from accounting import numerics
-from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status, Unit
-from accounting.mechanism import Mechanism, counted, described
-from accounting.parameters import Count, Positive, SamplingProbability
-from accounting.theorems import Theorem
 from opusim import checks
+from opusim.accounting import numerics
+from opusim.accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status, Unit
+from opusim.accounting.mechanism import Mechanism, counted, described
+from opusim.accounting.parameters import Count, Positive, SamplingProbability
+from opusim.accounting.theorems import Theorem
 
 _ORDERS = tuple((1.0 + np.logspace(-2.0, 3.0, 800)).tolist())
 _SOURCE = "DP-ULR paper, Theorem 2 (eq. 11), converted by its Proposition 1"
@@ -50,7 +50,7 @@ BATCH_NOISE = Theorem(
     proof="A record with a loss above the others', or with an input that the others lack, changes the covariance of "
     "the noise without bound; clipped averages lie on a sphere, so a record that is the only one in some "
     "direction shows with the probability that it is in the batch.",
-    code="accounting.mechanisms.ulr.PublishedUlr",
+    code="opusim.accounting.mechanisms.ulr.PublishedUlr",
     page="ulr.md, section 4",
 )
 REJECTION_SAMPLING = Theorem(
@@ -68,7 +68,7 @@ REJECTION_SAMPLING = Theorem(
     "f(J) and f(J' and the new record) then differ by at most C, or 2 C. Divergences are jointly convex, and "
     "the mixture's hockey-stick divergences are the mixture of both, so it composes as a privacy loss "
     "distribution.",
-    code="accounting.mechanisms.ulr.mixture_of",
+    code="opusim.accounting.mechanisms.ulr.mixture_of",
     page="ulr.md, section 3",
     checked_by_code=(
         "each record's contribution is clipped to norm C before the sum, across all layers together",

@@ -16,11 +16,11 @@ from typing import Annotated, ClassVar, Self
 
 from typing_extensions import Doc
 
-from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds
-from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
-from accounting.parameters import (
+from opusim.accounting import numerics
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds
+from opusim.accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
+from opusim.accounting.parameters import (
     Absent,
     Count,
     DeviceNoise,
@@ -29,7 +29,7 @@ from accounting.parameters import (
     SamplingProbability,
     StatedRelation,
 )
-from accounting.theorems import SEED_IS_SECRET, Theorem
+from opusim.accounting.theorems import SEED_IS_SECRET, Theorem
 
 _CHECKED = (
     "every record enters every batch independently with probability q, by a new draw at each step",
@@ -63,7 +63,7 @@ ZEROTH_ORDER_GAUSSIAN = Theorem(
     "clipped differences, whose norm is at most C sqrt(n), or C after a joint clip; theorem sampled-gaussian covers "
     "the rest, in both directions.",
     reference="DP-ZO, Theorem 3.1 (Tang et al.); Zhu, Dong and Wang 2022",
-    code="accounting.mechanisms.zeroth_order.ZoGaussian",
+    code="opusim.accounting.mechanisms.zeroth_order.ZoGaussian",
     page="zeroth-order.md, What is guaranteed",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,
@@ -79,7 +79,7 @@ ZEROTH_ORDER_LAPLACE = Theorem(
     "loss +-x of randomized response with odds e^x dominates the loss of any x-DP mechanism, and its "
     "composition is binomial.",
     reference="DP-ZO, Theorem 3.1 and Appendix A (Tang et al.); Kairouz, Oh and Viswanath 2015",
-    code="accounting.mechanisms.zeroth_order.composed_pure_epsilon",
+    code="opusim.accounting.mechanisms.zeroth_order.composed_pure_epsilon",
     page="zeroth-order.md, What is guaranteed",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,

@@ -19,8 +19,8 @@ from scipy.stats import binom as binomial
 from scipy.stats import chi2 as chi_squared
 from scipy.stats import f as f_law
 
-from accounting.guarantee import EpsilonBounds
 from opusim import checks
+from opusim.accounting.guarantee import EpsilonBounds
 
 __all__ = [
     "beta_quantile",

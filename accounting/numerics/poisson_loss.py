@@ -29,10 +29,10 @@ import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import isotonic_regression
 
-from accounting.guarantee import EpsilonBounds
-from accounting.numerics.loss_laws import LARGEST_LOSS
-from accounting.numerics.poisson_pairs import RenyiBounds, tilted_bounds
 from opusim import checks
+from opusim.accounting.guarantee import EpsilonBounds
+from opusim.accounting.numerics.loss_laws import LARGEST_LOSS
+from opusim.accounting.numerics.poisson_pairs import RenyiBounds, tilted_bounds
 
 METHOD = "exact Poisson loss distribution"
 _ADDED_VARIANCE = 1e-3

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import EpsilonBounds
-from accounting.numerics.loss_laws import LARGEST_LOSS, LossLaw
-from accounting.numerics.tilted_law import (
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import EpsilonBounds
+from opusim.accounting.numerics.loss_laws import LARGEST_LOSS, LossLaw
+from opusim.accounting.numerics.tilted_law import (
     UNIT,
     Plan,
     TiltedLaw,

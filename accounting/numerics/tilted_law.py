@@ -45,8 +45,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 
-from accounting.errors import NoGuarantee
-from accounting.numerics.loss_laws import LossLaw
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.numerics.loss_laws import LossLaw
 
 UNIT = 2.0**-53
 """Rounding of a double."""

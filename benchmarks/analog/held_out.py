@@ -20,9 +20,9 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import convert
 from opusim.tables import print_table
-from training.config.data import DataConfig
-from training.data import Dataset, Split
-from training.data.catalogue import build_dataset
+from opusim.training.config.data import DataConfig
+from opusim.training.data import Dataset, Split
+from opusim.training.data.catalogue import build_dataset
 
 MODULE, NAME = "benchmarks.analog.held_out", "analog_held_out"
 HELD_OUT, SPLIT_SEED, SEED, CHIPS = 10_000, 2024, 11, range(100, 103)

@@ -33,13 +33,13 @@ from opusim import convert, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import SeededStream
 from opusim.tables import duration, energy, print_table
-from training.config.data import DataConfig
-from training.data import Dataset
-from training.data.catalogue import build_dataset
-from training.feedback.points import FeedbackAlignment
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
-from training.ulr.trainer import PlainUpdate, UlrTrainer
+from opusim.training.config.data import DataConfig
+from opusim.training.data import Dataset
+from opusim.training.data.catalogue import build_dataset
+from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.ulr.estimator import Estimator
+from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
 
 MODULE, NAME = "benchmarks.analog.in_situ", "analog_in_situ"
 EPOCHS, RATE, BATCH = 5, 2e-3, 128

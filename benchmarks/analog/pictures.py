@@ -24,9 +24,9 @@ from benchmarks.analog.lifetimes import NAME as LIFETIMES
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, load_description
-from training.config.data import DataConfig
-from training.data import Dataset
-from training.data.catalogue import build_dataset
+from opusim.training.config.data import DataConfig
+from opusim.training.data import Dataset
+from opusim.training.data.catalogue import build_dataset
 
 MODULE, NAME = "benchmarks.analog.pictures", "analog_sweeps"
 DOCS = Path(__file__).parents[2] / "docs"

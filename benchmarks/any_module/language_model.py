@@ -34,7 +34,7 @@ from benchmarks.results_file import FOLDER, load_results, save_results
 from benchmarks.zeroth_order.sentences import read_sentences
 from opusim import FeedbackAlignment, open_device
 from opusim.randomness import derive_seed
-from training.networks.sequence_models import TransformerLM
+from opusim.training.networks.sequence_models import TransformerLM
 
 MODULE, NAME = "benchmarks.any_module.language_model", "any_module_language_model"
 CACHE = FOLDER / "cache" / "language-model"

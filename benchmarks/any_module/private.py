@@ -38,9 +38,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import opusim
 from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
-from training.data import Dataset, load_dataset
-from training.networks.image_models import ConvolutionalNetwork, VisionTransformer
-from training.runs.run import evaluate_split
+from opusim.training.data import Dataset, load_dataset
+from opusim.training.networks.image_models import ConvolutionalNetwork, VisionTransformer
+from opusim.training.runs.run import evaluate_split
 
 MODULE, NAME = "benchmarks.any_module.private", "any_module_private"
 SHAPE, CLASSES, SEEDS = (1, 28, 28), 10, range(3)

@@ -20,22 +20,22 @@ import numpy as np
 import torch
 from scipy.integrate import trapezoid
 
-from accounting import numerics
-from accounting.audit import gaussian_mu
-from accounting.guarantee import Status
-from accounting.mechanisms.convex import cyclic_descent_mu
-from accounting.mechanisms.selection import selection_bounds, theorem_epsilon
 from benchmarks.attacks import guarantees
 from benchmarks.markdown import command, markdown, section
 from benchmarks.pdfa import table1
 from benchmarks.results_file import load_results, save_results
 from benchmarks.ulr import table1 as ulr_table1
+from opusim.accounting import numerics
+from opusim.accounting.audit import gaussian_mu
+from opusim.accounting.guarantee import Status
+from opusim.accounting.mechanisms.convex import cyclic_descent_mu
+from opusim.accounting.mechanisms.selection import selection_bounds, theorem_epsilon
 from opusim.tables import print_table
-from training.attacks.one_run.audit import play_one_run
-from training.config import load_config
-from training.data.catalogue import build_dataset
-from training.data.tables import own_dataset
-from training.engine.plan import RunPlan, with_own_inputs
+from opusim.training.attacks.one_run.audit import play_one_run
+from opusim.training.config import load_config
+from opusim.training.data.catalogue import build_dataset
+from opusim.training.data.tables import own_dataset
+from opusim.training.engine.plan import RunPlan, with_own_inputs
 
 MODULE, NAME = "benchmarks.attacks.claims", "claims_audited"
 PDFA = "Photonic DFA (Ohana et al. 2021)"

@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.attacks.scalars import ScalarsGame
 from benchmarks.attacks.selection import SelectedModelGame, selected_model, selection
-from training.attacks.games.base import TwoWorlds, crafted
-from training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
-from training.attacks.games.released_model import LEAN, LastIterateGame, ReleasedModelGame
-from training.config import load_config
-from training.engine.plan import RunPlan
+from opusim.training.attacks.games.base import TwoWorlds, crafted
+from opusim.training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
+from opusim.training.attacks.games.released_model import LEAN, LastIterateGame, ReleasedModelGame
+from opusim.training.config import load_config
+from opusim.training.engine.plan import RunPlan
 
 EPSILON, DELTA = 4.0, 1e-5
 CONTROL_TRIALS = 10_000

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accounting.audit import Method
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
+from opusim.accounting.audit import Method
 from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
-from training.attacks.findings import Role
-from training.attacks.one_run.final_model import DRAWN, FinalModelGame, play, read_scores
-from training.config.reading import load_config
-from training.data.catalogue import build_dataset
-from training.data.tables import own_dataset
-from training.engine.plan import RunPlan, with_own_inputs
+from opusim.training.attacks.findings import Role
+from opusim.training.attacks.one_run.final_model import DRAWN, FinalModelGame, play, read_scores
+from opusim.training.config.reading import load_config
+from opusim.training.data.catalogue import build_dataset
+from opusim.training.data.tables import own_dataset
+from opusim.training.engine.plan import RunPlan, with_own_inputs
 
 MODULE, NAME = "benchmarks.attacks.final_model", "final_model_audited"
 RECORDS, EPSILON, DELTA, TRAININGS, STEPS, SEED = 1000, 10.0, 1e-5, 400, 30, 20261122

@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from accounting.audit import Method, audit, audit_drawn_noise
-from accounting.guarantee import Guarantee, Status
 from benchmarks.attacks import final_model, one_run
 from benchmarks.attacks.crafted import DELTA, ROWS, Row, convex
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import commit, load_results, save_results
+from opusim.accounting.audit import Method, audit, audit_drawn_noise
+from opusim.accounting.guarantee import Guarantee, Status
 from opusim.tables import print_table
-from training.attacks.findings import Curve
-from training.attacks.games.base import TwoWorlds, played
-from training.attacks.games.released_model import LEAN, LastIterateGame
+from opusim.training.attacks.findings import Curve
+from opusim.training.attacks.games.base import TwoWorlds, played
+from opusim.training.attacks.games.released_model import LEAN, LastIterateGame
 
 MODULE, NAME, GAMES_NAME = "benchmarks.attacks.guarantees", "guarantees_audited", "last_iterate_games"
 FAULT_CELLS = ("none", "noise_halved")

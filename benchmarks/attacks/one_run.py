@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accounting.audit import Method, ceiling
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
+from opusim.accounting.audit import Method, ceiling
 from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
+from opusim.training.attacks.findings import Audit, Role
+from opusim.training.attacks.one_run.audit import CONFIDENCE, play_one_run
+from opusim.training.config.reading import load_config
+from opusim.training.data.tables import own_dataset
+from opusim.training.engine.plan import RunPlan, with_own_inputs
 from tests.support.faults import FAULTS, OF_ONE_RUN
-from training.attacks.findings import Audit, Role
-from training.attacks.one_run.audit import CONFIDENCE, play_one_run
-from training.config.reading import load_config
-from training.data.tables import own_dataset
-from training.engine.plan import RunPlan, with_own_inputs
 
 MODULE, NAME = "benchmarks.attacks.one_run", "one_run_audit"
 CANARIES, EPSILON, N, FEATURES = 2000, 4.0, 400, 32

@@ -20,15 +20,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
+from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.medium.directions import Direction
-from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
-from training.engine.plan import RunPlan
-from training.networks.network import FullyConnected
-from training.zeroth_order.algorithm import ZoAlgorithm
-from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.perturbation import StepEntry
-from training.zeroth_order.step_log import StepLog
+from opusim.training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
+from opusim.training.engine.plan import RunPlan
+from opusim.training.networks.network import FullyConnected
+from opusim.training.zeroth_order.algorithm import ZoAlgorithm
+from opusim.training.zeroth_order.config import ZoConfig
+from opusim.training.zeroth_order.perturbation import StepEntry
+from opusim.training.zeroth_order.step_log import StepLog
 
 _LARGE = 1e12
 """x."""

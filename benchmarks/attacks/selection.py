@@ -18,16 +18,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from accounting import numerics
-from accounting.calibration import calibrate_noise
-from accounting.guarantee import Adjacency, Release
-from accounting.mechanisms.selection import NoisyTrial, PrivateSelection
+from opusim.accounting import numerics
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.guarantee import Adjacency, Release
+from opusim.accounting.mechanisms.selection import NoisyTrial, PrivateSelection
 from opusim.randomness.streams import derive_seed
-from training.attacks.games.base import Adversary, TwoWorlds, in_passes
-from training.attacks.games.labels import LARGE, OPPOSITE, RECORDS, on_one_layer, writer_of, written
-from training.attacks.one_run.observers import log_ratio
-from training.engine.plan import RunPlan
-from training.tuning import best_of, draw_trials, noisy_score
+from opusim.training.attacks.games.base import Adversary, TwoWorlds, in_passes
+from opusim.training.attacks.games.labels import LARGE, OPPOSITE, RECORDS, on_one_layer, writer_of, written
+from opusim.training.attacks.one_run.observers import log_ratio
+from opusim.training.engine.plan import RunPlan
+from opusim.training.tuning import best_of, draw_trials, noisy_score
 
 _HELD_OUT = 1000
 _MANY_HELD_OUT = 10**12

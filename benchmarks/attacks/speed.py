@@ -57,7 +57,7 @@ def spent(arguments: tuple[str, ...], checkout: Path) -> float:
     """Run a command of a checkout; return its processor seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-c", "from training.cli import main; main()", *arguments]
+    program = [sys.executable, "-c", "from opusim.training.cli import main; main()", *arguments]
     subprocess.run(program, env=environment, cwd=checkout, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

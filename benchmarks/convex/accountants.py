@@ -22,13 +22,13 @@ from dp_accounting import get_epsilon_gaussian, rdp
 from dp_accounting.pld import pld_pmf
 from scipy.stats import binom, norm
 
-from accounting.composition import guarantees
-from accounting.guarantee import Adjacency
-from accounting.mechanisms.convex import cyclic_descent_mu
-from accounting.mechanisms.records import PoissonGaussian
 from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
-from training.reports.drawing import save_figure, style
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.mechanisms.convex import cyclic_descent_mu
+from opusim.accounting.mechanisms.records import PoissonGaussian
+from opusim.training.reports.drawing import save_figure, style
 
 MODULE, NAME = "benchmarks.convex.accountants", "convex_accountants"
 DELTA = 1e-5

@@ -21,17 +21,17 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.guarantee import Adjacency
-from accounting.mechanisms.records import PoissonGaussian
 from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point
 from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.mechanisms.records import PoissonGaussian
 from opusim.tables import print_table
-from training.config.reading import merged, parse_setting
+from opusim.training.config.reading import merged, parse_setting
 
 MODULE = "benchmarks.convex.accuracy"
 COLUMN_NAMES = ("data", "epsilon", "trained by", "test [%]", "required", "paper [%]", "s", "chosen point")

@@ -24,8 +24,8 @@ from benchmarks.markdown import command, markdown, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from training.config.reading import merged
-from training.reports.drawing import save_figure, style
+from opusim.training.config.reading import merged
+from opusim.training.reports.drawing import save_figure, style
 
 MODULE, NAME, FOLDER = "benchmarks.convex.hyperplanes", "convex_hyperplanes", Path("runs/convex-hyperplanes")
 COUNTS, NOISES, EPOCHS, SEEDS = (16, 32, 64, 128, 256, 512), (0.0, 5.0, 15.0), 20, (0, 1, 2)

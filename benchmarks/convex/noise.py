@@ -13,11 +13,11 @@ from typing import Any
 
 from dp_accounting import get_sigma_gaussian
 
-from accounting.calibration import calibrate_noise
-from accounting.mechanisms.convex import ConvexLastIterate
-from accounting.mechanisms.selection import refined_epsilon, renyi_epsilon, theorem_epsilon
 from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.mechanisms.convex import ConvexLastIterate
+from opusim.accounting.mechanisms.selection import refined_epsilon, renyi_epsilon, theorem_epsilon
 
 MODULE, NAME = "benchmarks.convex.noise", "convex_accounting"
 DELTA, EPSILONS, RATE, RECORDS = 1e-5, (4.76, 1.33), 1.9, 60_000

@@ -19,9 +19,9 @@ from benchmarks.convex.accuracy import NAME, best_point, configuration
 from benchmarks.convex.rows import EPSILONS
 from benchmarks.markdown import command
 from benchmarks.results_file import load_results, save_results
-from training.config import load_config
-from training.config.run import RunConfig
-from training.engine.plan import load_data
+from opusim.training.config import load_config
+from opusim.training.config.run import RunConfig
+from opusim.training.engine.plan import load_data
 
 MODULE, RESULTS = "benchmarks.convex.opacus_baseline", "convex_opacus"
 ROW, DATA, SEED, WIDTH = "ReLU network, DP-SGD", "mnist", 0, 200

@@ -19,9 +19,9 @@ from benchmarks.convex.rows import BASE, CLIPS, CYCLIC, EPSILONS
 from benchmarks.markdown import command, markdown, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
-from training.config import load_config
-from training.config.reading import merged
-from training.tuning import Search
+from opusim.training.config import load_config
+from opusim.training.config.reading import merged
+from opusim.training.tuning import Search
 
 MODULE = "benchmarks.convex.tuned"
 NAME, FOLDER, SEEDS = "convex_tuned", Path("runs/convex-tuned"), (0, 1, 2)

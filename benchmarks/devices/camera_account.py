@@ -13,17 +13,17 @@ from typing import Any
 
 import typer
 
-from accounting import numerics
-from accounting.mechanisms.observations import label_distance
-from accounting.mechanisms.readings import epsilon_of_divergence
 from benchmarks.results_file import load_results, save_results
+from opusim.accounting import numerics
+from opusim.accounting.mechanisms.observations import label_distance
+from opusim.accounting.mechanisms.readings import epsilon_of_divergence
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
-from training.device_privacy.camera import LabelCounts, label_counts
-from training.device_privacy.camera_tables import LIGHTS
-from training.protections.counted_labels import CountsReadout
-from training.protections.label_frames import LabelFrames
+from opusim.training.device_privacy.camera import LabelCounts, label_counts
+from opusim.training.device_privacy.camera_tables import LIGHTS
+from opusim.training.protections.counted_labels import CountsReadout
+from opusim.training.protections.label_frames import LabelFrames
 
 NAME, DEVICE, DELTA = "camera_account", "camera_low_light", 1e-5
 TEMPERATURES_C, EPSILONS = (-30.0, 20.0, 40.0, 60.0), (8.0, 3.0, 1.0)

@@ -32,9 +32,9 @@ import opusim
 from benchmarks.markdown import markdown, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim.devices.certificate import PhotonCountLaw, load_certificate
-from training.protections.argmax_labels import ArgmaxReadout
-from training.protections.label_frames import LabelFrames
-from training.runs.run import evaluate_run
+from opusim.training.protections.argmax_labels import ArgmaxReadout
+from opusim.training.protections.label_frames import LabelFrames
+from opusim.training.runs.run import evaluate_run
 
 NAME, FOLDER = "device_chain", Path("runs/chain")
 CERTIFICATE = Path("bench") / "warm.certificate.toml"
@@ -42,7 +42,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "camera.md"
 DEVICES, KEPT = ("camera_low_light", "camera_fluctuating"), ("counts", "argmax")
 COMPARED = "pdfa_private", "label, randomized response"
 """The results, and their row, of digital randomized response."""
-_MAIN = "import sys; sys.argv[0] = 'opusim'; from training.cli import main; main()"
+_MAIN = "import sys; sys.argv[0] = 'opusim'; from opusim.training.cli import main; main()"
 _SHARED = ("device",)
 """Commands about the device only, which serve both ways of keeping."""
 _LENT = ("bench", "warm.toml")

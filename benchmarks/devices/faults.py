@@ -23,8 +23,8 @@ from opusim.devices.kinds import register_device
 from opusim.errors import OpusimError
 from opusim.tables import print_table
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.run import Run
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.run import Run
 
 NAME = "device_faults"
 AT_STEP, EVERY_STEPS, SIGMA = 23, 10, 0.5

@@ -30,7 +30,7 @@ from benchmarks.markdown import Row, command, markdown, section, verdict, with_e
 from benchmarks.results_file import load_results, save_results
 from opusim import NoisyDevice, OpticalFeatures, open_device
 from opusim.features.encoders import IdentityEncoder, ThresholdEncoder
-from training.data import load_dataset
+from opusim.training.data import load_dataset
 
 MODULE, NAME = "benchmarks.devices.mnist_features", "mnist_features"
 THRESHOLD, CLASSES, BLOCK = 25, 10, 2000

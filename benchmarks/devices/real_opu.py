@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim import NoisyDevice, open_device
-from training.data import load_dataset
+from opusim.training.data import load_dataset
 
 MODULE, NAME = "benchmarks.devices.real_opu", "real_opu"
 THRESHOLD, ALWAYS_ON, CLASSES, BATCH = 10 / 255, 16, 10, 2000

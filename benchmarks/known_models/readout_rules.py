@@ -33,7 +33,7 @@ from benchmarks.known_models.training import MATRIX_SEED
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import FeedbackAlignment
-from training.feedback.layout import row_std
+from opusim.training.feedback.layout import row_std
 
 MODULE, NAME = "benchmarks.known_models.readout_rules", "readout_rules"
 STEPS, BATCHES, STEP = 300, (1, 4, 16, 64), 1e-2

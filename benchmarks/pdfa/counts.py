@@ -21,7 +21,7 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import private_accuracy, train_or_read
 from opusim.tables import print_table
-from training.config.reading import merged
+from opusim.training.config.reading import merged
 
 MODULE, NAME, FOLDER = "benchmarks.pdfa.counts", "pdfa_counts", Path("runs/counts")
 COLUMN_NAMES = (

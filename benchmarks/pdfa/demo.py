@@ -21,8 +21,8 @@ from benchmarks.markdown import Row, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import load_run, train, write_comparison
 from opusim.tables import print_table
-from training.reports import drawing as figures
-from training.runs.run import Run
+from opusim.training.reports import drawing as figures
+from opusim.training.runs.run import Run
 
 DEVICE_FILE = Path("examples/opu.toml")
 NAME, FOLDER = "demo_digits", Path("runs/demo")

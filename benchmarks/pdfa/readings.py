@@ -20,7 +20,7 @@ from benchmarks.pdfa.table1 import PAPER, SEEDS, SIGMAS, configuration
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from opusim.tables import print_table
-from training.config.reading import merged
+from opusim.training.config.reading import merged
 
 MODULE, NAME, FOLDER = "benchmarks.pdfa.readings", "pdfa_readings", Path("runs/readings")
 COLUMNS = ("0", "0.2")

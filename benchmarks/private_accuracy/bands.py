@@ -18,13 +18,13 @@ import numpy as np
 import scipy.signal
 import typer
 
-from accounting import RecordCentral
-from accounting.calibration import calibrate_noise
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.tuned_rows import RowPlan, TunedRows, shown_accuracy
-from training.config.sections import OptimizerConfig
-from training.protections.record import banded_coefficients, weights_of_gradients
+from opusim.accounting import RecordCentral
+from opusim.accounting.calibration import calibrate_noise
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.protections.record import banded_coefficients, weights_of_gradients
 
 MODULE, NAME = "benchmarks.private_accuracy.bands", "private_accuracy_bands"
 EPSILONS = (8.0, 3.0, 1.0)

@@ -17,10 +17,10 @@ from benchmarks.options import seeds_of
 from benchmarks.private_accuracy.records import BASE, COMPONENTS_GRID, ROWS
 from benchmarks.results_file import load_results, save_results
 from benchmarks.tuned_rows import shown_accuracy
-from training.config import load_config
-from training.config.reading import merged
-from training.runs.run import load_run
-from training.tuning import Search
+from opusim.training.config import load_config
+from opusim.training.config.reading import merged
+from opusim.training.runs.run import load_run
+from opusim.training.tuning import Search
 
 MODULE, NAME = "benchmarks.private_accuracy.paid", "private_accuracy_paid"
 ROW, EPSILON, MEAN = "fashion-mnist, linear on components, DP-SGD", 3.0, 3.0

@@ -31,7 +31,7 @@ OURS, THEIRS, BUILT = "opusim", "prv_accountant", "prv_accountant, built before"
 
 def ours(sigma: float) -> tuple[float, float]:
     """Lower and upper bound on epsilon."""
-    from accounting import PoissonGaussian, guarantees
+    from opusim.accounting import PoissonGaussian, guarantees
 
     mechanism = PoissonGaussian(noise_multiplier=sigma, sampling_probability=Q, steps=STEPS)
     (guarantee,) = guarantees([mechanism], delta=DELTA)
@@ -74,7 +74,7 @@ def first_call(name: str, sigma: float) -> dict[str, Any]:
 def print_first_call(name: str, sigma: float) -> None:
     """What `first_call` reads: imports first, then the clock."""
     if name == OURS:
-        import accounting.numerics.sampled_noise  # noqa: F401  # loads dp_accounting and scipy
+        import opusim.accounting.numerics.sampled_noise  # noqa: F401  # loads dp_accounting and scipy
     else:
         import prv_accountant  # noqa: F401
     started = time.perf_counter()

@@ -20,18 +20,18 @@ from types import ModuleType
 from typing import Any
 
 WORK = {
-    "training.reports.run_report": {"write_report": "report and figures"},
-    "training.runs.checkpoints": {"save_checkpoint": "checkpoints"},
-    "training.runs.stored_run": {"read_run": "reading the run"},
-    "training.runs.run": {"evaluate_split": "evaluation passes", "load_run": "reading the run"},
-    "training.feedback.trainer": {
+    "opusim.training.reports.run_report": {"write_report": "report and figures"},
+    "opusim.training.runs.checkpoints": {"save_checkpoint": "checkpoints"},
+    "opusim.training.runs.stored_run": {"read_run": "reading the run"},
+    "opusim.training.runs.run": {"evaluate_split": "evaluation passes", "load_run": "reading the run"},
+    "opusim.training.feedback.trainer": {
         "FeedbackTrainer.step": "training steps",
     },
-    "training.feedback.closed_form": {"ClosedForm._diagnostics": "diagnostics"},
-    "training.engine.plan": {"load_data": "loading data"},
-    "accounting.numerics.poisson_loss": {"_worst": "accounting", "_lower": "accounting"},
-    "accounting.numerics.poisson_pairs": {"renyi_upper": "accounting"},
-    "accounting.ledger.ledger": {"Ledger.pay": "ledger"},
+    "opusim.training.feedback.closed_form": {"ClosedForm._diagnostics": "diagnostics"},
+    "opusim.training.engine.plan": {"load_data": "loading data"},
+    "opusim.accounting.numerics.poisson_loss": {"_worst": "accounting", "_lower": "accounting"},
+    "opusim.accounting.numerics.poisson_pairs": {"renyi_upper": "accounting"},
+    "opusim.accounting.ledger.ledger": {"Ledger.pay": "ledger"},
     "numba.core.dispatcher": {"Dispatcher.compile": "loading kernels"},
     "matplotlib.figure": {"Figure.savefig": "drawing"},
 }
@@ -114,7 +114,7 @@ def main() -> None:
     clock = Clock()
     clock.watch_imports()
     try:
-        importlib.import_module("training.cli").main()
+        importlib.import_module("opusim.training.cli").main()
     except SystemExit as ended:
         if ended.code:
             raise

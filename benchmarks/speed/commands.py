@@ -27,7 +27,7 @@ from opusim.tables import print_table
 MODULE, NAME = "benchmarks.speed.commands", "commands"
 ROOT = FOLDER.parents[1]
 BEFORE = "02c3c03"
-START = "from training.cli import main; main()"
+START = "from opusim.training.cli import main; main()"
 IMPORTS, HELP = "import typer, rich", "opusim --help"
 RUN, RUN_BEFORE = "opusim train pdfa, one epoch of digits", f"the same at {BEFORE}"
 RATIOS = {HELP: (IMPORTS, 1.8), RUN: (RUN_BEFORE, 0.5)}

@@ -21,7 +21,7 @@ from torch.nn.grad import conv2d_weight
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
-from training.networks.clipping import full_precision
+from opusim.training.networks.clipping import full_precision
 
 MODULE, NAME = "benchmarks.speed.convolution_rows", "convolution_rows"
 RECORDS, REPEATS, GROUPS = 64, 9, 4

@@ -26,13 +26,13 @@ from benchmarks.ulr.resnet import resnet5
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
 from opusim.tables import print_table
-from training.config.sections import OptimizerConfig
-from training.feedback.config import PdfaConfig
-from training.networks.optimizers import make_optimizer
-from training.protections.record import RecordGradients
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
-from training.ulr.trainer import PlainUpdate, UlrTrainer
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.feedback.config import PdfaConfig
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.protections.record import RecordGradients
+from opusim.training.ulr.estimator import Estimator
+from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
 
 MODULE, NAME = "benchmarks.speed.gpu", "gpu"
 REPEATS, STEPS, LARGE = 9, 10, 4096

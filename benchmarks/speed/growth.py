@@ -25,24 +25,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from accounting.composition import Budget
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms.records import RecordCentral
 from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import open_device
+from opusim.accounting.composition import Budget
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.medium.transmission import Medium
 from opusim.tables import print_table
-from training.config.sections import OptimizerConfig
-from training.data import from_arrays
-from training.data.samplers import PoissonSampler
-from training.feedback.closed_form import ClosedForm
-from training.feedback.config import PdfaConfig
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected
-from training.networks.optimizers import make_optimizer
-from training.reports.drawing import save_figure, style
-from training.sweeps.spec import SpecText, parse_spec, points_of
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.data import from_arrays
+from opusim.training.data.samplers import PoissonSampler
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.config import PdfaConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.reports.drawing import save_figure, style
+from opusim.training.sweeps.spec import SpecText, parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.growth", "growth"
 REQUIRED = 1.05

@@ -23,7 +23,7 @@ from benchmarks.timing import interleaved
 from opusim.randomness import streams
 from opusim.randomness.kernels import CHUNK, add_from_philox
 from opusim.randomness.streams import SeededStream, split_key
-from training.feedback.config import DfaConfig, PdfaConfig
+from opusim.training.feedback.config import DfaConfig, PdfaConfig
 
 MODULE, NAME = "benchmarks.speed.noise_threads", "noise_threads"
 THREADS, REPEATS, STEPS = 2, 15, 40

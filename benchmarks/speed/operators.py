@@ -22,9 +22,9 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.randomness.streams import NoiseStream
 from opusim.tables import print_table
-from training.networks.record_gradients.tape import RecordTape
-from training.networks.sequence_models import TransformerLM
-from training.protections.record import RecordGradients
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.networks.sequence_models import TransformerLM
+from opusim.training.protections.record import RecordGradients
 
 MODULE, NAME = "benchmarks.speed.operators", "operators"
 COLUMNS = ("model", "backpropagation", "private step", "ratio", "at most", "waits")

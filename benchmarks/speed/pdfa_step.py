@@ -15,12 +15,12 @@ from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
-from training.config.sections import OptimizerConfig
-from training.feedback.closed_form import ClosedForm
-from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected
-from training.networks.optimizers import make_optimizer
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import make_optimizer
 
 MODULE, NAME = "benchmarks.speed.pdfa_step", "pdfa_step"
 BATCH, REPEATS, STEPS = 256, 15, 40

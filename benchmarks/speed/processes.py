@@ -31,11 +31,11 @@ from benchmarks.results_file import load_results, save_results
 from opusim import open_device
 from opusim.processes.ranks import init_process_group
 from opusim.tables import print_table
-from training import train
-from training.data import from_arrays
-from training.sweeps.execution import run_sweep
-from training.sweeps.results import SweepFolder
-from training.sweeps.spec import Point, SpecText, parse_spec, points_of
+from opusim.training import train
+from opusim.training.data import from_arrays
+from opusim.training.sweeps.execution import run_sweep
+from opusim.training.sweeps.results import SweepFolder
+from opusim.training.sweeps.spec import Point, SpecText, parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.processes", "processes"
 RECORDS, BATCH, WIDTHS = 20_480, 2048, (784, 1024, 1024, 10)

@@ -20,13 +20,13 @@ from benchmarks.speed.pdfa_step import BATCH, REPEATS, STEPS, new_model, void
 from benchmarks.timing import interleaved
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
-from training.config.kinds import TRAINERS
-from training.config.sections import OptimizerConfig
-from training.feedback.closed_form import ClosedForm
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected
-from training.networks.optimizers import make_optimizer
-from training.protections.record import RecordGradients
+from opusim.training.config.kinds import TRAINERS
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.protections.record import RecordGradients
 
 MODULE, NAME = "benchmarks.speed.record_step", "record_step"
 CLIP_NORM, NOISE_MULTIPLIER = 1.0, 1.0

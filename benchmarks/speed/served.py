@@ -34,7 +34,7 @@ MODULE, NAME = "benchmarks.speed.served", "served"
 N_INPUTS, N_OUTPUTS, BATCH = 784, 1024, 256
 REQUIRED = {"camera": 1.3, "gaussian": None}
 SERVED, LOCAL = "over loopback", "local"
-START = "from training.cli import main; main()"
+START = "from opusim.training.cli import main; main()"
 
 
 @contextlib.contextmanager

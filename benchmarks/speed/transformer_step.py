@@ -24,7 +24,7 @@ from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim import FeedbackAlignment, open_device
-from training.networks.sequence_models import TransformerLM
+from opusim.training.networks.sequence_models import TransformerLM
 
 MODULE, NAME = "benchmarks.speed.transformer_step", "transformer_step"
 VOCABULARY, WIDTH, HEADS, BLOCKS = 256, 128, 4, 4

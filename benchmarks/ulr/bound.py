@@ -18,15 +18,15 @@ import torch
 import typer
 from torch import Tensor
 
-from accounting import RecordCentral, calibrate_noise, guarantees
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.ulr.epoch import paper_model
 from benchmarks.ulr.variance import Measured
+from opusim.accounting import RecordCentral, calibrate_noise, guarantees
 from opusim.randomness.streams import noise_stream
-from training.data import Dataset, load_dataset
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
+from opusim.training.data import Dataset, load_dataset
+from opusim.training.ulr.estimator import Estimator
+from opusim.training.ulr.network import ModuleSequence
 
 MODULE, NAME = "benchmarks.ulr.bound", "ulr_bound"
 RECORDS, SIGMA, DELTA, EPSILONS, CLIP = 1000, 0.3, 1e-5, (3.0, 1.0), 1.0

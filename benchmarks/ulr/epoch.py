@@ -23,14 +23,14 @@ from benchmarks.speed.pdfa_step import void
 from benchmarks.speed.record_step import CLIP_NORM, NOISE_MULTIPLIER, REFERENCE, ghost_step
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
-from training.config.sections import OptimizerConfig
-from training.networks.optimizers import make_optimizer
-from training.protections.record import RecordGradients
-from training.ulr.config import UlrConfig
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
-from training.ulr.published import PublishedUpdate
-from training.ulr.trainer import PlainUpdate, UlrTrainer
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.protections.record import RecordGradients
+from opusim.training.ulr.config import UlrConfig
+from opusim.training.ulr.estimator import Estimator
+from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.published import PublishedUpdate
+from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
 
 MODULE, NAME = "benchmarks.ulr.epoch", "ulr_epoch"
 BATCH, STEPS_AN_EPOCH = 500, 120

@@ -18,10 +18,10 @@ import dp_accounting as dp
 import numpy as np
 from dp_accounting import rdp
 
-from accounting.mechanisms.ulr import PublishedUlr, published_value
 from benchmarks.results_file import load_results
 from benchmarks.ulr.table1 import EPOCHS
-from training.reports.drawing import save_figure, style
+from opusim.accounting.mechanisms.ulr import PublishedUlr, published_value
+from opusim.training.reports.drawing import save_figure, style
 
 TARGETS, BATCHES, DELTA = (1.0, 4.0, 8.0), (64, 200, 500), 1e-5
 N_RECORDS, MODULES, LARGEST_MODULE = 60_000, 4, 785 * 128

@@ -29,7 +29,7 @@ from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from training.runs.run import Run
+from opusim.training.runs.run import Run
 
 MODULE, NAME, FOLDER = "benchmarks.ulr.resnet", "ulr_resnet", Path("runs/ulr-resnet")
 EPOCHS, BATCH, COPIES, SIGMA, LR = 8, 64, 2, 0.3, 0.002

@@ -36,9 +36,9 @@ from benchmarks.runs import train_or_read
 from benchmarks.speed.record_step import ghost_training
 from benchmarks.ulr.epoch import paper_model
 from opusim.tables import print_table
-from training.data import load_dataset
-from training.data.samplers import ShuffledEpochsSampler
-from training.runs.run import evaluate_split
+from opusim.training.data import load_dataset
+from opusim.training.data.samplers import ShuffledEpochsSampler
+from opusim.training.runs.run import evaluate_split
 
 MODULE, FOLDER = "benchmarks.ulr.table1", Path("runs/ulr-table1")
 COLUMN_NAMES = ("trainer", "batch", "sigma_0", "paper [%]", "ours [%]", "seeds", "required")

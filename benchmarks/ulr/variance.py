@@ -25,11 +25,11 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.ulr.resnet import BATCH, LR, resnet5
 from opusim.randomness.streams import noise_stream
-from training.data import Dataset, load_dataset
-from training.data.samplers import ShuffledEpochsSampler
-from training.networks.functions import LOSS_VALUES
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence, Outputs
+from opusim.training.data import Dataset, load_dataset
+from opusim.training.data.samplers import ShuffledEpochsSampler
+from opusim.training.networks.functions import LOSS_VALUES
+from opusim.training.ulr.estimator import Estimator
+from opusim.training.ulr.network import ModuleSequence, Outputs
 
 MODULE, NAME, BIAS = "benchmarks.ulr.variance", "ulr_variance", "ulr_bias"
 RECORDS, REPEATS, SEED = 64, 8, 0

@@ -24,21 +24,21 @@ import torch
 import typer
 from torch import Tensor
 
-from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
 from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import embeddings
 from benchmarks.zeroth_order.sst2_head import PHI, PILOTS, Head, accuracy, dp_sgd, zo_rate
+from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
-from training.config import load_config
-from training.data.samplers import make_sampler
-from training.engine.trainer import Trainer
-from training.networks.any_module import AnyModule
-from training.networks.functions import LOSS_VALUES
-from training.networks.optimizers import set_learning_rate
-from training.reports.drawing import new_figure, save_figure, style
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.config import load_config
+from opusim.training.data.samplers import make_sampler
+from opusim.training.engine.trainer import Trainer
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.functions import LOSS_VALUES
+from opusim.training.networks.optimizers import set_learning_rate
+from opusim.training.reports.drawing import new_figure, save_figure, style
+from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE, NAME = "benchmarks.zeroth_order.ablations", "zo_ablations"
 SEEDS, FACTOR, CLIP, RATE, POINTS = (0, 1, 2), 1.0, 0.01, 0.3, 20

@@ -38,7 +38,6 @@ import typer
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from accounting import ZoGaussian, calibrate_noise
 from benchmarks.markdown import command, difference, markdown, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
@@ -50,15 +49,16 @@ from benchmarks.zeroth_order.sst2_head import (
     SEEDS,
     sentences_of,
 )
+from opusim.accounting import ZoGaussian, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
-from training.config import load_config
-from training.data.samplers import make_sampler
-from training.feedback.closed_form import ClosedForm
-from training.feedback.config import FeedbackConfig
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected
-from training.networks.optimizers import make_optimizer, set_learning_rate
-from training.protections.record import RecordGradients
+from opusim.training.config import load_config
+from opusim.training.data.samplers import make_sampler
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.config import FeedbackConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import make_optimizer, set_learning_rate
+from opusim.training.protections.record import RecordGradients
 
 MODULE, NAME = "benchmarks.zeroth_order.joint_clip", "zo_joint_clip"
 DIRECTIONS, CLIP, RATES, PILOTS = 50, 1.0, (0.3, 1.0, 3.0), tuple(range(100, 106))

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from accounting import RecordCentral, ZoGaussian, calibrate_noise
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import (
@@ -40,20 +39,21 @@ from benchmarks.zeroth_order.sentences import (
     load_encoder,
     read_sentences,
 )
+from opusim.accounting import RecordCentral, ZoGaussian, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
+from opusim.training.attacks.base import Scores
+from opusim.training.config import load_config
+from opusim.training.data.samplers import make_sampler
+from opusim.training.engine.trainer import Trainer
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.config import FeedbackConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.network import FullyConnected, LayerShape, build_sequential
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.protections.record import RecordGradients
+from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 from tests.support.canaries import Canaries, auc_error, own_features, pooled, record_losses
-from training.attacks.base import Scores
-from training.config import load_config
-from training.data.samplers import make_sampler
-from training.engine.trainer import Trainer
-from training.feedback.closed_form import ClosedForm
-from training.feedback.config import FeedbackConfig
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected, LayerShape, build_sequential
-from training.networks.optimizers import make_optimizer
-from training.protections.record import RecordGradients
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE = "benchmarks.zeroth_order.membership"
 NAME = "zo_membership"

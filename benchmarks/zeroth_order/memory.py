@@ -171,9 +171,9 @@ def inference(
 
 
 def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object]:
-    from training.config import load_config
-    from training.networks.any_module import AnyModule
-    from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+    from opusim.training.config import load_config
+    from opusim.training.networks.any_module import AnyModule
+    from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
     config = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 1e-6}})
     ids, y = batch(shape)

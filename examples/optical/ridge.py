@@ -11,7 +11,7 @@ from sklearn.linear_model import RidgeClassifier
 
 import opusim
 from opusim.features.encoders import ThresholdEncoder
-from training.data import load_dataset
+from opusim.training.data import load_dataset
 
 SIZES = (100, 300, 1000, 3000)
 DEVICES = ("ideal", "camera_fitted")

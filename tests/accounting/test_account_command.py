@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 
-from accounting.composition import guarantees
-from accounting.explanation import explain, most_hits
-from accounting.ledger.ledger import Ledger
-from accounting.mechanisms.records import Gaussian, RecordCentral, Unprotected
-from training.cli import main
+from opusim.accounting.composition import guarantees
+from opusim.accounting.explanation import explain, most_hits
+from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.mechanisms.records import Gaussian, RecordCentral, Unprotected
+from opusim.training.cli import main
 
 DELTA = ["--delta", "1e-5"]
 GAUSSIAN = ["gaussian", "--noise-multiplier", "2", *DELTA]

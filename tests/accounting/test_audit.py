@@ -10,7 +10,7 @@ import pytest
 from dp_accounting import get_epsilon_gaussian
 from scipy.stats import binom, norm
 
-from accounting.audit import (
+from opusim.accounting.audit import (
     AuditPlan,
     Estimator,
     Verdict,
@@ -22,8 +22,8 @@ from accounting.audit import (
     estimated,
     lower_bound,
 )
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
 
 DELTA = 1e-5
 PLAN = AuditPlan(threat_model="sees the reading", pair="0 against 1", delta=DELTA)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.records import Gaussian, PoissonGaussian
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.mechanisms.labels import LabelReadout
+from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian
 
 RUN = PoissonGaussian(noise_multiplier=1.0, sampling_probability=0.1, steps=30)
 DELTA = 1e-5

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accounting import mechanism as mechanism_module
-from accounting.composition import Budget, guarantees, merge
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
-from accounting.mechanisms import CertifiedMechanism, Mechanism
-from accounting.mechanisms.labels import LabelBudget
-from accounting.mechanisms.records import (
+from opusim.accounting import mechanism as mechanism_module
+from opusim.accounting.composition import Budget, guarantees, merge
+from opusim.accounting.errors import BudgetExceeded, NoGuarantee
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
+from opusim.accounting.mechanisms import CertifiedMechanism, Mechanism
+from opusim.accounting.mechanisms.labels import LabelBudget
+from opusim.accounting.mechanisms.records import (
     GAUSSIAN,
     AdditiveNoise,
     Gaussian,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import (
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import (
     Adjacency,
     Assumption,
     EpsilonBounds,

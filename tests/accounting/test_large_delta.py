@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from accounting.cli import show
-from accounting.composition import guarantees
-from accounting.explanation import LARGE_DELTA, large_delta
-from accounting.guarantee import Adjacency
-from accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.records import PoissonGaussian, RecordCentral
-from accounting.mechanisms.zeroth_order import ZoGaussian
+from opusim.accounting.cli import show
+from opusim.accounting.composition import guarantees
+from opusim.accounting.explanation import LARGE_DELTA, large_delta
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.labels import LabelReadout
+from opusim.accounting.mechanisms.records import PoissonGaussian, RecordCentral
+from opusim.accounting.mechanisms.zeroth_order import ZoGaussian
 
 N = 1294
 RECORDS = RecordCentral(

@@ -15,15 +15,15 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import Budget, guarantees, merge
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, Release, Status, Unit
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
-from accounting.mechanisms.convex import ConvexLastIterate
-from accounting.mechanisms.counts import LabelArgmax, LabelCounts
-from accounting.mechanisms.labels import (
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import Budget, guarantees, merge
+from opusim.accounting.errors import BudgetExceeded, NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Release, Status, Unit
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
+from opusim.accounting.mechanisms.convex import ConvexLastIterate
+from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts
+from opusim.accounting.mechanisms.labels import (
     LabelAmplified,
     LabelBudget,
     LabelReadout,
@@ -31,8 +31,8 @@ from accounting.mechanisms.labels import (
     RandomizedResponse,
     StagedResponse,
 )
-from accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
-from accounting.mechanisms.records import (
+from opusim.accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from opusim.accounting.mechanisms.records import (
     Gaussian,
     PoissonGaussian,
     PoissonLaplace,
@@ -40,9 +40,9 @@ from accounting.mechanisms.records import (
     RecordReplaced,
     Unprotected,
 )
-from accounting.mechanisms.selection import NoisyTrial, PrivateSelection
-from accounting.mechanisms.ulr import PublishedUlr, RejectionGaussian
-from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
+from opusim.accounting.mechanisms.selection import NoisyTrial, PrivateSelection
+from opusim.accounting.mechanisms.ulr import PublishedUlr, RejectionGaussian
+from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from tests.oracles.dp_events import event
 
 DELTA = 1e-5

@@ -10,7 +10,7 @@ import pytest
 from scipy.special import expit
 from scipy.stats import binom, norm
 
-from accounting.audit import (
+from opusim.accounting.audit import (
     FEWEST_CANARIES,
     Law,
     Method,
@@ -22,9 +22,9 @@ from accounting.audit import (
     guesses_bound,
     normal_limits,
 )
-from accounting.audit.one_run import _p_value, _refutes_mu
-from accounting.errors import NoGuarantee
-from accounting.mechanisms.records import RecordCentral
+from opusim.accounting.audit.one_run import _p_value, _refutes_mu
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.mechanisms.records import RecordCentral
 
 DELTA, REPEATS, LEVEL = 1e-5, 10_000, 0.05
 TOLERANCE = 5 * math.sqrt(LEVEL * (1 - LEVEL) / REPEATS)

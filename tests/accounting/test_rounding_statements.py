@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from accounting.composition import guarantees
-from accounting.guarantee import Adjacency
-from accounting.mechanisms import Mechanism, mechanism_from_json
-from accounting.mechanisms.labels import LabelAmplified, LabelReadout, LabelRelease
-from accounting.mechanisms.records import RecordCentral, RecordReplaced
-from accounting.mechanisms.selection import PrivateSelection
-from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.mechanisms import Mechanism, mechanism_from_json
+from opusim.accounting.mechanisms.labels import LabelAmplified, LabelReadout, LabelRelease
+from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
+from opusim.accounting.mechanisms.selection import PrivateSelection
+from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 
 _ZO: dict[str, Any] = {"sampling_probability": 0.1, "clip_norm": 0.05, "divisor": 10}
 _SUM: dict[str, Any] = {"noise_multiplier": 2.0, "exactly_rounded": True}

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as distributions
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.guarantee import Adjacency, EpsilonBounds
-from accounting.mechanisms.records import PoissonGaussian
-from accounting.numerics import tilted_law
-from accounting.numerics.loss_laws import Direction, GaussianLaw, LaplaceLaw, LossLaw
-from accounting.numerics.sampled_noise import NoisySum, noise_bounds
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds
+from opusim.accounting.mechanisms.records import PoissonGaussian
+from opusim.accounting.numerics import tilted_law
+from opusim.accounting.numerics.loss_laws import Direction, GaussianLaw, LaplaceLaw, LossLaw
+from opusim.accounting.numerics.sampled_noise import NoisySum, noise_bounds
 
 ADDED, REPLACED = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
 CLOSE, SMALL = 1.01, 1e-3  # ratio of upper and lower bound, and their distance where epsilon is small

@@ -8,17 +8,17 @@ import dp_accounting
 import mpmath
 import pytest
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Status
-from accounting.mechanisms import mechanism_from_json
-from accounting.mechanisms.labels import RandomizedResponse
-from accounting.mechanisms.records import Gaussian, PoissonGaussian, PoissonLaplace
-from accounting.mechanisms.zeroth_order import composed_pure_epsilon
-from accounting.numerics import gaussian_bounds
-from accounting.theorems import require_poisson
-from training.data.samplers import SCHEMES
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Guarantee, Status
+from opusim.accounting.mechanisms import mechanism_from_json
+from opusim.accounting.mechanisms.labels import RandomizedResponse
+from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian, PoissonLaplace
+from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon
+from opusim.accounting.numerics import gaussian_bounds
+from opusim.accounting.theorems import require_poisson
+from opusim.training.data.samplers import SCHEMES
 
 
 def only(mechanism: object, delta: float) -> Guarantee:

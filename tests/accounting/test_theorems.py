@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from accounting import RecordCentral, Theorem, guarantees
-from accounting.cli import explain_command
-from accounting.explanation import explain_theorem
-from accounting.theorems import known_theorems, theorem
+from opusim.accounting import RecordCentral, Theorem, guarantees
+from opusim.accounting.cli import explain_command
+from opusim.accounting.explanation import explain_theorem
+from opusim.accounting.theorems import known_theorems, theorem
 
 ROOT = Path(__file__).parents[2]
 THEOREMS = known_theorems()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from accounting import Ledger, PoissonGaussian, guarantees, mechanism_from_json
-from accounting.mechanisms import Mechanism, mechanism_class, mechanism_kinds
-from accounting.theorems import theorem
+from opusim.accounting import Ledger, PoissonGaussian, guarantees, mechanism_from_json
+from opusim.accounting.mechanisms import Mechanism, mechanism_class, mechanism_kinds
+from opusim.accounting.theorems import theorem
 from tests.support.packages import metadata
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def opusim(*arguments: str, installed: bool = True) -> subprocess.CompletedProce
     """The command line in a process of its own, which has imported nothing of the package."""
     paths = [str(ROOT), *([str(PACKAGE)] if installed else []), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
-        [sys.executable, "-c", "from training.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from opusim.training.cli import main; main()", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "140"},
         capture_output=True,
         text=True,
@@ -87,7 +87,7 @@ def test_it_survives_json_and_its_theorem_is_known(theirs: Mechanism) -> None:
 def test_a_broken_package_is_named_and_disturbs_no_other(tmp_path: Path) -> None:
     metadata(tmp_path, "broken", "opusim.mechanisms", {"broken": "not_there:Nothing"})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-    code = "from training.cli import main; main()"
+    code = "from opusim.training.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "account", "gaussian", "--noise-multiplier", "3"],
         env=environment,

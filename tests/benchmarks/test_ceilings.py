@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from benchmarks.speed import operators, walk
-from training.networks import clipping
+from opusim.training.networks import clipping
 
 
 @pytest.mark.parametrize("name", operators.CEILINGS)
@@ -22,7 +22,7 @@ def test_a_private_step_stays_below_its_ceilings(name: str) -> None:
 
 
 def test_planted_fault_a_wait_in_every_layer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.networks.contributions import uses
+    from opusim.training.networks.contributions import uses
 
     measured = uses.measured
 
@@ -81,6 +81,6 @@ def test_actions_take_no_more_calls_than_before(tmp_path: Path) -> None:
 def test_a_walk_counts_calls_functions_and_files() -> None:
     linear = nn.Linear(2, 2)  # no code of the product
     assert walk.counted(lambda: linear(torch.zeros(1, 2))) == (0, 0, 0, 0)
-    from training.networks.clipping import row_norms
+    from opusim.training.networks.clipping import row_norms
 
     assert walk.counted(lambda: [row_norms(torch.ones(2, 2)) for _ in range(3)]) == (3, 1, 1, 3)

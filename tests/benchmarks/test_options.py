@@ -10,7 +10,7 @@ import typer
 from benchmarks.options import listed, seeds_of
 from benchmarks.ulr import resnet
 from benchmarks.zeroth_order.sentences import read_sentences
-from training.errors import DataError
+from opusim.training.errors import DataError
 
 
 def test_a_list_keeps_its_order() -> None:

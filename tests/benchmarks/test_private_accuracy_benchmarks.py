@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.private_accuracy import cifar, records
 from benchmarks.results_file import load_results
+from opusim.training.config.reading import merged
+from opusim.training.data import from_arrays
+from opusim.training.data.synthetic_images import random_shapes
 from tests.support.paper_data import write_mnist
-from training.config.reading import merged
-from training.data import from_arrays
-from training.data.synthetic_images import random_shapes
 
 
 def test_a_row_of_private_accuracy_takes_more_seeds_later(results: Path) -> None:

@@ -14,10 +14,10 @@ from benchmarks.zeroth_order import ablations, joint_clip, sentences
 from benchmarks.zeroth_order.sst2_head import Head, LaplaceSgd
 from opusim.medium.directions import Direction
 from opusim.randomness.streams import SeededStream, derive_seed
+from opusim.training.config import load_config
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 from tests.support.paper_data import ours
-from training.config import load_config
-from training.networks.any_module import AnyModule
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 
 def write_sentences(root: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:

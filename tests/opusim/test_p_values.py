@@ -16,7 +16,7 @@ from opusim.p_values import (
     gamma_p_value,
     normal_p_value,
 )
-from training.attacks.mechanism.checks import noise_checks
+from opusim.training.attacks.mechanism.checks import noise_checks
 
 
 def test_cosines_have_their_exact_law() -> None:

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from accounting.mechanisms import Mechanism, mechanism_class, mechanism_classes
-from accounting.mechanisms.records import Gaussian
 from opusim import plugins
+from opusim.accounting.mechanisms import Mechanism, mechanism_class, mechanism_classes
+from opusim.accounting.mechanisms.records import Gaussian
 from opusim.devices.kinds import device_factory, device_kinds
 from opusim.devices.simulated import IdealDevice
 from opusim.noise import GaussianNoise, NoiseModel
+from opusim.training.config.kinds import PROTECTIONS, TRAINERS
 from tests.support.packages import install, metadata
-from training.config.kinds import PROTECTIONS, TRAINERS
 
 ROOT = Path(__file__).parents[2]
 LAW = {"std": 0.5, "n_outputs": 2}
@@ -102,7 +102,7 @@ def test_a_broken_package_does_not_stop_the_command(tmp_path: Path) -> None:
     metadata(tmp_path, "costly", "opusim.trainers", {"costly": "costly:Section"}, RAISES)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "COLUMNS": "80"}
     for arguments in (["--help"], ["options", "sampler"]):
-        command = [sys.executable, "-c", "from training.cli import main; main()", "train", *arguments]
+        command = [sys.executable, "-c", "from opusim.training.cli import main; main()", "train", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("\n") == 1

@@ -41,7 +41,7 @@ def test_the_stub_names_what_each_module_defines() -> None:
 
 
 def by_its_layer(text: str) -> list[str]:
-    """Public names that a text reaches through a layer, such as `training.train`, and not as `opusim.train`."""
+    """Public names that a text reaches through a layer, such as `opusim.training.train`, and not as `opusim.train`."""
     return [
         name for name in re.findall(r"(?:training|accounting)\.(\w+)\b(?!\.)", text) if name in opusim.__all__
     ]
@@ -53,7 +53,7 @@ def test_messages_and_docstrings_use_the_public_name() -> None:
             assert not by_its_layer(file.read_text()), file
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")):
         assert not by_its_layer(page.read_text()), page
-    assert by_its_layer("give it again: training.load_run(path, model=model)") == ["load_run"]
+    assert by_its_layer("give it again: opusim.training.load_run(path, model=model)") == ["load_run"]
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:

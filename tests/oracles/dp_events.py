@@ -6,10 +6,10 @@ from functools import singledispatch
 
 import dp_accounting as dp
 
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout, LabelRelease
-from accounting.mechanisms.records import ClippedRecords, PoissonGaussian
-from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout, LabelRelease
+from opusim.accounting.mechanisms.records import ClippedRecords, PoissonGaussian
+from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 
 
 @singledispatch

@@ -2,7 +2,7 @@
 
 Canaries differ from all other records and from each other, so that a model can only know one from that one. The coins
 are independent; halves of fixed size would not be. The score is the decrease of a canary's loss by training. The DP-ZO
-paper's Table 6 shows the area under the curve of all scores. A lower bound on epsilon (`accounting.audit`) needs
+paper's Table 6 shows the area under the curve of all scores. A lower bound on epsilon (`opusim.accounting.audit`) needs
 independent scores: take one canary from each of many runs, since scores within a run are dependent.
 Source: Tang et al., Table 6; Panda et al. 2024; Steinke et al. 2023 for the coins.
 """
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from opusim import checks
 from opusim.randomness.streams import derive_seed
-from training.attacks.base import Scores
-from training.config.run import LossName
-from training.networks.functions import LOSSES
+from opusim.training.attacks.base import Scores
+from opusim.training.config.run import LossName
+from opusim.training.networks.functions import LOSSES
 
 
 @dataclass(frozen=True, kw_only=True)

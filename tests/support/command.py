@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 
-from training.cli import main
+from opusim.training.cli import main
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-W", "error", "-c", "from training.cli import main; main()"]
+COMMAND = [sys.executable, "-W", "error", "-c", "from opusim.training.cli import main; main()"]
 WIDTH = "140"
 """Columns of the output."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.cli.groups import LazyGroup
+from opusim.training.cli.groups import LazyGroup
 
 
 def subcommands(command: Any) -> dict[str, Any]:

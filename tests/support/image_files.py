@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.formats import ARCHIVE
+from opusim.training.data.formats import ARCHIVE
 
 
 def idx_bytes(array: np.ndarray, element_type: int = 8) -> bytes:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
-import training
+from opusim import training
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.folder import RunFolder
+from opusim.training.zeroth_order.step_log import replay
 from tests.support.killing import Killer, Moment, read_moments, skip_syncs, status_of
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import RunFolder
-from training.zeroth_order.step_log import replay
 
 CONFIG: dict[str, Any] = {
     "epochs": 2,

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import training
+from opusim import training
 from opusim.processes.ranks import TIMEOUT_VARIABLE
 from tests.support.killing import skip_syncs
 from tests.support.private_loops import private_loop

@@ -26,15 +26,15 @@ import numpy as np
 import torch
 from torch import nn
 
-import training
-from accounting.ledger.ledger import Ledger, read_ledger
+from opusim import training
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.training.engine.callbacks import Callback
+from opusim.training.engine.loop import Engine
+from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
+from opusim.training.errors import RunInterrupted
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.runs.folder import RunFolder
 from tests.support.killing import Killer, Moment, read_moments, skip_syncs, start_child, status_of
-from training.engine.callbacks import Callback
-from training.engine.loop import Engine
-from training.engine.steps import STEPS_PAID_AT_ONCE
-from training.errors import RunInterrupted
-from training.feedback.trainer import FeedbackTrainer
-from training.runs.folder import RunFolder
 
 BLOCK = 2  # steps to a line of the ledger, so that a short run has several lines
 STEPS, EVERY = 3, 2

@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 
 from benchmarks import results_file
 from benchmarks.pages.papers import page
+from opusim.training.data.formats import CLASSES
 from tests.support.image_files import write_archive, write_labelled_images
-from training.data.formats import CLASSES
 
 COMMITTED = results_file.FOLDER
 

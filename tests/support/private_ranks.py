@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import opusim
-from accounting.ledger.ledger import Ledger
+from opusim.accounting.ledger.ledger import Ledger
+from opusim.training.engine.steps import PaidSteps
 from tests.support.killing import skip_syncs
 from tests.support.private_loops import parts, private_loop, records
 from tests.support.ranks import preload, run_ranks
 from tests.support.shared_runs import both_draw, own_divisor
-from training.engine.steps import PaidSteps
 
 N_RECORDS, NOISE = 60, 50.0
 """Number of records, and a noise multiplier at which a step is noise, up to some millionths of its variance."""

@@ -22,17 +22,17 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import training
-from accounting.ledger.ledger import read_ledger
+from opusim import training
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.training import tuning
+from opusim.training.attacks.mechanism.checks import noise_checks, shared
+from opusim.training.config import load_config
+from opusim.training.convex.gated import GatedRelu
+from opusim.training.engine.plan import load_data
+from opusim.training.runs.run import Run, evaluate_split
+from opusim.training.runs.storage import read_array
+from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent
 from tests.support.private_loops import private_loop
-from training import tuning
-from training.attacks.mechanism.checks import noise_checks, shared
-from training.config import load_config
-from training.convex.gated import GatedRelu
-from training.engine.plan import load_data
-from training.runs.run import Run, evaluate_split
-from training.runs.storage import read_array
-from training.zeroth_order.step_log import LOG_FILE, LogContent
 
 LEVEL = 1e-9
 """Probability of any alarm of two release runs, whose noise no seed repeats."""

@@ -38,13 +38,13 @@ from opusim.serving.journal import Journal
 from opusim.serving.keys import Users
 from opusim.serving.messages import told_error
 from opusim.serving.server import Limits, Server
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.killing import start_child
 from tests.support.ports import free_port
 from tests.support.ranks import preload, run_ranks
 from tests.support.served import Laboratory, expire, new_laboratory
 from tests.support.slow_network import slow_network
 from tests.support.wire import answer, call, opened_session, raw_socket
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 PACE_S = 0.05
 """Seconds of a reading, so that faults meet runs."""

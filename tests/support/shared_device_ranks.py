@@ -24,9 +24,9 @@ from opusim.devices.shared import SharedDevice
 from opusim.errors import DeviceFault
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import SeededStream
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.protections.record import RecordGradients
 from tests.support.ranks import preload, run_ranks
-from training.networks.record_gradients.tape import RecordTape
-from training.protections.record import RecordGradients
 
 WINDOW: dict[str, Any] = {"n_inputs": 3, "n_outputs": 6, "seed": 4, "noise": {"sigma": 0.5}}
 ENCODINGS = ("ternary", "stochastic")

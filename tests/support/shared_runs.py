@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import training
+from opusim import training
 from opusim.errors import DeviceFault
+from opusim.training.engine import leading
+from opusim.training.engine.callbacks import Callback
+from opusim.training.protections.record import RecordGradients
 from tests.support.killing import skip_syncs
 from tests.support.ranks import preload, run_ranks
-from training.engine import leading
-from training.engine.callbacks import Callback
-from training.protections.record import RecordGradients
 
 N_RECORDS, N_FEATURES, N_CLASSES = 60, 6, 3
 NOISE = 50.0  # noise multiplier at which a step is noise, up to some millionths of its variance

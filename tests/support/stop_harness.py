@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import training
-from accounting.errors import BudgetExceeded
-from training.errors import RunInterrupted
-from training.feedback.trainer import FeedbackTrainer
-from training.runs.folder import RunFolder
+from opusim import training
+from opusim.accounting.errors import BudgetExceeded
+from opusim.training.errors import RunInterrupted
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.runs.folder import RunFolder
 
 STEPS = 24
 Stop = tuple[int, signal.Signals] | None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from training.ulr.network import ModuleSequence
+from opusim.training.ulr.network import ModuleSequence
 
 
 class Residual(nn.Module):

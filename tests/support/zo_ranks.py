@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import training
+from opusim import training
 from tests.support.ranks import run_ranks
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.engine.callbacks import Callback
-from training.runs.checkpoints import list_checkpoints, reseal_checkpoint
-from training.runs.folder import RunFolder
-from training.runs.seal import read_header
+from opusim.training.engine.callbacks import Callback
+from opusim.training.runs.checkpoints import list_checkpoints, reseal_checkpoint
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.seal import read_header
 
 
 class StopAt(Callback):

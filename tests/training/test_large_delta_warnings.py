@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from accounting.explanation import LARGE_DELTA
+from opusim.accounting.explanation import LARGE_DELTA
 
 N = 40
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-import training
+from opusim import training
 from opusim.randomness.rounded import ExactNoise
 from tests.support.faults.base import replaced
 
@@ -106,11 +106,15 @@ def _with_accuracy(function: Callable[..., Any]) -> Callable[..., Any]:
         ("label-release", None, ""),
         pytest.param(
             "zo",
-            ("training.zeroth_order.trainer:ZoTrainer._entry", _with_the_sums),
+            ("opusim.training.zeroth_order.trainer:ZoTrainer._entry", _with_the_sums),
             r"steps\.zo",
             marks=pytest.mark.slow,
         ),
-        ("label-release", ("training.engine.loop:Engine._end_epoch", _with_accuracy), r"metrics\.jsonl"),
+        (
+            "label-release",
+            ("opusim.training.engine.loop:Engine._end_epoch", _with_accuracy),
+            r"metrics\.jsonl",
+        ),
     ],
 )
 def test_a_folder_depends_on_the_data_by_its_releases_only(

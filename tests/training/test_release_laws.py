@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from opusim.training.data.samplers import PoissonSampler
+from opusim.training.tuning import draw_trials
 from tests.support.faults import FAULTS, OF_RELEASES
 from tests.support.faults.base import replaced
 from tests.support.releases import RELEASES, alarms, private_steps
-from training.data.samplers import PoissonSampler
-from training.tuning import draw_trials
 
 SLOW = ("make_private, in parts", "label-release, device", "zo, gaussian", "tune")
 PLANTED = {fault.name: fault for fault in (*FAULTS, *OF_RELEASES)}
@@ -109,7 +109,7 @@ def fixed_seed(sampler: type[PoissonSampler]) -> Callable[..., PoissonSampler]:
     [
         (None, True),
         pytest.param(
-            lambda: replaced("training.private_loop.loader:PoissonSampler", fixed_seed),
+            lambda: replaced("opusim.training.private_loop.loader:PoissonSampler", fixed_seed),
             False,
             marks=pytest.mark.slow,
         ),

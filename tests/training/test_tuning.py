@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import training
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms.selection import PrivateSelection, selection_bounds
+from opusim import training
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Status
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms.selection import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError
-from training import tuning as searching
-from training.cli import main
-from training.config import load_config
-from training.config.reading import merged
-from training.config.run import RunConfig
-from training.errors import RunFolderError
-from training.runs.run import load_run
-from training.tuning import Search, draw_trials, parse_choices
+from opusim.training import tuning as searching
+from opusim.training.cli import main
+from opusim.training.config import load_config
+from opusim.training.config.reading import merged
+from opusim.training.config.run import RunConfig
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.run import load_run
+from opusim.training.tuning import Search, draw_trials, parse_choices
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

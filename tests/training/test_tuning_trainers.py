@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accounting.errors import LedgerCorrupt, NoGuarantee
-from accounting.guarantee import Adjacency, Status, Unit
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms.selection import PrivateSelection
+from opusim.accounting.errors import LedgerCorrupt, NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Status, Unit
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms.selection import PrivateSelection
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import SystemStream
-from training import tuning as searching
-from training.cli import main
-from training.config import load_config
-from training.config.reading import merged
-from training.config.run import RunConfig
-from training.engine.session import train
-from training.runs.run import load_run
-from training.tuning import Draw, Search, parse_choices, priced_trials
+from opusim.training import tuning as searching
+from opusim.training.cli import main
+from opusim.training.config import load_config
+from opusim.training.config.reading import merged
+from opusim.training.config.run import RunConfig
+from opusim.training.engine.session import train
+from opusim.training.runs.run import load_run
+from opusim.training.tuning import Draw, Search, parse_choices, priced_trials
 
 BASE: dict[str, Any] = {
     "epochs": 1,

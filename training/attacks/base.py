@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.audit import area_under_curve
+from opusim.accounting.audit import area_under_curve
 from opusim.errors import ConfigError
-from training.config.sections import OptimizerConfig
+from opusim.training.config.sections import OptimizerConfig
 
 _NESTEROV_STEPS = 40
 

@@ -10,14 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from accounting.audit import AuditResult, detection_probability
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee
-from accounting.mechanisms import Mechanism
-from training.engine.algorithm import require_applied
-from training.engine.plan import RunPlan
-from training.protections.config import RecordConfig
+from opusim.accounting.audit import AuditResult, detection_probability
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Guarantee
+from opusim.accounting.mechanisms import Mechanism
+from opusim.training.engine.algorithm import require_applied
+from opusim.training.engine.plan import RunPlan
+from opusim.training.protections.config import RecordConfig
 
 _SIMULATED = ("ideal", "gaussian")
 """Kinds of devices whose matrix an attacker could know."""

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
-from accounting.audit import (
+from opusim.accounting.audit import (
     NOT_NORMAL,
     AuditPlan,
     AuditResult,
@@ -28,10 +28,10 @@ from accounting.audit import (
     area_under_curve,
     clopper_pearson_upper,
 )
-from accounting.guarantee import Status
-from training.errors import RunFolderError
-from training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
-from training.runs.storage import (
+from opusim.accounting.guarantee import Status
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
+from opusim.training.runs.storage import (
     StoredGuarantee,
     read_json,
     record_from_json,

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.networks.contributions.sums import Contributions
-from training.networks.network import FullyConnected
-from training.protections.base import PrivateGradients, WrappedGradients, linear_uses, with_constant
-from training.protections.record import RecordGradients
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.base import PrivateGradients, WrappedGradients, linear_uses, with_constant
+from opusim.training.protections.record import RecordGradients
 
 _MOST_NUMBERS = 6e7
 """Numbers kept, 240 MB."""

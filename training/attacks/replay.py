@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.guarantee import Adjacency
+from opusim.accounting.guarantee import Adjacency
 from opusim.randomness.streams import derive_seed
-from training.attacks.base import (
+from opusim.training.attacks.base import (
     Attack,
     Candidates,
     EarlierSteps,
@@ -30,16 +30,16 @@ from training.attacks.base import (
     Trial,
     steps_needed,
 )
-from training.attacks.controls import noiseless_step
-from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts, noting
-from training.data import Split
-from training.engine.plan import RunPlan
-from training.engine.trainer import Trainer
-from training.feedback.config import FeedbackConfig
-from training.networks.base import Network
-from training.networks.network import FullyConnected
-from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
-from training.runs.checkpoints import Checkpoint, copy_parameters
+from opusim.training.attacks.controls import noiseless_step
+from opusim.training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts, noting
+from opusim.training.data import Split
+from opusim.training.engine.plan import RunPlan
+from opusim.training.engine.trainer import Trainer
+from opusim.training.feedback.config import FeedbackConfig
+from opusim.training.networks.base import Network
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
+from opusim.training.runs.checkpoints import Checkpoint, copy_parameters
 
 _FEW = 4096
 """Training records whose terms are all computed at once."""

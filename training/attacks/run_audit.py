@@ -13,43 +13,43 @@ from typing import Any
 
 from torch import nn
 
-from accounting.audit import AuditPlan, audit
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
 from opusim import checks
+from opusim.accounting.audit import AuditPlan, audit
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Guarantee
 from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
-from training.attacks.base import Attack
-from training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
-from training.attacks.findings import Audit, Finding, Played, Role
-from training.attacks.games.base import TwoWorlds, played
-from training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
-from training.attacks.games.released_model import LastIterateGame, ReleasedModelGame
-from training.attacks.replay import (
+from opusim.training.attacks.base import Attack
+from opusim.training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
+from opusim.training.attacks.findings import Audit, Finding, Played, Role
+from opusim.training.attacks.games.base import TwoWorlds, played
+from opusim.training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
+from opusim.training.attacks.games.released_model import LastIterateGame, ReleasedModelGame
+from opusim.training.attacks.replay import (
     AuditedRun,
     MembershipGame,
     NoiselessStep,
     noiseless_steps,
     replayed_step,
 )
-from training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
-from training.data import Dataset
-from training.engine.algorithm import Arrays
-from training.engine.plan import RunPlan
-from training.engine.steps import torch_threads
-from training.errors import RunFolderError
-from training.feedback.config import FeedbackConfig, PdfaConfig
-from training.networks.clipping import ActivationClipping
-from training.networks.network import LayerShape
-from training.protections.amplified_labels import AmplifiedLabelProtection
-from training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
-from training.protections.record import LastIterateProtection
-from training.protections.released_model import LabelReleaseProtection
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import RunFolder
-from training.runs.storage import require_kind
-from training.ulr.config import UlrConfig
+from opusim.training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
+from opusim.training.data import Dataset
+from opusim.training.engine.algorithm import Arrays
+from opusim.training.engine.plan import RunPlan
+from opusim.training.engine.steps import torch_threads
+from opusim.training.errors import RunFolderError
+from opusim.training.feedback.config import FeedbackConfig, PdfaConfig
+from opusim.training.networks.clipping import ActivationClipping
+from opusim.training.networks.network import LayerShape
+from opusim.training.protections.amplified_labels import AmplifiedLabelProtection
+from opusim.training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
+from opusim.training.protections.record import LastIterateProtection
+from opusim.training.protections.released_model import LabelReleaseProtection
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import require_kind
+from opusim.training.ulr.config import UlrConfig
 
 ROOM = 16
 """Directions that a batch's inputs must leave free for the row space to tell anything."""
@@ -151,7 +151,7 @@ def audit_run(
 ) -> Audit:
     """Attack a run, and keep what was found as `audit.json`.
 
-    A run whose guarantee is about labels or its last model plays the game of `training.attacks.games` with its own
+    A run whose guarantee is about labels or its last model plays the game of `opusim.training.attacks.games` with its own
     protection's code, on records that the auditor crafted. Any other run plays its own steps.
 
     The run itself is not changed. Its trainer is built as training builds it, set back to its newest checkpoint, and

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
-from training.attacks.record_terms import OuterProducts
-from training.attacks.replay import NoiselessStep
-from training.networks.clipping import ActivationClipping
-from training.networks.network import FullyConnected
-from training.protections.base import with_constant
+from opusim.training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
+from opusim.training.attacks.record_terms import OuterProducts
+from opusim.training.attacks.replay import NoiselessStep
+from opusim.training.networks.clipping import ActivationClipping
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.base import with_constant
 
 _MIN_RESIDUAL = 1e-17
 """Smaller residuals score like this one."""

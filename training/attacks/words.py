@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from accounting.audit import AuditPlan, AuditResult, Estimator, OneRunResult, Verdict, guesses_bound
-from accounting.guarantee import Guarantee, Status
-from accounting.tables import number
-from training.attacks.findings import Audit, Played, Role
+from opusim.accounting.audit import AuditPlan, AuditResult, Estimator, OneRunResult, Verdict, guesses_bound
+from opusim.accounting.guarantee import Guarantee, Status
+from opusim.accounting.tables import number
+from opusim.training.attacks.findings import Audit, Played, Role
 
 _WEAK = 0.5
 """The power below which an audit is called weak."""

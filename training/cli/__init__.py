@@ -89,7 +89,7 @@ def _say() -> None:
 
 def _run() -> None:
     try:
-        from training.cli.app import main as run
+        from opusim.training.cli.app import main as run
     except (MemoryError, ImportError) as error:
         from opusim.processes.memory import exhausted_message, is_exhausted
 

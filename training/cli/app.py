@@ -20,7 +20,7 @@ from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimErr
 from opusim.files import require_utf8
 from opusim.plugins import Deferred, PluginError
 from opusim.processes import environment_number, launched_processes
-from training.cli.groups import LazyGroup, built
+from opusim.training.cli.groups import LazyGroup, built
 
 memory = Deferred("opusim.processes.memory")
 
@@ -72,38 +72,38 @@ class OpusimGroup(LazyGroup):
 
 
 def _train() -> Any:
-    from training.cli.train import app as train_app
+    from opusim.training.cli.train import app as train_app
 
     return typer.main.get_group(train_app)
 
 
 def _tune() -> Any:
-    from training.cli.searches import tune_app
+    from opusim.training.cli.searches import tune_app
 
     return typer.main.get_group(tune_app)
 
 
 def _curve() -> Any:
-    from training.cli.searches import curve_app
+    from opusim.training.cli.searches import curve_app
 
     return typer.main.get_command(curve_app)
 
 
 def _of_runs(name: str) -> Any:
-    from training.cli.runs import app as runs_app
+    from opusim.training.cli.runs import app as runs_app
 
     return typer.main.get_group(runs_app).commands[name]
 
 
 def _audit() -> Any:
-    from training.cli.audits import audit
+    from opusim.training.cli.audits import audit
 
     return built("audit", audit)
 
 
 def _account() -> Any:
-    from accounting.cli import app as account_app
-    from training.cli.runs import account_device, account_run
+    from opusim.accounting.cli import app as account_app
+    from opusim.training.cli.runs import account_device, account_run
 
     group = typer.main.get_group(account_app)
     for name, command in (("run", account_run), ("device", account_device)):
@@ -112,7 +112,7 @@ def _account() -> Any:
 
 
 def _explain() -> Any:
-    from accounting.cli import explain_command
+    from opusim.accounting.cli import explain_command
 
     return built("explain", explain_command)
 
@@ -124,7 +124,7 @@ def _device() -> Any:
 
 
 def _doctor() -> Any:
-    from training.cli.doctor import doctor
+    from opusim.training.cli.doctor import doctor
 
     return built("doctor", doctor)
 
@@ -324,8 +324,8 @@ class CommandLine:
             ("opusim train ", "opusim tune ")
         ):
             return re.sub(r" \(Possible options: (.*)\)$", r"; did you mean \1?", rule)
-        from training.cli.options import keys_called, trainer_options
-        from training.config.kinds import TRAINERS
+        from opusim.training.cli.options import keys_called, trainer_options
+        from opusim.training.config.kinds import TRAINERS
 
         kinds = TRAINERS.every().items()
         takers = [
@@ -341,8 +341,8 @@ class CommandLine:
         """The options of a command that trains, by the keys of the configuration that they set."""
         if not self.path.startswith(("opusim train ", "opusim tune ")):
             return {}
-        from training.cli.options import trainer_options
-        from training.config.kinds import TRAINERS
+        from opusim.training.cli.options import trainer_options
+        from opusim.training.config.kinds import TRAINERS
 
         kind = self.path.split()[-1]
         if kind not in TRAINERS.every():
@@ -436,8 +436,8 @@ def _require_one_process() -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    from accounting.errors import BudgetExceeded
-    from training.errors import RunInterrupted
+    from opusim.accounting.errors import BudgetExceeded
+    from opusim.training.errors import RunInterrupted
 
     if isinstance(error, RunInterrupted):
         return 130

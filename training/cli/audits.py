@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from training.cli.options import TrustCode, say_trusted
+from opusim.training.cli.options import TrustCode, say_trusted
 
 if TYPE_CHECKING:
-    from training.attacks.findings import Audit
+    from opusim.training.attacks.findings import Audit
 
 RunArgument = Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder.")]
 KindOption = Annotated[
@@ -181,8 +181,8 @@ class _Asked:
 
     def options(self) -> dict[str, Any]:
         """Return the arguments that all audits of a run take, and print the user-supplied code they execute."""
-        from training.runs.folder import RunFolder
-        from training.runs.run import read_npz
+        from opusim.training.runs.folder import RunFolder
+        from opusim.training.runs.run import read_npz
 
         if self.trust_code:
             say_trusted(RunFolder(self.run).read_facts())
@@ -199,8 +199,8 @@ class _Asked:
 def _play(asked: _Asked, trials: int | None, canaries: int | None, *, one_run: bool) -> Audit:
     """Attack a run's steps or play the game of its protection; or train once with canaries."""
     from opusim.progress import Progress
-    from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
-    from training.attacks.run_audit import audit_run
+    from opusim.training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
+    from opusim.training.attacks.run_audit import audit_run
 
     if one_run:
         with Progress("audit of one training", "steps") as progress:
@@ -223,10 +223,10 @@ def _play(asked: _Asked, trials: int | None, canaries: int | None, *, one_run: b
 
 def _play_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None) -> Audit:
     """Train many times with a crafted record or without it."""
-    from accounting.audit import FEWEST_CANARIES
     from opusim import checks
+    from opusim.accounting.audit import FEWEST_CANARIES
     from opusim.progress import Progress
-    from training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
+    from opusim.training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
 
     if trainings is not None:
         given: dict[str, Any] = {"--trials": trainings}
@@ -249,13 +249,13 @@ _WIDE_PAGE = 140
 
 def _show(asked: _Asked, found: Audit) -> None:
     """Write report and pages of what was found, and print the findings and what they mean."""
-    from accounting.tables import print_rows
+    from opusim.accounting.tables import print_rows
     from opusim.tables import output_width, wrapped
-    from training.attacks.findings import LOW, NARROW, audit_rows
-    from training.attacks.words import paragraphs
-    from training.reports.audit_page import write_audit_page
-    from training.reports.run_report import NOT_FOR_RELEASE, write_report
-    from training.runs.stored_run import read_run
+    from opusim.training.attacks.findings import LOW, NARROW, audit_rows
+    from opusim.training.attacks.words import paragraphs
+    from opusim.training.reports.audit_page import write_audit_page
+    from opusim.training.reports.run_report import NOT_FOR_RELEASE, write_report
+    from opusim.training.runs.stored_run import read_run
 
     loaded = read_run(asked.run)
     report_file = write_report(loaded, audit=found, folder=asked.out)
@@ -291,9 +291,9 @@ def _audit_mechanism(
     """
     from opusim.files import require_writable
     from opusim.progress import Progress
-    from training.attacks.mechanism.audit import audit_mechanism
-    from training.attacks.mechanism.report import report_text
-    from training.runs.storage import write_json
+    from opusim.training.attacks.mechanism.audit import audit_mechanism
+    from opusim.training.attacks.mechanism.report import report_text
+    from opusim.training.runs.storage import write_json
 
     if out is not None:
         require_writable(out, "--out")

@@ -257,8 +257,8 @@ def _drivers() -> Iterator[Fact]:
 
 def _data() -> Iterator[Fact]:
     from opusim.tables import data_size
-    from training.data.catalogue import CATALOGUE, file_sizes
-    from training.data.formats import VARIABLE
+    from opusim.training.data.catalogue import CATALOGUE, file_sizes
+    from opusim.training.data.formats import VARIABLE
 
     yield from (Fact(name, "comes with scikit-learn") for name, entry in CATALOGUE.items() if not entry.files)
     if not os.environ.get(VARIABLE):

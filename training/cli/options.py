@@ -20,10 +20,10 @@ from pydantic.fields import FieldInfo
 from opusim.description.section import default_of, described_fields
 from opusim.errors import ConfigError
 from opusim.files import quoted
-from training.config.kinds import KINDS, PROTECTIONS
-from training.config.reading import load_config, merged, named_trainer, nested
-from training.config.run import RunConfig
-from training.config.sections import MODEL_NAMES, TrainerSection
+from opusim.training.config.kinds import KINDS, PROTECTIONS
+from opusim.training.config.reading import load_config, merged, named_trainer, nested
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import MODEL_NAMES, TrainerSection
 
 Config = Annotated[
     Path | None, typer.Option(help="Run configuration: a TOML file, or the config.json of a run.")
@@ -158,7 +158,7 @@ _RESERVED = {"model", "config", "set", "settings", "out", "quiet", "help", "debu
 
 def say_trusted(facts: Mapping[str, Any]) -> None:
     """Print the user-supplied code that a run is about to execute."""
-    from training.networks.user_code import described_code
+    from opusim.training.networks.user_code import described_code
 
     for line in described_code(facts):
         typer.echo(f"user-supplied code: {line}", err=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from training.cli.options import TrustCode, say_trusted
+from opusim.training.cli.options import TrustCode, say_trusted
 
 if TYPE_CHECKING:
-    from accounting.ledger.statement import Statement
-    from training.runs.folder import RunFolder
+    from opusim.accounting.ledger.statement import Statement
+    from opusim.training.runs.folder import RunFolder
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 zo_app = typer.Typer(help="Replay a zeroth-order run from its step log.", no_args_is_help=True)
@@ -55,8 +55,8 @@ def evaluate(
     trust_code: TrustCode = False,
 ) -> None:
     """Measure loss and accuracy of a run's model on test records."""
-    from training.runs.folder import RunFolder
-    from training.runs.run import evaluate_run
+    from opusim.training.runs.folder import RunFolder
+    from opusim.training.runs.run import evaluate_run
 
     if device is None and (chip or _seconds(after)):
         given = f"--chip {chip}" if chip else f"--after {after}"
@@ -122,10 +122,10 @@ def report(
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from opusim.files import require_writable
-    from training.reports.loop_report import write_loop_report
-    from training.reports.run_report import run_name, write_comparison, write_report
-    from training.runs.storage import kind_of
-    from training.runs.stored_run import read_run
+    from opusim.training.reports.loop_report import write_loop_report
+    from opusim.training.reports.run_report import run_name, write_comparison, write_report
+    from opusim.training.runs.storage import kind_of
+    from opusim.training.runs.stored_run import read_run
 
     twice = [
         path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}
@@ -157,8 +157,8 @@ def zo_replay(
     """Rebuild the final parameters of a zeroth-order run, bit for bit, from the initial ones and its step log."""
     from opusim.files import require_writable
     from opusim.progress import Progress
-    from training.runs.checkpoints import write_tensors
-    from training.zeroth_order.step_log import replay
+    from opusim.training.runs.checkpoints import write_tensors
+    from opusim.training.zeroth_order.step_log import replay
 
     if out is not None:
         require_writable(out, "--out")
@@ -193,9 +193,9 @@ def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the runs of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
-    from accounting.tables import print_rows
+    from opusim.accounting.tables import print_rows
     from opusim.tables import wrapped
-    from training.runs.listing import SCHEMA, VERSION, list_runs
+    from opusim.training.runs.listing import SCHEMA, VERSION, list_runs
 
     entries = list_runs(folder)
     if as_json:
@@ -232,7 +232,7 @@ def remove_command(
     ] = False,
 ) -> None:
     """Remove runs after a question; a folder that is being written or holds other files is refused."""
-    from training.runs.listing import remove_runs, require_removable
+    from opusim.training.runs.listing import remove_runs, require_removable
 
     folders = list({run.absolute(): run for run in runs}.values())
     for folder in folders:
@@ -261,9 +261,9 @@ def account_run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")] = False,
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
-    from accounting.ledger.statement import WARNINGS
+    from opusim.accounting.ledger.statement import WARNINGS
     from opusim.tables import wrapped
-    from training.runs.storage import kind_of
+    from opusim.training.runs.storage import kind_of
 
     statement = _stated(path, delta)
     if as_json:
@@ -285,9 +285,9 @@ def account_run(
 
 def _stated(path: Path, delta: float | None) -> Statement:
     """Read a ledger and what may be stated of it; in a run folder, check it against the checkpoint and the summary."""
-    from accounting.ledger.ledger import read_ledger
-    from accounting.ledger.statement import LedgerFacts, RunFacts, Statement
-    from training.runs.folder import RunFolder, versions
+    from opusim.accounting.ledger.ledger import read_ledger
+    from opusim.accounting.ledger.statement import LedgerFacts, RunFacts, Statement
+    from opusim.training.runs.folder import RunFolder, versions
 
     folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
     if folder.started and path in (folder.path, folder.ledger_file):
@@ -317,7 +317,7 @@ def _stated(path: Path, delta: float | None) -> Statement:
 def _public_records(folder: RunFolder) -> int | None:
     """Return the number of training records, or None if it is private or the configuration is bad."""
     from opusim.errors import ConfigError
-    from training.errors import RunFolderError
+    from opusim.training.errors import RunFolderError
 
     try:
         if folder.read_config().counts_are_public:
@@ -329,9 +329,9 @@ def _public_records(folder: RunFolder) -> int | None:
 
 def _device_note(path: Path) -> str | None:
     """Return what to know of the device's noise; None if the folder holds no run, or a damaged configuration."""
-    from training.errors import RunFolderError
-    from training.runs.folder import RunFolder
-    from training.runs.stored_run import StoredRun
+    from opusim.training.errors import RunFolderError
+    from opusim.training.runs.folder import RunFolder
+    from opusim.training.runs.stored_run import StoredRun
 
     folder = RunFolder(path)
     try:
@@ -342,7 +342,7 @@ def _device_note(path: Path) -> str | None:
 
 def _versions_of(folder: RunFolder) -> dict[str, str]:
     """Return the versions that a run was started with; none if its configuration, which no guarantee needs, is bad."""
-    from training.errors import RunFolderError
+    from opusim.training.errors import RunFolderError
 
     try:
         return {str(name): str(version) for name, version in folder.read_facts()["versions"].items()}
@@ -388,13 +388,13 @@ def account_device(
     figure: FigureFile = None,
 ) -> None:
     """State what a device's own noise is worth for labels read once: from sigma or temperature to epsilon and back."""
-    from accounting.tables import print_rows
     from opusim import checks
+    from opusim.accounting.tables import print_rows
     from opusim.description.loading import load_description
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
     from opusim.tables import wrapped
-    from training.device_privacy.levels import device_levels, level_rows
+    from opusim.training.device_privacy.levels import device_levels, level_rows
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
@@ -413,8 +413,8 @@ def account_device(
         checks.positive(target_epsilon=target)
     if description.camera is not None:
         from opusim.progress import Progress
-        from training.device_privacy.camera import label_counts
-        from training.device_privacy.camera_tables import evaluations, print_account
+        from opusim.training.device_privacy.camera import label_counts
+        from opusim.training.device_privacy.camera_tables import evaluations, print_account
 
         with Progress("account device", "evaluations") as progress:
             counts = label_counts(

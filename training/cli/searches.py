@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
 import typer
 
 from opusim.progress import Progress
-from training.cli.groups import LazyGroup, built
-from training.cli.options import (
+from opusim.training.cli.groups import LazyGroup, built
+from opusim.training.cli.options import (
     EPSILON,
     changes_of,
     protections_of,
@@ -21,14 +21,14 @@ from training.cli.options import (
     trainer_options,
     with_signature,
 )
-from training.cli.train import usage_line
-from training.config.kinds import TRAINERS
-from training.config.run import RunConfig
-from training.config.sections import TrainerSection
+from opusim.training.cli.train import usage_line
+from opusim.training.config.kinds import TRAINERS
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
-    from training.sweeps.execution import SweepForecast
-    from training.sweeps.results import Row
+    from opusim.training.sweeps.execution import SweepForecast
+    from opusim.training.sweeps.results import Row
 
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -128,7 +128,7 @@ def _tune_command(kind: str, section: type[TrainerSection]) -> Any:
 def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: float, quiet: bool) -> None:
     """Search, or resume, and print what was found at which epsilon."""
     from opusim import checks
-    from training.tuning import Search, parse_choices
+    from opusim.training.tuning import Search, parse_choices
 
     checks.positive(trials=trials, remedy="take a number such as 5")
     if not choose:
@@ -151,7 +151,7 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
                 progress.start(of, at_once=True)
 
         found = search.run(tell)
-    from accounting.tables import guarantee_rows, print_rows
+    from opusim.accounting.tables import guarantee_rows, print_rows
 
     print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
     if found.searches > 1:
@@ -207,7 +207,7 @@ def curve(
     draw_only: DrawOnly = False,
 ) -> None:
     """Train a table of runs, draw accuracy and epsilon against noise, and write one report."""
-    from training.sweeps.spec import one_at_a_time, points_of, read_spec
+    from opusim.training.sweeps.spec import one_at_a_time, points_of, read_spec
 
     if draw_only and (jobs is not None or cluster is not None or retry_failed):
         raise ValueError("--draw-only trains nothing; leave --jobs, --cluster and --retry-failed out")
@@ -217,10 +217,10 @@ def curve(
         )
     read, text = read_spec(spec)
     points = points_of(read, text)
-    from accounting.tables import print_rows
-    from training.reports.sweep_report import setting_rows, write_sweep
-    from training.sweeps.execution import run_sweep
-    from training.sweeps.results import SweepFolder, SweepResult
+    from opusim.accounting.tables import print_rows
+    from opusim.training.reports.sweep_report import setting_rows, write_sweep
+    from opusim.training.sweeps.execution import run_sweep
+    from opusim.training.sweeps.results import SweepFolder, SweepResult
 
     folder = SweepFolder(out or Path("runs") / spec.stem)
     if draw_only:
@@ -269,7 +269,7 @@ class SweepProgress:
 
     def foretell(self, found: SweepForecast) -> None:
         """Say what the runs will take of their devices, if some have one."""
-        from accounting.mechanisms import counted
+        from opusim.accounting.mechanisms import counted
 
         silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
         if found.runs:

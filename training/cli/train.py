@@ -17,8 +17,8 @@ import typer
 from opusim.files import quoted
 from opusim.processes import launched_rank
 from opusim.progress import Progress
-from training.cli.groups import LazyGroup, built
-from training.cli.options import (
+from opusim.training.cli.groups import LazyGroup, built
+from opusim.training.cli.options import (
     Quiet,
     TrustCode,
     changes_of,
@@ -29,14 +29,14 @@ from training.cli.options import (
     trainer_options,
     with_signature,
 )
-from training.config.kinds import TRAINERS
-from training.config.run import RunConfig
-from training.config.sections import TrainerSection
-from training.engine.callbacks import Callback, Watchers
+from opusim.training.config.kinds import TRAINERS
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import TrainerSection
+from opusim.training.engine.callbacks import Callback, Watchers
 
 if TYPE_CHECKING:
     from opusim.devices.usage import Usage
-    from training.runs.run import Run
+    from opusim.training.runs.run import Run
 
 _EPILOG = (
     "[bold]--set[/bold] changes any key of the configuration; `opusim train options {kind}` explains those of {kind}, "
@@ -90,7 +90,7 @@ def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
         from opusim.devices.access import require_present
 
         require_present(load_description(config.device.name, config.device.overrides))
-    from training.engine.session import train
+    from opusim.training.engine.session import train
 
     watched(config, quiet, lambda watcher: train(config, folder=out, watcher=watcher))
 
@@ -99,7 +99,7 @@ def _follows(config: RunConfig) -> bool:
     """Whether this process follows another one in such a run; torch is not loaded without torchrun."""
     if launched_rank() == 0:
         return False
-    from training.engine.leading import follows
+    from opusim.training.engine.leading import follows
 
     return follows(config)
 
@@ -119,9 +119,9 @@ def resume(
     """Resume a run that was stopped or killed, from its newest checkpoint."""
     from opusim.description.loading import parse_description
     from opusim.devices.access import require_present
-    from training.engine.session import train
-    from training.networks.user_code import require_trusted
-    from training.runs.folder import RunFolder
+    from opusim.training.engine.session import train
+    from opusim.training.networks.user_code import require_trusted
+    from opusim.training.runs.folder import RunFolder
 
     folder = RunFolder(run)
     facts = folder.read_facts()
@@ -197,7 +197,7 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Callback | None], Ru
 
     The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
     """
-    from training.reports.run_report import write_report
+    from opusim.training.reports.run_report import write_report
 
     if _follows(config):
         work(None)
@@ -241,9 +241,9 @@ def work_text(expected: Usage, what_for: str = "") -> str:
 
 def print_run(run: Run, report_file: Path) -> None:
     """Print a run's figures, its guarantees and its folder."""
-    from accounting.tables import guarantee_rows, print_rows
+    from opusim.accounting.tables import guarantee_rows, print_rows
     from opusim.tables import wrapped
-    from training.reports.run_report import RELEASE_DASHES, run_name, summary_row
+    from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row
 
     print_rows([summary_row(run, run_name(run))])
     if run.config.mode == "release":

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from training.config.sections import Effect, Section
+from opusim.training.config.sections import Effect, Section
 
 SplitRule = Literal["index", "content", "id"]
 FileKind = Literal["csv", "parquet", "text"]

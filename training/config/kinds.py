@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from opusim import plugins
 from opusim.description.section import BadKey, did_you_mean, merged
-from training.config.sections import (
+from opusim.training.config.sections import (
     CheckpointConfig,
     KindSection,
     OptimizerConfig,

@@ -17,8 +17,8 @@ from opusim.description.section import nested as nested
 from opusim.description.section import parse_setting as parse_setting
 from opusim.errors import ConfigError
 from opusim.files import parse_json, parse_toml, read_text
-from training.config.kinds import KINDS, completed, without_derived
-from training.config.run import RunConfig, require_offered, require_used
+from opusim.training.config.kinds import KINDS, completed, without_derived
+from opusim.training.config.run import RunConfig, require_offered, require_used
 
 
 def load_config(

@@ -9,14 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
-from accounting.composition import Budget
-from accounting.guarantee import Adjacency
+from opusim.accounting.composition import Budget
+from opusim.accounting.guarantee import Adjacency
 from opusim.description.section import BadKey, default_of, first_problem
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
-from training.config.data import DataConfig, SplitRule
-from training.config.kinds import DEFAULT_EPOCHS, DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
-from training.config.sections import (
+from opusim.training.config.data import DataConfig, SplitRule
+from opusim.training.config.kinds import DEFAULT_EPOCHS, DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
+from opusim.training.config.sections import (
     CheckpointConfig,
     DeviceChoice,
     Effect,

@@ -1,7 +1,7 @@
 """The parts of a run's configuration: what every section is, the shared ones, and the bases of those chosen by kind.
 
 A trainer's section is a `TrainerSection` and a protection's is a `ProtectionSection`; each kind is one class, found by
-its name in an entry-point group (`training.config.kinds`).
+its name in an entry-point group (`opusim.training.config.kinds`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from accounting.guarantee import Adjacency
+from opusim.accounting.guarantee import Adjacency
 from opusim.description.section import Section as BaseSection
 from opusim.description.section import did_you_mean
 
@@ -195,7 +195,7 @@ class ModelConfig(Section):
 
     name: ModelName = "mlp"
     """mlp (fully connected), vit-small, mixer-small, resnet-small, conv-small, transformer-lm, transformer-encoder, gru
-    (`training.networks.models`), or the import path package.module:factory of a class or function. It gets
+    (`opusim.training.networks.models`), or the import path package.module:factory of a class or function. It gets
     record_shape, n_outputs, vocabulary (of tokens) and the options as keywords and returns a torch module. "module" if
     `opusim.train` was given one that is not fully connected."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -282,7 +282,7 @@ class OptimizerConfig(Section):
 
 
 class SamplerConfig(Section):
-    """How records are drawn into batches (see training.data.samplers)."""
+    """How records are drawn into batches (see opusim.training.data.samplers)."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from accounting.errors import NoGuarantee
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.convex import ConvexLastIterate, log_expansion, residual_bound
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.convex import ConvexLastIterate, log_expansion, residual_bound
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.processes.memory import require_memory
-from training.config.run import RunConfig
-from training.config.sections import ModelConfig
-from training.convex.config import ConvexConfig
-from training.convex.gated import GatedNetwork, GatedRelu, hyperplanes_work, seeded_hyperplanes
-from training.convex.trainer import ConvexTrainer, Descent, Objective
-from training.data import Dataset
-from training.engine.algorithm import Algorithm, DeviceShape
-from training.networks.base import BYTES_PER_PARAMETER, seeded_generator
-from training.networks.optimizers import make_optimizer
-from training.protections.base import SoftLabels, noise_std
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import ModelConfig
+from opusim.training.convex.config import ConvexConfig
+from opusim.training.convex.gated import GatedNetwork, GatedRelu, hyperplanes_work, seeded_hyperplanes
+from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.training.data import Dataset
+from opusim.training.engine.algorithm import Algorithm, DeviceShape
+from opusim.training.networks.base import BYTES_PER_PARAMETER, seeded_generator
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.protections.base import SoftLabels, noise_std
 
 LAST_ITERATE_SCHEMES = ("disjoint-cyclic", "full-batch")
 
@@ -100,7 +100,7 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
             )
         if not isinstance(model, GatedRelu):
             raise TypeError(
-                f"model must be a training.convex.gated.GatedRelu, got {type(model).__name__}; leave it out"
+                f"model must be a opusim.training.convex.gated.GatedRelu, got {type(model).__name__}; leave it out"
             )
         found = (model.n_inputs, model.n_classes, len(model.hyperplanes), model.centre)
         wanted = (dataset.n_features, dataset.n_classes, options.hyperplanes, options.centre)

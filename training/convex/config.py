@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from training.config.sections import Effect, Flag, Given, ProtectionSection, Relation, TrainerSection
+from opusim.training.config.sections import Effect, Flag, Given, ProtectionSection, Relation, TrainerSection
 
 
 class ConvexConfig(TrainerSection):
     """A convex approximation of a two-layer ReLU network; sampler.scheme says how it descends."""
 
-    implementation = "training.convex.algorithm:ConvexAlgorithm"
+    implementation = "opusim.training.convex.algorithm:ConvexAlgorithm"
     summary: ClassVar[str] = "A ReLU network as a convex problem: noisy descent, private at the last iterate."
     protections: ClassVar[tuple[str, ...]] = ("none", "record", "last-iterate")
     relations: ClassVar[tuple[Relation, ...]] = ("replace_one", "zero_out", "add_or_remove_one")

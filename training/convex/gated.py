@@ -22,8 +22,14 @@ from torch import Tensor, nn
 
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
-from training.networks.base import Network
-from training.networks.clipping import bounded_factors, finite_rows, full_precision, norm_bounds, row_norms
+from opusim.training.networks.base import Network
+from opusim.training.networks.clipping import (
+    bounded_factors,
+    finite_rows,
+    full_precision,
+    norm_bounds,
+    row_norms,
+)
 
 _FLOAT64_CHUNK = 2**20
 """Numbers converted to float64 at once, 8 MiB."""

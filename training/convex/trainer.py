@@ -1,7 +1,7 @@
 """Train a gated model by noisy gradient descent, with gradients and their norms in closed form.
 
 A record's gradient is x~ residual^T, of norm |x~| |residual|, so a bound on the residual bounds the gradient.
-`accounting.mechanisms.convex` states each residual's formula, Lipschitz constant and bound.
+`opusim.accounting.mechanisms.convex` states each residual's formula, Lipschitz constant and bound.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accounting.mechanisms.convex import residual_bound
+from opusim.accounting.mechanisms.convex import residual_bound
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
-from training.config.run import LossName
-from training.convex.config import ConvexConfig
-from training.convex.gated import GatedNetwork, device_hyperplanes
-from training.engine.trainer import StepRecord, Trainer
-from training.networks.clipping import bounded_factors, finite_rows, full_precision, row_norms
-from training.networks.functions import LOSSES
+from opusim.training.config.run import LossName
+from opusim.training.convex.config import ConvexConfig
+from opusim.training.convex.gated import GatedNetwork, device_hyperplanes
+from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.networks.clipping import bounded_factors, finite_rows, full_precision, row_norms
+from opusim.training.networks.functions import LOSSES
 
 
 @dataclass(frozen=True, kw_only=True)

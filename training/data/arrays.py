@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from opusim import checks
-from training.config.data import SplitRule
-from training.data.dataset import (
+from opusim.training.config.data import SplitRule
+from opusim.training.data.dataset import (
     PADDING,
     Dataset,
     Split,
@@ -21,8 +21,8 @@ from training.data.dataset import (
     numbered,
     numbers_and_names,
 )
-from training.data.on_disk import is_mapped, on_disk, row_blocks
-from training.data.splits import Ids, split_records
+from opusim.training.data.on_disk import is_mapped, on_disk, row_blocks
+from opusim.training.data.splits import Ids, split_records
 
 Array = np.ndarray | torch.Tensor
 Pair = tuple[Array, Array | None]

@@ -22,14 +22,21 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
-from training.config.data import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
-from training.data.arrays import from_arrays
-from training.data.dataset import Dataset, Standardisation
-from training.data.formats import ARCHIVE, IMAGE_FILES, VARIABLE, Parts, read_cifar10, read_labelled_images
-from training.data.splits import split_by_index
-from training.data.tables import file_dataset, standardisation_of
-from training.data.texts import load_text
-from training.errors import DataError
+from opusim.training.config.data import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
+from opusim.training.data.arrays import from_arrays
+from opusim.training.data.dataset import Dataset, Standardisation
+from opusim.training.data.formats import (
+    ARCHIVE,
+    IMAGE_FILES,
+    VARIABLE,
+    Parts,
+    read_cifar10,
+    read_labelled_images,
+)
+from opusim.training.data.splits import split_by_index
+from opusim.training.data.tables import file_dataset, standardisation_of
+from opusim.training.data.texts import load_text
+from opusim.training.errors import DataError
 
 _KIND_OF_ENDING: dict[str, FileKind] = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),

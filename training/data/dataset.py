@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opusim import checks
-from training.data.on_disk import changed_on_disk, row_blocks
+from opusim.training.data.on_disk import changed_on_disk, row_blocks
 
 Target = Literal["class", "tokens", "real", "labels"]
 """What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""
@@ -204,7 +204,7 @@ class Dataset:
         standardisation: The map already applied to all parts.
         components: The map that replaced the standardised features by fewer ones, or None if there was none.
         public_map: What `config.json` says of the public map that replaced the standardised features
-            (`training.data.features`), or None if there was none.
+            (`opusim.training.data.features`), or None if there was none.
         split: The rule that separated train from validation: index, content or id (see `from_arrays`); tail if
             validation is the last part of a text; given if the caller supplied both parts, so that a guarantee covers
             only the records of `train`.

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from opusim.errors import ConfigError
-from training.config.data import DataConfig
-from training.data.dataset import Dataset
-from training.data.image_maps import GRID, HogMap, RandomConvolutionMap, ScatteringMap
-from training.data.optical_map import OpticalMap
-from training.data.public_map import PublicMap
+from opusim.training.config.data import DataConfig
+from opusim.training.data.dataset import Dataset
+from opusim.training.data.image_maps import GRID, HogMap, RandomConvolutionMap, ScatteringMap
+from opusim.training.data.optical_map import OpticalMap
+from opusim.training.data.public_map import PublicMap
 
 _OF_A_FILTER = 2 * GRID**2
 

@@ -26,7 +26,7 @@ from typing import IO, Any
 import numpy as np
 
 from opusim.files import open_to_read
-from training.errors import DataError
+from opusim.training.errors import DataError
 
 Parts = dict[str, tuple[np.ndarray, np.ndarray]]
 """Pixels (n, d) and labels (n,) of ``"train"`` and ``"test"``."""

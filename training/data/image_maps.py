@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from opusim.errors import ConfigError
-from training.data.formats import required_library
-from training.data.public_map import PublicMap
+from opusim.training.data.formats import required_library
+from opusim.training.data.public_map import PublicMap
 
 ANGLES, ORIENTATIONS = 8, 9
 GRID = 4

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.errors import DataError
+from opusim.training.errors import DataError
 
 _BLOCK = 2**20
 """Numbers in memory at a time."""

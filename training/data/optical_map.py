@@ -18,9 +18,9 @@ from opusim.devices.registry import open_described
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.encodings import binarize
 from opusim.errors import ConfigError
-from training.config.data import DataConfig
-from training.data.dataset import Dataset
-from training.data.public_map import RECORDS_AT_ONCE, PublicMap
+from opusim.training.config.data import DataConfig
+from opusim.training.data.dataset import Dataset
+from opusim.training.data.public_map import RECORDS_AT_ONCE, PublicMap
 
 _TRIALS = 256
 _SEED = 20260101

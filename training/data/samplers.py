@@ -275,7 +275,7 @@ class DisjointCyclicSampler(_SizedSampler):
     A record is used at the steps i, i + k, i + 2 k, ... and at no other, as the analysis of NoisyCGD (Theorem 2.8)
     requires, with n = k b. The remaining ``n_records % batch_size`` records are never used, because the theorem divides
     every batch by the same b. The order of the records must not depend on their values; ``split="index"`` of
-    `training.data` puts them in random order.
+    `opusim.training.data` puts them in random order.
     """
 
     scheme: ClassVar[str] = "disjoint-cyclic"

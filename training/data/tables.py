@@ -21,12 +21,12 @@ from typing_extensions import TypeIs
 
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
-from training.config.data import DataConfig, SplitRule
-from training.data.arrays import Array, Pair, from_arrays
-from training.data.dataset import Dataset, Standardisation, standardised_by_records
-from training.data.formats import required_library
-from training.data.splits import Ids
-from training.errors import DataError
+from opusim.training.config.data import DataConfig, SplitRule
+from opusim.training.data.arrays import Array, Pair, from_arrays
+from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
+from opusim.training.data.formats import required_library
+from opusim.training.data.splits import Ids
+from opusim.training.errors import DataError
 
 TABLE_LIMIT = 2**30
 """Bytes of a CSV file, or of the columns of a Parquet file, at most."""

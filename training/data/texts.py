@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from opusim.files import open_to_read
-from training.data.dataset import Dataset, Split, Standardisation
-from training.data.formats import required_library
-from training.errors import DataError
+from opusim.training.data.dataset import Dataset, Split, Standardisation
+from opusim.training.data.formats import required_library
+from opusim.training.errors import DataError
 
 TEXT_LIMIT = 2**28
 """Bytes of a text file, at most; in memory each token takes 8 bytes."""

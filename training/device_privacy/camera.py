@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 
-from accounting import numerics
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
-from accounting.mechanisms.counts import (
+from opusim.accounting import numerics
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.mechanisms.counts import (
     LabelArgmax,
     argmax_epsilon,
     at_brightest,
@@ -42,7 +42,7 @@ from opusim.devices.certificate import Certificate, FluctuatingCountLaw, PhotonC
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, LightPower
-from training.protections.argmax_labels import (
+from opusim.training.protections.argmax_labels import (
     NO_LIGHT,
     ArgmaxReadout,
     Cell,
@@ -53,8 +53,8 @@ from training.protections.argmax_labels import (
     own_light,
     shared_range,
 )
-from training.protections.counted_labels import CountsReadout, equidistant_pixels
-from training.protections.label_frames import POWER_SHARE, LabelFrames
+from opusim.training.protections.counted_labels import CountsReadout, equidistant_pixels
+from opusim.training.protections.label_frames import POWER_SHARE, LabelFrames
 
 MIN_SHARE = 1e-12
 """Smallest share of the light or the exposure that is searched."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from accounting.composition import guarantees
-from accounting.tables import guarantee_rows, number, print_rows
+from opusim.accounting.composition import guarantees
+from opusim.accounting.tables import guarantee_rows, number, print_rows
 from opusim.camera.exposure import OperatingPoint
 from opusim.errors import ConfigError
 from opusim.plugins import Deferred
-from training.device_privacy.camera import MAX_BIAS_E, MIN_SHARE, LabelCounts, with_share
+from opusim.training.device_privacy.camera import MAX_BIAS_E, MIN_SHARE, LabelCounts, with_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

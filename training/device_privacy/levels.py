@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.observations import label_distance
-from accounting.tables import number
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.mechanisms.labels import LabelReadout
+from opusim.accounting.mechanisms.observations import label_distance
+from opusim.accounting.tables import number
 from opusim.description.schema import DeviceDescription
 from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.temperature import TemperatureLaw
-from training.protections.base import creditable_law
+from opusim.training.protections.base import creditable_law
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,24 +11,24 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
-from training.config.run import RunConfig
-from training.config.sections import TrainerSection
-from training.data import Dataset
-from training.data.dataset import Target
-from training.data.tables import Arrays
-from training.engine.trainer import Trainer
-from training.networks.base import Network
-from training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
-from training.protections.planning import Plan, ProtectedAlgorithm
-from training.runs.folder import RunFolder
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import TrainerSection
+from opusim.training.data import Dataset
+from opusim.training.data.dataset import Target
+from opusim.training.data.tables import Arrays
+from opusim.training.engine.trainer import Trainer
+from opusim.training.networks.base import Network
+from opusim.training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
+from opusim.training.protections.planning import Plan, ProtectedAlgorithm
+from opusim.training.runs.folder import RunFolder
 
 OptionsT = TypeVar("OptionsT", bound=TrainerSection)
 NetworkT = TypeVar("NetworkT", bound=Network)
@@ -54,7 +54,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` names it. It must give
 
     - `build_network` and `rebuild_network`: the network, new and from its description in a run folder;
-    - `open` and `step`, if it is a `training.engine.trainer.Trainer`, too; else `trainer`, which returns one on
+    - `open` and `step`, if it is a `opusim.training.engine.trainer.Trainer`, too; else `trainer`, which returns one on
       `self.network`.
 
     It may also give
@@ -87,7 +87,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     uses_public_randomness: ClassVar[bool] = False
     processes: ClassVar[Literal["none", "steps", "replicas"]] = "none"
     """What several processes share: nothing (they are refused), the steps that the first one leads
-    (`training.engine.leading`), or batches of runs that each process keeps itself."""
+    (`opusim.training.engine.leading`), or batches of runs that each process keeps itself."""
     record_options: ClassVar[Mapping[str, Any]] = {}
     """Keys of the section `trainer` that a run under protection.kind = 'record' must have, with their values."""
 

@@ -9,17 +9,17 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from accounting.ledger.content import Alarm, CertificateFacts, LedgerContent
-from accounting.ledger.ledger import Ledger
+from opusim.accounting.ledger.content import Alarm, CertificateFacts, LedgerContent
+from opusim.accounting.ledger.ledger import Ledger
 from opusim.description.schema import DeviceDescription, MonitorSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate
 from opusim.errors import ConfigError, DeviceError, DeviceFault, NoiseBelowCertificate
 from opusim.files import quoted
-from training.config.sections import DeviceChoice
-from training.errors import RunFolderError
-from training.runs.checkpoints import list_checkpoints, read_checkpoint, reseal_checkpoint
-from training.runs.folder import RunFolder
+from opusim.training.config.sections import DeviceChoice
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint, reseal_checkpoint
+from opusim.training.runs.folder import RunFolder
 
 VOUCHED = "noise_vouched"
 """Key of a checkpoint's progress: step of the last check that spoke for the noise of all steps before it, or -1."""

@@ -7,7 +7,7 @@ from typing import Self
 
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
-from training.engine.plan import RunPlan
+from opusim.training.engine.plan import RunPlan
 
 OBSERVED_STEPS = 5
 """Steps at the end of each epoch whose diagnostics are averaged; each costs about another step."""

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_map
 from opusim.errors import ConfigError
 from opusim.processes import launched_rank
 from opusim.processes.ranks import Ranks
-from training.config.run import RunConfig
-from training.data import Split
-from training.engine.plan import RunPlan, fingerprint
-from training.engine.steps import share_state
-from training.engine.trainer import StepRecord, Trainer
-from training.errors import RunFolderError
-from training.runs.checkpoints import held_by_devices, hold_on_devices
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Split
+from opusim.training.engine.plan import RunPlan, fingerprint
+from opusim.training.engine.steps import share_state
+from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.checkpoints import held_by_devices, hold_on_devices
 
 
 class _Order(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms import Mechanism
 from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription, NoiseSettings
 from opusim.devices.base import NoisyDevice
@@ -22,27 +22,27 @@ from opusim.devices.registry import open_described
 from opusim.devices.shared import SharedDevice
 from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
-from training.config.data import OWN_ARRAYS
-from training.config.run import RunConfig, require_offered
-from training.data import Dataset, Split
-from training.data.catalogue import build_dataset
-from training.data.dataset import PrincipalComponents, reduced
-from training.data.features import map_from_facts, named_map
-from training.data.public_map import with_public_features
-from training.data.samplers import PoissonSampler, Sampler, make_sampler
-from training.data.synthetic_images import synthetic_components
-from training.data.tables import OwnData, OwnTest, own_dataset
-from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
-from training.engine.certified import certificate_of, monitored
-from training.errors import RunFolderError
-from training.networks.any_module import own_model_name
-from training.networks.base import Network, require_fresh_noise, require_room
-from training.networks.user_code import require_importable, require_trusted, warn_if_changed
-from training.protections.base import Protection
-from training.protections.planning import Plan
-from training.protections.record import CyclicPoissonSampler
-from training.runs.folder import RunFolder
-from training.runs.storage import read_array
+from opusim.training.config.data import OWN_ARRAYS
+from opusim.training.config.run import RunConfig, require_offered
+from opusim.training.data import Dataset, Split
+from opusim.training.data.catalogue import build_dataset
+from opusim.training.data.dataset import PrincipalComponents, reduced
+from opusim.training.data.features import map_from_facts, named_map
+from opusim.training.data.public_map import with_public_features
+from opusim.training.data.samplers import PoissonSampler, Sampler, make_sampler
+from opusim.training.data.synthetic_images import synthetic_components
+from opusim.training.data.tables import OwnData, OwnTest, own_dataset
+from opusim.training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
+from opusim.training.engine.certified import certificate_of, monitored
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.any_module import own_model_name
+from opusim.training.networks.base import Network, require_fresh_noise, require_room
+from opusim.training.networks.user_code import require_importable, require_trusted, warn_if_changed
+from opusim.training.protections.base import Protection
+from opusim.training.protections.planning import Plan
+from opusim.training.protections.record import CyclicPoissonSampler
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import read_array
 
 
 class RunPlan(Plan):

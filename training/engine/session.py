@@ -13,27 +13,27 @@ from typing import Any
 
 from torch import nn
 
-from accounting.errors import BudgetExceeded
-from accounting.explanation import large_delta
-from accounting.ledger.ledger import Ledger
+from opusim.accounting.errors import BudgetExceeded
+from opusim.accounting.explanation import large_delta
+from opusim.accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
 from opusim.devices.usage import Usage
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
 from opusim.processes.ranks import Ranks, init_process_group
-from training.config.data import DataConfig
-from training.config.kinds import KINDS
-from training.config.reading import flat, load_config
-from training.config.run import RunConfig
-from training.data import Dataset
-from training.data.dataset import wide_feature
-from training.data.optical_map import expected_usage as features_usage
-from training.data.tables import OwnData, OwnTest
-from training.engine.callbacks import Callback, Watchers
-from training.engine.certified import facts_of, noted_alarms, require_undoubted
-from training.engine.forecast import Forecast
-from training.engine.leading import (
+from opusim.training.config.data import DataConfig
+from opusim.training.config.kinds import KINDS
+from opusim.training.config.reading import flat, load_config
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Dataset
+from opusim.training.data.dataset import wide_feature
+from opusim.training.data.optical_map import expected_usage as features_usage
+from opusim.training.data.tables import OwnData, OwnTest
+from opusim.training.engine.callbacks import Callback, Watchers
+from opusim.training.engine.certified import facts_of, noted_alarms, require_undoubted
+from opusim.training.engine.forecast import Forecast
+from opusim.training.engine.leading import (
     end,
     follow,
     leads_steps,
@@ -41,8 +41,8 @@ from training.engine.leading import (
     require_shareable,
     share_trainer,
 )
-from training.engine.loop import Engine
-from training.engine.plan import (
+from opusim.training.engine.loop import Engine
+from opusim.training.engine.plan import (
     RunPlan,
     default_inputs,
     fingerprint,
@@ -51,13 +51,13 @@ from training.engine.plan import (
     to_device,
     with_own_inputs,
 )
-from training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, torch_threads
-from training.errors import RunFolderError
-from training.networks.record_independence import system_generators
-from training.networks.user_code import code_of, require_importable, require_trusted
-from training.runs.folder import RunFolder, facts_equal, own_folder, versions
-from training.runs.run import Run, load_run
-from training.runs.storage import read_array, write_array
+from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, torch_threads
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.record_independence import system_generators
+from opusim.training.networks.user_code import code_of, require_importable, require_trusted
+from opusim.training.runs.folder import RunFolder, facts_equal, own_folder, versions
+from opusim.training.runs.run import Run, load_run
+from opusim.training.runs.storage import read_array, write_array
 
 _NO_FOLDER = "resume needs folder, that of the run to resume"
 

@@ -1,8 +1,8 @@
 """The steps of a run or of a private loop: each is paid for in the ledger before it is taken, and counted.
 
-`train` takes the steps with a trainer (`training.engine.loop`), `make_private` with a user's loop
-(`training.private_loop.session`). Several processes that train together either follow the first one
-(`training.engine.leading`) or all run the same loop. In a loop they compare what they are about to do, so that loops
+`train` takes the steps with a trainer (`opusim.training.engine.loop`), `make_private` with a user's loop
+(`opusim.training.private_loop.session`). Several processes that train together either follow the first one
+(`opusim.training.engine.leading`) or all run the same loop. In a loop they compare what they are about to do, so that loops
 that differ end in an error instead of in mixed-up exchanges.
 """
 
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from accounting.ledger.content import LedgerContent
-from accounting.ledger.journal import Position
-from accounting.ledger.ledger import Ledger
-from accounting.mechanisms import Mechanism
+from opusim.accounting.ledger.content import LedgerContent
+from opusim.accounting.ledger.journal import Position
+from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.mechanisms import Mechanism
 from opusim.files import OwnProcess
 from opusim.processes.ranks import Ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
-from training.networks.base import Network
+from opusim.training.networks.base import Network
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,47 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accounting.errors import NoGuarantee
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import noise_stream
-from training.config.run import RunConfig
-from training.data import Dataset
-from training.engine.algorithm import Algorithm, DeviceShape
-from training.feedback.closed_form import ClosedForm, closed_form_encoding
-from training.feedback.config import (
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Dataset
+from opusim.training.engine.algorithm import Algorithm, DeviceShape
+from opusim.training.feedback.closed_form import ClosedForm, closed_form_encoding
+from opusim.training.feedback.config import (
     EncodedConfig,
     FeedbackConfig,
     PdfaConfig,
 )
-from training.feedback.diagnosis import BATCHES
-from training.feedback.modules import (
+from opusim.training.feedback.diagnosis import BATCHES
+from opusim.training.feedback.modules import (
     ModuleGradients,
     augmentation_of,
     feedback_points,
     feedback_start,
     points_on,
 )
-from training.feedback.points import FeedbackAlignment, refuse_second
-from training.feedback.projection import calibration_work
-from training.feedback.trainer import FeedbackTrainer, GradientSource
-from training.networks.any_module import AnyModule, build_any_module
-from training.networks.functions import ACTIVATIONS, LOSSES
-from training.networks.models import MODELS
-from training.networks.network import FullyConnected, build_network
-from training.networks.objectives import Objective
-from training.networks.optimizers import make_optimizer
-from training.networks.record_gradients.separation import require_separate_steps
-from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_independence import batch_statistics, invented_records, two_records
-from training.protections.base import SoftLabels
-from training.protections.record import RecordProtection, require_counted_sums
-from training.runs.folder import RunFolder
+from opusim.training.feedback.points import FeedbackAlignment, refuse_second
+from opusim.training.feedback.projection import calibration_work
+from opusim.training.feedback.trainer import FeedbackTrainer, GradientSource
+from opusim.training.networks.any_module import AnyModule, build_any_module
+from opusim.training.networks.functions import ACTIVATIONS, LOSSES
+from opusim.training.networks.models import MODELS
+from opusim.training.networks.network import FullyConnected, build_network
+from opusim.training.networks.objectives import Objective
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.networks.record_gradients.separation import require_separate_steps
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.networks.record_independence import batch_statistics, invented_records, two_records
+from opusim.training.protections.base import SoftLabels
+from opusim.training.protections.record import RecordProtection, require_counted_sums
+from opusim.training.runs.folder import RunFolder
 
 _STEPS_WITH_CONTROL = 4 * BATCHES
 """Steps of the shortest run that compares feedback with none."""
@@ -58,7 +58,7 @@ _STEPS_WITH_CONTROL = 4 * BATCHES
 class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, FeedbackTrainer]):
     """bp, dfa, tdfa and pdfa.
 
-    A fully connected network on class numbers takes the closed form of `training.feedback.closed_form`, and every other
+    A fully connected network on class numbers takes the closed form of `opusim.training.feedback.closed_form`, and every other
     module autograd with feedback points.
     """
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from training.feedback.marking import (
+from opusim.training.feedback.marking import (
     INPUT,
     OUTPUT,
     activations,
@@ -26,7 +26,7 @@ from training.feedback.marking import (
     unnormalised,
     warn_of_unnormalised,
 )
-from training.feedback.wrapping import Wrapping
+from opusim.training.feedback.wrapping import Wrapping
 
 _LOG = logging.getLogger("opusim")
 TRUNK = "the end of the convolutions"

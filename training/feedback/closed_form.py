@@ -19,8 +19,8 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import NoiseStream
-from training.config.run import LossName
-from training.feedback.config import (
+from opusim.training.config.run import LossName
+from opusim.training.feedback.config import (
     BpConfig,
     DfaConfig,
     EncodedConfig,
@@ -28,7 +28,7 @@ from training.feedback.config import (
     PdfaConfig,
     TdfaConfig,
 )
-from training.feedback.projection import (
+from opusim.training.feedback.projection import (
     AbsoluteTernary,
     BitPlanes,
     DenseProjection,
@@ -36,11 +36,11 @@ from training.feedback.projection import (
     Encoding,
     Projection,
 )
-from training.feedback.trainer import Batch, GradientSource, Learned, require_finite
-from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
-from training.networks.functions import LOSSES
-from training.networks.network import ForwardPass, FullyConnected
-from training.networks.objectives import Objective
+from opusim.training.feedback.trainer import Batch, GradientSource, Learned, require_finite
+from opusim.training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
+from opusim.training.networks.functions import LOSSES
+from opusim.training.networks.network import ForwardPass, FullyConnected
+from opusim.training.networks.objectives import Objective
 
 Draw = Callable[[tuple[int, int]], Tensor]
 """Returns fresh noise of shape (batch, width)."""

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from opusim.errors import ConfigError
-from training.config.kinds import PROTECTIONS
-from training.config.sections import (
+from opusim.training.config.kinds import PROTECTIONS
+from opusim.training.config.sections import (
     ClippedLayers,
     Effect,
     Flag,
@@ -36,10 +36,10 @@ class FeedbackConfig(TrainerSection):
     """How a feedback trains the hidden layers; the base of bp, dfa, tdfa and pdfa.
 
     Fully connected networks on class numbers take a closed form, every other module `opusim.FeedbackAlignment`. The
-    closed form has the keys of the PDFA paper, which the other refuses (`training.feedback.algorithm`).
+    closed form has the keys of the PDFA paper, which the other refuses (`opusim.training.feedback.algorithm`).
     """
 
-    implementation = "training.feedback.algorithm:FeedbackAlgorithm"
+    implementation = "opusim.training.feedback.algorithm:FeedbackAlgorithm"
     any_module = True
     examples: ClassVar[tuple[str, ...]] = (
         *TrainerSection.examples[:2],

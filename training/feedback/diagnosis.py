@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from opusim.devices.usage import Usage
 from opusim.tables import as_records, column_widths, output_width
-from training.feedback.layout import Slice
-from training.feedback.projection import Projection
-from training.networks.record_independence import preserved_generators
+from opusim.training.feedback.layout import Slice
+from opusim.training.feedback.projection import Projection
+from opusim.training.networks.record_independence import preserved_generators
 
 Calls = Sequence[tuple[str, Tensor]]
 """Name and output of each call of a point."""
@@ -219,14 +219,14 @@ def _reached(output: Tensor, parameters: Sequence[Tensor]) -> list[bool]:
 
 
 class WithGain(Protocol):
-    """What a control copies: a `training.feedback.points.FeedbackAlignment`."""
+    """What a control copies: a `opusim.training.feedback.points.FeedbackAlignment`."""
 
     model: nn.Module
     gain: float
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """See `training.feedback.choice.Choosing`."""
+        """See `opusim.training.feedback.choice.Choosing`."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters."""

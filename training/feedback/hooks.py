@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from opusim.devices.base import NoisyDevice
-from training.feedback.diagnosis import Reading
-from training.feedback.layout import Extent, Rows, Slice, View, arrange
-from training.feedback.marking import INPUT, OUTPUT, is_a_stream, mapped, tensors_of
-from training.networks.record_gradients.followed.placement import Held, Mixed, State
-from training.networks.record_gradients.followed.tracking import RowTracker, active_tracker
+from opusim.training.feedback.diagnosis import Reading
+from opusim.training.feedback.layout import Extent, Rows, Slice, View, arrange
+from opusim.training.feedback.marking import INPUT, OUTPUT, is_a_stream, mapped, tensors_of
+from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State
+from opusim.training.networks.record_gradients.followed.tracking import RowTracker, active_tracker
 
 
 class FeedbackShape(NamedTuple):

@@ -1,6 +1,6 @@
 """The gradients of any torch module by autograd: backpropagation, or feedback alignment at its feedback points.
 
-A forward pass in training mode, and a backward pass through the points of `training.feedback.points.FeedbackAlignment`:
+A forward pass in training mode, and a backward pass through the points of `opusim.training.feedback.points.FeedbackAlignment`:
 of the mean of the records' losses, or, under a protection of records, of their sum, whose uses of parameters a tape
 records.
 """
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
-from training.data import Dataset
-from training.data.image_maps import Augmentation
-from training.feedback.config import (
+from opusim.training.data import Dataset
+from opusim.training.data.image_maps import Augmentation
+from opusim.training.feedback.config import (
     BpConfig,
     DfaConfig,
     EncodedConfig,
@@ -29,16 +29,16 @@ from training.feedback.config import (
     PointsConfig,
     TdfaConfig,
 )
-from training.feedback.diagnosis import Control
-from training.feedback.marking import OUTPUT
-from training.feedback.points import FeedbackAlignment
-from training.feedback.trainer import Batch, GradientSource, Learned, require_finite
-from training.networks.any_module import AnyModule
-from training.networks.base import seeded_torch
-from training.networks.memory import preserved_state
-from training.networks.objectives import Objective
-from training.networks.record_gradients.separation import restore_buffers
-from training.networks.record_gradients.tape import RecordTape
+from opusim.training.feedback.diagnosis import Control
+from opusim.training.feedback.marking import OUTPUT
+from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.feedback.trainer import Batch, GradientSource, Learned, require_finite
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.base import seeded_torch
+from opusim.training.networks.memory import preserved_state
+from opusim.training.networks.objectives import Objective
+from opusim.training.networks.record_gradients.separation import restore_buffers
+from opusim.training.networks.record_gradients.tape import RecordTape
 
 
 class ModuleGradients(GradientSource):

@@ -24,8 +24,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.medium.transmission import Medium
 from opusim.randomness import derive_seed
-from training.feedback.choice import Choosing
-from training.feedback.diagnosis import (
+from opusim.training.feedback.choice import Choosing
+from opusim.training.feedback.diagnosis import (
     BATCHES,
     Control,
     Diagnosis,
@@ -35,8 +35,8 @@ from training.feedback.diagnosis import (
     learnt_gradients,
     true_gradients,
 )
-from training.feedback.hooks import FeedbackShape
-from training.feedback.layout import (
+from opusim.training.feedback.hooks import FeedbackShape
+from opusim.training.feedback.layout import (
     Extent,
     Rows,
     Slice,
@@ -47,7 +47,7 @@ from training.feedback.layout import (
     spread,
     through_layer_norm,
 )
-from training.feedback.projection import (
+from opusim.training.feedback.projection import (
     DenseProjection,
     DeviceProjection,
     Encoding,
@@ -56,8 +56,8 @@ from training.feedback.projection import (
     calibration_work,
     make_encoding,
 )
-from training.feedback.readout import LearntReadout
-from training.feedback.wrapping import refuse_export
+from opusim.training.feedback.readout import LearntReadout
+from opusim.training.feedback.wrapping import refuse_export
 
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
@@ -87,8 +87,8 @@ class FeedbackAlignment(Choosing):
 
     Args:
         model: Any module. The state dict has the keys of the plain model.
-        points: None for those that suit the model (see `training.feedback.choice.choose_points`); "blocks" for all
-            repeated blocks but the last (`training.feedback.marking.find_blocks`); or names, shell patterns of names
+        points: None for those that suit the model (see `opusim.training.feedback.choice.choose_points`); "blocks" for all
+            repeated blocks but the last (`opusim.training.feedback.marking.find_blocks`); or names, shell patterns of names
             such as "layers.*", which means layers.0 and not layers.0.norm, or classes of submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
         error_at: Name of the submodule whose output is z, of a tuple or mapping its first tensor, from which the loss
@@ -105,7 +105,7 @@ class FeedbackAlignment(Choosing):
         encoding: How e is shown, in one reading a row unless said: "stochastic" (each entry with a probability in
             proportion to its size, right on average), "ternary" or "sign" (the entries above a threshold, and a
             constant for each row, for which B 1 is measured at the first step), "planes" (a reading a digit); or "real"
-            without a device. See `training.feedback.projection`. None takes "stochastic" with a device, else "real".
+            without a device. See `opusim.training.feedback.projection`. None takes "stochastic" with a device, else "real".
         threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
         planes: Digits of "planes", from 1 to 24.
         normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
@@ -451,7 +451,7 @@ class FeedbackAlignment(Choosing):
         return self.readout
 
     def fit_readout(self, loss: Callable[[], Tensor]) -> None:
-        """Fit the read-out to one batch that is backpropagated; see `training.feedback.readout`.
+        """Fit the read-out to one batch that is backpropagated; see `opusim.training.feedback.readout`.
 
         It takes a forward and a backward pass and a reading of the device, and moves no parameter. Call it on one batch
         in some 100, and in the first steps more often. Outputs of the device beyond the points' own are read as well,

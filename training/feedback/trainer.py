@@ -1,7 +1,7 @@
 """Train by backpropagation or by direct feedback alignment, digital or photonic.
 
 One step: the gradients of a batch from their source, which is a closed form for fully connected networks
-(`training.feedback.closed_form`) and autograd for every other module (`training.feedback.modules`); under a protection
+(`opusim.training.feedback.closed_form`) and autograd for every other module (`opusim.training.feedback.modules`); under a protection
 its writer turns what the records contribute into private gradients; then the optimizer's update.
 """
 
@@ -18,14 +18,14 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream
-from training.engine.trainer import StepRecord, Trainer
-from training.errors import TrainingDiverged
-from training.feedback.points import FeedbackAlignment
-from training.networks.any_module import AnyModule
-from training.networks.contributions.sums import Contributions
-from training.networks.network import FullyConnected
-from training.networks.objectives import Objective
-from training.protections.base import PrivateGradients, SoftLabels
+from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.errors import TrainingDiverged
+from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.objectives import Objective
+from opusim.training.protections.base import PrivateGradients, SoftLabels
 
 
 @dataclass(frozen=True, kw_only=True)

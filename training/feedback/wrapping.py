@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.feedback.hooks import PointHooks
+from opusim.training.feedback.hooks import PointHooks
 
 _OWN_NAME = "(FeedbackAlignment)"
 """Name of the wrapper among the named modules; no attribute can have it, so that it is no submodule's."""

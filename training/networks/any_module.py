@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import ConfigError
-from training.config.run import RunConfig
-from training.config.sections import OWN_MODULE
-from training.data import Dataset
-from training.errors import RunFolderError
-from training.networks.base import DescribedModule, Network, parameters_digest, tensor_facts
-from training.networks.models import MODELS, build_model
-from training.networks.network import FullyConnected
-from training.networks.network import build_model as build_mlp
-from training.networks.record_independence import two_records
-from training.networks.user_code import load_object
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import OWN_MODULE
+from opusim.training.data import Dataset
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.base import DescribedModule, Network, parameters_digest, tensor_facts
+from opusim.training.networks.models import MODELS, build_model
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.network import build_model as build_mlp
+from opusim.training.networks.record_independence import two_records
+from opusim.training.networks.user_code import load_object
 
 _CHANNELS = (1, 3, 4)
 """Usual numbers of channels of an image."""

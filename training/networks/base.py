@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from opusim.devices.base import NoisyDevice
 from opusim.processes.memory import require_memory
-from training.data import Dataset
+from opusim.training.data import Dataset
 
 BYTES_PER_PARAMETER = 8
 """What training takes at least: a float32 weight and its gradient."""

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from training.config.sections import ClippedLayers, WidthRule
+from opusim.training.config.sections import ClippedLayers, WidthRule
 
 _FLOAT64_CHUNK = 2**20
 """Numbers converted to float64 at once, 8 MiB."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim import checks
-from training.networks.sequence_models import (
+from opusim.training.networks.sequence_models import (
     BlockModel,
     NormPlace,
     ResidualBlock,

@@ -1,7 +1,7 @@
 """The per-record gradients of layers, J_i^T delta_i, as uses of their parameters.
 
 J_i = d v_i / d theta is the Jacobian of a module's output at record i with respect to its own parameters. Linear and
-convolutional modules use a closed form (`training.networks.contributions`), every other module torch.func.vjp of that
+convolutional modules use a closed form (`opusim.training.networks.contributions`), every other module torch.func.vjp of that
 module only; nothing behind the module is differentiated.
 """
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
-from training.networks.base import Network
-from training.networks.clipping import Clip
-from training.networks.contributions.sums import Contributions
-from training.networks.contributions.uses import ConvolutionUse, LinearUse, Use
+from opusim.training.networks.base import Network
+from opusim.training.networks.clipping import Clip
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.contributions.uses import ConvolutionUse, LinearUse, Use
 
 
 class Jacobian(ABC):

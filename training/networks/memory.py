@@ -1,6 +1,6 @@
 """Refuse modules that remember: Python attributes, such as a running mean or a queue, that outlast a batch.
 
-Parameters and buffers that a pass changes are refused elsewhere (`training.networks.record_independence`). An attribute
+Parameters and buffers that a pass changes are refused elsewhere (`opusim.training.networks.record_independence`). An attribute
 may begin to act after any number of steps, so its effect on outputs is not waited for. Since unusual records may change
 what invented ones leave alone, `preserved_state` puts buffers and attributes back after each pass on private records.
 """

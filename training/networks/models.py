@@ -2,7 +2,7 @@
 
 A factory takes the keywords `record_shape` and `n_outputs` and its own options. It returns a module that maps records
 (batch, *record_shape) to outputs (batch, n_outputs), a language model to (batch, T, n_outputs). The module states where
-feedback enters (`training.networks.sequence_models.BlockModel`).
+feedback enters (`opusim.training.networks.sequence_models.BlockModel`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opusim.description.section import did_you_mean
 from opusim.processes.memory import is_exhausted, require_memory
-from training.networks.base import BYTES_PER_PARAMETER, seeded_torch
-from training.networks.image_models import ConvolutionalNetwork, Mixer, ResNet, VisionTransformer
-from training.networks.sequence_models import Gru, TransformerEncoder, TransformerLM
+from opusim.training.networks.base import BYTES_PER_PARAMETER, seeded_torch
+from opusim.training.networks.image_models import ConvolutionalNetwork, Mixer, ResNet, VisionTransformer
+from opusim.training.networks.sequence_models import Gru, TransformerEncoder, TransformerLM
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "vit-small": VisionTransformer,
@@ -31,7 +31,7 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "transformer-encoder": TransformerEncoder,
     "gru": Gru,
 }
-"""The built-in models by name; `training.config.sections.MODEL_NAMES` lists the same names."""
+"""The built-in models by name; `opusim.training.config.sections.MODEL_NAMES` lists the same names."""
 
 
 def build_model(

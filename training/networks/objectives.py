@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from opusim.errors import ConfigError
-from training.config.sections import LOSS_NAMES
-from training.data.dataset import PADDING, Target, in_single_precision
-from training.networks.user_code import load_object
+from opusim.training.config.sections import LOSS_NAMES
+from opusim.training.data.dataset import PADDING, Target, in_single_precision
+from opusim.training.networks.user_code import load_object
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Losses of the records, shape (batch,), from outputs and targets."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.config.sections import OptimizerConfig
+from opusim.training.config.sections import OptimizerConfig
 
 
 def _eager(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

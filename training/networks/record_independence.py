@@ -2,7 +2,7 @@
 
 A guarantee for records clips each record's contribution. If one record changes another's output, as with batch
 statistics, it changes all contributions and no clip bounds their sum. Where the records stand follows from the
-operators that run (`training.networks.record_gradients.probe`); this file has what every check needs: invented records,
+operators that run (`opusim.training.networks.record_gradients.probe`); this file has what every check needs: invented records,
 generators that are put back, parameters that are perturbed, and tensors that no pass may change.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from training.data import Dataset
-from training.data.dataset import PADDING
+from opusim.training.data import Dataset
+from opusim.training.data.dataset import PADDING
 
 _RECORDS = 9
 """Invented records."""

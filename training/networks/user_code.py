@@ -22,9 +22,9 @@ from typing import Any
 from opusim.errors import ConfigError
 from opusim.files import quoted
 from opusim.plugins import FOREIGN_ERRORS
-from training.config.run import RunConfig
-from training.config.sections import import_path_of, is_import_path
-from training.errors import RunFolderError
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import import_path_of, is_import_path
+from opusim.training.errors import RunFolderError
 
 
 def load_object(path: str, *, key: str) -> Any:

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from accounting.guarantee import Assumption, Guarantee, Status
-from accounting.mechanisms import Mechanism
 from opusim import plugins
+from opusim.accounting.guarantee import Assumption, Guarantee, Status
+from opusim.accounting.mechanisms import Mechanism
 
 ENTRY_POINT_GROUP = "opusim.accountants"
 

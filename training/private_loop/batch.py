@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from opusim.plugins import Deferred
-from training.networks.record_gradients.recorder import Recorder
+from opusim.training.networks.record_gradients.recorder import Recorder
 
 stats = Deferred("scipy.stats")
 

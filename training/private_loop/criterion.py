@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from training.private_loop.inputs import NO_NUMBERS, is_number
-from training.private_loop.module import PrivateModule
+from opusim.training.private_loop.inputs import NO_NUMBERS, is_number
+from opusim.training.private_loop.module import PrivateModule
 
 Criterion = Callable[..., Tensor]
 

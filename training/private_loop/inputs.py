@@ -15,13 +15,13 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
-from training.feedback.points import FeedbackAlignment
-from training.networks.memory import preserved_attributes
-from training.networks.record_gradients.layout import Rows
-from training.networks.record_gradients.probe import invented_rows
-from training.networks.record_gradients.separation import require_no_hooks, require_steady_gradients
-from training.networks.record_gradients.tape import RecordTape, trained_parameters
-from training.networks.record_independence import (
+from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.networks.memory import preserved_attributes
+from opusim.training.networks.record_gradients.layout import Rows
+from opusim.training.networks.record_gradients.probe import invented_rows
+from opusim.training.networks.record_gradients.separation import require_no_hooks, require_steady_gradients
+from opusim.training.networks.record_gradients.tape import RecordTape, trained_parameters
+from opusim.training.networks.record_independence import (
     MIXES_REMEDY,
     fixed_parameters,
     preserved_generators,

@@ -2,7 +2,7 @@
 
 The user's loader says which records there are, how they are put together, how many are expected in a batch, and which
 workers read them. Its order is replaced: in each step, each record enters the batch with probability q, independently
-of all others (training.data.samplers.PoissonSampler). Of several processes, each hands out its part of the batch.
+of all others (opusim.training.data.samplers.PoissonSampler). Of several processes, each hands out its part of the batch.
 
 With fixed physical batches every batch has the same number of rows: copies of its first row fill it, of weight zero, so
 that shapes do not tell how many were drawn. The collate function sees the records only, so that it may sort or change
@@ -27,21 +27,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accounting.errors import BudgetExceeded
+from opusim.accounting.errors import BudgetExceeded
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import derive_seed
-from training.data.samplers import PoissonSampler
-from training.engine.steps import PaidSteps
-from training.networks.record_independence import (
+from opusim.training.data.samplers import PoissonSampler
+from opusim.training.engine.steps import PaidSteps
+from opusim.training.networks.record_independence import (
     preserved_generators,
     same,
     seed_generators,
     system_generators,
 )
-from training.private_loop.batch import PhysicalBatches
-from training.private_loop.inputs import first_records
-from training.private_loop.module import PrivateModule
-from training.private_loop.settings import PrivacySettings
+from opusim.training.private_loop.batch import PhysicalBatches
+from opusim.training.private_loop.inputs import first_records
+from opusim.training.private_loop.module import PrivateModule
+from opusim.training.private_loop.settings import PrivacySettings
 
 _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""

@@ -37,19 +37,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from training.engine.steps import PaidSteps
-from training.networks.contributions.sums import Contributions
-from training.networks.memory import preserved_state
-from training.networks.record_gradients.recorder import Recorder
-from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_gradients.unread import unread_masks
-from training.networks.record_independence import (
+from opusim.training.engine.steps import PaidSteps
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.memory import preserved_state
+from opusim.training.networks.record_gradients.recorder import Recorder
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.networks.record_gradients.unread import unread_masks
+from opusim.training.networks.record_independence import (
     fixed_parameters,
     preserved_generators,
     system_generators,
 )
-from training.private_loop.batch import Batch, Gradients, Pass
-from training.private_loop.inputs import (
+from opusim.training.private_loop.batch import Batch, Gradients, Pass
+from opusim.training.private_loop.inputs import (
     ProbedParts,
     cut_rows,
     feedback_of,
@@ -61,8 +61,8 @@ from training.private_loop.inputs import (
     show_invented,
     template_of,
 )
-from training.private_loop.saves import generator_states, set_generator_states
-from training.protections.base import PrivateGradients
+from opusim.training.private_loop.saves import generator_states, set_generator_states
+from opusim.training.protections.base import PrivateGradients
 
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
 _LEAST_SCALE = 2.0**8

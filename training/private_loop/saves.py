@@ -1,6 +1,6 @@
 """The save of a private loop: what `make_private(..., resume=True)` resumes from.
 
-A file of torch holds the content, another such file in bytes, and a sealed JSON document (`training.runs.storage`) with
+A file of torch holds the content, another such file in bytes, and a sealed JSON document (`opusim.training.runs.storage`) with
 the digests of the content and of the loop's settings, the length of the ledger and the inode of a release's folder.
 What is written is read back first, so that a value that cannot be read again never replaces a good save. Values of
 numpy are kept as bytes, since torch reads none back.
@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.ledger.journal import Position
 from opusim import checks
+from opusim.accounting.ledger.journal import Position
 from opusim.files import parse_json, read_bytes, require_regular, write_file
-from training.errors import RunFolderError
-from training.private_loop.settings import SETTINGS_FILE
-from training.runs.storage import digest_of, sealed, unsealed, warn_unsealed
+from opusim.training.errors import RunFolderError
+from opusim.training.private_loop.settings import SETTINGS_FILE
+from opusim.training.runs.storage import digest_of, sealed, unsealed, warn_unsealed
 
 CHECKPOINT_FILE = "private.pt"
 VERSION = 2

@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accounting.errors import NoGuarantee
-from accounting.ledger.journal import Witness
-from accounting.ledger.ledger import LEDGER_FILE, Ledger
-from accounting.ledger.statement import LedgerFacts, Statement
-from training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
-from training.private_loop.accountants import NamedAccountant
-from training.private_loop.batch import PhysicalBatches
-from training.private_loop.criterion import PrivateCriterion
-from training.private_loop.inputs import feedback_of, require_own_parameters
-from training.private_loop.loader import PrivateLoader
-from training.private_loop.module import PrivateModule
-from training.private_loop.saves import (
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.ledger.journal import Witness
+from opusim.accounting.ledger.ledger import LEDGER_FILE, Ledger
+from opusim.accounting.ledger.statement import LedgerFacts, Statement
+from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
+from opusim.training.private_loop.accountants import NamedAccountant
+from opusim.training.private_loop.batch import PhysicalBatches
+from opusim.training.private_loop.criterion import PrivateCriterion
+from opusim.training.private_loop.inputs import feedback_of, require_own_parameters
+from opusim.training.private_loop.loader import PrivateLoader
+from opusim.training.private_loop.module import PrivateModule
+from opusim.training.private_loop.saves import (
     CHECKPOINT_FILE,
     generator_states,
     read_save,
     set_generator_states,
     write_save,
 )
-from training.private_loop.settings import PrivacySettings, as_enforced
-from training.protections.base import PrivateGradients
-from training.runs.folder import versions
+from opusim.training.private_loop.settings import PrivacySettings, as_enforced
+from opusim.training.protections.base import PrivateGradients
+from opusim.training.runs.folder import versions
 
 
 class PrivateTraining:

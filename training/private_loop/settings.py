@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import Budget
-from accounting.guarantee import Adjacency, Assumption, Guarantee
-from accounting.ledger.content import Mode
-from accounting.ledger.ledger import LEDGER_FILE
-from accounting.mechanisms.records import CLIPPED_RECORDS, RecordCentral
-from accounting.theorems import NOISY_SUM, about_rounding
 from opusim import checks
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import Budget
+from opusim.accounting.guarantee import Adjacency, Assumption, Guarantee
+from opusim.accounting.ledger.content import Mode
+from opusim.accounting.ledger.ledger import LEDGER_FILE
+from opusim.accounting.mechanisms.records import CLIPPED_RECORDS, RecordCentral
+from opusim.accounting.theorems import NOISY_SUM, about_rounding
 from opusim.randomness import MAX_SEED
 from opusim.randomness.streams import MODES, SystemUniforms
-from training.errors import RunFolderError
-from training.runs.storage import read_record, record_json, write_record
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.storage import read_record, record_json, write_record
 
 SETTINGS_FILE = "private.json"
 _VERSION = 1

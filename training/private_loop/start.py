@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from accounting.explanation import large_delta
-from accounting.guarantee import Adjacency
 from opusim import checks
+from opusim.accounting.explanation import large_delta
+from opusim.accounting.guarantee import Adjacency
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
-from training.engine.steps import PaidSteps
-from training.feedback.points import FeedbackAlignment
-from training.networks.base import require_fresh_noise
-from training.networks.record_independence import preserved_generators
-from training.private_loop.accountants import NamedAccountant
-from training.private_loop.batch import FIXED_FROM, PhysicalBatches, most_records
-from training.private_loop.inputs import (
+from opusim.training.engine.steps import PaidSteps
+from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.networks.base import require_fresh_noise
+from opusim.training.networks.record_independence import preserved_generators
+from opusim.training.private_loop.accountants import NamedAccountant
+from opusim.training.private_loop.batch import FIXED_FROM, PhysicalBatches, most_records
+from opusim.training.private_loop.inputs import (
     example_of,
     feedback_of,
     invented_arguments,
@@ -35,12 +35,12 @@ from training.private_loop.inputs import (
     require_own_readings,
     warn_of_parameters_left_out,
 )
-from training.private_loop.loader import batch_size_of
-from training.private_loop.module import PrivateModule
-from training.private_loop.session import PrivateTraining
-from training.private_loop.settings import PrivacySettings
-from training.protections.record import RecordGradients, require_counted_sums
-from training.runs.storage import only_writer
+from opusim.training.private_loop.loader import batch_size_of
+from opusim.training.private_loop.module import PrivateModule
+from opusim.training.private_loop.session import PrivateTraining
+from opusim.training.private_loop.settings import PrivacySettings
+from opusim.training.protections.record import RecordGradients, require_counted_sums
+from opusim.training.runs.storage import only_writer
 
 _PROBES = 5
 """Records by which the data sets of the processes are compared."""

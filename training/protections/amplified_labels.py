@@ -23,13 +23,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from accounting.mechanisms.labels import LabelAmplified
+from opusim.accounting.mechanisms.labels import LabelAmplified
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.randomness.streams import NoiseStream
-from training.networks.clipping import bounded_factors, finite_rows
-from training.networks.contributions.sums import Contributions
-from training.protections.base import (
+from opusim.training.networks.clipping import bounded_factors, finite_rows
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.protections.base import (
     PoissonProtection,
     PrivateGradients,
     linear_uses,
@@ -38,7 +38,7 @@ from training.protections.base import (
     with_constant,
     write_gradient,
 )
-from training.protections.metric import Metric, equalised_weights
+from opusim.training.protections.metric import Metric, equalised_weights
 
 _EQUALISING_ROUNDS = 30
 

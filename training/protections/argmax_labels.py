@@ -21,14 +21,14 @@ import torch
 from scipy.optimize import brentq, linear_sum_assignment
 from torch import Tensor
 
-from accounting.mechanisms.counts import LabelArgmax, argmax_epsilon, confusion_matrix
-from accounting.mechanisms.observations import UniformSource
 from opusim import checks
+from opusim.accounting.mechanisms.counts import LabelArgmax, argmax_epsilon, confusion_matrix
+from opusim.accounting.mechanisms.observations import UniformSource
 from opusim.camera.exposure import CountLaw
 from opusim.camera.stages import number_law, spread_error
 from opusim.errors import ConfigError
-from training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
-from training.protections.noisy_labels import Pay
+from opusim.training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
+from opusim.training.protections.noisy_labels import Pay
 
 LEAST_LIGHT = 1e-9
 """Smallest multiple of the described light that is searched."""

@@ -12,23 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.ledger.ledger import Ledger
-from accounting.mechanisms import Mechanism
 from opusim import checks
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.files import OwnProcess
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
-from training.config.run import RunConfig
-from training.networks.contributions.sums import Contributions
-from training.networks.contributions.uses import LinearUse
-from training.protections.planning import Plan, ProtectedAlgorithm, require_covered
-from training.runs.folder import RunFolder
+from opusim.training.config.run import RunConfig
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.contributions.uses import LinearUse
+from opusim.training.protections.planning import Plan, ProtectedAlgorithm, require_covered
+from opusim.training.runs.folder import RunFolder
 
 MechanismT = TypeVar("MechanismT", bound=Mechanism)
 Applied = Literal["gradients", "soft labels", "own noise"]

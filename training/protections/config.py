@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from accounting.guarantee import Adjacency
+from opusim.accounting.guarantee import Adjacency
 from opusim.description.section import BadKey
-from training.config.sections import (
+from opusim.training.config.sections import (
     Effect,
     Given,
     ProtectionSection,
@@ -32,7 +32,7 @@ Source = Literal["digital", "device"]
 class NoProtectionConfig(ProtectionSection):
     """No protection: the only noise is the trainer's own."""
 
-    implementation = "training.protections.base:NoProtection"
+    implementation = "opusim.training.protections.base:NoProtection"
     protects = "nothing"
     summary: ClassVar[str] = "No protection; the only noise is the trainer's own."
     effects: ClassVar[tuple[Effect, ...]] = (
@@ -99,7 +99,7 @@ def is_stable(coefficients: Sequence[float]) -> bool:
 class RecordConfig(_NoisyStrength):
     """Whole records: clipped contributions, central Gaussian noise, Poisson batches."""
 
-    implementation = "training.protections.record:RecordProtection"
+    implementation = "opusim.training.protections.record:RecordProtection"
     poisson = True
     cost_of_a_kill: ClassVar[str | None] = _STEPS_LOST
     summary: ClassVar[str] = "Whole records: clipped contributions, central noise, Poisson batches."
@@ -166,7 +166,7 @@ class RecordConfig(_NoisyStrength):
 class LastIterateConfig(_NoisyStrength):
     """Whole records; only the final model is published."""
 
-    implementation = "training.protections.record:LastIterateProtection"
+    implementation = "opusim.training.protections.record:LastIterateProtection"
     last_iterate = True
     summary: ClassVar[str] = "Whole records, if only the final model is published (convex)."
     instead: ClassVar[Mapping[str, str]] = {
@@ -216,7 +216,7 @@ class LabelBudgetConfig(LabelNoiseConfig):
 class LabelAmplifiedConfig(LabelNoiseConfig):
     """Labels: clipping and noise in the geometry of public features, on secret Poisson batches."""
 
-    implementation = "training.protections.amplified_labels:AmplifiedLabelProtection"
+    implementation = "opusim.training.protections.amplified_labels:AmplifiedLabelProtection"
     poisson = True
     cost_of_a_kill: ClassVar[str | None] = _STEPS_LOST
     default_clip: ClassVar[float] = 0.2
@@ -289,7 +289,7 @@ class LabelReadoutConfig(OneLookConfig):
     def implementation(self) -> str:  # type: ignore[override]
         """See KindSection.implementation."""
         special = {"counts": "counted_labels:LabelCounts", "argmax": "counted_labels:LabelArgmax"}
-        return f"training.protections.{special.get(self.noise, 'noisy_labels:LabelReadout')}Protection"
+        return f"opusim.training.protections.{special.get(self.noise, 'noisy_labels:LabelReadout')}Protection"
 
 
 class LabelRandomizedResponseConfig(OneLookConfig):
@@ -310,13 +310,13 @@ class LabelRandomizedResponseConfig(OneLookConfig):
     def implementation(self) -> str:  # type: ignore[override]
         """See KindSection.implementation."""
         name = "RandomizedResponse" if self.stages == 1 else "StagedResponse"
-        return f"training.protections.noisy_labels:{name}Protection"
+        return f"opusim.training.protections.noisy_labels:{name}Protection"
 
 
 class LabelReleaseConfig(_Strength):
     """Labels: one noisy linear model of public features, drawn once."""
 
-    implementation = "training.protections.released_model:LabelReleaseProtection"
+    implementation = "opusim.training.protections.released_model:LabelReleaseProtection"
     protects = "labels"
     labels_read_once = True
     tested_with: ClassVar[Mapping[str, Any]] = {"epsilon": 2.0}

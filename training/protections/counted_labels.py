@@ -3,7 +3,7 @@
 Each record's one-hot label is one binary frame, taken with the laser dimmed until the counts cost the run's epsilon.
 Kept counts give training the log-likelihood of every class by the counts' own law, read noise and rounding included.
 Light that fluctuates is accounted for up to a power that a frame exceeds with a small probability, which is taken off
-delta. `training.protections.argmax_labels` keeps only the brightest group of pixels.
+delta. `opusim.training.protections.argmax_labels` keeps only the brightest group of pixels.
 Source: docs/privacy-devices.md, sections 3 and 5 (photon counts of known inputs, light that varies in common).
 """
 
@@ -21,18 +21,18 @@ from scipy.optimize import linprog
 from scipy.special import logsumexp
 from torch import Tensor
 
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.counts import LabelCounts
-from accounting.mechanisms.observations import UniformSource
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.counts import LabelCounts
+from opusim.accounting.mechanisms.observations import UniformSource
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SystemUniforms
-from training.protections.argmax_labels import ArgmaxReadout, read_argmax
-from training.protections.base import calibrated_once
-from training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
-from training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
-from training.protections.planning import epsilon_of
+from opusim.training.protections.argmax_labels import ArgmaxReadout, read_argmax
+from opusim.training.protections.base import calibrated_once
+from opusim.training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
+from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
+from opusim.training.protections.planning import epsilon_of
 
 _PIXELS_COMPARED = 2048
 """Pixels among which those that are kept are chosen."""

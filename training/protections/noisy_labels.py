@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.errors import LedgerCorrupt, NoGuarantee
-from accounting.ledger.ledger import Ledger
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
-from accounting.mechanisms.observations import (
+from opusim.accounting.errors import LedgerCorrupt, NoGuarantee
+from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
+from opusim.accounting.mechanisms.observations import (
     UniformSource,
     label_distance,
     reading_log_likelihood,
@@ -37,15 +37,15 @@ from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
-from training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
-from training.protections.planning import epsilon_of, require_own_noise
-from training.protections.staged_responses import (
+from opusim.training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
+from opusim.training.protections.planning import epsilon_of, require_own_noise
+from opusim.training.protections.staged_responses import (
     LEAST_PART,
     MOST_FEATURES,
     randomize_in_stages,
 )
-from training.runs.folder import RunFolder
-from training.runs.storage import read_array, write_array
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import read_array, write_array
 
 LABEL_STEP = 2**64 - 1
 """The step number under which labels are read, so that no training step repeats their noise."""

@@ -8,31 +8,31 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.labels import LabelReadout
-from accounting.theorems import require_poisson
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.labels import LabelReadout
+from opusim.accounting.theorems import require_poisson
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
-from training.config.run import RunConfig, split_refusal
-from training.config.sections import ProtectionSection
-from training.data import Dataset
-from training.data.features import map_from_facts
-from training.data.samplers import Sampler
+from opusim.training.config.run import RunConfig, split_refusal
+from opusim.training.config.sections import ProtectionSection
+from opusim.training.data import Dataset
+from opusim.training.data.features import map_from_facts
+from opusim.training.data.samplers import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(ABC):
-    """What a run is made of, before it starts; `training.engine.plan.RunPlan` makes one.
+    """What a run is made of, before it starts; `opusim.training.engine.plan.RunPlan` makes one.
 
     Attributes:
         config: The configuration, with every default and the noise multiplier that its epsilon asks for.
         dataset: The records, in principal components if the run trains on those.
-        network: The network to train, a `training.networks.base.Network`.
+        network: The network to train, a `opusim.training.networks.base.Network`.
         sampler: How records are drawn into batches.
         description: The device's description, or None if the run has no device.
         noise: The law of the device's noise, or None if it is unknown before the device is open.
@@ -81,10 +81,10 @@ class Plan(ABC):
 
 
 class ProtectedAlgorithm(ABC):
-    """What a protection asks of the algorithm that it protects; the base of `training.engine.algorithm.Algorithm`."""
+    """What a protection asks of the algorithm that it protects; the base of `opusim.training.engine.algorithm.Algorithm`."""
 
     applies: ClassVar[frozenset[str]] = frozenset()
-    """How it carries out a protection (`training.protections.base.Applied`); nothing by default."""
+    """How it carries out a protection (`opusim.training.protections.base.Applied`); nothing by default."""
 
     @property
     def clips_by_layer(self) -> bool:

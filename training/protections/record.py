@@ -11,7 +11,7 @@ added to every entry of the sum, and a constant divides it. On the processor a s
 number (`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
 
 With protection.bands = b above 1 the noise of b steps in a row is correlated, and batches come from b subsets of the
-records in turn (theorem `accounting.mechanisms.records.BANDED_RECORDS`). Everything that a step does with the noisy sum
+records in turn (theorem `opusim.accounting.mechanisms.records.BANDED_RECORDS`). Everything that a step does with the noisy sum
 (learning rates, momentum, averages) is post-processing, but the clip must be the same at every step.
 """
 
@@ -27,37 +27,37 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.calibration import calibrate_noise
-from accounting.errors import NoGuarantee
-from accounting.ledger.ledger import Ledger
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.records import require_bands
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.records import require_bands
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.plugins import Deferred
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import CorrelatedStream, NoiseStream, SystemUniforms, derive_seed
-from training.config.run import RunConfig
-from training.config.sections import OptimizerConfig
-from training.data.samplers import PoissonSampler
-from training.networks.clipping import (
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.data.samplers import PoissonSampler
+from opusim.training.networks.clipping import (
     MOST_RECORDS,
     SUM_ERROR,
     Clip,
     bounded_factors,
 )
-from training.networks.contributions.sums import Contributions
-from training.networks.optimizers import rate_share
-from training.networks.record_gradients.tape import RecordTape
-from training.protections.base import (
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.optimizers import rate_share
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.protections.base import (
     PoissonProtection,
     PrivateGradients,
     Protection,
     noise_std,
     rounds_exactly,
 )
-from training.runs.folder import RunFolder
+from opusim.training.runs.folder import RunFolder
 
 signal, optimize = Deferred("scipy.signal"), Deferred("scipy.optimize")
 
@@ -333,7 +333,7 @@ class RecordGradients(PrivateGradients):
 
     Guarantees, for every batch whatever it holds:
         - a record's contribution, as float32 arithmetic forms it, has norm at most C (1 + 1e-6), whatever finite
-          numbers the record holds (training.networks.clipping); so adding or removing a record changes the sum of
+          numbers the record holds (opusim.training.networks.clipping); so adding or removing a record changes the sum of
           contributions by at most that, up to the rounding of the sum itself;
         - if a module uses a parameter several times, that rounding counts, too: the noise is (1 + `SUM_ERROR`) z C;
         - a record whose contribution is not finite counts as zero, and nothing about it is reported;
@@ -353,7 +353,7 @@ class RecordGradients(PrivateGradients):
         ranks: The processes that share each batch; None for one.
 
     Raises:
-        ValueError: float32 cannot hold such a clip or such noise; see training.protections.base.noise_std.
+        ValueError: float32 cannot hold such a clip or such noise; see opusim.training.protections.base.noise_std.
     """
 
     def __init__(

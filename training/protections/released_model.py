@@ -31,18 +31,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.mechanisms.labels import LabelRelease, noise_of
+from opusim.accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.files import make_folder
 from opusim.randomness.rounded import toward_zero
-from training.data.public_map import cache_folder
-from training.protections.base import calibrated_once
-from training.protections.metric import Metric
-from training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
-from training.protections.planning import epsilon_of
-from training.ridge.config import RidgeConfig
-from training.runs.folder import RunFolder
+from opusim.training.data.public_map import cache_folder
+from opusim.training.protections.base import calibrated_once
+from opusim.training.protections.metric import Metric
+from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
+from opusim.training.protections.planning import epsilon_of
+from opusim.training.ridge.config import RidgeConfig
+from opusim.training.runs.folder import RunFolder
 
 _ROWS, _COLUMNS = 4096, 1024
 """Records, and columns of S, of one matrix product."""

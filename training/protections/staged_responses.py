@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.mechanisms.labels import StagedResponse
-from accounting.mechanisms.observations import (
+from opusim.accounting.mechanisms.labels import StagedResponse
+from opusim.accounting.mechanisms.observations import (
     UniformSource,
     among_log_likelihood,
     among_targets,
     respond_among,
     telling_labels,
 )
-from training.networks.clipping import full_precision
+from opusim.training.networks.clipping import full_precision
 
 LEAST_PART = 10
 """Least number of records of a part; every tenth is held out of its model."""

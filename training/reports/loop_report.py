@@ -5,17 +5,17 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from accounting.guarantee import to_json
-from accounting.ledger.ledger import LEDGER_FILE, read_ledger
-from accounting.tables import guarantee_rows
+from opusim.accounting.guarantee import to_json
+from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
+from opusim.accounting.tables import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import html_page
-from training.attacks.findings import audit_rows
-from training.attacks.words import paragraphs
-from training.private_loop.settings import PrivacySettings
-from training.reports.audit_page import Audited, write_audit_page
-from training.reports.run_report import kept_audits, shown_values
-from training.runs.folder import RunFolder
+from opusim.training.attacks.findings import audit_rows
+from opusim.training.attacks.words import paragraphs
+from opusim.training.private_loop.settings import PrivacySettings
+from opusim.training.reports.audit_page import Audited, write_audit_page
+from opusim.training.reports.run_report import kept_audits, shown_values
+from opusim.training.runs.folder import RunFolder
 
 
 def write_loop_report(path: Path) -> Path:

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accounting.tables import guarantee_rows
+from opusim.accounting.tables import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
-from training.attacks.findings import Audit, Played, audit_rows, read_audit
-from training.attacks.words import paragraphs
-from training.config.data import OWN_ARRAYS
-from training.config.reading import flat
-from training.reports.drawing import Line, LineChart
-from training.runs.folder import RunFolder
-from training.runs.stored_run import StoredRun
-from training.zeroth_order.config import ZoConfig
+from opusim.training.attacks.findings import Audit, Played, audit_rows, read_audit
+from opusim.training.attacks.words import paragraphs
+from opusim.training.config.data import OWN_ARRAYS
+from opusim.training.config.reading import flat
+from opusim.training.reports.drawing import Line, LineChart
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.stored_run import StoredRun
+from opusim.training.zeroth_order.config import ZoConfig
 
 _NOT_WRITTEN = "–"
 NOT_FOR_RELEASE = "Not for release: this audit holds figures of private records, which no guarantee covers."

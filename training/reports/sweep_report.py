@@ -19,15 +19,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from accounting.tables import guarantee_rows, number
+from opusim.accounting.tables import guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
-from training.reports.drawing import COLOURS, LINES, new_figure, save_figure, style
-from training.reports.run_report import distinct
-from training.runs.folder import RunFolder
-from training.runs.storage import record_json, write_json
-from training.sweeps import results as curves
-from training.sweeps.results import (
+from opusim.training.reports.drawing import COLOURS, LINES, new_figure, save_figure, style
+from opusim.training.reports.run_report import distinct
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import record_json, write_json
+from opusim.training.sweeps import results as curves
+from opusim.training.sweeps.results import (
     SCHEMA_VERSION,
     Curve,
     Row,
@@ -36,7 +36,7 @@ from training.sweeps.results import (
     axis_label,
     curve_rows,
 )
-from training.sweeps.spec import Point
+from opusim.training.sweeps.spec import Point
 
 _NOTHING = "–"
 _LOG_SCALE_RATIO = 20.0

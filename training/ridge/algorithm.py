@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accounting.errors import NoGuarantee
+from opusim.accounting.errors import NoGuarantee
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
-from training.config.run import RunConfig
-from training.data import Dataset
-from training.engine.algorithm import Algorithm, DeviceShape
-from training.engine.trainer import StepRecord, Trainer
-from training.errors import TrainingDiverged
-from training.networks.clipping import full_precision
-from training.networks.functions import LOSSES
-from training.networks.network import FullyConnected
-from training.protections.base import SoftLabels
-from training.protections.released_model import Design
-from training.ridge.config import RidgeConfig
-from training.runs.folder import RunFolder
-from training.runs.storage import read_array
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Dataset
+from opusim.training.engine.algorithm import Algorithm, DeviceShape
+from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.errors import TrainingDiverged
+from opusim.training.networks.clipping import full_precision
+from opusim.training.networks.functions import LOSSES
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.base import SoftLabels
+from opusim.training.protections.released_model import Design
+from opusim.training.ridge.config import RidgeConfig
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import read_array
 
 
 class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Trainer):

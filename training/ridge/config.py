@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from opusim.description.section import BadKey
-from training.config.sections import Effect, Given, ProtectionSection, TrainerSection
+from opusim.training.config.sections import Effect, Given, ProtectionSection, TrainerSection
 
 
 class RidgeConfig(TrainerSection):
     """A linear model in closed form: ridge regression on one-hot labels, one step on all records."""
 
-    implementation = "training.ridge.algorithm:RidgeTrainer"
+    implementation = "opusim.training.ridge.algorithm:RidgeTrainer"
     summary: ClassVar[str] = "A linear model in closed form, in one step; private for labels in one release."
     protections: ClassVar[tuple[str, ...]] = ("none", "label-release")
     device_keys: ClassVar[Mapping[str, str] | None] = {"protection.noise": "device"}

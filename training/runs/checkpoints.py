@@ -1,6 +1,6 @@
 """Checkpoints: one safetensors file each, replaced at once, with its facts as JSON in the header.
 
-Nothing in a checkpoint executes when it is read. The header (`training.runs.seal`) holds the schema version, the step,
+Nothing in a checkpoint executes when it is read. The header (`opusim.training.runs.seal`) holds the schema version, the step,
 the engine's running sums, a digest of the tensors, a seal of the run's other files, and a digest of all these.
 """
 
@@ -17,18 +17,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from accounting.ledger.journal import head_file, read_position
+from opusim.accounting.ledger.journal import head_file, read_position
 from opusim.crossbar.layers import DeviceLinear
 from opusim.errors import ConfigError
 from opusim.files import require_regular, write_file
-from training.errors import RunFolderError
-from training.networks.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
-from training.runs.folder import RunFolder
-from training.runs.seal import REMEDY, Header, Seal, checkpoint_path, list_checkpoints, read_header
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.seal import REMEDY, Header, Seal, checkpoint_path, list_checkpoints, read_header
 
 
 class Trained(Protocol):
-    """What a checkpoint keeps of a trainer (`training.engine.trainer.Trainer`)."""
+    """What a checkpoint keeps of a trainer (`opusim.training.engine.trainer.Trainer`)."""
 
     optimizer: torch.optim.Optimizer
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from training.errors import SweepStopped
+from opusim.training.errors import SweepStopped
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -11,19 +11,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from accounting.errors import LedgerCorrupt
-from accounting.ledger.content import LedgerContent
-from accounting.ledger.journal import Position, Witness
-from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from opusim import checks, plugins
+from opusim.accounting.errors import LedgerCorrupt
+from opusim.accounting.ledger.content import LedgerContent
+from opusim.accounting.ledger.journal import Position, Witness
+from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from opusim.errors import ConfigError
 from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file
 from opusim.processes import launched_rank
-from training.config.reading import stored_config
-from training.config.run import RunConfig
-from training.errors import RunFolderError
-from training.runs.seal import SIZE_LIMIT, GrowingFile, Header, Seal, list_checkpoints, read_header
-from training.runs.storage import (
+from opusim.training.config.reading import stored_config
+from opusim.training.config.run import RunConfig
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.seal import SIZE_LIMIT, GrowingFile, Header, Seal, list_checkpoints, read_header
+from opusim.training.runs.storage import (
     LOCK_FILE,
     append_line,
     digest_of,

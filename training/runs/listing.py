@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
-from accounting.ledger.ledger import LEDGER_FILE, read_ledger
-from accounting.tables import number
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
+from opusim.accounting.tables import number
 from opusim.devices.access import is_held
 from opusim.plugins import FOREIGN_ERRORS
 from opusim.tables import data_size
-from training.errors import RunFolderError
-from training.runs.folder import RunFolder
-from training.runs.storage import LOCK_FILE, kind_of, only_writer
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import LOCK_FILE, kind_of, only_writer
 
 SCHEMA = "opusim-runs"
 VERSION = 1

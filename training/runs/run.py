@@ -15,26 +15,31 @@ import torch
 from torch import Tensor, nn
 
 from opusim.plugins import Deferred
-from training.config.data import OWN_ARRAYS, DataConfig
-from training.config.run import LossName
-from training.config.sections import is_import_path
-from training.data import Dataset, Split
-from training.data.arrays import RecordForm, standardised
-from training.data.catalogue import build_dataset
-from training.data.dataset import PrincipalComponents, Standardisation, Target, in_single_precision
-from training.data.features import map_from_facts
-from training.data.formats import read_arrays
-from training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
-from training.data.texts import bits_per_byte
-from training.errors import DataError
-from training.networks.base import Network
-from training.networks.memory import preserved_state
-from training.networks.objectives import Objective, measure
-from training.networks.user_code import load_object, require_importable, require_trusted, warn_if_changed
-from training.runs.checkpoints import copy_parameters, read_checkpoint
-from training.runs.folder import RunFolder
-from training.runs.storage import read_array
-from training.runs.stored_run import StoredRun, newest_checkpoint
+from opusim.training.config.data import OWN_ARRAYS, DataConfig
+from opusim.training.config.run import LossName
+from opusim.training.config.sections import is_import_path
+from opusim.training.data import Dataset, Split
+from opusim.training.data.arrays import RecordForm, standardised
+from opusim.training.data.catalogue import build_dataset
+from opusim.training.data.dataset import PrincipalComponents, Standardisation, Target, in_single_precision
+from opusim.training.data.features import map_from_facts
+from opusim.training.data.formats import read_arrays
+from opusim.training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
+from opusim.training.data.texts import bits_per_byte
+from opusim.training.errors import DataError
+from opusim.training.networks.base import Network
+from opusim.training.networks.memory import preserved_state
+from opusim.training.networks.objectives import Objective, measure
+from opusim.training.networks.user_code import (
+    load_object,
+    require_importable,
+    require_trusted,
+    warn_if_changed,
+)
+from opusim.training.runs.checkpoints import copy_parameters, read_checkpoint
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import read_array
+from opusim.training.runs.stored_run import StoredRun, newest_checkpoint
 
 if TYPE_CHECKING:
     from opusim.crossbar.conversion import DeviceModel
@@ -77,7 +82,7 @@ def evaluate_split(
 
     Returns:
         "loss", the mean over records, and the figures of the target, such as "accuracy", the share of correct classes,
-        in [0, 1]; see `training.networks.objectives.measure`.
+        in [0, 1]; see `opusim.training.networks.objectives.measure`.
     """
     compute, at_once = _evaluated(model)
     module = model.model if isinstance(model, Network) else model

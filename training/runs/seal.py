@@ -25,11 +25,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from accounting.ledger.journal import Position
 from opusim import checks
+from opusim.accounting.ledger.journal import Position
 from opusim.files import parse_json, read_bytes, require_regular
-from training.errors import RunFolderError
-from training.runs.storage import json_digest, new_digest, record_from_json, record_json
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.storage import json_digest, new_digest, record_from_json, record_json
 
 HEADER_KEY = "opusim"
 SCHEMA_VERSION = 2

@@ -26,8 +26,8 @@ from pydantic import PlainSerializer, PlainValidator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from accounting.guarantee import Guarantee, from_json, to_json
 from opusim import checks
+from opusim.accounting.guarantee import Guarantee, from_json, to_json
 from opusim.devices.access import LockHeld, held
 from opusim.errors import ConfigError
 from opusim.files import (
@@ -40,7 +40,7 @@ from opusim.files import (
     require_utf8,
     write_file,
 )
-from training.errors import FolderBusy, RunFolderError
+from opusim.training.errors import FolderBusy, RunFolderError
 
 LOCK_FILE = "lock"
 Kind = Literal["run", "search", "sweep", "audit", "private loop"]

@@ -6,14 +6,14 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accounting.guarantee import Guarantee
-from training.config.run import RunConfig
-from training.errors import RunFolderError
-from training.runs.folder import RunFolder
-from training.runs.seal import list_checkpoints, read_header
+from opusim.accounting.guarantee import Guarantee
+from opusim.training.config.run import RunConfig
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.seal import list_checkpoints, read_header
 
 if TYPE_CHECKING:
-    from training.data.dataset import Target
+    from opusim.training.data.dataset import Target
 
 
 class StoredRun:
@@ -117,7 +117,7 @@ def read_run(path: str | Path) -> StoredRun:
         path: The run folder.
 
     Raises:
-        RunFolderError: As `training.runs.run.load_run`, except that code and parameters are not read.
+        RunFolderError: As `opusim.training.runs.run.load_run`, except that code and parameters are not read.
     """
     folder = RunFolder(path)
     folder.read_facts()

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from accounting.guarantee import Status
+from opusim.accounting.guarantee import Status
 from opusim.description.schema import NoiseSettings
-from training.attacks.findings import read_audit
-from training.config.run import RunConfig
-from training.errors import RunFolderError
-from training.runs.folder import AUDIT_FILE
-from training.runs.run import Run, evaluate_run
-from training.runs.storage import StoredGuarantee, read_record, write_record
-from training.sweeps.spec import Point, SweepSpec
+from opusim.training.attacks.findings import read_audit
+from opusim.training.config.run import RunConfig
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.folder import AUDIT_FILE
+from opusim.training.runs.run import Run, evaluate_run
+from opusim.training.runs.storage import StoredGuarantee, read_record, write_record
+from opusim.training.sweeps.spec import Point, SweepSpec
 
 SCHEMA_VERSION = 1
 _NOISE_KEYS = ("sigma", "temperature_c", "exposure_us", "noise_multiplier", "epsilon")

@@ -18,10 +18,10 @@ from pydantic import Field, ValidationError, model_validator
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
-from training.config.reading import flat, load_config, merged, nested
-from training.config.run import RunConfig
-from training.config.sections import Section
-from training.data.catalogue import CATALOGUE
+from opusim.training.config.reading import flat, load_config, merged, nested
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import Section
+from opusim.training.data.catalogue import CATALOGUE
 
 RUNS_LIMIT = 10_000
 """Runs of a sweep, at most."""

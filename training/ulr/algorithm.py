@@ -9,28 +9,28 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.ulr import PublishedUlr
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.ulr import PublishedUlr
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.noise import NoiseModel
 from opusim.randomness.streams import NoiseStream, noise_stream
-from training.config.run import RunConfig
-from training.data import Dataset
-from training.engine.algorithm import Algorithm, DeviceShape
-from training.errors import RunFolderError
-from training.networks.base import require_class_scores
-from training.networks.network import FullyConnected, build_model
-from training.networks.optimizers import make_optimizer
-from training.networks.record_gradients.probe import require_separate_outputs
-from training.networks.record_independence import invented_records
-from training.protections.base import DeviceNormals, SoftLabels
-from training.ulr.config import UlrConfig
-from training.ulr.directions import coordinates_of, draw_sizes, needed_copies
-from training.ulr.estimator import Estimator, parts_of_records
-from training.ulr.network import ModuleSequence, Outputs
-from training.ulr.published import PublishedUpdate
-from training.ulr.trainer import PlainUpdate, UlrTrainer, Update
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Dataset
+from opusim.training.engine.algorithm import Algorithm, DeviceShape
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.base import require_class_scores
+from opusim.training.networks.network import FullyConnected, build_model
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.networks.record_gradients.probe import require_separate_outputs
+from opusim.training.networks.record_independence import invented_records
+from opusim.training.protections.base import DeviceNormals, SoftLabels
+from opusim.training.ulr.config import UlrConfig
+from opusim.training.ulr.directions import coordinates_of, draw_sizes, needed_copies
+from opusim.training.ulr.estimator import Estimator, parts_of_records
+from opusim.training.ulr.network import ModuleSequence, Outputs
+from opusim.training.ulr.published import PublishedUpdate
+from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer, Update
 
 _WIDEST_READING = 65_536
 """Most outputs with which a device is opened; more noise than that takes further readings."""

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
-from training.config.sections import Effect, ProtectionSection, TrainerSection
+from opusim.training.config.sections import Effect, ProtectionSection, TrainerSection
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 Directions = Literal["independent", "orthogonal"]
@@ -20,7 +20,7 @@ MOST_COPIES = 10**6
 class UlrConfig(TrainerSection):
     """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
 
-    implementation = "training.ulr.algorithm:UlrAlgorithm"
+    implementation = "opusim.training.ulr.algorithm:UlrAlgorithm"
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
     summary: ClassVar[str] = (
         "Unified likelihood ratio: forward passes with noise on one module's output at a time."

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from opusim.randomness.streams import NoiseStream
-from training.networks.clipping import finite_rows
-from training.networks.layers import Jacobian, LinearJacobian
-from training.ulr.config import Directions, Reduction
+from opusim.training.networks.clipping import finite_rows
+from opusim.training.networks.layers import Jacobian, LinearJacobian
+from opusim.training.ulr.config import Directions, Reduction
 
 _FLOOR = 1e-2
 """Least singular value that the matched covariance counts with, as a part of the record's largest."""

@@ -12,7 +12,7 @@ have the same law:
 - the loss without noise as baseline: z_k (L_k - L_0);
 - the mean of the record's other copies as baseline (leave one out): z_k (L_k - mean of L_j over j != k).
 
-`training.ulr.directions` has further laws of z, in which a score takes the place of the factor z_k. Both are linear in
+`opusim.training.ulr.directions` has further laws of z, in which a score takes the place of the factor z_k. Both are linear in
 coordinates, in which the sums are formed.
 """
 
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from opusim.randomness.streams import NoiseStream
-from training.networks.clipping import by_record
-from training.ulr.config import Directions, Reduction
-from training.ulr.directions import Draws, coordinates_of, needed_copies
-from training.ulr.network import ModuleSequence, Outputs
+from opusim.training.networks.clipping import by_record
+from opusim.training.ulr.config import Directions, Reduction
+from opusim.training.ulr.directions import Draws, coordinates_of, needed_copies
+from opusim.training.ulr.network import ModuleSequence, Outputs
 
 Losses = Callable[[Tensor, slice], Tensor]
 """Maps outputs for copies of some of the batch's records, shape (copies x records, n_classes), to losses (copies,

@@ -13,18 +13,18 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from accounting.errors import NoGuarantee
+from opusim.accounting.errors import NoGuarantee
 from opusim.randomness.streams import NoiseStream
-from training.networks.clipping import (
+from opusim.training.networks.clipping import (
     bounded_factors,
     by_record,
     finite_rows,
     row_norms,
 )
-from training.ulr.config import UlrConfig
-from training.ulr.estimator import Estimator, Losses, parameter_estimates
-from training.ulr.network import ModuleSequence, Outputs
-from training.ulr.trainer import Update, used_records
+from opusim.training.ulr.config import UlrConfig
+from opusim.training.ulr.estimator import Estimator, Losses, parameter_estimates
+from opusim.training.ulr.network import ModuleSequence, Outputs
+from opusim.training.ulr.trainer import Update, used_records
 
 _RANK_TOLERANCE = 1e-10
 """Eigenvalues below this share of the largest one count as 0."""

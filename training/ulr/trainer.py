@@ -2,7 +2,7 @@
 
 One step runs a forward pass without noise. Then, for every module with parameters, copies of its output with Gaussian
 noise pass through the rest of the model to the loss. Noise times loss estimates the gradient at that output
-(`training.ulr.estimator`), the module's Jacobian takes it to the parameters, and the optimizer updates them.
+(`opusim.training.ulr.estimator`), the module's Jacobian takes it to the parameters, and the optimizer updates them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
-from training.config.run import LossName
-from training.engine.trainer import StepRecord, Trainer
-from training.errors import TrainingDiverged
-from training.networks.clipping import finite_rows
-from training.networks.functions import LOSS_VALUES
-from training.networks.memory import preserved_state
-from training.protections.base import PrivateGradients
-from training.ulr.estimator import Estimator, Losses
-from training.ulr.network import ModuleSequence, Outputs
+from opusim.training.config.run import LossName
+from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.errors import TrainingDiverged
+from opusim.training.networks.clipping import finite_rows
+from opusim.training.networks.functions import LOSS_VALUES
+from opusim.training.networks.memory import preserved_state
+from opusim.training.protections.base import PrivateGradients
+from opusim.training.ulr.estimator import Estimator, Losses
+from opusim.training.ulr.network import ModuleSequence, Outputs
 
 
 class Update(ABC):

@@ -11,42 +11,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
-from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream, derive_seed, noise_stream
-from training.config.run import RunConfig
-from training.data import Dataset
-from training.engine.algorithm import Algorithm, Arrays, DeviceShape
-from training.errors import RunFolderError
-from training.networks.any_module import AnyModule
-from training.networks.base import (
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Dataset
+from opusim.training.engine.algorithm import Algorithm, Arrays, DeviceShape
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.base import (
     DescribedModule,
     Network,
     parameters_digest,
     require_class_scores,
     tensor_facts,
 )
-from training.networks.network import FullyConnected, build_network
-from training.networks.record_gradients.probe import require_separate_outputs
-from training.networks.record_independence import invented_records
-from training.protections.base import DeviceNormals, SoftLabels
-from training.runs.checkpoints import write_tensors
-from training.runs.folder import RunFolder
-from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.language import build_language, described_classifier
-from training.zeroth_order.step_log import (
+from opusim.training.networks.network import FullyConnected, build_network
+from opusim.training.networks.record_gradients.probe import require_separate_outputs
+from opusim.training.networks.record_independence import invented_records
+from opusim.training.protections.base import DeviceNormals, SoftLabels
+from opusim.training.runs.checkpoints import write_tensors
+from opusim.training.runs.folder import RunFolder
+from opusim.training.zeroth_order.config import ZoConfig
+from opusim.training.zeroth_order.language import build_language, described_classifier
+from opusim.training.zeroth_order.step_log import (
     BASE_FILE,
     LOG_FILE,
     LogHeader,
     StepLog,
     read_header,
 )
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 CLIP = 0.05
 """C if the configuration gives none: the DP-ZO paper's, found best of four in its Table 15."""

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from training.config.data import OWN_ARRAYS
-from training.config.sections import (
+from opusim.training.config.data import OWN_ARRAYS
+from opusim.training.config.sections import (
     Effect,
     Flag,
     Given,
@@ -73,7 +73,7 @@ class ZoConfig(TrainerSection):
     The update takes lr, schedule and weight_decay of the section `optimizer`, and neither momentum nor moments.
     """
 
-    implementation = "training.zeroth_order.algorithm:ZoAlgorithm"
+    implementation = "opusim.training.zeroth_order.algorithm:ZoAlgorithm"
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
     summary: ClassVar[str] = (
         "Zeroth order: forward passes on both sides of random directions, a scalar for each."

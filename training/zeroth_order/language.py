@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from opusim.errors import ConfigError
 from opusim.files import read_text
-from training.config.run import RunConfig
-from training.data.formats import required_library
-from training.errors import DataError
-from training.networks.base import DescribedModule
-from training.zeroth_order.config import LanguageConfig, ZoConfig
+from opusim.training.config.run import RunConfig
+from opusim.training.data.formats import required_library
+from opusim.training.errors import DataError
+from opusim.training.networks.base import DescribedModule
+from opusim.training.zeroth_order.config import LanguageConfig, ZoConfig
 
 PAD = -1.0
 _INVENTED, _LONGEST = 9, 16

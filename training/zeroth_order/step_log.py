@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from opusim.files import AppendedFile, parse_json, read_head
-from training.errors import RunFolderError
-from training.networks.base import parameters_digest, tensor_facts
-from training.runs.checkpoints import read_tensors
-from training.runs.storage import read_json, require_unchanged, sealed, write_json
-from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.base import parameters_digest, tensor_facts
+from opusim.training.runs.checkpoints import read_tensors
+from opusim.training.runs.storage import read_json, require_unchanged, sealed, write_json
+from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 MAGIC = b"OPUSIMZO"
 SCHEMA_VERSION = 1

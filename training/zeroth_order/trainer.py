@@ -20,15 +20,15 @@ from opusim.devices.base import NoisyDevice
 from opusim.processes.ranks import Ranks
 from opusim.randomness.rounded import Law, RoundedNoise, toward_zero
 from opusim.randomness.streams import NoiseStream, derive_seed
-from training.config.run import LossName
-from training.config.sections import OptimizerConfig
-from training.engine.trainer import StepRecord, Trainer
-from training.networks.base import Network
-from training.networks.functions import LOSS_VALUES
-from training.networks.memory import preserved_state
-from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
-from training.zeroth_order.step_log import StepLog
+from opusim.training.config.run import LossName
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.networks.base import Network
+from opusim.training.networks.functions import LOSS_VALUES
+from opusim.training.networks.memory import preserved_state
+from opusim.training.zeroth_order.config import ZoConfig
+from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
+from opusim.training.zeroth_order.step_log import StepLog
 
 LARGEST_DIFFERENCE = 1e100
 """Bound on a difference before a joint clip, beyond float32: a loss that is not finite counts as it, and 1,024 of its

@@ -11,11 +11,12 @@ import pytest
 from dp_accounting import get_epsilon_gaussian
 from scipy.optimize import minimize
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Release, Status
-from accounting.mechanisms.convex import (
+from benchmarks.attacks.claims import FOUR_GATES_RATE, four_gates
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Release, Status
+from opusim.accounting.mechanisms.convex import (
     ConvexLastIterate,
     claimed_mu,
     cyclic_descent_mu,
@@ -30,7 +31,6 @@ from accounting.mechanisms.convex import (
     smoothness,
     softmax_gap,
 )
-from benchmarks.attacks.claims import FOUR_GATES_RATE, four_gates
 
 DELTA = 1e-5
 RUN = ConvexLastIterate(

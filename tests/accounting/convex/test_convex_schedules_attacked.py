@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from accounting.mechanisms.convex import mu_of_schedule
+from opusim.accounting.mechanisms.convex import mu_of_schedule
 
 BATCHES, EPOCHS, SHIFT = 3, 4, 1.0
 STEPS = BATCHES * EPOCHS

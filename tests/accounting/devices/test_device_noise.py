@@ -12,11 +12,11 @@ from dp_accounting import get_epsilon_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
-from accounting.mechanisms.counts import known_counts_guarantee
-from accounting.mechanisms.readings import (
+from opusim.accounting import numerics
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Status
+from opusim.accounting.mechanisms.counts import known_counts_guarantee
+from opusim.accounting.mechanisms.readings import (
     ORDERS,
     DeviceReadings,
     box_rdp,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import norm, poisson
 
-from accounting.errors import NoGuarantee
-from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee, least_epsilon
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee, least_epsilon
 from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 
 COUNTS = np.arange(60)

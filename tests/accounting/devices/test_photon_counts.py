@@ -12,24 +12,24 @@ import pytest
 from dp_accounting import get_epsilon_gaussian
 from scipy.stats import norm, poisson
 
-from accounting import numerics
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
-from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
-from accounting.mechanisms.counts import (
+from benchmarks.devices.count_attack import certified_confusion
+from opusim.accounting import numerics
+from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Status
+from opusim.accounting.mechanisms import CertifiedMechanism, mechanism_from_json
+from opusim.accounting.mechanisms.counts import (
     LabelArgmax,
     LabelCounts,
     argmax_epsilon,
     confusion_matrix,
     known_counts_guarantee,
 )
-from accounting.mechanisms.readings import epsilon_of_divergence
-from accounting.numerics import poisson_loss
-from accounting.numerics.poisson_loss import polygon_below
-from accounting.numerics.poisson_pairs import RenyiBounds
-from benchmarks.devices.count_attack import certified_confusion
+from opusim.accounting.mechanisms.readings import epsilon_of_divergence
+from opusim.accounting.numerics import poisson_loss
+from opusim.accounting.numerics.poisson_loss import polygon_below
+from opusim.accounting.numerics.poisson_pairs import RenyiBounds
 
 DELTA = 1e-5
 PAIRS = [

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from accounting.composition import guarantees
-from accounting.guarantee import Guarantee, Status, Unit
-from accounting.mechanisms.labels import LabelAmplified
-from training.networks.clipping import bounded_factors
-from training.protections.amplified_labels import whitened_norms
-from training.protections.metric import Metric
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Guarantee, Status, Unit
+from opusim.accounting.mechanisms.labels import LabelAmplified
+from opusim.training.networks.clipping import bounded_factors
+from opusim.training.protections.amplified_labels import whitened_norms
+from opusim.training.protections.metric import Metric
 
 EPSILONS = np.array([0.0, 0.1, 0.5, 1.0, 2.0, 4.0])
 LINE = np.linspace(-14, 14, 20_001)

@@ -15,10 +15,10 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy.stats import norm
 
+from opusim.training.networks.clipping import bounded_factors
+from opusim.training.protections.amplified_labels import whitened_norms
+from opusim.training.protections.metric import Metric
 from tests.oracles import label_simulation as simulation
-from training.networks.clipping import bounded_factors
-from training.protections.amplified_labels import whitened_norms
-from training.protections.metric import Metric
 
 Q, CLIP, STEPS, TRIALS = 0.4, 0.6, 3, 20_000
 EPSILONS = np.array([0.25, 0.5, 1.0, 1.5])

@@ -9,18 +9,18 @@ from dp_accounting import get_epsilon_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.composition import guarantees
-from accounting.guarantee import Guarantee, Status, Unit
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.observations import (
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Guarantee, Status, Unit
+from opusim.accounting.mechanisms.labels import LabelReadout
+from opusim.accounting.mechanisms.observations import (
     keep_probability,
     label_distance,
     reading_log_likelihood,
     respond,
     response_log_likelihood,
 )
+from opusim.training.protections.noisy_labels import NoisyLabels
 from tests.oracles.label_readings import label_readout_mu
-from training.protections.noisy_labels import NoisyLabels
 
 
 def _only(mechanism: LabelReadout, delta: float = 1e-5) -> Guarantee:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from dp_accounting import get_epsilon_gaussian
 
-from accounting.composition import guarantees
-from accounting.guarantee import Guarantee, Status, Unit
-from accounting.mechanisms.labels import LabelRelease, noise_of
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Guarantee, Status, Unit
+from opusim.accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.randomness.streams import SeededStream
-from training.protections.released_model import Design, LabelSums, lowered
+from opusim.training.protections.released_model import Design, LabelSums, lowered
 
 K = 4
 MU = 1.5
@@ -100,7 +100,7 @@ def test_the_bound_is_the_largest_share_of_a_label(seed: int, rounds: int) -> No
 
 def test_the_largest_share_may_be_in_any_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are read a block at a time: every block's largest row counts, not the last block's, the fault."""
-    monkeypatch.setattr("training.protections.released_model._ROWS", 16)
+    monkeypatch.setattr("opusim.training.protections.released_model._ROWS", 16)
     x, y = _records(0)
     design = Design.levelled(x, ridge=0.01, rounds=0, level=1.0)
     rows = _squares(_shares(design, x))

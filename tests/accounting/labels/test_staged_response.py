@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from accounting.composition import guarantees
-from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
-from accounting.mechanisms.observations import (
+from opusim.accounting.composition import guarantees
+from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
+from opusim.accounting.mechanisms.observations import (
     among_log_likelihood,
     among_targets,
     respond_among,
     response_log_likelihood,
     telling_labels,
 )
-from training.protections.staged_responses import ResponseModel
+from opusim.training.protections.staged_responses import ResponseModel
 
 DELTA = 1e-5
 

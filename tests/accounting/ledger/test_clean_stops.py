@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from accounting.composition import Budget
-from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.journal import Journal, Position, Witness, read_position, read_positioned
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.records import PoissonGaussian
+from opusim.accounting.composition import Budget
+from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.ledger.journal import Journal, Position, Witness, read_position, read_positioned
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.mechanisms.labels import LabelReadout
+from opusim.accounting.mechanisms.records import PoissonGaussian
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 TOTAL = 40

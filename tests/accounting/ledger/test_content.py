@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from accounting.errors import LedgerCorrupt
-from accounting.ledger.content import Coverage, Payment, content_of, shortened
-from accounting.mechanisms.labels import LabelBudget
-from accounting.mechanisms.records import PoissonGaussian
+from opusim.accounting.errors import LedgerCorrupt
+from opusim.accounting.ledger.content import Coverage, Payment, content_of, shortened
+from opusim.accounting.mechanisms.labels import LabelBudget
+from opusim.accounting.mechanisms.records import PoissonGaussian
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 OPENING = {"mode": "release", "delta": 1e-5, "enforced": True}

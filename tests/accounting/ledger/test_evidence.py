@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from accounting.composition import guarantees
-from accounting.errors import LedgerCorrupt
-from accounting.guarantee import Guarantee, Release, Status
-from accounting.ledger.content import Alarm, CertificateFacts
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.ledger.statement import LedgerFacts, Statement
-from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
-from accounting.mechanisms.convex import ConvexLastIterate
-from accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout
-from accounting.mechanisms.records import RecordCentral, RecordReplaced
-from accounting.mechanisms.selection import PrivateSelection
-from accounting.mechanisms.zeroth_order import ZoGaussian
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import LedgerCorrupt
+from opusim.accounting.guarantee import Guarantee, Release, Status
+from opusim.accounting.ledger.content import Alarm, CertificateFacts
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.ledger.statement import LedgerFacts, Statement
+from opusim.accounting.mechanisms import CertifiedMechanism, mechanism_from_json
+from opusim.accounting.mechanisms.convex import ConvexLastIterate
+from opusim.accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout
+from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
+from opusim.accounting.mechanisms.selection import PrivateSelection
+from opusim.accounting.mechanisms.zeroth_order import ZoGaussian
 
 BETA, DELTA = 1e-6, 1e-5
 CERTIFICATE = CertificateFacts(
@@ -196,7 +196,7 @@ def test_a_planted_line_that_hides_the_error_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("content", "ledger"):
-        monkeypatch.setattr(f"accounting.ledger.{module}.require_certified", lambda *_: None)
+        monkeypatch.setattr(f"opusim.accounting.ledger.{module}.require_certified", lambda *_: None)
     with Ledger(tmp_path / "ledger.jsonl", mode="experiment", delta=DELTA) as ledger:
         ledger.pay(0, RECORD)
     monkeypatch.undo()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from accounting.composition import Budget
-from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.records import PoissonGaussian, RecordCentral
+from opusim.accounting.composition import Budget
+from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.records import PoissonGaussian, RecordCentral
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 

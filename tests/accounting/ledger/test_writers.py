@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from accounting.ledger import journal
-from accounting.ledger.journal import Journal, read_positioned
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms.records import PoissonGaussian
+from opusim.accounting.ledger import journal
+from opusim.accounting.ledger.journal import Journal, read_positioned
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.mechanisms.records import PoissonGaussian
 from tests.support.forked import in_forked_process
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)

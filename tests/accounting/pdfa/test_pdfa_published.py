@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.composition import guarantees
-from accounting.guarantee import Status
-from accounting.mechanisms.pdfa import (
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Status
+from opusim.accounting.mechanisms.pdfa import (
     PdfaWithoutFormula,
     PublishedLayer,
     PublishedPdfa,

@@ -14,12 +14,12 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy.special import ndtr
 
-from accounting import Budget, RecordCentral, guarantees
-from accounting.errors import BudgetExceeded
-from accounting.guarantee import Guarantee
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms import mechanism_from_json
-from accounting.mechanisms.records import RecordReplaced
+from opusim.accounting import Budget, RecordCentral, guarantees
+from opusim.accounting.errors import BudgetExceeded
+from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.mechanisms import mechanism_from_json
+from opusim.accounting.mechanisms.records import RecordReplaced
 
 RUN = RecordCentral(
     noise_multiplier=2.0,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.composition import guarantees
-from accounting.guarantee import Adjacency, Guarantee, Status, Unit
-from accounting.mechanisms.records import RecordCentral
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Adjacency, Guarantee, Status, Unit
+from opusim.accounting.mechanisms.records import RecordCentral
 
 RUN = RecordCentral(noise_multiplier=1.13, sampling_probability=0.034, steps=292, clip_norm=0.7, divisor=2048)
 

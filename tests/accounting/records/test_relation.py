@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from accounting.composition import guarantees
-from accounting.explanation import explain
-from accounting.guarantee import Adjacency, Guarantee
-from accounting.ledger.journal import Journal
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms import Mechanism, mechanism_from_json
-from accounting.mechanisms.records import (
+from opusim.accounting.composition import guarantees
+from opusim.accounting.explanation import explain
+from opusim.accounting.guarantee import Adjacency, Guarantee
+from opusim.accounting.ledger.journal import Journal
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.mechanisms import Mechanism, mechanism_from_json
+from opusim.accounting.mechanisms.records import (
     Gaussian,
     PoissonGaussian,
     PoissonLaplace,
     RecordCentral,
     RecordReplaced,
 )
-from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
-from accounting.tables import guarantee_rows
-from accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
+from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
+from opusim.accounting.tables import guarantee_rows
+from opusim.accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 
 ADDED, NULL, REPLACED = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 DELTA = 1e-5

@@ -20,11 +20,12 @@ from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtr
 from scipy.stats import norm
 
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Release, Status, Unit
-from accounting.mechanisms.records import Gaussian, PoissonGaussian
-from accounting.mechanisms.selection import (
+from benchmarks.attacks.claims import search_epsilon
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Release, Status, Unit
+from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian
+from opusim.accounting.mechanisms.selection import (
     NoisyTrial,
     PrivateSelection,
     gaussian_delta,
@@ -36,8 +37,7 @@ from accounting.mechanisms.selection import (
     selection_bounds,
     theorem_epsilon,
 )
-from accounting.numerics import noise_bounds
-from benchmarks.attacks.claims import search_epsilon
+from opusim.accounting.numerics import noise_bounds
 
 DELTA = 1e-5
 MUS = {1.33: 0.3473, 4.76: 1.0749}

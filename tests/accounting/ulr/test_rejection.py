@@ -11,11 +11,11 @@ import pytest
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from scipy.stats import binom, norm
 
-from accounting import numerics
-from accounting.composition import guarantees
-from accounting.guarantee import Adjacency, Status
-from accounting.mechanisms.records import Gaussian
-from accounting.mechanisms.ulr import PublishedUlr, RejectionGaussian, admissible, published_rdp
+from opusim.accounting import numerics
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Adjacency, Status
+from opusim.accounting.mechanisms.records import Gaussian
+from opusim.accounting.mechanisms.ulr import PublishedUlr, RejectionGaussian, admissible, published_rdp
 
 CASES = ((24, 0.2, 4, 4.0), (100, 0.2, 20, 4.0), (100, 0.2, 20, 1.0), (50, 0.05, 5, 0.7), (40, 0.5, 1, 2.0))
 """N, q, N_B, z."""

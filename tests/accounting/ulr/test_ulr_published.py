@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.composition import guarantees
-from accounting.guarantee import Status
-from accounting.mechanisms.ulr import PublishedUlr, admissible, published_rdp, published_value
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Status
+from opusim.accounting.mechanisms.ulr import PublishedUlr, admissible, published_rdp, published_value
 
 DELTA = 1e-5
 PAPER = PublishedUlr(

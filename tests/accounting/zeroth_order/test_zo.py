@@ -10,11 +10,11 @@ import mpmath
 import numpy as np
 import pytest
 
-from accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate_noise, guarantees
-from accounting.guarantee import Guarantee
-from accounting.mechanisms import Mechanism, mechanism_from_json
-from accounting.mechanisms.records import PoissonGaussian, PoissonLaplace
-from accounting.mechanisms.zeroth_order import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
+from opusim.accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate_noise, guarantees
+from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.mechanisms import Mechanism, mechanism_from_json
+from opusim.accounting.mechanisms.records import PoissonGaussian, PoissonLaplace
+from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
 from tests.oracles.dp_events import event
 
 DELTA = 1e-5

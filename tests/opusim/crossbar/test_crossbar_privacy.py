@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from accounting import NoGuarantee
-from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
+from opusim.accounting import NoGuarantee
+from opusim.accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise
-from training.protections.base import creditable_law
+from opusim.training.protections.base import creditable_law
 
 LAWS = [
     SignalGaussianNoise(std_low=0.04, std_high=0.09, n_outputs=5),

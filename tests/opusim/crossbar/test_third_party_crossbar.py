@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from accounting import NoGuarantee
-from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
+from opusim.accounting import NoGuarantee
+from opusim.accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
 from opusim.crossbar.conversion import convert
 from opusim.description.loading import load_description
 from opusim.devices import kinds
@@ -19,7 +19,7 @@ from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.noise import SignalGaussianNoise
 from opusim.testing.contract import DeviceContract
-from training.protections.base import creditable_law
+from opusim.training.protections.base import creditable_law
 
 PACKAGE = Path(__file__).parents[2] / "support" / "third_party_crossbar"
 FILE = PACKAGE / "lab_crossbar.toml"

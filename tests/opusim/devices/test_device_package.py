@@ -73,7 +73,11 @@ def test_help_and_list_name_its_kind_without_importing_it(tmp_path: Path) -> Non
 
 def test_show_says_what_it_can_do(tmp_path: Path) -> None:
     said = run(
-        tmp_path, "from training.cli import main; main()", "device", "show", str(PACKAGE / "bench.toml")
+        tmp_path,
+        "from opusim.training.cli import main; main()",
+        "device",
+        "show",
+        str(PACKAGE / "bench.toml"),
     )
     assert "can: project, draw, matrix" in said
 
@@ -90,6 +94,6 @@ def test_it_trains(tmp_path: Path) -> None:
         "run",
         "--quiet",
     ]
-    main = "from training.cli import main; main()"
+    main = "from opusim.training.cli import main; main()"
     assert run(tmp_path, main, "train", "pdfa", *options).strip().endswith("run")
     assert "accuracy" in run(tmp_path, main, "evaluate", "run")

@@ -21,8 +21,8 @@ from opusim.devices.access import (
     lock_folder,
 )
 from opusim.errors import DeviceUnavailable
-from training.errors import RunFolderError
-from training.runs.storage import LOCK_FILE, only_writer
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.storage import LOCK_FILE, only_writer
 
 VICTIM = "three pages of notes"
 

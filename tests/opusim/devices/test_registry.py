@@ -20,7 +20,7 @@ class MirrorDevice(IdealDevice):
 
 
 def mirror_file(folder: Path, kind: str) -> Path:
-    import hw_configs
+    from opusim import hw_configs
 
     text = Path(hw_configs.__file__).with_name("ideal.toml").read_text(encoding="utf-8")
     path = folder / "mirror.toml"

@@ -59,7 +59,7 @@ def test_it_passes_the_contract(installed: Path) -> None:
 
 
 def test_its_description_is_shown(installed: Path) -> None:
-    code = "from training.cli import main; main()"
+    code = "from opusim.training.cli import main; main()"
     assert "lab_bench" in run(installed, "-c", code, "device", "show", "bench.toml")
 
 

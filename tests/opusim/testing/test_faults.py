@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import hw_configs
+from opusim import hw_configs
 from opusim.description.loading import load_description
 from opusim.devices import kinds
 from opusim.devices.camera import CameraDevice

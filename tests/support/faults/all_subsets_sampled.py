@@ -17,7 +17,7 @@ def _from_all(draw: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.record:CyclicPoissonSampler._draw", _from_all)
+    return replaced("opusim.training.protections.record:CyclicPoissonSampler._draw", _from_all)
 
 
 FAULT = Fault(

@@ -24,7 +24,7 @@ def _with_earlier_sums(finish: Callable[..., None]) -> Callable[..., None]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.record:RecordGradients._finish", _with_earlier_sums)
+    return replaced("opusim.training.protections.record:RecordGradients._finish", _with_earlier_sums)
 
 
 FAULT = Fault(

@@ -21,7 +21,7 @@ def _without_a_clip(totals: Callable[..., list[torch.Tensor]]) -> Callable[..., 
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.networks.contributions.uses:LinearUse.totals", _without_a_clip)
+    return replaced("opusim.training.networks.contributions.uses:LinearUse.totals", _without_a_clip)
 
 
 FAULT = Fault(

@@ -33,10 +33,10 @@ def _wider_differences(clip: Callable[..., Any]) -> Callable[..., Any]:
 def plant() -> AbstractContextManager[None]:
     return all_replaced(
         {
-            "training.protections.record:bounded_factors": _wider,
-            "training.protections.amplified_labels:bounded_factors": _wider,
-            "training.convex.trainer:Objective.from_config": _wider_residuals,
-            "training.zeroth_order.trainer:loss_differences": _wider_differences,
+            "opusim.training.protections.record:bounded_factors": _wider,
+            "opusim.training.protections.amplified_labels:bounded_factors": _wider,
+            "opusim.training.convex.trainer:Objective.from_config": _wider_residuals,
+            "opusim.training.zeroth_order.trainer:loss_differences": _wider_differences,
         }
     )
 

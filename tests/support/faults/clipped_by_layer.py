@@ -17,7 +17,7 @@ def _each_layer_to_c(before: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.record:RecordGradients._factors", _each_layer_to_c)
+    return replaced("opusim.training.protections.record:RecordGradients._factors", _each_layer_to_c)
 
 
 FAULT = Fault(

@@ -19,7 +19,7 @@ def _of_the_mean(factors: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.record:RecordGradients._factors", _of_the_mean)
+    return replaced("opusim.training.protections.record:RecordGradients._factors", _of_the_mean)
 
 
 FAULT = Fault(

@@ -20,7 +20,7 @@ def _opposed(uniforms: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.data.samplers:PoissonSampler._uniforms", _opposed)
+    return replaced("opusim.training.data.samplers:PoissonSampler._uniforms", _opposed)
 
 
 FAULT = Fault(

@@ -19,7 +19,7 @@ def _kept(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.counted_labels:read_argmax", _kept)
+    return replaced("opusim.training.protections.counted_labels:read_argmax", _kept)
 
 
 FAULT = Fault(

@@ -22,8 +22,8 @@ def _by_batch(set_gradients: Callable[..., None]) -> Callable[..., None]:
 def plant() -> AbstractContextManager[None]:
     return all_replaced(
         {
-            "training.protections.record:RecordGradients.set_gradients": _by_batch,
-            "training.protections.amplified_labels:AmplifiedLabels.set_gradients": _by_batch,
+            "opusim.training.protections.record:RecordGradients.set_gradients": _by_batch,
+            "opusim.training.protections.amplified_labels:AmplifiedLabels.set_gradients": _by_batch,
         }
     )
 

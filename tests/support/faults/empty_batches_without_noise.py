@@ -19,7 +19,9 @@ def _only_for_records(write: Callable[..., None]) -> Callable[..., None]:
 
 def plant() -> AbstractContextManager[None]:
     writers = ("record:RecordGradients", "amplified_labels:AmplifiedLabels")
-    return all_replaced({f"training.protections.{writer}._write": _only_for_records for writer in writers})
+    return all_replaced(
+        {f"opusim.training.protections.{writer}._write": _only_for_records for writer in writers}
+    )
 
 
 FAULT = Fault(

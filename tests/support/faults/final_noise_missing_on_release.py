@@ -19,7 +19,7 @@ def _without(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.convex.trainer:ConvexTrainer.__init__", _without)
+    return replaced("opusim.training.convex.trainer:ConvexTrainer.__init__", _without)
 
 
 FAULT = Fault(

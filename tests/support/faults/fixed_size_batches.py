@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.support.faults.base import STEPWISE, Fault, replaced
 
-BATCHES = "training.data.samplers:PoissonSampler._draw"
+BATCHES = "opusim.training.data.samplers:PoissonSampler._draw"
 
 
 def fixed_size(self: Any, step: int) -> np.ndarray:

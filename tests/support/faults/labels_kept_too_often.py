@@ -15,7 +15,7 @@ def _weaker(respond: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.noisy_labels:respond", _weaker)
+    return replaced("opusim.training.protections.noisy_labels:respond", _weaker)
 
 
 FAULT = Fault(

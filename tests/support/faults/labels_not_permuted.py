@@ -29,7 +29,7 @@ def _unpermuted(answers: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.argmax_labels:ArgmaxReadout.answers", _unpermuted)
+    return replaced("opusim.training.protections.argmax_labels:ArgmaxReadout.answers", _unpermuted)
 
 
 FAULT = Fault(

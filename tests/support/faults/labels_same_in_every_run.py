@@ -17,7 +17,7 @@ def _constant(randomize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.noisy_labels:randomize", _constant)
+    return replaced("opusim.training.protections.noisy_labels:randomize", _constant)
 
 
 FAULT = Fault(

@@ -13,7 +13,7 @@ def _percentile(largest: Callable[[Tensor], float]) -> Callable[[Tensor], float]
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.released_model:largest_norm", _percentile)
+    return replaced("opusim.training.protections.released_model:largest_norm", _percentile)
 
 
 FAULT = Fault(

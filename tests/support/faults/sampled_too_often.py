@@ -17,7 +17,7 @@ def _more(one_batch: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("training.data.samplers:PoissonSampler._one_batch", _more)
+    return replaced("opusim.training.data.samplers:PoissonSampler._one_batch", _more)
 
 
 FAULT = Fault(

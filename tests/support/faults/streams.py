@@ -14,11 +14,11 @@ from tests.support.faults.base import all_replaced, replaced
 CREDITED = ("central-noise", "scalar-noise", "label-noise", "private-loop", "score-noise")
 """Purposes of the streams that a guarantee rests on."""
 _MAKERS = (
-    "training.protections.base:noise_stream",
-    "training.zeroth_order.algorithm:noise_stream",
-    "training.protections.noisy_labels:noise_stream",
-    "training.private_loop.start:noise_stream",
-    "training.tuning:noise_stream",
+    "opusim.training.protections.base:noise_stream",
+    "opusim.training.zeroth_order.algorithm:noise_stream",
+    "opusim.training.protections.noisy_labels:noise_stream",
+    "opusim.training.private_loop.start:noise_stream",
+    "opusim.training.tuning:noise_stream",
 )
 
 
@@ -74,7 +74,7 @@ def changed_noise(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) ->
 
         return written
 
-    with replaced("training.protections.record:RecordGradients._write", changed):
+    with replaced("opusim.training.protections.record:RecordGradients._write", changed):
         yield
 
 

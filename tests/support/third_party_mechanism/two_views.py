@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 
 from typing_extensions import Doc
 
-from accounting import numerics
-from accounting.mechanisms import Positive, SamplingProbability, counted
 from opusim import AdditiveNoise, Theorem
+from opusim.accounting import numerics
+from opusim.accounting.mechanisms import Positive, SamplingProbability, counted
 
 THEOREM = Theorem(
     name="two-views",

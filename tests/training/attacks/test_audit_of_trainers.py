@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import nn
 
-import training
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.records import RecordCentral, RecordReplaced
-from training.attacks import record_terms
-from training.attacks.findings import Audit, Finding, Role
-from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts
-from training.attacks.replay import MembershipGame, noiseless_steps, replayed_step
-from training.attacks.run_audit import audit_run, read_run
-from training.attacks.update_attacks import DifferenceAttack
-from training.convex.trainer import ConvexTrainer, Descent
-from training.networks.network import FullyConnected
-from training.protections.record import RecordGradients
-from training.runs.folder import RunFolder
-from training.zeroth_order.trainer import ScalarRelease
+from opusim import training
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
+from opusim.training.attacks import record_terms
+from opusim.training.attacks.findings import Audit, Finding, Role
+from opusim.training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts
+from opusim.training.attacks.replay import MembershipGame, noiseless_steps, replayed_step
+from opusim.training.attacks.run_audit import audit_run, read_run
+from opusim.training.attacks.update_attacks import DifferenceAttack
+from opusim.training.convex.trainer import ConvexTrainer, Descent
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.record import RecordGradients
+from opusim.training.runs.folder import RunFolder
+from opusim.training.zeroth_order.trainer import ScalarRelease
 
 N, FEATURES, TRIALS = 300, 20, 120
 COMMON: dict[str, Any] = {

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from opusim.randomness.streams import SeededStream, derive_seed
+from opusim.training.config import load_config
+from opusim.training.data.samplers import make_sampler
+from opusim.training.networks.network import FullyConnected
+from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 from tests.support.canaries import Canaries, auc_error, own_features, pooled, record_losses
-from training.config import load_config
-from training.data.samplers import make_sampler
-from training.networks.network import FullyConnected
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 RECORDS, OTHERS, STEPS = 40, 4, 300
 
@@ -89,7 +89,7 @@ def test_scores_are_split_by_coin() -> None:
 
 def test_the_error_of_the_area_is_that_of_ranks(seed: int) -> None:
     """Against the spread of areas of scores of one law."""
-    from training.attacks.base import Scores
+    from opusim.training.attacks.base import Scores
 
     generator = np.random.default_rng(seed)
     areas = [

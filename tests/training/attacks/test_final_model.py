@@ -14,11 +14,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import training
-from accounting.audit import Method
-from accounting.errors import NoGuarantee
-from training.attacks.findings import audit_rows, read_audit
-from training.attacks.one_run.final_model import (
+from opusim import training
+from opusim.accounting.audit import Method
+from opusim.accounting.errors import NoGuarantee
+from opusim.training.attacks.findings import audit_rows, read_audit
+from opusim.training.attacks.one_run.final_model import (
     SCORES_FILE,
     FinalModelGame,
     audit_final_model,
@@ -26,11 +26,11 @@ from training.attacks.one_run.final_model import (
     quiet_direction,
     read_scores,
 )
-from training.attacks.run_audit import read_run
-from training.attacks.words import paragraphs
-from training.cli.app import app
-from training.errors import RunFolderError
-from training.runs.folder import FINAL_MODEL_FILE, RunFolder
+from opusim.training.attacks.run_audit import read_run
+from opusim.training.attacks.words import paragraphs
+from opusim.training.cli.app import app
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.folder import FINAL_MODEL_FILE, RunFolder
 
 N, FEATURES, DELTA = 60, 8, 1e-5
 RUN: dict[str, Any] = {

@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-import training
-from accounting.audit import AuditResult, audit_drawn_noise, lower_bound
-from accounting.mechanisms import mechanism_classes
 from benchmarks.attacks import crafted as benchmark
 from benchmarks.attacks import guarantees
+from opusim import training
+from opusim.accounting.audit import AuditResult, audit_drawn_noise, lower_bound
+from opusim.accounting.mechanisms import mechanism_classes
 from opusim.randomness.streams import NoiseStream
+from opusim.training.attacks.findings import Curve, Role
+from opusim.training.attacks.games.base import TwoWorlds, played
+from opusim.training.attacks.games.labels import RECORDS, AmplifiedGame
+from opusim.training.attacks.games.released_model import LastIterateGame
+from opusim.training.attacks.run_audit import audit_run
+from opusim.training.attacks.words import paragraphs
+from opusim.training.convex.trainer import ConvexTrainer
+from opusim.training.reports.audit_page import write_audit_page
 from tests.support.faults.base import all_replaced, replaced
 from tests.support.faults.streams import Wrapped, credited_noise
-from training.attacks.findings import Curve, Role
-from training.attacks.games.base import TwoWorlds, played
-from training.attacks.games.labels import RECORDS, AmplifiedGame
-from training.attacks.games.released_model import LastIterateGame
-from training.attacks.run_audit import audit_run
-from training.attacks.words import paragraphs
-from training.convex.trainer import ConvexTrainer
-from training.reports.audit_page import write_audit_page
 
 DELTA = benchmark.DELTA
 GAMES: dict[str, tuple[Callable[[], TwoWorlds], int, float]] = {
@@ -76,7 +76,7 @@ def kept_too_often() -> AbstractContextManager[None]:
     def weaker(respond: Callable[..., Any]) -> Callable[..., Any]:
         return lambda labels, *, epsilon, **others: respond(labels, epsilon=1.2 * epsilon, **others)
 
-    return replaced("training.protections.noisy_labels:respond", weaker)
+    return replaced("opusim.training.protections.noisy_labels:respond", weaker)
 
 
 def kept_too_often_in_stages() -> AbstractContextManager[None]:
@@ -85,7 +85,7 @@ def kept_too_often_in_stages() -> AbstractContextManager[None]:
             labels, among, epsilon=1.2 * epsilon, **others
         )
 
-    return replaced("training.protections.staged_responses:respond_among", weaker)
+    return replaced("opusim.training.protections.staged_responses:respond_among", weaker)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def priors_of_own_labels() -> Iterator[None]:
     def leaning(priors: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         return lambda model: 0.99 * (found := priors(model)) + 0.01 * np.eye(found.shape[1])[seen[-1]]
 
-    staged = "training.protections.staged_responses"
+    staged = "opusim.training.protections.staged_responses"
     with all_replaced(
         {f"{staged}:StagedResponses.answer": watched, f"{staged}:ResponseModel.priors": leaning}
     ):
@@ -114,7 +114,7 @@ def more_light(times: float) -> Callable[[], AbstractContextManager[None]]:
     def brighter(taken: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, labels, light: taken(self, labels, times * light)
 
-    return lambda: replaced("training.protections.counted_labels:LabelFrames.taken", brighter)
+    return lambda: replaced("opusim.training.protections.counted_labels:LabelFrames.taken", brighter)
 
 
 def no_final_noise() -> AbstractContextManager[None]:
@@ -126,7 +126,7 @@ def no_final_noise() -> AbstractContextManager[None]:
 
         return made
 
-    return replaced("training.convex.trainer:ConvexTrainer.__init__", plain)
+    return replaced("opusim.training.convex.trainer:ConvexTrainer.__init__", plain)
 
 
 def no_noise_at_all() -> AbstractContextManager[None]:
@@ -139,7 +139,7 @@ def leverage_ignored() -> AbstractContextManager[None]:
     def mean(largest: Callable[[torch.Tensor], float]) -> Callable[[torch.Tensor], float]:
         return lambda rows: min(largest(rows), (rows.shape[1] / len(rows)) ** 0.5)
 
-    return replaced("training.protections.released_model:largest_norm", mean)
+    return replaced("opusim.training.protections.released_model:largest_norm", mean)
 
 
 FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = {
@@ -220,7 +220,7 @@ def watched_batches(found: list[np.ndarray]) -> Iterator[None]:
 
         return written
 
-    with all_replaced({"training.protections.base:PrivateGradients.set_gradients": watching}):
+    with all_replaced({"opusim.training.protections.base:PrivateGradients.set_gradients": watching}):
         yield
 
 

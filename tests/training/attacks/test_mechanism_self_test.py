@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import training
-from accounting.errors import NoGuarantee
-from accounting.mechanisms.labels import StagedResponse
-from accounting.mechanisms.observations import UniformSource
+from opusim import training
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.mechanisms.labels import StagedResponse
+from opusim.accounting.mechanisms.observations import UniformSource
 from opusim.errors import ConfigError
+from opusim.training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked, shared
+from opusim.training.attacks.mechanism.contributions import Amounts, single_record_checks
+from opusim.training.attacks.mechanism.counted import staged_checks
+from opusim.training.attacks.mechanism.report import Check, MechanismAudit, report_text
+from opusim.training.cli.app import app
+from opusim.training.protections import noisy_labels, staged_responses
+from opusim.training.zeroth_order.trainer import Differences
 from tests.support.faults import FAULTS, OF_ONE_RUN, OF_RELEASES, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
-from training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked, shared
-from training.attacks.mechanism.contributions import Amounts, single_record_checks
-from training.attacks.mechanism.counted import staged_checks
-from training.attacks.mechanism.report import Check, MechanismAudit, report_text
-from training.cli.app import app
-from training.protections import noisy_labels, staged_responses
-from training.zeroth_order.trainer import Differences
 
 LEVELS = {"experiment": 1e-6, "release": 1e-9}
 """No seed fixes a release run, so its alarms by chance must never be met."""
@@ -266,7 +266,7 @@ def test_joint_clips_of_loss_differences_are_accounted(seed: int, monkeypatch: p
     def one_by_one(found: Sequence[Differences], clip: float) -> list[Differences]:
         return [replace(each, values=each.values.clamp(-clip, clip)) for each in found]
 
-    monkeypatch.setattr("training.zeroth_order.trainer.jointly_clipped", one_by_one)
+    monkeypatch.setattr("opusim.training.zeroth_order.trainer.jointly_clipped", one_by_one)
     assert not self_test("zo", "experiment", seed, settings=["trainer.clip=joint"]).holds
 
 
@@ -575,7 +575,7 @@ def test_the_command_ends_with_1_after_an_alarm() -> None:
 def test_the_command_refuses_bad_input(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from training.cli import main
+    from opusim.training.cli import main
 
     monkeypatch.setattr("sys.argv", ["opusim", "audit", *arguments])
     with pytest.raises(SystemExit) as ended:

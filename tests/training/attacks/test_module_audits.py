@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import training
-from accounting.audit import Method
+from opusim import training
+from opusim.accounting.audit import Method
 from opusim.randomness.streams import NoiseStream
+from opusim.training.attacks.findings import Role
+from opusim.training.attacks.mechanism.report import MechanismAudit, report_text
+from opusim.training.attacks.one_run.audit import audit_one_training
+from opusim.training.attacks.run_audit import audit_run
+from opusim.training.cli import main
+from opusim.training.networks.record_gradients import probe
 from tests.support.faults.base import replaced
 from tests.support.faults.streams import Wrapped, changed_noise, credited_noise
 from tests.support.record_models import Custom
-from training.attacks.findings import Role
-from training.attacks.mechanism.report import MechanismAudit, report_text
-from training.attacks.one_run.audit import audit_one_training
-from training.attacks.run_audit import audit_run
-from training.cli import main
-from training.networks.record_gradients import probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,8 +93,8 @@ def _by_realised_batch(write: Callable[..., None]) -> Callable[..., None]:
     return divided
 
 
-FACTORS = "training.protections.record:RecordGradients._factors"
-WRITER = "training.protections.record:RecordGradients.set_gradients"
+FACTORS = "opusim.training.protections.record:RecordGradients._factors"
+WRITER = "opusim.training.protections.record:RecordGradients.set_gradients"
 STEPS = {"a group norm's bias without noise": 40}
 """Steps of a planted fault that shows after fewer than 60."""
 FAULTS: dict[str, tuple[str, str, Callable[[], AbstractContextManager[None]]]] = {
@@ -198,7 +198,10 @@ def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(probe, "_COUNTS", (5, 37))
     with ExitStack() as stack:
         stack.enter_context(
-            replaced("training.feedback.algorithm:require_separate_steps", lambda probe: lambda *a, **k: None)
+            replaced(
+                "opusim.training.feedback.algorithm:require_separate_steps",
+                lambda probe: lambda *a, **k: None,
+            )
         )
         data, model = trained(tmp_path / "run", name)
         found = audit_run(tmp_path / "run", data=data, model=model, trials=100, seed=7)
@@ -226,7 +229,7 @@ def test_one_training_of_a_module_shows_what_its_steps_cost(tmp_path: Path, name
     assert updates.bound(Method.NORMAL_ESTIMATE).interval is not None
     low, high = updates.bound(Method.NORMAL_ESTIMATE).interval or (0.0, 0.0)
     assert low < 4.0 < high + 1.0
-    with replaced("training.protections.base:Protection.central_noise", _almost_silent):
+    with replaced("opusim.training.protections.base:Protection.central_noise", _almost_silent):
         loud = audit_one_training(tmp_path, **options, seed=4)
     assert loud.scores()["all updates"].auc > 0.99
 

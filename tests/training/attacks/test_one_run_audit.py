@@ -14,13 +14,24 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-import training
-from accounting.audit import Method
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
-from accounting.mechanisms.records import RecordReplaced
 from benchmarks.attacks import one_run
+from opusim import training
+from opusim.accounting.audit import Method
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.mechanisms.records import RecordReplaced
 from opusim.errors import ConfigError
+from opusim.training.attacks.findings import Audit, Role, audit_rows, read_audit
+from opusim.training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again
+from opusim.training.attacks.one_run.observers import EntryObserver, Steps, log_ratio, shifted
+from opusim.training.attacks.run_audit import read_run
+from opusim.training.attacks.words import paragraphs
+from opusim.training.cli.app import app
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.engine.session import train_planned
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.runs.folder import RunFolder
 from tests.support.faults import (
     averaged_before_noise,
     clipped_by_layer,
@@ -29,17 +40,6 @@ from tests.support.faults import (
     sampled_too_often,
 )
 from tests.support.faults.base import Fault
-from training.attacks.findings import Audit, Role, audit_rows, read_audit
-from training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again
-from training.attacks.one_run.observers import EntryObserver, Steps, log_ratio, shifted
-from training.attacks.run_audit import read_run
-from training.attacks.words import paragraphs
-from training.cli.app import app
-from training.config.sections import OptimizerConfig
-from training.engine.session import train_planned
-from training.errors import RunFolderError
-from training.networks.optimizers import make_optimizer
-from training.runs.folder import RunFolder
 
 N, FEATURES, CANARIES = 300, 32, 2000
 RUN: dict[str, Any] = {

@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 from typer.testing import CliRunner
 
 import opusim
-from accounting.audit import Method
+from opusim.accounting.audit import Method
 from opusim.errors import ConfigError
+from opusim.training.attacks.findings import Role, read_audit
+from opusim.training.attacks.mechanism.report import report_text
+from opusim.training.cli.app import app
+from opusim.training.protections.record import RecordGradients
 from tests.support.faults import clipped_by_layer, noise_halved
 from tests.support.faults.base import Fault
 from tests.support.private_loops import private_loop, records, run_epoch
-from training.attacks.findings import Role, read_audit
-from training.attacks.mechanism.report import report_text
-from training.cli.app import app
-from training.protections.record import RecordGradients
 
 CANARIES = 240
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import ConfigError
-from training.attacks.base import EarlierSteps, Scores, steps_needed
-from training.attacks.update_attacks import Rows, residual, row_space
-from training.config.sections import OptimizerConfig
-from training.networks.optimizers import make_optimizer
+from opusim.training.attacks.base import EarlierSteps, Scores, steps_needed
+from opusim.training.attacks.update_attacks import Rows, residual, row_space
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.networks.optimizers import make_optimizer
 
 RATE = 0.27
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-import training
-from accounting.guarantee import Status
+from opusim import training
+from opusim.accounting.guarantee import Status
 from opusim.errors import ConfigError
-from training.attacks.findings import Audit, Finding, Role
-from training.attacks.replay import replayed_step
-from training.attacks.run_audit import audit_run, read_run
-from training.attacks.words import paragraphs
-from training.errors import RunFolderError
-from training.protections.record import RecordGradients
-from training.reports.run_report import write_report
-from training.runs.folder import RunFolder
+from opusim.training.attacks.findings import Audit, Finding, Role
+from opusim.training.attacks.replay import replayed_step
+from opusim.training.attacks.run_audit import audit_run, read_run
+from opusim.training.attacks.words import paragraphs
+from opusim.training.errors import RunFolderError
+from opusim.training.protections.record import RecordGradients
+from opusim.training.reports.run_report import write_report
+from opusim.training.runs.folder import RunFolder
 
 N, FEATURES = 300, 40
 RUN = {

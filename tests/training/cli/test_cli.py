@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from opusim.training.cli.train import small_batch
+from opusim.training.config.run import RunConfig
 from tests.support.command import COMMAND, ROOT, opusim, opusim_process
-from training.cli.train import small_batch
-from training.config.run import RunConfig
 
 SMALL = ["--epochs", "2", "--set", "model.hidden=[16]", "--set", "threads=1"]
 
@@ -293,7 +293,7 @@ def test_a_small_batch_under_record_is_said_before_training() -> None:
 def test_the_end_of_a_command_does_not_walk_through_what_imports_made() -> None:
     code = (
         "import atexit, gc, sys; atexit.register(lambda: print('kept', gc.get_freeze_count()))\n"
-        "sys.argv = ['opusim', '--version']; from training.cli import main; main()"
+        "sys.argv = ['opusim', '--version']; from opusim.training.cli import main; main()"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],

@@ -6,7 +6,11 @@ import sys
 
 import pytest
 
-CALL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opusim'; from training.cli import main; main()"]
+CALL = [
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'opusim'; from opusim.training.cli import main; main()",
+]
 
 
 def asked(**variables: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from training.cli.app import app
+from opusim.training.cli.app import app
 
 pytestmark = [pytest.mark.compiled, pytest.mark.slow]
 

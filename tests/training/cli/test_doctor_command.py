@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from opusim.training.cli import doctor
+from opusim.training.data.formats import IMAGE_FILES
 from tests.support.command import opusim
 from tests.support.packages import install
-from training.cli import doctor
-from training.data.formats import IMAGE_FILES
 
 Patch = pytest.MonkeyPatch
 

@@ -12,10 +12,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from opusim.training.cli.app import app, main
+from opusim.training.cli.options import key_rows, topics, trainer_options
+from opusim.training.feedback.config import PdfaConfig
 from tests.support.commands import subcommands
-from training.cli.app import app, main
-from training.cli.options import key_rows, topics, trainer_options
-from training.feedback.config import PdfaConfig
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -72,15 +72,21 @@ def test_a_default_that_depends_on_the_model_is_told_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "absent"),
     [
-        (["--help"], {"torch", "numpy", "pydantic", "rich.console", "matplotlib", "training.cli.train"}),
-        (["train", "--help"], {"torch", "numba", "scipy", "matplotlib", "training.engine.session"}),
-        (["train", "pdfa", "--help"], {"torch", "numba", "scipy", "matplotlib", "training.feedback.trainer"}),
+        (
+            ["--help"],
+            {"torch", "numpy", "pydantic", "rich.console", "matplotlib", "opusim.training.cli.train"},
+        ),
+        (["train", "--help"], {"torch", "numba", "scipy", "matplotlib", "opusim.training.engine.session"}),
+        (
+            ["train", "pdfa", "--help"],
+            {"torch", "numba", "scipy", "matplotlib", "opusim.training.feedback.trainer"},
+        ),
         (["train", "options", "zo"], {"torch", "numba", "scipy", "matplotlib", "transformers"}),
     ],
 )
 def test_a_page_of_help_imports_only_what_it_shows(arguments: list[str], absent: set[str]) -> None:
     code = (
-        "import sys\nfrom training.cli import main\ntry:\n    main()\nfinally:\n"
+        "import sys\nfrom opusim.training.cli import main\ntry:\n    main()\nfinally:\n"
         f"    print('loaded:', *sorted({absent!r} & sys.modules.keys()))"
     )
     shown = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)

@@ -15,13 +15,13 @@ import pytest
 from opusim.errors import ConfigError
 from opusim.files import output_folder, quoted, require_writable, require_writable_folder
 from opusim.processes.ranks import Ranks
+from opusim.training.cli import app
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.seal import GrowingFile, Prefix
+from opusim.training.runs.storage import append_line, digest_of, only_writer
 from tests.support import run_folders
 from tests.support.command import ROOT, opusim
-from training.cli import app
-from training.errors import RunFolderError
-from training.runs.folder import RunFolder
-from training.runs.seal import GrowingFile, Prefix
-from training.runs.storage import append_line, digest_of, only_writer
 
 NOT_UTF8 = os.fsdecode(b"run\xff")
 
@@ -104,8 +104,8 @@ def test_an_audit_checks_first_that_it_can_write(
     run = run_folders.made(tmp_path / "run")
     (tmp_path / "file").write_text("")
     for module in ("run_audit", "one_run.audit", "one_run.final_model"):
-        monkeypatch.setattr(f"training.attacks.{module}.read_run", work, raising=False)
-        monkeypatch.setattr(f"training.attacks.{module}.RunPlan.stored", work, raising=False)
+        monkeypatch.setattr(f"opusim.training.attacks.{module}.read_run", work, raising=False)
+        monkeypatch.setattr(f"opusim.training.attacks.{module}.RunPlan.stored", work, raising=False)
     result = opusim("audit", run, *kind, "--out", "file/audit", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     said = "opusim: --out: file/audit: cannot be written (file is no folder); choose another folder"
@@ -116,7 +116,7 @@ def test_training_checks_first_that_it_can_write(tmp_path: Path, monkeypatch: py
     def work(*_: Any, **__: Any) -> Any:
         raise AssertionError("it worked before it checked")
 
-    monkeypatch.setattr("training.engine.session.load_data", work)
+    monkeypatch.setattr("opusim.training.engine.session.load_data", work)
     (tmp_path / "file").write_text("")
     result = opusim("train", "bp", "--out", "file/run", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
@@ -128,7 +128,7 @@ def test_zo_replay_checks_first_that_it_can_write(tmp_path: Path, monkeypatch: p
     def work(*_: Any, **__: Any) -> Any:
         raise AssertionError("it worked before it checked")
 
-    monkeypatch.setattr("training.zeroth_order.step_log.replay", work)
+    monkeypatch.setattr("opusim.training.zeroth_order.step_log.replay", work)
     result = opusim("zo", "replay", "run", "--out", "missing/final.safetensors", cwd=tmp_path)
     assert (result.returncode, "cannot be written" in result.stderr) == (2, True)
 
@@ -164,7 +164,7 @@ def test_code_of_a_user_that_exits_ends_no_command_in_silence(
 
 STREAMS = """
 import os, sys
-from training.cli import app
+from opusim.training.cli import app
 for number in (0, 2):
     os.close(number)
 sys.stdin = sys.stderr = None
@@ -213,7 +213,7 @@ def test_a_seal_reads_only_what_was_added(tmp_path: Path, monkeypatch: pytest.Mo
         read.append(len(content))
         return content
 
-    monkeypatch.setattr("training.runs.seal.read_bytes", counted)
+    monkeypatch.setattr("opusim.training.runs.seal.read_bytes", counted)
     for epoch in range(50):
         append_line(path, {"epoch": epoch})
         found, content = file.prefix(), original(path)

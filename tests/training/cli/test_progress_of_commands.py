@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from opusim import progress
-from training.cli import main
+from opusim.training.cli import main
 
 SMALL = ("--epochs", "1", "--set", "model.hidden=[8]", "--set", "threads=1")
 SPEC = """

@@ -14,24 +14,24 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import training
-from accounting.errors import NoGuarantee
-from accounting.explanation import explain
-from accounting.guarantee import Adjacency
-from accounting.ledger.ledger import read_ledger
-from accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
+from opusim import training
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.explanation import explain
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 from opusim.errors import ConfigError
-from training.attacks.run_audit import audit_run
-from training.config.reading import load_config, merged
-from training.data import Dataset, Split, from_arrays
-from training.data.dataset import Standardisation
-from training.data.samplers import PoissonSampler
-from training.engine.plan import RunPlan, build_sampler, load_data, with_own_inputs
-from training.errors import RunFolderError, RunInterrupted
-from training.reports.run_report import write_report
-from training.runs.run import load_run, read_npz
-from training.sweeps.execution import run_point
-from training.zeroth_order.step_log import read_header
+from opusim.training.attacks.run_audit import audit_run
+from opusim.training.config.reading import load_config, merged
+from opusim.training.data import Dataset, Split, from_arrays
+from opusim.training.data.dataset import Standardisation
+from opusim.training.data.samplers import PoissonSampler
+from opusim.training.engine.plan import RunPlan, build_sampler, load_data, with_own_inputs
+from opusim.training.errors import RunFolderError, RunInterrupted
+from opusim.training.reports.run_report import write_report
+from opusim.training.runs.run import load_run, read_npz
+from opusim.training.sweeps.execution import run_point
+from opusim.training.zeroth_order.step_log import read_header
 
 ADDED = {
     "epochs": 2,

@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import training.engine.session
 from opusim.errors import ConfigError
-from training.cli import main
-from training.cli.options import key_rows
-from training.config import RunConfig, load_config
-from training.config.kinds import KINDS
-from training.config.reading import flat, merged, nested, stored_config
-from training.config.run import effects_of, unused
-from training.data import from_arrays
-from training.sweeps.spec import points_of, read_spec
+from opusim.training.cli import main
+from opusim.training.cli.options import key_rows
+from opusim.training.config import RunConfig, load_config
+from opusim.training.config.kinds import KINDS
+from opusim.training.config.reading import flat, merged, nested, stored_config
+from opusim.training.config.run import effects_of, unused
+from opusim.training.data import from_arrays
+from opusim.training.sweeps.spec import points_of, read_spec
 
 ALWAYS = {
     *(

@@ -12,11 +12,11 @@ import pytest
 
 from opusim import Algorithm, Protection
 from opusim.errors import ConfigError
+from opusim.training.cli.options import key_rows
+from opusim.training.config.kinds import PROTECTIONS, TRAINERS
+from opusim.training.config.reading import load_config
+from opusim.training.config.sections import ProtectionSection
 from tests.support.packages import install
-from training.cli.options import key_rows
-from training.config.kinds import PROTECTIONS, TRAINERS
-from training.config.reading import load_config
-from training.config.sections import ProtectionSection
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = [ROOT / "tests" / "support" / f"third_party_{what}" for what in ("trainer", "protection")]
@@ -31,7 +31,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def opusim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, which says at its end whether it imported torch."""
     code = (
-        "import sys\nfrom training.cli import main\ntry:\n    main()\nfinally:\n"
+        "import sys\nfrom opusim.training.cli import main\ntry:\n    main()\nfinally:\n"
         "    heavy = [name for name in ('torch', 'numba', 'lab_softmax.trainer') if name in sys.modules]\n"
         "    print('heavy:', *heavy)"
     )

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import training
 from benchmarks.devices.faults import AT_STEP, description_file, weights
+from opusim import training
 from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_device
 from opusim.errors import DeviceError, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
-from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.trainer import ConvexTrainer, Descent, Objective
-from training.protections.base import DeviceNormals
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.convex.gated import GatedNetwork, GatedRelu
+from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.training.protections.base import DeviceNormals
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 D, P, K, B = 5, 6, 3, 8
 LAST_STEP = AT_STEP + 13

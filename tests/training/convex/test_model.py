@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from accounting.mechanisms.convex import OBJECTIVES, log_expansion, residual_bound, smoothness
 from opusim import open_device
-from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes, seeded_hyperplanes
-from training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.accounting.mechanisms.convex import OBJECTIVES, log_expansion, residual_bound, smoothness
+from opusim.training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes, seeded_hyperplanes
+from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
 
 D, P, K, N = 7, 12, 3, 40
 

@@ -16,17 +16,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import training
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Release, Status
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms.convex import ConvexLastIterate, proven_mu
+from opusim import training
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Release, Status
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms.convex import ConvexLastIterate, proven_mu
 from opusim.errors import ConfigError
-from training.cli import main
-from training.cli.app import app
-from training.config.reading import merged
-from training.convex.trainer import ConvexTrainer
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.cli import main
+from opusim.training.cli.app import app
+from opusim.training.config.reading import merged
+from opusim.training.convex.trainer import ConvexTrainer
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 CONFIG: dict[str, Any] = {
     "epochs": 3,
@@ -151,7 +151,7 @@ def test_what_no_theorem_covers_is_refused_by_name(
 
 
 def test_a_module_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"must be a training.convex.gated.GatedRelu, got Linear"):
+    with pytest.raises(TypeError, match=r"must be a opusim.training.convex.gated.GatedRelu, got Linear"):
         training.train(CONFIG, data=data(), model=torch.nn.Linear(5, 3), folder=tmp_path)
 
 
@@ -213,7 +213,7 @@ def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type
 @pytest.mark.slow
 def test_sigkill_and_resume_from_outside(tmp_path: Path) -> None:
     """A command that is killed after a checkpoint resumes to the same bits."""
-    command = [sys.executable, "-c", "from training.cli import main; main()", "train"]
+    command = [sys.executable, "-c", "from opusim.training.cli import main; main()", "train"]
     options = [
         "convex",
         "--data",

@@ -18,9 +18,9 @@ import pytest
 from PIL import Image
 
 from opusim import files
+from opusim.training.data import formats
+from opusim.training.errors import DataError
 from tests.support.image_files import write_archive
-from training.data import formats
-from training.errors import DataError
 
 MIB = 2**20
 

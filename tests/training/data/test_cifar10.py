@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from opusim.training.data import load_dataset
+from opusim.training.data.formats import ARCHIVE, CLASSES, read_cifar10
+from opusim.training.errors import DataError
 from tests.support.image_files import write_archive
-from training.data import load_dataset
-from training.data.formats import ARCHIVE, CLASSES, read_cifar10
-from training.errors import DataError
 
 
 def jpeg(colour: tuple[int, int, int], size: tuple[int, int] = (32, 32)) -> bytes:
@@ -53,7 +53,7 @@ def test_a_second_call_reads_what_the_first_one_decoded(
     assert [path.name for path in (tmp_path / ARCHIVE).parent.iterdir() if path.suffix == ".npz"] == [
         "cifar10.npz"
     ]
-    monkeypatch.setattr("training.data.formats._decode", None)
+    monkeypatch.setattr("opusim.training.data.formats._decode", None)
     second = read_cifar10(tmp_path)
     for part in first:
         assert all((a == b).all() for a, b in zip(first[part], second[part], strict=True))

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-import training
-from accounting.errors import NoGuarantee
+from opusim import training
+from opusim.accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
-from training.config.reading import merged
-from training.data import from_arrays
-from training.data.dataset import PrincipalComponents, reduced
-from training.data.synthetic_images import random_shapes, synthetic_components
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.run import evaluate_run
-from training.runs.storage import read_array, write_array
+from opusim.training.config.reading import merged
+from opusim.training.data import from_arrays
+from opusim.training.data.dataset import PrincipalComponents, reduced
+from opusim.training.data.synthetic_images import random_shapes, synthetic_components
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.run import evaluate_run
+from opusim.training.runs.storage import read_array, write_array
 
 N, D, SMALL = 300, 7, 4
 

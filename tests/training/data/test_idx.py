@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from opusim.training.data import load_dataset
+from opusim.training.data.formats import read_idx
+from opusim.training.errors import DataError
 from tests.support.image_files import idx_bytes, write_labelled_images
-from training.data import load_dataset
-from training.data.formats import read_idx
-from training.errors import DataError
 
 SIDE = 3
 

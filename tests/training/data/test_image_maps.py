@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import training
+from opusim import training
 from opusim.errors import ConfigError
-from training.data import load_dataset, public_map
-from training.data.features import map_from_facts
-from training.data.image_maps import HogMap, RandomConvolutionMap, ScatteringMap
-from training.data.public_map import PublicMap
+from opusim.training.data import load_dataset, public_map
+from opusim.training.data.features import map_from_facts
+from opusim.training.data.image_maps import HogMap, RandomConvolutionMap, ScatteringMap
+from opusim.training.data.public_map import PublicMap
 
 CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp"},

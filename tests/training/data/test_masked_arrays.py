@@ -15,8 +15,8 @@ from opusim import lightonml
 from opusim.devices.base import NoisyDevice
 from opusim.features.encoders import ThresholdEncoder
 from opusim.features.optical import OpticalFeatures, opu_kernel
-from training.data.arrays import RecordForm, from_arrays
-from training.data.dataset import Standardisation
+from opusim.training.data.arrays import RecordForm, from_arrays
+from opusim.training.data.dataset import Standardisation
 
 x = np.random.default_rng(1).integers(0, 2, size=(20, 5)).astype(np.float32)
 y = np.arange(20) % 2

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import training
-from opusim import load_description, open_device
+from opusim import load_description, open_device, training
 from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
+from opusim.training.cli import main
+from opusim.training.data import formats as data_folder
+from opusim.training.errors import RunFolderError
+from opusim.training.runs.folder import RunFolder
 from tests.support.hostile_files import SECONDS, TooLong, within
-from training.cli import main
-from training.data import formats as data_folder
-from training.errors import RunFolderError
-from training.runs.folder import RunFolder
 
 
 def bytes_of(content: bytes) -> Callable[[Path], None]:
@@ -166,7 +165,7 @@ SPEC = 'title = "t"\nconfig = { trainer = { kind = "bp" }, model = { hidden = [4
 def test_rows_of_sweeps(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     arguments = ("curve", tmp_path / "spec.toml", "--draw-only", "--out", tmp_path / "sweep")
-    from training.sweeps.spec import points_of, read_spec
+    from opusim.training.sweeps.spec import points_of, read_spec
 
     (point,) = points_of(*read_spec(tmp_path / "spec.toml"))
     rows = tmp_path / "sweep" / "rows"

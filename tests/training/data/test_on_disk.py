@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import opusim
-from training.data import from_arrays
-from training.data import on_disk as disk
-from training.data.dataset import Dataset, Standardisation, standardised_by_records
-from training.errors import DataError
+from opusim.training.data import from_arrays
+from opusim.training.data import on_disk as disk
+from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
+from opusim.training.errors import DataError
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ MEMORY = """
 import sys, threading, time
 from pathlib import Path
 import numpy as np, torch
-from training.data import from_arrays
+from opusim.training.data import from_arrays
 
 def anonymous():
     (line,) = [l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("RssAnon")]

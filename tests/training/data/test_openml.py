@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from sklearn.datasets import _openml
 
-from training.data import load_dataset
-from training.data.catalogue import OpenmlSource, download_labelled_images
-from training.errors import DataError
+from opusim.training.data import load_dataset
+from opusim.training.data.catalogue import OpenmlSource, download_labelled_images
+from opusim.training.errors import DataError
 
 ARFF = b"""@RELATION tiny
 @ATTRIBUTE pixel1 REAL

@@ -14,17 +14,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-import training
-from accounting.errors import NoGuarantee
-from opusim import open_device
+from opusim import open_device, training
+from opusim.accounting.errors import NoGuarantee
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
 from opusim.files import to_toml
-from training.config.reading import load_config
-from training.data import load_dataset, public_map
-from training.data.optical_map import OpticalMap
-from training.engine.callbacks import Callback
-from training.engine.plan import RunPlan, load_data, with_own_inputs
+from opusim.training.config.reading import load_config
+from opusim.training.data import load_dataset, public_map
+from opusim.training.data.optical_map import OpticalMap
+from opusim.training.engine.callbacks import Callback
+from opusim.training.engine.plan import RunPlan, load_data, with_own_inputs
 
 CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp"},

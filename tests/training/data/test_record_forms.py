@@ -12,9 +12,9 @@ import torch
 
 import opusim
 from opusim.errors import ConfigError
-from training.data import Dataset, Split, from_arrays, load_dataset
-from training.data.dataset import Standardisation
-from training.engine.plan import fingerprint
+from opusim.training.data import Dataset, Split, from_arrays, load_dataset
+from opusim.training.data.dataset import Standardisation
+from opusim.training.engine.plan import fingerprint
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(20, 3, 4, 5)).astype("float32")

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from tests.support.forked import in_forked_process
-from training.data.samplers import (
+from opusim.training.data.samplers import (
     SCHEMES,
     DisjointCyclicSampler,
     FixedSizeSampler,
@@ -23,6 +22,7 @@ from training.data.samplers import (
     ShuffledEpochsSampler,
     make_sampler,
 )
+from tests.support.forked import in_forked_process
 
 OPTIONS: dict[str, dict[str, Any]] = {"poisson-min-batch": {"min_batch_size": 5}}
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, norm
 
-from training.data.samplers import (
+from opusim.training.data.samplers import (
     FixedSizeSampler,
     PoissonMinBatchSampler,
     PoissonSampler,

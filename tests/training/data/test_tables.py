@@ -14,18 +14,18 @@ import torch
 from torch.utils.data import TensorDataset
 
 import opusim
-from accounting.errors import NoGuarantee
+from opusim.accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
-from training.cli import main
-from training.config import load_config
-from training.data import Dataset, from_arrays
-from training.data import arrays as arrays_module
-from training.data import tables as tables_module
-from training.engine.callbacks import Callback
-from training.engine.plan import RunPlan, fingerprint, load_data, with_own_inputs
-from training.errors import DataError, RunFolderError
-from training.runs.folder import RunFolder
-from training.runs.run import evaluate_run
+from opusim.training.cli import main
+from opusim.training.config import load_config
+from opusim.training.data import Dataset, from_arrays
+from opusim.training.data import arrays as arrays_module
+from opusim.training.data import tables as tables_module
+from opusim.training.engine.callbacks import Callback
+from opusim.training.engine.plan import RunPlan, fingerprint, load_data, with_own_inputs
+from opusim.training.errors import DataError, RunFolderError
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.run import evaluate_run
 
 pandas = pytest.importorskip("pandas")
 RNG = np.random.default_rng(0)

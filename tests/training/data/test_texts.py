@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import opusim
-import training.runs.run
-from accounting.errors import NoGuarantee
+import opusim.training.runs.run
+from opusim.accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
-from training.cli import main
-from training.config import load_config
-from training.data import Dataset, texts
-from training.data.texts import bits_per_byte, load_text
-from training.engine.plan import load_data
-from training.errors import DataError
-from training.protections.planning import require_covered
-from training.runs.run import evaluate_run
+from opusim.training.cli import main
+from opusim.training.config import load_config
+from opusim.training.data import Dataset, texts
+from opusim.training.data.texts import bits_per_byte, load_text
+from opusim.training.engine.plan import load_data
+from opusim.training.errors import DataError
+from opusim.training.protections.planning import require_covered
+from opusim.training.runs.run import evaluate_run
 
 TEXT = "".join(f"{n} kettles, naïve ones. \n" for n in range(60))
 BYTES = len(TEXT.encode())

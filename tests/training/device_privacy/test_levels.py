@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from accounting.composition import guarantees
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.observations import label_distance
+from opusim.accounting.composition import guarantees
+from opusim.accounting.mechanisms.labels import LabelReadout
+from opusim.accounting.mechanisms.observations import label_distance
 from opusim.description.loading import load_description
 from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
-from training.device_privacy.levels import device_levels
-from training.engine.session import train
-from training.runs.run import load_run
+from opusim.training.device_privacy.levels import device_levels
+from opusim.training.engine.session import train
+from opusim.training.runs.run import load_run
 
 OUTPUTS, BETA, DELTA = 40, 1e-6, 1e-5
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import opusim
-import training
-from training.engine.callbacks import Callback
+from opusim import training
+from opusim.training.engine.callbacks import Callback
 
 ROOT = Path(__file__).parents[3]
 CONFIG: dict[str, Any] = {

@@ -9,11 +9,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from accounting.composition import Budget
-from accounting.guarantee import Status
-from accounting.ledger.ledger import read_ledger
+from opusim.accounting.composition import Budget
+from opusim.accounting.guarantee import Status
+from opusim.accounting.ledger.ledger import read_ledger
 from opusim.devices.kinds import register_device
 from opusim.errors import DeviceError, NoiseBelowCertificate
+from opusim.training.config.run import RunConfig
+from opusim.training.engine.loop import Engine
+from opusim.training.errors import TrainingDiverged
 from tests.training.engine.test_certified_runs import (
     OUTPUTS,
     SIGMA,
@@ -23,9 +26,6 @@ from tests.training.engine.test_certified_runs import (
     description_file,
     train,
 )
-from training.config.run import RunConfig
-from training.engine.loop import Engine
-from training.errors import TrainingDiverged
 
 FALL = 23
 """Step at which the noise changes."""

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import CertifiedMechanism
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Status
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms import CertifiedMechanism
 from opusim.calibration.calibrate import calibrate
 from opusim.description.loading import load_description
 from opusim.description.schema import DeviceDescription
@@ -29,18 +29,18 @@ from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate, Noise
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import noise_stream
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
-from training import train as trained
-from training.attacks.run_audit import audit_run
-from training.config.reading import load_config
-from training.engine.certified import VOUCHED
-from training.engine.loop import Engine
-from training.errors import RunFolderError, RunInterrupted
-from training.protections.base import creditable_law
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import RunFolder
-from training.runs.listing import list_runs
-from training.runs.run import Run, load_run
-from training.tuning import Search
+from opusim.training import train as trained
+from opusim.training.attacks.run_audit import audit_run
+from opusim.training.config.reading import load_config
+from opusim.training.engine.certified import VOUCHED
+from opusim.training.engine.loop import Engine
+from opusim.training.errors import RunFolderError, RunInterrupted
+from opusim.training.protections.base import creditable_law
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.listing import list_runs
+from opusim.training.runs.run import Run, load_run
+from opusim.training.tuning import Search
 
 TODAY, BETA, SIGMA, OUTPUTS = datetime.date.today(), 1e-7, 0.5, 64
 
@@ -91,7 +91,7 @@ def _registered() -> Iterator[None]:
     register_device(KIND, faulty_device)
     register_device("bench", DrawingBench)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.engine.certified.date", OneDay)
+        patch.setattr("opusim.training.engine.certified.date", OneDay)
         yield
     FaultyDevice.repaired = False
 

@@ -12,20 +12,20 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import opusim
-import training
+from opusim import training
 from opusim.errors import CapabilityMissing, ConfigError
-from tests.support.command import opusim as run_command
-from training.cli import runs as commands
-from training.errors import RunFolderError
-from training.networks.layers import jacobian_of
-from training.runs.checkpoints import (
+from opusim.training.cli import runs as commands
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.layers import jacobian_of
+from opusim.training.runs.checkpoints import (
     Checkpoint,
     hold_on_devices,
     layers_on_devices,
     list_checkpoints,
     read_checkpoint,
 )
-from training.runs.run import evaluate_run, load_run
+from opusim.training.runs.run import evaluate_run, load_run
+from tests.support.command import opusim as run_command
 
 CONFIG: dict[str, Any] = {"epochs": 20, "threads": 1, "data": {"name": "digits"}, "model": {"hidden": [32]}}
 
@@ -198,7 +198,7 @@ def test_a_resumed_run_in_place_equals_an_undisturbed_one(
     with pytest.raises(KeyboardInterrupt):
         end_of("cut", config=config, watcher=stop_at(4))
     if kind == "without":
-        monkeypatch.setattr("training.runs.checkpoints.hold_on_devices", lambda model, states: None)
+        monkeypatch.setattr("opusim.training.runs.checkpoints.hold_on_devices", lambda model, states: None)
     cut, summary_of_cut = end_of("cut", resume=True)
     equal = [torch.equal(*pair) for pair in zip(whole, cut, strict=True)]
     if kind == "without":

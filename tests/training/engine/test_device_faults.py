@@ -14,7 +14,7 @@ from benchmarks.devices.faults import EVERY_STEPS, description_file, inject, tra
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
 from opusim.devices.kinds import register_device
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
-from training.reports.run_report import write_report
+from opusim.training.reports.run_report import write_report
 
 NOTICED_AT_ONCE = (Fault.UNPLUGGED, Fault.TIMEOUT, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
 SMALL = (Fault.LIGHT_CHANGED, Fault.DEAD_OUTPUTS, Fault.HOT_OUTPUTS, Fault.DECORRELATED)
@@ -66,7 +66,7 @@ def test_a_monitored_run_keeps_its_first_look_and_reports(tmp_path: Path) -> Non
 
 def test_the_command_names_a_held_device_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
-    code = "from training.cli import main; main()"
+    code = "from opusim.training.cli import main; main()"
     command = [sys.executable, "-c", code, "train", "pdfa", "--set", "device.access.exclusive=true"]
     use = ExclusiveUse("gaussian")
     use.acquire()
@@ -84,7 +84,7 @@ def test_missing_hardware_is_named_without_loading_torch(tmp_path: Path) -> None
     code = """
 import sys
 sys.argv = ["opusim", "train", "pdfa", "--device", "lighton_appliance"]
-from training.cli import main
+from opusim.training.cli import main
 try:
     main()
 except SystemExit as stop:

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-import training
-from opusim import open_device
+from opusim import open_device, training
 from opusim.devices.usage import DeviceWork, Usage
-from training.config.run import RunConfig
-from training.engine.callbacks import Callback
-from training.feedback.points import FeedbackAlignment
-from training.protections.noisy_labels import LabelReadoutProtection
-from training.reports.run_report import write_report
+from opusim.training.config.run import RunConfig
+from opusim.training.engine.callbacks import Callback
+from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.protections.noisy_labels import LabelReadoutProtection
+from opusim.training.reports.run_report import write_report
 
 RECORDS, FEATURES, CLASSES = 96, 6, 3
 WHOLE = {"scheme": "fixed-size", "batch_size": 16}

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import training
-from accounting.ledger.ledger import read_ledger
-from training.engine.callbacks import Callback
+from opusim import training
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.training.engine.callbacks import Callback
 
 BASE: dict[str, Any] = {
     "epochs": 1,

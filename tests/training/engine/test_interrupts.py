@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from training.cli import main
+from opusim.training.cli import main
 
 CODE = """
 import signal
-from training import cli
+from opusim.training import cli
 
 take_over = signal.signal
 

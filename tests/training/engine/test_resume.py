@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-import training
-from training.errors import RunFolderError, RunInterrupted
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import RunFolder
+from opusim import training
+from opusim.training.errors import RunFolderError, RunInterrupted
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
@@ -218,7 +218,7 @@ def test_release_mode_stores_no_seed_and_draws_afresh(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "wanted"), [("pdfa", 20), ("zo", 50)])
 def test_sigkill_at_random_moments(tmp_path: Path, seed: int, kind: str, wanted: int) -> None:
     """The installed command, killed from outside at 20 or 50 random moments and resumed each time."""
-    command = [sys.executable, "-c", "from training.cli import main; main()"]
+    command = [sys.executable, "-c", "from opusim.training.cli import main; main()"]
     options = ["--set", "threads=1", "--set", "checkpoint.every_steps=7", "--epochs", "40", "--quiet"]
     subprocess.run([*command, "train", kind, *options, "--out", str(tmp_path / "unbroken")], check=True)
     broken = tmp_path / "broken"

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import opusim
-import training
+from opusim import training
 from opusim.randomness.streams import noise_stream
+from opusim.training.errors import RunInterrupted
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.record import RecordGradients
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.private_loops import parts, private_loop
-from training.errors import RunInterrupted
-from training.networks.network import FullyConnected
-from training.protections.record import RecordGradients
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 BASE: dict[str, Any] = {
     "epochs": 2,

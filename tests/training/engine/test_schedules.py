@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import training
-from training.config.sections import OptimizerConfig
-from training.engine.loop import Engine
-from training.networks.optimizers import TailAverage, make_optimizer, set_learning_rate
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim import training
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.engine.loop import Engine
+from opusim.training.networks.optimizers import TailAverage, make_optimizer, set_learning_rate
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 LAWS = {
     "constant": lambda p: 1.0,
@@ -96,7 +96,7 @@ def test_every_step_of_a_run_has_its_rate(
         set_learning_rate(optimizer, config, progress)
         rates.append(optimizer.param_groups[0]["lr"])
 
-    monkeypatch.setattr("training.engine.loop.set_learning_rate", recorded)
+    monkeypatch.setattr("opusim.training.engine.loop.set_learning_rate", recorded)
     optimizer = {"lr": 0.3, "schedule": "linear"}
     with pytest.raises(KeyboardInterrupt):
         training.train({**CONFIG, "optimizer": optimizer}, data=data(), folder=tmp_path, watcher=stop_at(6))

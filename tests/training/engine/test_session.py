@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-import training
+from opusim import training
 from opusim.errors import ConfigError, DeviceError
-from training.config.reading import load_config
-from training.data import from_arrays
-from training.engine.session import train_on
-from training.errors import DataError, RunFolderError, TrainingDiverged
-from training.reports.run_report import write_report
-from training.runs.run import evaluate_run
+from opusim.training.config.reading import load_config
+from opusim.training.data import from_arrays
+from opusim.training.engine.session import train_on
+from opusim.training.errors import DataError, RunFolderError, TrainingDiverged
+from opusim.training.reports.run_report import write_report
+from opusim.training.runs.run import evaluate_run
 
 CONFIG = {"epochs": 2, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}}
 

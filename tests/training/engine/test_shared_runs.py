@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger.ledger import read_ledger
 from opusim.processes.ranks import Ranks
+from opusim.training.engine.leading import share_trainer
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of
 from tests.support.shared_runs import N_RECORDS, NOISE, RUNS
-from training.engine.leading import share_trainer
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 SAME = [
     "pdfa=2",
@@ -216,7 +216,7 @@ def test_ctrl_c_ends_all_processes_with_a_checkpoint(folder: Path) -> None:
 @pytest.mark.parametrize("command", ["evaluate", "audit", "curve", "account"])
 def test_other_commands_are_refused_in_several_processes(command: str, tmp_path: Path) -> None:
     settings = {**os.environ, "WORLD_SIZE": "2", "RANK": "1", "PYTHONPATH": str(ROOT)}
-    call = [sys.executable, "-c", "from training.cli import main; main()", command, "run"]
+    call = [sys.executable, "-c", "from opusim.training.cli import main; main()", command, "run"]
     done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=settings, timeout=100)
     assert done.returncode == 2
     assert "2 processes share `opusim train` only; start `opusim" in done.stderr
@@ -247,7 +247,7 @@ def test_torchrun_starts_the_commands_of_the_documentation(tmp_path: Path) -> No
         "--no-python",
         "--nproc-per-node=2",
     ]
-    opusim = [sys.executable, "-c", "from training.cli import main; main()"]
+    opusim = [sys.executable, "-c", "from opusim.training.cli import main; main()"]
     shared = ["train", "pdfa", "--data", "digits", "--set", "epochs=1", "--quiet"]
     private = ["--protect", "record", "--epsilon", "3", "--release"]
     for number, arguments in enumerate([shared, shared, shared, [*shared, *private]]):

@@ -14,11 +14,11 @@ import torch
 
 from opusim import files
 from opusim.processes import memory
-from training.config import load_config
-from training.data.arrays import from_arrays
-from training.data.image_maps import HogMap
-from training.engine.plan import RunPlan
-from training.networks.network import FullyConnected
+from opusim.training.config import load_config
+from opusim.training.data.arrays import from_arrays
+from opusim.training.data.image_maps import HogMap
+from opusim.training.engine.plan import RunPlan
+from opusim.training.networks.network import FullyConnected
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -167,7 +167,7 @@ def test_a_command_without_memory_ends_in_one_line(
         "--out",
         str(tmp_path / "run"),
     )
-    done = limited("from training.cli import main; main()", n_bytes, *arguments)
+    done = limited("from opusim.training.cli import main; main()", n_bytes, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(message)
     assert len(done.stderr.splitlines()) == 1

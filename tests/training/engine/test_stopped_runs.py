@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from accounting.ledger.content import LedgerContent
+from opusim.accounting.ledger.content import LedgerContent
+from opusim.training.runs.folder import RunFolder
 from tests.support.stop_harness import STEPS
-from training.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
-from accounting.ledger.ledger import read_ledger
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.ledger.ledger import read_ledger
 from opusim.errors import ConfigError
-from training.attacks.mechanism.audit import audit_mechanism
-from training.attacks.run_audit import audit_run
-from training.config.reading import load_config
-from training.config.sections import TrainerSection
-from training.data import from_arrays
-from training.engine.plan import RunPlan
-from training.engine.session import train
-from training.errors import RunInterrupted
-from training.protections.base import NoProtection, SoftLabels
-from training.runs.run import load_run
+from opusim.training.attacks.mechanism.audit import audit_mechanism
+from opusim.training.attacks.run_audit import audit_run
+from opusim.training.config.reading import load_config
+from opusim.training.config.sections import TrainerSection
+from opusim.training.data import from_arrays
+from opusim.training.engine.plan import RunPlan
+from opusim.training.engine.session import train
+from opusim.training.errors import RunInterrupted
+from opusim.training.protections.base import NoProtection, SoftLabels
+from opusim.training.runs.run import load_run
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PACKAGES = {"trainer": SUPPORT / "third_party_trainer", "protection": SUPPORT / "third_party_protection"}

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import training
-from accounting.ledger.ledger import Ledger
-from training.config.run import RunConfig
-from training.engine.plan import RunPlan
+from opusim import training
+from opusim.accounting.ledger.ledger import Ledger
+from opusim.training.config.run import RunConfig
+from opusim.training.engine.plan import RunPlan
 
 TRAINING = str(Path(training.__file__).parent)
 MOST_CALLS, MOST_FILES = 60, 12

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 import opusim
-from accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger.ledger import read_ledger
 from opusim.errors import ConfigError
+from opusim.training.errors import RunInterrupted
+from opusim.training.reports.run_report import write_report
 from tests.support.private_loops import parts, private_loop, run_epoch
-from training.errors import RunInterrupted
-from training.reports.run_report import write_report
 
 WRITTEN = Path(__file__).with_name("written")
 LEFT_OUT = shutil.ignore_patterns("lock", "timing.jsonl")

@@ -11,30 +11,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import training
-from accounting.errors import NoGuarantee
-from opusim import open_device
+from opusim import open_device, training
+from opusim.accounting.errors import NoGuarantee
 from opusim.errors import ConfigError, DeviceError
-from training.cli.train import print_run
-from training.config.sections import MODEL_NAMES, OptimizerConfig
-from training.data import from_arrays
-from training.engine.trainer import Trainer
-from training.errors import DataError, RunFolderError, TrainingDiverged
-from training.feedback.closed_form import ClosedForm
-from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
-from training.feedback.modules import ModuleGradients, feedback_points
-from training.feedback.points import FeedbackAlignment
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.any_module import AnyModule, from_recipe
-from training.networks.models import MODELS
-from training.networks.network import FullyConnected
-from training.networks.objectives import Objective, measure
-from training.networks.optimizers import make_optimizer
-from training.networks.user_code import require_trusted
-from training.reports.run_report import write_report
-from training.runs.folder import RunFolder
-from training.runs.listing import list_runs
-from training.runs.stored_run import read_run
+from opusim.training.cli.train import print_run
+from opusim.training.config.sections import MODEL_NAMES, OptimizerConfig
+from opusim.training.data import from_arrays
+from opusim.training.engine.trainer import Trainer
+from opusim.training.errors import DataError, RunFolderError, TrainingDiverged
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
+from opusim.training.feedback.modules import ModuleGradients, feedback_points
+from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.any_module import AnyModule, from_recipe
+from opusim.training.networks.models import MODELS
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.objectives import Objective, measure
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.networks.user_code import require_trusted
+from opusim.training.reports.run_report import write_report
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.listing import list_runs
+from opusim.training.runs.stored_run import read_run
 
 CONFIG: dict[str, Any] = {
     "threads": 1,
@@ -463,7 +462,7 @@ def test_a_run_that_fails_to_begin_leaves_no_points(tmp_path: Path, monkeypatch:
     def fails(*_: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("training.engine.session._begin", fails)
+    monkeypatch.setattr("opusim.training.engine.session._begin", fails)
     with pytest.raises(OSError, match="disk full"):
         training.train(
             CONFIG | {"trainer": {"kind": "dfa"}}, data=images(), model=net, folder=tmp_path / "run"

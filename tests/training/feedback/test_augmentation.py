@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import training
+from opusim import training
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
-from training.config.reading import merged
-from training.data.image_maps import Augmentation
-from training.feedback.modules import ModuleGradients
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.any_module import AnyModule
-from training.networks.objectives import Objective
-from training.networks.record_gradients.tape import RecordTape
-from training.protections.record import RecordGradients
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.config.reading import merged
+from opusim.training.data.image_maps import Augmentation
+from opusim.training.feedback.modules import ModuleGradients
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.objectives import Objective
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.protections.record import RecordGradients
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 CLIP = 0.05
 

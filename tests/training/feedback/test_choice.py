@@ -15,13 +15,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, max_pool2d, relu
 
-import training
-from opusim import FeedbackAlignment
-from training.feedback.choice import tell
-from training.feedback.config import DfaConfig
-from training.feedback.modules import feedback_points
-from training.networks.any_module import AnyModule
-from training.networks.sequence_models import TransformerEncoder, TransformerLM
+from opusim import FeedbackAlignment, training
+from opusim.training.feedback.choice import tell
+from opusim.training.feedback.config import DfaConfig
+from opusim.training.feedback.modules import feedback_points
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.sequence_models import TransformerEncoder, TransformerLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, LENGTH, WIDTH = 16, 15, 16

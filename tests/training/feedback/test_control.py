@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import training
-from opusim import FeedbackAlignment, open_device
-from training.feedback.diagnosis import Control, is_worse
-from training.feedback.trainer import FeedbackTrainer
+from opusim import FeedbackAlignment, open_device, training
+from opusim.training.feedback.diagnosis import Control, is_worse
+from opusim.training.feedback.trainer import FeedbackTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, CLASSES = 12, 3
@@ -170,7 +169,7 @@ def test_only_runs_that_protect_nothing_have_a_control(
         return record
 
     monkeypatch.setattr(FeedbackTrainer, "step", counted)
-    monkeypatch.setattr("training.feedback.algorithm.BATCHES", BATCHES)
+    monkeypatch.setattr("opusim.training.feedback.algorithm.BATCHES", BATCHES)
     x, y = batch(0, 40)
     config = {"threads": 1, "epochs": 128, "trainer": {"kind": "dfa"}, "data": {"n_classes": CLASSES}}
     config |= {"sampler": {"batch_size": 9}, **change}

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from opusim import FeedbackAlignment, open_device
 from opusim.devices.base import NoisyDevice
-from training.feedback.projection import RelativeTernary
+from opusim.training.feedback.projection import RelativeTernary
 
 CLASSES, WIDTH, BATCH = 4, 32, 16
 x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(1))

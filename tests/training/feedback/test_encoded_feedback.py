@@ -10,10 +10,10 @@ from torch import nn
 from opusim import open_device
 from opusim.devices.base import NoisyDevice
 from opusim.encodings import bit_planes, ternarize
-from training.config.kinds import TRAINERS
-from training.config.sections import OptimizerConfig
-from training.feedback.closed_form import ClosedForm
-from training.feedback.projection import (
+from opusim.training.config.kinds import TRAINERS
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.projection import (
     AbsoluteTernary,
     BitPlanes,
     DenseProjection,
@@ -22,9 +22,9 @@ from training.feedback.projection import (
     RelativeTernary,
     StochasticTernary,
 )
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected
-from training.networks.optimizers import make_optimizer
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import make_optimizer
 
 CLASSES, OUTPUTS, SIGMA, BATCH = 4, 30, 0.37, 9
 

@@ -12,14 +12,14 @@ from opusim import open_device
 from opusim.encodings import ternarize
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import noise_stream
-from training.config.sections import OptimizerConfig
-from training.errors import TrainingDiverged
-from training.feedback.closed_form import ClosedForm
-from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.functions import cross_entropy
-from training.networks.network import FullyConnected
-from training.networks.optimizers import make_optimizer
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.errors import TrainingDiverged
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.functions import cross_entropy
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import make_optimizer
 
 WIDTHS = (9, 12, 15, 4)  # inputs, two hidden layers, classes
 SIGMA = 0.37

@@ -13,24 +13,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import training
-from opusim import open_device
+from opusim import open_device, training
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.data.samplers import PoissonSampler
+from opusim.training.engine.trainer import Trainer
+from opusim.training.feedback.modules import ModuleGradients
+from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.objectives import Objective
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.networks.record_gradients.separation import require_separate_steps
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.protections.record import RecordGradients
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.record_models import Custom
-from training.config.sections import OptimizerConfig
-from training.data.samplers import PoissonSampler
-from training.engine.trainer import Trainer
-from training.feedback.modules import ModuleGradients
-from training.feedback.points import FeedbackAlignment
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.any_module import AnyModule
-from training.networks.objectives import Objective
-from training.networks.optimizers import make_optimizer
-from training.networks.record_gradients.separation import require_separate_steps
-from training.networks.record_gradients.tape import RecordTape
-from training.protections.record import RecordGradients
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,12 +12,12 @@ from torch.nn.functional import cross_entropy
 
 from opusim import FeedbackAlignment, Medium, open_device
 from opusim.devices.base import NoisyDevice
-from training.config.sections import OptimizerConfig
-from training.feedback.closed_form import ClosedForm
-from training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected
-from training.networks.optimizers import make_optimizer
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import make_optimizer
 
 SEED = 20210603
 N, P, C, CLASSES = 3, 5, 8, 4

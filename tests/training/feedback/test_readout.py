@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import opusim
+from opusim.training.feedback.readout import LearntReadout
 from tests.support.private_loops import parts, private_loop
-from training.feedback.readout import LearntReadout
 
 
 class Stream(nn.Module):

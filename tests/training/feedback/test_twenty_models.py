@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, relu
 
 from opusim import FeedbackAlignment, open_device
-from training.feedback.projection import DeviceProjection
+from opusim.training.feedback.projection import DeviceProjection
 
 SIDE, CLASSES, WIDTH, HEADS = 8, 10, 16, 2
 LEVELS, LENGTH = 16, 16  # vocabulary and length of a digit as text

@@ -21,10 +21,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from training.networks.record_gradients.followed import rules, tracking
-from training.networks.record_gradients.followed.operators import RULES
-from training.networks.record_gradients.followed.tracking import RowTracker
-from training.networks.record_gradients.tape import RecordTape
+from opusim.training.networks.record_gradients.followed import rules, tracking
+from opusim.training.networks.record_gradients.followed.operators import RULES
+from opusim.training.networks.record_gradients.followed.tracking import RowTracker
+from opusim.training.networks.record_gradients.tape import RecordTape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RECORDS = 43  # more than the largest batch of the probe

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
+from opusim.training.networks.clipping import MOST_RECORDS, SUM_ERROR, bounded_factors
+from opusim.training.networks.contributions import sums, uses
+from opusim.training.networks.layers import jacobian_of
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.protections.record import RecordGradients, require_counted_sums
 from tests.support.private_loops import parts, private_loop
-from training.networks.clipping import MOST_RECORDS, SUM_ERROR, bounded_factors
-from training.networks.contributions import sums, uses
-from training.networks.layers import jacobian_of
-from training.networks.record_gradients.tape import RecordTape
-from training.protections.record import RecordGradients, require_counted_sums
 
 INPUTS, OUTPUTS, CLIP = 64, 16, 1.0
 

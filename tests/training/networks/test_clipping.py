@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.networks.clipping import (
+from opusim.training.networks.clipping import (
     ActivationClipping,
     ball_factors,
     clip_entries,

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from opusim.randomness.streams import SystemStream, noise_stream
-from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extreme
-from tests.support.ulr_models import MODELS, Residual
-from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.trainer import ConvexTrainer, Descent, Objective
-from training.feedback.closed_form import _add_scaled
-from training.networks.clipping import (
+from opusim.training.convex.gated import GatedNetwork, GatedRelu
+from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.training.feedback.closed_form import _add_scaled
+from opusim.training.networks.clipping import (
     ball_factors,
     bounded_factors,
     full_precision,
@@ -25,14 +23,16 @@ from training.networks.clipping import (
     row_norms,
     sphere_factors,
 )
-from training.networks.layers import LayeredNetwork
-from training.networks.network import FullyConnected
-from training.protections.amplified_labels import AmplifiedLabels
-from training.protections.base import with_constant
-from training.protections.metric import Metric
-from training.protections.record import RecordGradients
-from training.ulr.network import ModuleSequence
-from training.zeroth_order.trainer import loss_differences
+from opusim.training.networks.layers import LayeredNetwork
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.amplified_labels import AmplifiedLabels
+from opusim.training.protections.base import with_constant
+from opusim.training.protections.metric import Metric
+from opusim.training.protections.record import RecordGradients
+from opusim.training.ulr.network import ModuleSequence
+from opusim.training.zeroth_order.trainer import loss_differences
+from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extreme
+from tests.support.ulr_models import MODELS, Residual
 
 ROUNDING = 1e-5
 CLIPS = (1e-12, 1e-3, 1.0, 1e12)

@@ -16,12 +16,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from training.networks.record_gradients.followed import operators
-from training.networks.record_gradients.followed.arguments import seed_pass
-from training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
-from training.networks.record_gradients.followed.tracking import RowTracker
-from training.networks.record_gradients.layout import Layout
-from training.networks.record_gradients.tape import RecordTape
+from opusim.training.networks.record_gradients.followed import operators
+from opusim.training.networks.record_gradients.followed.arguments import seed_pass
+from opusim.training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
+from opusim.training.networks.record_gradients.followed.tracking import RowTracker
+from opusim.training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.tape import RecordTape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.ulr_models import MODELS, new_network, records
-from training.networks.clipping import measured
-from training.networks.contributions import uses
-from training.networks.contributions.sums import Contributions
-from training.networks.contributions.uses import LinearUse
-from training.networks.layers import (
+from opusim.training.networks.clipping import measured
+from opusim.training.networks.contributions import uses
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.contributions.uses import LinearUse
+from opusim.training.networks.layers import (
     ConvolutionJacobian,
     FunctionalJacobian,
     LinearJacobian,
     jacobian_of,
 )
-from training.ulr.network import ModuleSequence
+from opusim.training.ulr.network import ModuleSequence
+from tests.support.ulr_models import MODELS, new_network, records
 
 
 def by_autograd(network: ModuleSequence, layer: int, delta: Tensor, h: Tensor) -> list[list[Tensor]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.networks.models import MODELS, build_model, multiply_adds
+from opusim.training.networks.models import MODELS, build_model, multiply_adds
 
 IMAGES = {"vit-small", "mixer-small", "resnet-small", "conv-small", "gru"}
 

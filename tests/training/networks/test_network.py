@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from training.feedback.closed_form import Backpropagation
-from training.networks.functions import ACTIVATIONS, LOSSES, activation_of
-from training.networks.network import FullyConnected, LayerShape, build_sequential
+from opusim.training.feedback.closed_form import Backpropagation
+from opusim.training.networks.functions import ACTIVATIONS, LOSSES, activation_of
+from opusim.training.networks.network import FullyConnected, LayerShape, build_sequential
 
 MODULES = {"tanh": nn.Tanh, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "gelu": nn.GELU, "identity": nn.Identity}
 

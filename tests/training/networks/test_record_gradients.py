@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opusim import open_device
+from opusim.training.feedback.points import FeedbackAlignment
+from opusim.training.feedback.projection import Projection
+from opusim.training.networks.contributions import sums, uses
+from opusim.training.networks.image_models import ResNet, VisionTransformer
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.networks.sequence_models import encoder_block
 from tests.support.extreme_records import KINDS, SIZES, extreme
 from tests.support.record_models import CASES, Custom, features, make, residual_network
-from training.feedback.points import FeedbackAlignment
-from training.feedback.projection import Projection
-from training.networks.contributions import sums, uses
-from training.networks.image_models import ResNet, VisionTransformer
-from training.networks.record_gradients.tape import RecordTape
-from training.networks.sequence_models import encoder_block
 
 RECORDS = 6
 ROUNDING = 1e-5

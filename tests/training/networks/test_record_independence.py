@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import training
+from opusim import training
+from opusim.training.networks.memory import require_forgetful
+from opusim.training.networks.record_gradients.probe import require_separate_outputs
 from tests.support.ulr_models import MODELS, Residual
-from training.networks.memory import require_forgetful
-from training.networks.record_gradients.probe import require_separate_outputs
 
 N_INPUTS = 6
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from opusim.training.networks import clipping
+from opusim.training.networks.clipping import norm_bounds, row_norms
+from opusim.training.networks.contributions import sums, uses
+from opusim.training.networks.record_gradients.calls import Call
+from opusim.training.networks.record_gradients.normalisation import GroupNormUse
+from opusim.training.networks.record_gradients.tape import RecordTape
 from tests.support.extreme_records import KINDS, SIZES, extreme
-from training.networks import clipping
-from training.networks.clipping import norm_bounds, row_norms
-from training.networks.contributions import sums, uses
-from training.networks.record_gradients.calls import Call
-from training.networks.record_gradients.normalisation import GroupNormUse
-from training.networks.record_gradients.tape import RecordTape
 
 ROUNDING = 1e-5
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 import opusim
-from training.private_loop import loader as private_loader
+from opusim.training.private_loop import loader as private_loader
 
 Pair = namedtuple("Pair", ("inputs", "labels"))
 

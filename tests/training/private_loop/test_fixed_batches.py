@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.private_loop import batch as batches
+from opusim.training.private_loop.batch import OVERFLOW, PhysicalBatches, most_records
 from tests.support.private_loops import Parts, network, parts, private_loop
-from training.networks.contributions.sums import Contributions
-from training.private_loop import batch as batches
-from training.private_loop.batch import OVERFLOW, PhysicalBatches, most_records
 
 TINY = 1e-9
 

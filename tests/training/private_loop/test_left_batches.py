@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import opusim
+from opusim.training.protections.record import RecordGradients
 from tests.support.private_loops import private_loop, records
-from training.protections.record import RecordGradients
 
 Loop = opusim.PrivateTraining
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
+from opusim.training.private_loop.saves import read_save
 from tests.support.private_loops import private_loop
-from training.private_loop.saves import read_save
 
 RECORDS, LARGE = 60, 40
 """Batches above the second number are unlike those of a probe: Python's look at their size is not followed."""

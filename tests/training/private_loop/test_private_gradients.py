@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import opusim
 from opusim.randomness.streams import SeededStream
+from opusim.training.protections.record import RecordGradients
 from tests.support.private_loops import parts, private_loop, run_epoch
-from training.protections.record import RecordGradients
 
 TINY = 1e-9
 """A noise multiplier whose noise no tolerance here sees."""
@@ -146,7 +146,7 @@ def test_noise_from_loader_to_parameters_has_the_accounted_variance(
 ) -> None:
     """Records are clipped to 1e-4, so that all that moves the parameters is noise of z C / b times the rate."""
     if fault == "no noise on biases":
-        monkeypatch.setattr("training.private_loop.start.RecordGradients", WithoutNoiseOnBiases)
+        monkeypatch.setattr("opusim.training.private_loop.start.RecordGradients", WithoutNoiseOnBiases)
     given = parts(nn.Sequential(nn.Linear(8, 100), nn.Tanh(), nn.Linear(100, 3)))
     multiplier = 2000.0
     private = private_loop(tmp_path, given, noise_multiplier=multiplier, max_grad_norm=1e-4)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import opusim
-from accounting.errors import NoGuarantee
+from opusim.accounting.errors import NoGuarantee
+from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
+from opusim.training.errors import FolderBusy
+from opusim.training.private_loop.loader import PrivateLoader
+from opusim.training.private_loop.saves import read_save
 from tests.support.killing import skip_syncs, start_child
 from tests.support.private_loops import Parts, parts, private_loop, run_epoch
-from training.engine.steps import STEPS_PAID_AT_ONCE
-from training.errors import FolderBusy
-from training.private_loop.loader import PrivateLoader
-from training.private_loop.saves import read_save
 
 
 def steps_paid(folder: Path) -> int:
@@ -259,7 +259,7 @@ def test_a_killed_loop_never_used_more_than_it_paid(tmp_path: Path, mode: str, k
 
 
 def test_a_loop_that_pays_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.private_loop.session.PrivateLoader", PaysLate)
+    monkeypatch.setattr("opusim.training.private_loop.session.PrivateLoader", PaysLate)
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, "release", 1)
     with pytest.raises(AssertionError, match=r"assert False"):
         require_covered(tmp_path, "release", 1)

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import opusim
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import NoiseStream, SystemStream
+from opusim.training.private_loop.module import PrivateModule
 from tests.support.private_loops import Parts, private_loop, run_epoch
 from tests.support.subtraction import explained
-from training.private_loop.module import PrivateModule
 
 FEATURES, CLASSES, BATCH = 200, 10, 64
 Z = 20.0

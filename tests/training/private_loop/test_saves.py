@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import opusim
+from opusim.training.errors import RunFolderError
+from opusim.training.private_loop.saves import CHECKPOINT_FILE, read_save, write_save
+from opusim.training.private_loop.settings import SETTINGS_FILE, PrivacySettings
 from tests.support.private_loops import parts, private_loop, run_epoch
-from training.errors import RunFolderError
-from training.private_loop.saves import CHECKPOINT_FILE, read_save, write_save
-from training.private_loop.settings import SETTINGS_FILE, PrivacySettings
 
 FLIPS = 120
 

@@ -11,13 +11,13 @@ import torch
 from scipy.stats import norm
 from torch import nn
 
-import training
+from opusim import training
 from opusim.randomness.streams import noise_stream
-from training.errors import RunInterrupted
-from training.networks.network import FullyConnected
-from training.protections.amplified_labels import AmplifiedLabels, whitened_norms
-from training.protections.metric import Metric, equalised_weights
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.errors import RunInterrupted
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.amplified_labels import AmplifiedLabels, whitened_norms
+from opusim.training.protections.metric import Metric, equalised_weights
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 WIDTHS = (5, 7, 6, 3)  # inputs, two hidden layers, classes
 CLIP, DIVISOR, FLOOR, ROUNDS = 0.27, 17.0, 0.05, 30

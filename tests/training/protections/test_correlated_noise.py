@@ -15,24 +15,24 @@ import torch
 from scipy.optimize import minimize
 from scipy.stats import norm
 
-import training
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Status
+from opusim import training
+from opusim.accounting.errors import BudgetExceeded, NoGuarantee
+from opusim.accounting.guarantee import Status
 from opusim.errors import ConfigError
 from opusim.randomness.streams import CorrelatedStream, SeededStream, SystemStream
-from tests.accounting.records.test_banded_records import dense
-from training.config.reading import load_config
-from training.config.sections import OptimizerConfig
-from training.engine.plan import RunPlan, load_data
-from training.errors import RunInterrupted
-from training.protections.record import (
+from opusim.training.config.reading import load_config
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.engine.plan import RunPlan, load_data
+from opusim.training.errors import RunInterrupted
+from opusim.training.protections.record import (
     NEW_NOISE,
     CyclicPoissonSampler,
     banded_coefficients,
     weights_of_gradients,
 )
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import RunFolder
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.folder import RunFolder
+from tests.accounting.records.test_banded_records import dense
 
 COEFFICIENTS = (0.75, 0.5, 0.25)
 STEPS, SIZE = 9, 6

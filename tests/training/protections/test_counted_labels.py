@@ -15,20 +15,19 @@ import pytest
 import torch
 from scipy.stats import norm
 
-import training
-from accounting.composition import guarantees
-from accounting.errors import BudgetExceeded
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import CertifiedMechanism, Mechanism
-from accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon
-from opusim import open_device
+from opusim import open_device, training
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import BudgetExceeded
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms import CertifiedMechanism, Mechanism
+from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from opusim.camera.stages import number_law
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
-from training.protections import argmax_labels
-from training.protections.argmax_labels import (
+from opusim.training.protections import argmax_labels
+from opusim.training.protections.argmax_labels import (
     ArgmaxReadout,
     Cell,
     confusion,
@@ -39,10 +38,10 @@ from training.protections.argmax_labels import (
     read_argmax,
     shared_range,
 )
-from training.protections.counted_labels import CountsReadout, equidistant_pixels, read_counts
-from training.protections.label_frames import LabelFrames
-from training.protections.noisy_labels import read_once_through
-from training.runs.storage import read_array
+from opusim.training.protections.counted_labels import CountsReadout, equidistant_pixels, read_counts
+from opusim.training.protections.label_frames import LabelFrames
+from opusim.training.protections.noisy_labels import read_once_through
+from opusim.training.runs.storage import read_array
 
 K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
 

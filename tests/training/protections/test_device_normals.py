@@ -11,12 +11,11 @@ import pytest
 import torch
 from scipy.stats import kstest, norm
 
-import training
-from opusim import open_device
+from opusim import open_device, training
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
+from opusim.training.protections.base import DeviceNormals
 from tests.support.discrete_noise import DiscreteNoise
-from training.protections.base import DeviceNormals
 
 N_OUTPUTS, SIZE = 50, 40_000
 LIMIT = float(norm.isf(norm.sf(5.0) / 3))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from accounting.audit import AuditPlan, AuditResult, Verdict, audit
-from accounting.mechanisms.records import RecordCentral
+from opusim.accounting.audit import AuditPlan, AuditResult, Verdict, audit
+from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.randomness.streams import SeededStream
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.record import RecordGradients
 from tests.support.faults.divided_by_realised_size import FAULT
-from training.networks.network import FullyConnected
-from training.protections.record import RecordGradients
 
 MULTIPLIER, DELTA, BATCH, TRIALS = 2.0, 1e-5, 20, 400
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-import training
+from opusim import training
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import SeededStream
-from training.config.reading import load_config
-from training.engine.plan import RunPlan, load_data
-from training.protections.base import rounds_exactly
+from opusim.training.config.reading import load_config
+from opusim.training.engine.plan import RunPlan, load_data
+from opusim.training.protections.base import rounds_exactly
 
 RECORD = {"kind": "record", "noise_multiplier": 0.8}
 

@@ -13,26 +13,25 @@ import pytest
 import torch
 from scipy.stats import norm
 
-import training
-from accounting.composition import guarantees
-from accounting.guarantee import Status
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms.counts import LabelArgmax, argmax_epsilon
-from opusim import open_device
+from opusim import open_device, training
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Status
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms.counts import LabelArgmax, argmax_epsilon
 from opusim.description.loading import load_description
 from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.noise import LightPower
-from training.device_privacy.camera import OperatingPoint, label_counts
-from training.protections.argmax_labels import (
+from opusim.training.device_privacy.camera import OperatingPoint, label_counts
+from opusim.training.protections.argmax_labels import (
     ArgmaxReadout,
     Cell,
     confusion,
     largest_epsilon,
     shared_range,
 )
-from training.protections.counted_labels import CountsReadout
-from training.protections.label_frames import POWER_SHARE, LabelFrames
+from opusim.training.protections.counted_labels import CountsReadout
+from opusim.training.protections.label_frames import POWER_SHARE, LabelFrames
 
 K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
 POWER = {"law": "log_normal", "rms": 0.3}

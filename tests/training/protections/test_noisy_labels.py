@@ -12,19 +12,16 @@ import pytest
 import torch
 from scipy.stats import norm
 
-import training
-from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.labels import LabelReadout, RandomizedResponse
-from opusim import open_device
+from opusim import open_device, training
+from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.labels import LabelReadout, RandomizedResponse
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
-from tests.oracles.label_readings import posterior_targets
-from tests.support.discrete_noise import DiscreteNoise
-from training.feedback.projection import _CALIBRATION_STEP
-from training.protections import base, noisy_labels
-from training.protections.noisy_labels import (
+from opusim.training.feedback.projection import _CALIBRATION_STEP
+from opusim.training.protections import base, noisy_labels
+from opusim.training.protections.noisy_labels import (
     LABEL_STEP,
     LabelReadoutProtection,
     NoisyLabels,
@@ -33,8 +30,10 @@ from training.protections.noisy_labels import (
     randomize,
     read_once_through,
 )
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.storage import read_array
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.storage import read_array
+from tests.oracles.label_readings import posterior_targets
+from tests.support.discrete_noise import DiscreteNoise
 
 K, N, MU = 4, 20_000, 0.83
 LIMIT = float(norm.isf(norm.sf(5.0) / 2))  # mean and variance
@@ -262,7 +261,7 @@ def test_planted_fault_true_labels_in_training_are_caught(
     x, y = data()
     kept = likelihoods(54)[:, :3]
     monkeypatch.setattr(LabelReadoutProtection, "look", lambda self, device, pay: _paid(pay, kept))
-    monkeypatch.setattr("training.feedback.trainer.Batch.targets", lambda self, output: self.y)
+    monkeypatch.setattr("opusim.training.feedback.trainer.Batch.targets", lambda self, output: self.y)
     for name, labels in (("first", y), ("second", (y + 1) % 3)):
         training.train(ONCE, data=(x, labels), folder=tmp_path / name)
     first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")

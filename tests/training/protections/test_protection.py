@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-import training
-from accounting.errors import NoGuarantee
+from opusim import training
+from opusim.accounting.errors import NoGuarantee
 from opusim.randomness.streams import noise_stream
-from training.config.reading import merged
-from training.config.sections import OptimizerConfig
-from training.engine.plan import load_data
-from training.feedback.closed_form import ClosedForm
-from training.feedback.config import BpConfig, TdfaConfig
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected
-from training.networks.optimizers import make_optimizer
-from training.protections.record import RecordGradients
+from opusim.training.config.reading import merged
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.engine.plan import load_data
+from opusim.training.feedback.closed_form import ClosedForm
+from opusim.training.feedback.config import BpConfig, TdfaConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.protections.record import RecordGradients
 
 CLIP, DIVISOR = 0.27, 17.0
 

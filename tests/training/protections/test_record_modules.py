@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from opusim.randomness.streams import SeededStream
-from training.networks.record_gradients.tape import RecordTape
-from training.protections.record import RecordGradients
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.protections.record import RecordGradients
 
 
 def conv_net() -> nn.Module:

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-import training
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
+from opusim import training
+from opusim.accounting.errors import BudgetExceeded, NoGuarantee
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
-from training.engine.plan import load_data
-from training.protections.noisy_labels import NoisyLabels, randomize
-from training.protections.staged_responses import (
+from opusim.training.engine.plan import load_data
+from opusim.training.protections.noisy_labels import NoisyLabels, randomize
+from opusim.training.protections.staged_responses import (
     MOST_FEATURES,
     ResponseModel,
     StagedResponses,
     drawn_parts,
     randomize_in_stages,
 )
-from training.runs.storage import read_array
+from opusim.training.runs.storage import read_array
 
 K, N, EPSILON = 4, 1200, 1.5
 
@@ -210,13 +210,13 @@ def test_a_run_in_stages_pays_once_and_says_so(tmp_path: Path, mode: str, stop_a
 
 def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "training.protections.staged_responses.respond_among", lambda *_, **__: pytest.fail("drawn")
+        "opusim.training.protections.staged_responses.respond_among", lambda *_, **__: pytest.fail("drawn")
     )
 
     def refuse(*_: Any) -> None:
         raise BudgetExceeded("no")
 
-    monkeypatch.setattr("accounting.ledger.ledger.Ledger.pay_once", refuse)
+    monkeypatch.setattr("opusim.accounting.ledger.ledger.Ledger.pay_once", refuse)
     with pytest.raises(BudgetExceeded):
         training.train(config(2), data=data(), folder=tmp_path)
 

@@ -11,16 +11,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-import training
-from accounting.tables import guarantee_rows, print_rows
+from opusim import training
+from opusim.accounting.tables import guarantee_rows, print_rows
 from opusim.tables import column_widths, output_width, print_table, wrapped
-from training.reports import run_report, sweep_report
-from training.reports.drawing import Line, LineChart
-from training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
-from training.reports.sweep_report import setting_rows, write_sweep
-from training.runs.run import Run
-from training.sweeps.results import SweepFolder, SweepResult, row_of
-from training.sweeps.spec import SpecText, parse_spec, points_of
+from opusim.training.reports import run_report, sweep_report
+from opusim.training.reports.drawing import Line, LineChart
+from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
+from opusim.training.reports.sweep_report import setting_rows, write_sweep
+from opusim.training.runs.run import Run
+from opusim.training.sweeps.results import SweepFolder, SweepResult, row_of
+from opusim.training.sweeps.spec import SpecText, parse_spec, points_of
 
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
 RELEASED = {
@@ -113,7 +113,7 @@ def test_accuracies_that_barely_differ_do_not_fill_the_axis(one_epoch: Run) -> N
 def test_a_release_run_says_why_it_has_dashes(
     released: Run, one_epoch: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from training.cli.train import print_run
+    from opusim.training.cli.train import print_run
 
     page = write_report(released).read_text()
     assert RELEASE_DASHES.replace("'", "&#39;") in page

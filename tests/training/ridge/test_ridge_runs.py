@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-import training
-from accounting.composition import guarantees
-from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import mechanism_from_json
-from accounting.mechanisms.labels import LabelRelease, noise_of
+from opusim import training
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms import mechanism_from_json
+from opusim.accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import NoiseStream, SystemStream
-from training.attacks.findings import Role
-from training.attacks.run_audit import audit_run
-from training.config.kinds import without_derived
-from training.config.reading import load_config
-from training.protections import noisy_labels, released_model
-from training.protections.released_model import Design, public_design
-from training.ridge.algorithm import RidgeTrainer
-from training.runs.folder import RunFolder
-from training.runs.storage import read_array
+from opusim.training.attacks.findings import Role
+from opusim.training.attacks.run_audit import audit_run
+from opusim.training.config.kinds import without_derived
+from opusim.training.config.reading import load_config
+from opusim.training.protections import noisy_labels, released_model
+from opusim.training.protections.released_model import Design, public_design
+from opusim.training.ridge.algorithm import RidgeTrainer
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import read_array
 
 FEATURES, CLASSES, RECORDS = 39, 5, 300
 PLAIN: dict[str, Any] = {

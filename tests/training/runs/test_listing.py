@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from opusim.training.runs import listing
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.listing import WRITTEN
+from opusim.training.runs.storage import only_writer
+from opusim.training.zeroth_order.step_log import BASE_FILE, LOG_FILE, mark_file
 from tests.support.command import Finished, opusim
 from tests.support.run_folders import made
-from training.runs import listing
-from training.runs.folder import RunFolder
-from training.runs.listing import WRITTEN
-from training.runs.storage import only_writer
-from training.zeroth_order.step_log import BASE_FILE, LOG_FILE, mark_file
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
-import training
-from opusim import files
+from opusim import files, training
+from opusim.training.reports.run_report import write_report
+from opusim.training.reports.sweep_report import write_sweep
+from opusim.training.runs.run import load_run
+from opusim.training.sweeps.execution import run_sweep
+from opusim.training.sweeps.results import SweepFolder, SweepResult
+from opusim.training.sweeps.spec import points_of, read_spec
 from tests.support.command import opusim
-from training.reports.run_report import write_report
-from training.reports.sweep_report import write_sweep
-from training.runs.run import load_run
-from training.sweeps.execution import run_sweep
-from training.sweeps.results import SweepFolder, SweepResult
-from training.sweeps.spec import points_of, read_spec
 
 SMALL: dict[str, Any] = {
     "epochs": 1,

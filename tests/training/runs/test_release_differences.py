@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import training
+from opusim import training
+from opusim.training.convex import algorithm
+from opusim.training.networks import network
+from opusim.training.networks.base import seeded_generator
 from tests.support.faults.base import replaced
-from training.convex import algorithm
-from training.networks import network
-from training.networks.base import seeded_generator
 
 N, FEATURES, CLASSES, CHANGED = 120, 6, 2, 7
 RELEASED = {
@@ -185,7 +185,7 @@ def test_a_leak_in_the_folder_is_found(tmp_path: Path) -> None:
         def telling(configuration: Callable[..., bytes], mean: float = mean) -> Callable[..., bytes]:
             return lambda self, config, facts: configuration(self, config, {**facts, "mean": mean > 1})
 
-        with replaced("training.runs.folder:RunFolder.configuration", telling):
+        with replaced("opusim.training.runs.folder:RunFolder.configuration", telling):
             runs.append(released(tmp_path / name / "run", "record, pdfa", changed=changed))
     with pytest.raises(AssertionError):
         assert differing(*runs) <= set(RELEASED) | set(BY_CHANCE)

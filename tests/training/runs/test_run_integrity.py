@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 from safetensors.torch import save
 
-import training
-from accounting.errors import LedgerCorrupt
-from accounting.ledger.journal import Journal, read_positioned
-from accounting.ledger.ledger import read_ledger
+from opusim import training
+from opusim.accounting.errors import LedgerCorrupt
+from opusim.accounting.ledger.journal import Journal, read_positioned
+from opusim.accounting.ledger.ledger import read_ledger
 from opusim.errors import DeviceError
-from training.attacks.run_audit import audit_run
-from training.cli import main
-from training.engine import session
-from training.errors import RunFolderError, RunInterrupted
-from training.feedback.trainer import FeedbackTrainer
-from training.reports.run_report import write_report
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import RunFolder
+from opusim.training.attacks.run_audit import audit_run
+from opusim.training.cli import main
+from opusim.training.engine import session
+from opusim.training.errors import RunFolderError, RunInterrupted
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.reports.run_report import write_report
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.folder import RunFolder
 
 STEPS = 8
 BASE: dict[str, Any] = {
@@ -451,7 +451,7 @@ def test_a_release_run_under_a_budget_says_first_what_a_kill_costs(
         said.append(capsys.readouterr().err)
         raise RunInterrupted("enough")
 
-    monkeypatch.setattr("training.engine.session.train", stops)
+    monkeypatch.setattr("opusim.training.engine.session.train", stops)
     line = ["train", *options, "--epsilon", "2", "--release", "--quiet", "--out", str(tmp_path / "run")]
     assert opusim(monkeypatch, capsys, *line)[0] == 130
     assert (words in said[0]) if words else said == [""]
@@ -500,7 +500,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, place: str, monkeypatch:
     def refuses(*arguments: Any) -> Any:
         raise DeviceError("the device is held by another process")
 
-    monkeypatch.setattr("training.engine.plan.RunPlan.opened_device", refuses)
+    monkeypatch.setattr("opusim.training.engine.plan.RunPlan.opened_device", refuses)
     monkeypatch.chdir(tmp_path)
     folder = None if place == "chosen" else tmp_path / "runs" / "one"
     if place == "there before" and folder is not None:
@@ -533,7 +533,7 @@ def test_a_new_folder_and_its_files_survive_a_power_cut(
 def test_the_first_line_of_metrics_has_its_name_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from training.runs.storage import append_line
+    from opusim.training.runs.storage import append_line
 
     synced: list[str] = []
     fsync = os.fsync

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-import training
-from accounting.composition import guarantees
-from accounting.errors import BudgetExceeded, LedgerCorrupt, NoGuarantee
-from accounting.ledger.journal import Journal
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms import mechanism_from_json
-from training.cli import main
-from training.engine.loop import Engine
-from training.engine.steps import STEPS_PAID_AT_ONCE
-from training.errors import RunInterrupted
-from training.feedback.trainer import FeedbackTrainer
-from training.reports.run_report import write_report
+from opusim import training
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt, NoGuarantee
+from opusim.accounting.ledger.journal import Journal
+from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.mechanisms import mechanism_from_json
+from opusim.training.cli import main
+from opusim.training.engine.loop import Engine
+from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
+from opusim.training.errors import RunInterrupted
+from opusim.training.feedback.trainer import FeedbackTrainer
+from opusim.training.reports.run_report import write_report
 
 ROOT = Path(__file__).parents[3]
 EPOCHS, STEPS = 2, 8
@@ -299,7 +299,7 @@ def _never_sync(monkeypatch: pytest.MonkeyPatch) -> None:
         if not os.readlink(f"/proc/self/fd/{descriptor}").endswith("ledger.jsonl"):
             fsync(descriptor)
 
-    monkeypatch.setattr("accounting.ledger.journal.os.fsync", skip_the_ledger)
+    monkeypatch.setattr("opusim.accounting.ledger.journal.os.fsync", skip_the_ledger)
 
 
 def _pay_once_for_repeats(monkeypatch: pytest.MonkeyPatch) -> None:

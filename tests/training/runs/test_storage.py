@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from training.errors import RunFolderError
-from training.runs import storage
+from opusim.training.errors import RunFolderError
+from opusim.training.runs import storage
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

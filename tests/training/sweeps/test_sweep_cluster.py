@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from opusim.training.errors import SweepStopped
+from opusim.training.sweeps.execution import run_sweep
+from opusim.training.sweeps.results import SweepFolder
+from opusim.training.sweeps.spec import Point, points_of, read_spec
 from tests.support.ports import free_port
-from training.errors import SweepStopped
-from training.sweeps.execution import run_sweep
-from training.sweeps.results import SweepFolder
-from training.sweeps.spec import Point, points_of, read_spec
 
 dask = pytest.importorskip("dask")
 pytest.importorskip("distributed")

@@ -18,18 +18,18 @@ import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from opusim.tables import energy
-from training.cli import main
-from training.data.catalogue import build_dataset
-from training.engine.session import train_on
-from training.errors import RunFolderError, RunInterrupted, SweepStopped
-from training.reports.sweep_report import accuracy_epsilon, write_sweep
-from training.runs.folder import RunFolder
-from training.runs.run import evaluate_run, load_run
-from training.sweeps import execution
-from training.sweeps import results as curves
-from training.sweeps.execution import SweepForecast, run_point, run_sweep
-from training.sweeps.results import Row, SweepFolder, SweepResult, read_row, write_row
-from training.sweeps.spec import Point, SweepSpec, points_of, read_spec
+from opusim.training.cli import main
+from opusim.training.data.catalogue import build_dataset
+from opusim.training.engine.session import train_on
+from opusim.training.errors import RunFolderError, RunInterrupted, SweepStopped
+from opusim.training.reports.sweep_report import accuracy_epsilon, write_sweep
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.run import evaluate_run, load_run
+from opusim.training.sweeps import execution
+from opusim.training.sweeps import results as curves
+from opusim.training.sweeps.execution import SweepForecast, run_point, run_sweep
+from opusim.training.sweeps.results import Row, SweepFolder, SweepResult, read_row, write_row
+from opusim.training.sweeps.spec import Point, SweepSpec, points_of, read_spec
 
 SPEC = """\
 title = "Digits at three noises"
@@ -324,7 +324,7 @@ def _table(path: Path) -> list[dict[str, str]]:
 
 
 def _command(file: Path, out: Path) -> list[str]:
-    code = "from training.cli import main; main()"
+    code = "from opusim.training.cli import main; main()"
     return [sys.executable, "-c", code, "curve", str(file), "--out", str(out), "--jobs", "2"]
 
 

@@ -7,12 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
+from opusim.training.ulr import directions
+from opusim.training.ulr.directions import (
+    Draws,
+    Isotropic,
+    Matched,
+    coordinates_of,
+    haar_columns,
+    needed_copies,
+)
+from opusim.training.ulr.estimator import Estimator
+from opusim.training.ulr.network import ModuleSequence
 from tests.support.ulr_models import new_network, records
 from tests.training.ulr.test_estimator import losses_of, whole_jacobian
-from training.ulr import directions
-from training.ulr.directions import Draws, Isotropic, Matched, coordinates_of, haar_columns, needed_copies
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
 
 SIGMA = 0.4
 STEPS, SHARED = 400, 25

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
+from opusim.training.networks.functions import LOSS_VALUES, LOSSES, cross_entropy
+from opusim.training.networks.layers import LinearJacobian
+from opusim.training.ulr.config import Reduction
+from opusim.training.ulr.estimator import Estimator
+from opusim.training.ulr.network import ModuleSequence
 from tests.support.ulr_models import MODELS, new_network, records
-from training.networks.functions import LOSS_VALUES, LOSSES, cross_entropy
-from training.networks.layers import LinearJacobian
-from training.ulr.config import Reduction
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
 
 SIGMA = 0.4
 DRAWS = 20_000

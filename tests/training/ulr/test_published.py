@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import training
-from accounting.errors import NoGuarantee
+from opusim import training
+from opusim.accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.randomness.streams import noise_stream
+from opusim.training.networks.functions import cross_entropy_values
+from opusim.training.ulr.config import UlrConfig
+from opusim.training.ulr.estimator import parameter_estimates
+from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.published import PublishedUpdate, completing_noise
 from tests.support.ulr_models import new_network, records
-from training.networks.functions import cross_entropy_values
-from training.ulr.config import UlrConfig
-from training.ulr.estimator import parameter_estimates
-from training.ulr.network import ModuleSequence
-from training.ulr.published import PublishedUpdate, completing_noise
 
 OPTIONS = UlrConfig(
     form="published", copies=3, sigma=0.7, target_std=2.0, clip_norm=0.5, remedy="extra-noise"

@@ -10,22 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import training
-from opusim import open_device
+from opusim import open_device, training
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream, noise_stream
+from opusim.training.config import load_config
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.errors import RunFolderError, TrainingDiverged
+from opusim.training.networks.functions import cross_entropy
+from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.protections.base import DeviceNormals
+from opusim.training.protections.record import RecordGradients
+from opusim.training.ulr.estimator import Estimator
+from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
 from tests.support.ulr_models import new_network, records
-from training.config import load_config
-from training.config.sections import OptimizerConfig
-from training.errors import RunFolderError, TrainingDiverged
-from training.networks.functions import cross_entropy
-from training.networks.network import FullyConnected
-from training.networks.optimizers import make_optimizer
-from training.protections.base import DeviceNormals
-from training.protections.record import RecordGradients
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
-from training.ulr.trainer import PlainUpdate, UlrTrainer
 
 CLIP, DIVISOR = 0.31, 19.0
 CONFIG: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from opusim.processes.ranks import Ranks
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.zeroth_order.step_log import LOG_FILE, LogContent, replay
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, replay
 
 ROOT = Path(__file__).parents[3]
 

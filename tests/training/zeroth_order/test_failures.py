@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-import training
 from benchmarks.devices.faults import AT_STEP, description_file
+from opusim import training
 from opusim.devices.kinds import register_device
 from opusim.errors import DeviceError, DeviceFault
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
-from training.engine.callbacks import Callback
-from training.errors import RunInterrupted
-from training.networks.record_gradients.probe import require_separate_outputs
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import RunFolder
-from training.zeroth_order.step_log import LOG_FILE, LogContent, replay
+from opusim.training.engine.callbacks import Callback
+from opusim.training.errors import RunInterrupted
+from opusim.training.networks.record_gradients.probe import require_separate_outputs
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.folder import RunFolder
+from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, replay
 
 FAULTS = (Fault.UNPLUGGED, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import training
+from opusim import training
 from opusim.errors import ConfigError
-from training.engine.loop import Engine
-from training.errors import DataError, RunFolderError, RunInterrupted
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.zeroth_order.language import (
+from opusim.training.engine.loop import Engine
+from opusim.training.errors import DataError, RunFolderError, RunInterrupted
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.zeroth_order.language import (
     PAD,
     Lora,
     Prompt,
@@ -24,7 +24,7 @@ from training.zeroth_order.language import (
     load_classifier,
     read_texts,
 )
-from training.zeroth_order.step_log import replay
+from opusim.training.zeroth_order.step_log import replay
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 def opusim(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Run the command line in this process."""
-    from training.cli import main
+    from opusim.training.cli import main
 
     monkeypatch.setattr(sys, "argv", ["opusim", *arguments, "--quiet"])
     with pytest.raises(SystemExit) as stopped:
@@ -182,7 +182,7 @@ def test_the_command_goes_on_with_a_language_model(
     with monkeypatch.context() as planted:
         planted.setattr(Engine, "_advance", killed)
         planted.setattr(sys, "argv", ["opusim", *begun, "--quiet", "--debug"])
-        from training.cli import main
+        from opusim.training.cli import main
 
         with pytest.raises(ConnectionAbortedError):
             main()

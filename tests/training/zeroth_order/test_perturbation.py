@@ -13,8 +13,8 @@ import torch
 
 from opusim.medium.directions import Direction
 from opusim.randomness.rounded import toward_zero
-from training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
-from training.zeroth_order.trainer import (
+from opusim.training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
+from opusim.training.zeroth_order.trainer import (
     LARGEST_DIFFERENCE,
     Differences,
     jointly_clipped,

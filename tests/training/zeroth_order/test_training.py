@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-import training
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Status
+from opusim import training
+from opusim.accounting.errors import BudgetExceeded, NoGuarantee
+from opusim.accounting.guarantee import Status
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import RoundedNoise
 from opusim.randomness.streams import SeededStream
-from training.config import load_config
-from training.errors import RunFolderError
-from training.networks.network import FullyConnected
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.storage import sealed, unsealed, write_json
-from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file, replay
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.config import load_config
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.network import FullyConnected
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.storage import sealed, unsealed, write_json
+from opusim.training.zeroth_order.config import ZoConfig
+from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file, replay
+from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
 BASE = {
     "epochs": 2,
@@ -307,7 +307,7 @@ def test_release_mode_keeps_no_secret(tmp_path: Path) -> None:
 def test_replay_in_another_process_and_with_other_threads(tmp_path: Path, directions: int) -> None:
     trained = run(tmp_path, {**PROTECTED, "trainer": {"kind": "zo", "directions": directions}})
     out = tmp_path / "again.safetensors"
-    code = "import torch; torch.set_num_threads(2)\nfrom training.cli import main; main()"
+    code = "import torch; torch.set_num_threads(2)\nfrom opusim.training.cli import main; main()"
     command = [sys.executable, "-c", code, "zo", "replay", str(trained.folder.path), "--out", str(out)]
     printed = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}

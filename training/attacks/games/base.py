@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.audit import (
+from opusim import checks
+from opusim.accounting.audit import (
     AuditPlan,
     AuditResult,
     Estimate,
@@ -24,13 +25,12 @@ from accounting.audit import (
     audit_drawn_noise,
     estimated,
 )
-from accounting.composition import guarantees
-from accounting.guarantee import Guarantee
-from accounting.mechanisms import Mechanism
-from opusim import checks
+from opusim.accounting.composition import guarantees
+from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.mechanisms import Mechanism
 from opusim.randomness.streams import derive_seed
-from training.data import Dataset, Split
-from training.data.dataset import Standardisation
+from opusim.training.data import Dataset, Split
+from opusim.training.data.dataset import Standardisation
 
 PARTS = 20
 """Parts in which the trials of a world are played, so that a progress bar moves."""

@@ -24,20 +24,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.composition import guarantees
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.counts import LabelCounts
-from accounting.mechanisms.labels import LabelAmplified, LabelReadout, RandomizedResponse, StagedResponse
-from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes, same_labels
-from training.engine.plan import RunPlan
-from training.networks.contributions.sums import Contributions
-from training.networks.contributions.uses import LinearUse
-from training.networks.network import FullyConnected
-from training.protections.amplified_labels import AmplifiedLabelProtection
-from training.protections.base import PrivateGradients
-from training.protections.config import LabelAmplifiedConfig
-from training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
-from training.protections.staged_responses import StagedResponses, drawn_parts
+from opusim.accounting.composition import guarantees
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.counts import LabelCounts
+from opusim.accounting.mechanisms.labels import (
+    LabelAmplified,
+    LabelReadout,
+    RandomizedResponse,
+    StagedResponse,
+)
+from opusim.training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes, same_labels
+from opusim.training.engine.plan import RunPlan
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.contributions.uses import LinearUse
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.amplified_labels import AmplifiedLabelProtection
+from opusim.training.protections.base import PrivateGradients
+from opusim.training.protections.config import LabelAmplifiedConfig
+from opusim.training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
+from opusim.training.protections.staged_responses import StagedResponses, drawn_parts
 
 _PAIR_DELTA = 1e-5
 _LEAST_KNOWN = 2000

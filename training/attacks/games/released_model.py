@@ -21,14 +21,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from accounting.mechanisms.convex import ConvexLastIterate, learning_rates, proven_mu
-from accounting.mechanisms.labels import LabelRelease
-from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
-from training.convex.algorithm import ConvexAlgorithm
-from training.convex.gated import GatedNetwork, GatedRelu
-from training.engine.plan import RunPlan
-from training.networks.optimizers import set_learning_rate
-from training.protections.released_model import LabelReleaseProtection
+from opusim.accounting.mechanisms.convex import ConvexLastIterate, learning_rates, proven_mu
+from opusim.accounting.mechanisms.labels import LabelRelease
+from opusim.training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
+from opusim.training.convex.algorithm import ConvexAlgorithm
+from opusim.training.convex.gated import GatedNetwork, GatedRelu
+from opusim.training.engine.plan import RunPlan
+from opusim.training.networks.optimizers import set_learning_rate
+from opusim.training.protections.released_model import LabelReleaseProtection
 
 RECORDS = 128
 """Records whose labels are attacked in one model."""

@@ -15,30 +15,35 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms.counts import LabelArgmax, LabelCounts
-from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim import checks
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts
+from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from training.attacks.mechanism.checks import Released, checked, shared
-from training.attacks.mechanism.contributions import (
+from opusim.training.attacks.mechanism.checks import Released, checked, shared
+from opusim.training.attacks.mechanism.contributions import (
     STEPS,
     Weights,
     read_amounts,
     single_record_checks,
     small_batches,
 )
-from training.attacks.mechanism.counted import answer_checks, count_checks, response_checks, staged_checks
-from training.attacks.mechanism.readings import (
+from opusim.training.attacks.mechanism.counted import (
+    answer_checks,
+    count_checks,
+    response_checks,
+    staged_checks,
+)
+from opusim.training.attacks.mechanism.readings import (
     kept_scores,
     kept_states,
     released_steps,
     responses,
 )
-from training.attacks.mechanism.report import Check, MechanismAudit
-from training.attacks.mechanism.subjects import (
+from opusim.training.attacks.mechanism.report import Check, MechanismAudit
+from opusim.training.attacks.mechanism.subjects import (
     COUNTED,
     MODULES,
     PRIVATE_LOOP,
@@ -50,15 +55,15 @@ from training.attacks.mechanism.subjects import (
     require_known_laws,
     require_steps,
 )
-from training.config.kinds import PROTECTIONS
-from training.config.reading import load_config, merged, parse_setting
-from training.config.run import RunConfig
-from training.config.sections import ProtectionSection
-from training.data import Dataset
-from training.engine.callbacks import Callback
-from training.engine.session import train
-from training.private_loop.start import make_private
-from training.runs.folder import RunFolder
+from opusim.training.config.kinds import PROTECTIONS
+from opusim.training.config.reading import load_config, merged, parse_setting
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import ProtectionSection
+from opusim.training.data import Dataset
+from opusim.training.engine.callbacks import Callback
+from opusim.training.engine.session import train
+from opusim.training.private_loop.start import make_private
+from opusim.training.runs.folder import RunFolder
 
 RUNS = 2
 MIN_STEPS = 40

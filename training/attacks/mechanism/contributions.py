@@ -20,24 +20,24 @@ import scipy.stats
 import torch
 from torch import Tensor, nn
 
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import Mechanism
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms import Mechanism
 from opusim.medium.directions import Direction
 from opusim.p_values import bonferroni
-from training.attacks.base import Records
-from training.attacks.controls import plain_descent
-from training.attacks.mechanism.report import Check
-from training.attacks.mechanism.subjects import Subject
-from training.attacks.replay import NoiselessStep
-from training.config.reading import merged
-from training.config.run import RunConfig
-from training.convex.config import ConvexConfig
-from training.data import Dataset
-from training.engine.plan import RunPlan
-from training.networks.functions import LOSSES
-from training.protections.config import NoProtectionConfig
-from training.runs.folder import RunFolder
-from training.zeroth_order.step_log import LOG_FILE, LogContent
+from opusim.training.attacks.base import Records
+from opusim.training.attacks.controls import plain_descent
+from opusim.training.attacks.mechanism.report import Check
+from opusim.training.attacks.mechanism.subjects import Subject
+from opusim.training.attacks.replay import NoiselessStep
+from opusim.training.config.reading import merged
+from opusim.training.config.run import RunConfig
+from opusim.training.convex.config import ConvexConfig
+from opusim.training.data import Dataset
+from opusim.training.engine.plan import RunPlan
+from opusim.training.networks.functions import LOSSES
+from opusim.training.protections.config import NoProtectionConfig
+from opusim.training.runs.folder import RunFolder
+from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent
 
 _MIN_EXCESS = 1.5
 """Smallest ratio of a record's gradient norm to the clip in every layer."""

@@ -16,17 +16,17 @@ from itertools import combinations
 import numpy as np
 import scipy.stats
 
-from accounting.mechanisms.counts import LabelArgmax, LabelCounts
-from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
+from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts
+from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
-from training.attacks.mechanism.checks import LAGS, shared
-from training.attacks.mechanism.report import Check
-from training.data import Dataset
-from training.engine.plan import RunPlan
-from training.protections.counted_labels import equidistant_pixels
-from training.protections.label_frames import LabelFrames
-from training.runs.folder import RunFolder
-from training.runs.storage import read_array
+from opusim.training.attacks.mechanism.checks import LAGS, shared
+from opusim.training.attacks.mechanism.report import Check
+from opusim.training.data import Dataset
+from opusim.training.engine.plan import RunPlan
+from opusim.training.protections.counted_labels import equidistant_pixels
+from opusim.training.protections.label_frames import LabelFrames
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import read_array
 
 _SAME = 1e-6
 """Relative difference of rates, paid for against the device's, that is rounding."""

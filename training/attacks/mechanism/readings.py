@@ -18,10 +18,10 @@ import numpy as np
 import scipy.signal
 from torch import Tensor
 
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms.convex import ConvexLastIterate, learning_rates
-from training.attacks.mechanism.checks import BatchLaw, Released, Sums
-from training.attacks.mechanism.contributions import (
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms.convex import ConvexLastIterate, learning_rates
+from opusim.training.attacks.mechanism.checks import BatchLaw, Released, Sums
+from opusim.training.attacks.mechanism.contributions import (
     Gradient,
     Weights,
     clipped,
@@ -33,14 +33,14 @@ from training.attacks.mechanism.contributions import (
     record_gradients,
     require_beyond,
 )
-from training.attacks.mechanism.subjects import Subject
-from training.config.run import RunConfig
-from training.data import Dataset
-from training.protections.config import LabelAmplifiedConfig
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import RunFolder
-from training.runs.storage import read_array
-from training.zeroth_order.step_log import LOG_FILE, LogContent
+from opusim.training.attacks.mechanism.subjects import Subject
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Dataset
+from opusim.training.protections.config import LabelAmplifiedConfig
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import read_array
+from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent
 
 
 def released_steps(

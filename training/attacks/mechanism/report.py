@@ -12,7 +12,7 @@ from pydantic import computed_field
 
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
 from opusim.tables import wrapped
-from training.runs.storage import record_from_json, record_json
+from opusim.training.runs.storage import record_from_json, record_json
 
 SCHEMA_VERSION = 1
 _WIDTH = 80

@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.errors import NoGuarantee
+from opusim.accounting.errors import NoGuarantee
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
-from training.config.reading import flat
-from training.config.run import RunConfig
-from training.config.sections import ProtectionSection
-from training.convex.gated import GatedRelu
-from training.data import Dataset, Split
-from training.data.dataset import Standardisation
-from training.networks.sequence_models import encoder_block
-from training.zeroth_order.config import ZoConfig
+from opusim.training.config.reading import flat
+from opusim.training.config.run import RunConfig
+from opusim.training.config.sections import ProtectionSection
+from opusim.training.convex.gated import GatedRelu
+from opusim.training.data import Dataset, Split
+from opusim.training.data.dataset import Standardisation
+from opusim.training.networks.sequence_models import encoder_block
+from opusim.training.zeroth_order.config import ZoConfig
 
 SINGLE_RECORDS = 12
 """Records that differ, each with a feature of its own."""

@@ -15,37 +15,37 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting import numerics
-from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
-from accounting.composition import guarantees as composed
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Unit
-from accounting.ledger.content import LedgerContent
-from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import Mechanism
-from accounting.mechanisms.records import ClippedRecords
 from opusim import checks
+from opusim.accounting import numerics
+from opusim.accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
+from opusim.accounting.composition import guarantees as composed
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Guarantee, Unit
+from opusim.accounting.ledger.content import LedgerContent
+from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.randomness.streams import derive_seed
-from training.attacks.findings import Audit, Finding, Played, Role
-from training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
-from training.attacks.one_run.observers import (
+from opusim.training.attacks.findings import Audit, Finding, Played, Role
+from opusim.training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
+from opusim.training.attacks.one_run.observers import (
     EntryObserver,
     FirstLayerObserver,
     Observer,
     Sight,
 )
-from training.attacks.replay import AuditedRun
-from training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run, update_clipping
-from training.data import Dataset, Split
-from training.engine.algorithm import Arrays
-from training.engine.plan import RunPlan
-from training.engine.session import train_planned
-from training.feedback.config import FeedbackConfig
-from training.networks.layers import LayeredNetwork
-from training.networks.network import FullyConnected
-from training.protections.base import PrivateGradients
-from training.runs.folder import RunFolder
-from training.ulr.config import UlrConfig
+from opusim.training.attacks.replay import AuditedRun
+from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run, update_clipping
+from opusim.training.data import Dataset, Split
+from opusim.training.engine.algorithm import Arrays
+from opusim.training.engine.plan import RunPlan
+from opusim.training.engine.session import train_planned
+from opusim.training.feedback.config import FeedbackConfig
+from opusim.training.networks.layers import LayeredNetwork
+from opusim.training.networks.network import FullyConnected
+from opusim.training.protections.base import PrivateGradients
+from opusim.training.runs.folder import RunFolder
+from opusim.training.ulr.config import UlrConfig
 
 DEFAULT_CANARIES = 1000
 CONFIDENCE = 0.95

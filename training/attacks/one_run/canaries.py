@@ -23,12 +23,12 @@ from torch import Tensor
 from opusim import checks
 from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
-from training.networks.any_module import AnyModule
-from training.networks.base import Network
-from training.networks.contributions.sums import Contributions
-from training.networks.contributions.uses import ConvolutionUse, LinearUse, Use
-from training.networks.layers import LayeredNetwork, ModuleUse
-from training.protections.base import PrivateGradients, WrappedGradients
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.base import Network
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.contributions.uses import ConvolutionUse, LinearUse, Use
+from opusim.training.networks.layers import LayeredNetwork, ModuleUse
+from opusim.training.protections.base import PrivateGradients, WrappedGradients
 
 _EXCESS = 2.0**10
 """Norm of a crafted gradient before the clip, in units of C."""

@@ -37,16 +37,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.audit import FEWEST_CANARIES
-from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, from_json
-from accounting.mechanisms import Mechanism
 from opusim import checks
+from opusim.accounting.audit import FEWEST_CANARIES
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, from_json
+from opusim.accounting.mechanisms import Mechanism
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
-from training.attacks.findings import Audit, Played, Role
-from training.attacks.one_run.audit import (
+from opusim.training.attacks.findings import Audit, Played, Role
+from opusim.training.attacks.one_run.audit import (
     CONFIDENCE,
     Claim,
     finding_of_scores,
@@ -54,17 +54,17 @@ from training.attacks.one_run.audit import (
     started_again,
     with_records,
 )
-from training.attacks.one_run.observers import Sight
-from training.attacks.run_audit import audit_place, drawn_seed, read_run
-from training.data import Dataset
-from training.engine.algorithm import Arrays
-from training.engine.plan import RunPlan
-from training.engine.session import train_planned
-from training.errors import RunFolderError
-from training.networks.network import FullyConnected
-from training.runs.cluster import connected
-from training.runs.folder import RunFolder
-from training.runs.storage import digest_of, read_json, require_unchanged, sealed, write_json
+from opusim.training.attacks.one_run.observers import Sight
+from opusim.training.attacks.run_audit import audit_place, drawn_seed, read_run
+from opusim.training.data import Dataset
+from opusim.training.engine.algorithm import Arrays
+from opusim.training.engine.plan import RunPlan
+from opusim.training.engine.session import train_planned
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.network import FullyConnected
+from opusim.training.runs.cluster import connected
+from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import digest_of, read_json, require_unchanged, sealed, write_json
 
 DEFAULT_TRAININGS = 400
 SCORES_FILE = "final-model-scores.json"

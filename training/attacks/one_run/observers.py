@@ -26,17 +26,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.audit import Law, Method
-from training.attacks.base import Descent
-from training.attacks.one_run.canaries import Canaries, CraftedGradients
-from training.attacks.update_attacks import row_space
-from training.config.sections import OptimizerConfig
-from training.data.samplers import Sampler
-from training.engine.callbacks import Callback
-from training.networks.base import Network
-from training.networks.optimizers import make_optimizer, set_learning_rate
-from training.protections.base import with_constant
-from training.protections.record import CyclicPoissonSampler
+from opusim.accounting.audit import Law, Method
+from opusim.training.attacks.base import Descent
+from opusim.training.attacks.one_run.canaries import Canaries, CraftedGradients
+from opusim.training.attacks.update_attacks import row_space
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.data.samplers import Sampler
+from opusim.training.engine.callbacks import Callback
+from opusim.training.networks.base import Network
+from opusim.training.networks.optimizers import make_optimizer, set_learning_rate
+from opusim.training.protections.base import with_constant
+from opusim.training.protections.record import CyclicPoissonSampler
 
 _SPIKE = 0.05
 """Two steps whose noise is the same differ by -1, 0 or 1 up to far less than this, in units of C."""

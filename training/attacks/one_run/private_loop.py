@@ -11,19 +11,19 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
-from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from opusim import checks
+from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from opusim.randomness.streams import derive_seed
-from training.attacks.findings import Audit
-from training.attacks.one_run.audit import DEFAULT_CANARIES, read_canaries
-from training.attacks.one_run.canaries import Canaries, CraftedGradients
-from training.attacks.one_run.observers import GradientObserver
-from training.attacks.run_audit import drawn_seed
-from training.config.sections import OptimizerConfig
-from training.networks.any_module import AnyModule
-from training.networks.contributions.sums import Contributions
-from training.private_loop.session import PrivateTraining
-from training.protections.base import PrivateGradients
+from opusim.training.attacks.findings import Audit
+from opusim.training.attacks.one_run.audit import DEFAULT_CANARIES, read_canaries
+from opusim.training.attacks.one_run.canaries import Canaries, CraftedGradients
+from opusim.training.attacks.one_run.observers import GradientObserver
+from opusim.training.attacks.run_audit import drawn_seed
+from opusim.training.config.sections import OptimizerConfig
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.private_loop.session import PrivateTraining
+from opusim.training.protections.base import PrivateGradients
 
 
 def audit_private_loop(

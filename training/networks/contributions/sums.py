@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from training.networks.clipping import (
+from opusim.training.networks.clipping import (
     CANCELLED,
     Clip,
     Measured,
@@ -22,7 +22,15 @@ from training.networks.clipping import (
     measured,
     resolved,
 )
-from training.networks.contributions.uses import NOWHERE, LinearUse, OuterUse, Part, Use, chunked, joined
+from opusim.training.networks.contributions.uses import (
+    NOWHERE,
+    LinearUse,
+    OuterUse,
+    Part,
+    Use,
+    chunked,
+    joined,
+)
 
 _GRAM_SHARE = 1.0
 """Products of a record's gradient, over those of its Gram matrices, up to which the gradient is formed."""

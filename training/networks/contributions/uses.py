@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from training.networks.clipping import MILD, Clip, Measured, by_record, finite_rows, measured, product_slack
+from opusim.training.networks.clipping import (
+    MILD,
+    Clip,
+    Measured,
+    by_record,
+    finite_rows,
+    measured,
+    product_slack,
+)
 
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _GRAM_COST = 2

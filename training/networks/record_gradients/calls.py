@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from training.networks.contributions.uses import Use
-from training.networks.record_gradients.layout import Layout, split_records
+from opusim.training.networks.contributions.uses import Use
+from opusim.training.networks.record_gradients.layout import Layout, split_records
 
 
 class FlatSpec(NamedTuple):

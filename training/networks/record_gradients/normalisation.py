@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.networks.record_gradients.calls import Bound, Call, CallUse, Site
-from training.networks.record_gradients.layout import split_records
+from opusim.training.networks.record_gradients.calls import Bound, Call, CallUse, Site
+from opusim.training.networks.record_gradients.layout import split_records
 
 
 class NormalisationUse(CallUse):

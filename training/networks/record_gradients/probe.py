@@ -1,7 +1,7 @@
 """Find where the records of a batch stand in every use of a parameter, and refuse models that mix records.
 
 The model runs forwards and backwards on batches of two sizes, and every operator is followed
-(`training.networks.record_gradients.followed.tracking`): which rows belong to a record, and whether rows depend on
+(`opusim.training.networks.record_gradients.followed.tracking`): which rows belong to a record, and whether rows depend on
 other records, follows from the operators, not from what the records hold.
 """
 
@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from opusim.devices.base import NoisyDevice
-from training.networks.memory import preserved_attributes, require_forgetful
-from training.networks.record_gradients.calls import Key, Kinds, Site, Slot
-from training.networks.record_gradients.followed.arguments import seed_pass
-from training.networks.record_gradients.followed.placement import Held, Mixed, State
-from training.networks.record_gradients.followed.tracking import RowTracker, Survey
-from training.networks.record_gradients.layout import Layout, Rows
-from training.networks.record_gradients.recorder import Recorder
-from training.networks.record_gradients.uses import copies
-from training.networks.record_independence import (
+from opusim.training.networks.memory import preserved_attributes, require_forgetful
+from opusim.training.networks.record_gradients.calls import Key, Kinds, Site, Slot
+from opusim.training.networks.record_gradients.followed.arguments import seed_pass
+from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State
+from opusim.training.networks.record_gradients.followed.tracking import RowTracker, Survey
+from opusim.training.networks.record_gradients.layout import Layout, Rows
+from opusim.training.networks.record_gradients.recorder import Recorder
+from opusim.training.networks.record_gradients.uses import copies
+from opusim.training.networks.record_independence import (
     MIXES_REMEDY,
     batch_statistics,
     perturbed,

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from training.networks.record_gradients.calls import (
+from opusim.training.networks.record_gradients.calls import (
     Call,
     FlatSpec,
     Key,
@@ -24,17 +24,17 @@ from training.networks.record_gradients.calls import (
     Site,
     real_tensors,
 )
-from training.networks.record_gradients.layout import Layout
-from training.networks.record_gradients.normalisation import group_norm
-from training.networks.record_gradients.recurrent import (
+from opusim.training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.normalisation import group_norm
+from opusim.training.networks.record_gradients.recurrent import (
     CELLS,
     RECURRENT,
     require_no_packing,
     unrolled,
     unrolled_cell,
 )
-from training.networks.record_gradients.unread import unread_masks
-from training.networks.record_gradients.uses import CLOSED, copies, require_separate_records
+from opusim.training.networks.record_gradients.unread import unread_masks
+from opusim.training.networks.record_gradients.uses import CLOSED, copies, require_separate_records
 
 _PLAIN = (Tensor, int, float, complex, str, slice, torch.dtype, torch.device)
 

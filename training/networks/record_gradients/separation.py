@@ -1,7 +1,7 @@
 """Refuse modules and losses with which a training step would not keep the records of a batch apart.
 
 `RecordTape` bounds what a record adds to a sum if no other record changes it. Which rows belong to a record follows
-from the operators that run (`training.networks.record_gradients.followed`). What operators do not show is tried on
+from the operators that run (`opusim.training.networks.record_gradients.followed`). What operators do not show is tried on
 invented records, so that nothing that is refused here depends on private ones:
 
 - parameters or buffers that a forward pass changes: a checkpoint would hold them without noise;
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import DeviceError
-from training.networks.memory import preserved_attributes, require_forgetful
-from training.networks.record_gradients.calls import real_tensors
-from training.networks.record_gradients.layout import Rows
-from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_independence import (
+from opusim.training.networks.memory import preserved_attributes, require_forgetful
+from opusim.training.networks.record_gradients.calls import real_tensors
+from opusim.training.networks.record_gradients.layout import Rows
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.networks.record_independence import (
     MIXES_REMEDY,
     batch_statistics,
     first_half,

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from opusim import checks
-from training.networks.clipping import bounded_factors
-from training.networks.contributions.sums import Contributions
-from training.networks.contributions.uses import Use
-from training.networks.record_gradients.calls import Kinds
-from training.networks.record_gradients.layout import Rows
-from training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
-from training.networks.record_gradients.recorder import Recorder
-from training.networks.record_gradients.uses import use_of
-from training.networks.record_independence import preserved_generators
+from opusim.training.networks.clipping import bounded_factors
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.contributions.uses import Use
+from opusim.training.networks.record_gradients.calls import Kinds
+from opusim.training.networks.record_gradients.layout import Rows
+from opusim.training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
+from opusim.training.networks.record_gradients.recorder import Recorder
+from opusim.training.networks.record_gradients.uses import use_of
+from opusim.training.networks.record_independence import preserved_generators
 
 
 class RecordTape:
@@ -40,7 +40,7 @@ class RecordTape:
 
     With factors f_i from `squared_norms`, the contribution of a record to the sum that `set_gradients` writes, as
     float32 arithmetic forms it, has at most the norm that was measured times f_i, up to 1e-6 of it, whatever finite
-    numbers the record holds (training.networks.clipping); a record whose norm is not finite adds exactly nothing.
+    numbers the record holds (opusim.training.networks.clipping); a record whose norm is not finite adds exactly nothing.
     Products of several uses of a weight may cancel, so they are summed in float64; those of one use at several
     positions count at least 1/128 of their magnitudes in the norm.
 

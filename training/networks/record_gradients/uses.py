@@ -4,7 +4,7 @@ A use is one call of a torch function on a parameter, or on a tensor computed fr
 gradient at the call's output and h its other arguments, record i adds J_i^T delta_i.
 
 - Linear maps, embeddings and convolutions add sums of outer products sum_p s_ip u_ip^T over positions p, which are
-  measured without being formed (`training.networks.contributions.uses`).
+  measured without being formed (`opusim.training.networks.contributions.uses`).
 - Every other use forms the gradients of some records at once (`Use.rows`).
 """
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.networks.contributions.uses import ConvolutionUse, EmbeddingUse, LinearUse, Use
-from training.networks.record_gradients.calls import Bound, Call, CallUse, Site, real_tensors
-from training.networks.record_gradients.layout import Layout
-from training.networks.record_gradients.normalisation import normalisation
+from opusim.training.networks.contributions.uses import ConvolutionUse, EmbeddingUse, LinearUse, Use
+from opusim.training.networks.record_gradients.calls import Bound, Call, CallUse, Site, real_tensors
+from opusim.training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.normalisation import normalisation
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from opusim import ProtectionSection
-from training.config.sections import Given
+from opusim.training.config.sections import Given
 
 
 class ShieldConfig(ProtectionSection):

@@ -3,9 +3,9 @@
 import torch
 
 from opusim import Algorithm, StepRecord, Trainer
-from training.networks.functions import cross_entropy
-from training.networks.network import FullyConnected, LayerShape, build_sequential
-from training.networks.optimizers import make_optimizer
+from opusim.training.networks.functions import cross_entropy
+from opusim.training.networks.network import FullyConnected, LayerShape, build_sequential
+from opusim.training.networks.optimizers import make_optimizer
 
 
 class SoftmaxTrainer(Algorithm, Trainer):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from training.networks.record_gradients.followed.placement import Held, Refused
-from training.networks.record_gradients.followed.rules import Operation, Outputs
-from training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.followed.placement import Held, Refused
+from opusim.training.networks.record_gradients.followed.rules import Operation, Outputs
+from opusim.training.networks.record_gradients.layout import Layout
 
 _SIZES = frozenset({
     "size", "sizes", "shape", "self_size", "input_sizes", "input_size", "repeats", "split_size", "split_sizes", "N",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.networks.record_gradients.followed.placement import (
+from opusim.training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
     Refused,
@@ -16,7 +16,7 @@ from training.networks.record_gradients.followed.placement import (
     joined,
     moved_state,
 )
-from training.networks.record_gradients.followed.rules import (
+from opusim.training.networks.record_gradients.followed.rules import (
     ORDER_REMEDY,
     TABLE_REMEDY,
     VIEWS,
@@ -26,7 +26,7 @@ from training.networks.record_gradients.followed.rules import (
     first_mixed,
     moved,
 )
-from training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.layout import Layout
 
 BY_PLACE = frozenset({
     "index", "_unsafe_index", "index_put", "_index_put_impl", "_unsafe_index_put", "_embedding_bag",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from training.networks.record_gradients.followed import lookups, rules
-from training.networks.record_gradients.followed.rules import JOINS, VIEWS, Operation, Rule
+from opusim.training.networks.record_gradients.followed import lookups, rules
+from opusim.training.networks.record_gradients.followed.rules import JOINS, VIEWS, Operation, Rule
 
 
 def _each(names: str, rule: Rule) -> Iterator[tuple[str, Rule]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from training.networks.record_gradients.followed.placement import (
+from opusim.training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
     Refused,
@@ -23,7 +23,7 @@ from training.networks.record_gradients.followed.placement import (
     moved_state,
     strided_like,
 )
-from training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.layout import Layout
 
 REDUCE_REMEDY = (
     "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "

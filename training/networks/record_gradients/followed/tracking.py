@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.networks.record_gradients.followed.arguments import (
+from opusim.training.networks.record_gradients.followed.arguments import (
     address,
     cuts_of,
     cuts_of_records,
@@ -44,9 +44,9 @@ from training.networks.record_gradients.followed.arguments import (
     require_dense,
     same_owners,
 )
-from training.networks.record_gradients.followed.lookups import BY_PLACE, counts_on
-from training.networks.record_gradients.followed.operators import keeps_alike, rule_of
-from training.networks.record_gradients.followed.placement import (
+from opusim.training.networks.record_gradients.followed.lookups import BY_PLACE, counts_on
+from opusim.training.networks.record_gradients.followed.operators import keeps_alike, rule_of
+from opusim.training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
     Refused,
@@ -55,8 +55,8 @@ from training.networks.record_gradients.followed.placement import (
     constant_state,
     scaled_dimension,
 )
-from training.networks.record_gradients.followed.rules import Operation, Outputs
-from training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.followed.rules import Operation, Outputs
+from opusim.training.networks.record_gradients.layout import Layout
 
 _LOGGED = 4096
 """Numbers of a tensor that Python's numbers make, which are kept to compare two passes."""

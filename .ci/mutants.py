@@ -227,7 +227,7 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
     """Imports one module from a changed source, and leaves all others to the usual finders."""
 
     def __init__(self, file: str, source: str) -> None:
-        super().__init__(file.removesuffix(".py").replace("/", "."), str(ROOT / file))
+        super().__init__("opusim." + file.removesuffix(".py").replace("/", "."), str(ROOT / file))
         self.source = source
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

@@ -15,7 +15,6 @@ import ast
 import os
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,6 @@ def __getattr__(name: str) -> Any:
     if home is None:
         advice = f"; {_FORMER[name]}" if name in _FORMER else ""
         raise AttributeError(f"module 'opusim' has no attribute {name!r}{advice}")
-    _require_ours(home.partition(".")[0])
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value
@@ -71,18 +69,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _require_ours(layer: str) -> None:
-    """Refuse another project's module that hides one of ours.
-
-    Raises:
-        ImportError: names its file.
-    """
-    spec = find_spec(layer)
-    found = None if spec is None else spec.origin
-    if found is None or Path(found).resolve().parents[1] != _STUB.resolve().parents[1]:
-        raise ImportError(
-            f"the module {layer!r} at {found} hides the one that comes with opusim; rename it, or run Python from "
-            "another folder"
-        )

@@ -21,6 +21,7 @@ from tests.support.imports import (
     circles,
     graph,
     imports_of,
+    in_layer,
     module_of,
     product_files,
     product_imports,
@@ -101,7 +102,7 @@ ORDER = {
 
 def room_of(module: str) -> tuple[str, str]:
     """The layer and the room of a module; a trainer's `config.py` counts as configuration."""
-    layer, *rest = module.split(".")
+    layer, *rest = in_layer(module).split(".")
     if layer == "training" and len(rest) > 1 and rest[-1] == "config":
         return layer, "config"
     return layer, rest[0] if rest else ""
@@ -126,7 +127,8 @@ def names_upper_layers(path: str, source: str) -> set[str]:
     layer = path.split("/")[0]
     if path in FRONT_DOOR:
         return set()
-    ours = {each.target for each in imports_of(source) if each.target.split(".")[0] in LAYERS}
+    targets = {in_layer(each.target) for each in imports_of(source)}
+    ours = {name for name in targets if name.split(".")[0] in LAYERS}
     return {name for name in ours if not any(f"{name}.".startswith(f"{good}.") for good in ALLOWED[layer])}
 
 
@@ -200,7 +202,7 @@ def test_imports_go_one_way(layer: str) -> None:
 
 
 def test_an_import_of_an_upper_layer_is_caught() -> None:
-    upward = "from training.engine.loop import Engine"
+    upward = "from opusim.training.engine.loop import Engine"
     assert names_upper_layers("opusim/files.py", upward) == {"training.engine.loop.Engine"}
     assert names_upper_layers("opusim/noise.py", upward)
     assert not names_upper_layers("opusim/__init__.py", upward)
@@ -221,12 +223,17 @@ def test_rooms_import_lower_rooms_only(layer: str) -> None:
 
 
 def test_an_arrow_against_the_order_is_caught() -> None:
-    upward = {"training.data.arrays": {"training.engine.loop"}}
+    upward = {"opusim.training.data.arrays": {"opusim.training.engine.loop"}}
     assert against_the_order(upward, "training") == {("data", "engine")}
-    sideways = {"training.ulr.trainer": {"training.convex.trainer"}}
+    sideways = {"opusim.training.ulr.trainer": {"opusim.training.convex.trainer"}}
     assert against_the_order(sideways, "training") == {("ulr", "convex")}
-    assert against_the_order({"training.data.arrays": {"training"}}, "training") == {("data", "__init__")}
-    section = {"training.engine.plan": {"training.ulr.config"}, "training": {"training.cli"}}
+    assert against_the_order({"opusim.training.data.arrays": {"opusim.training"}}, "training") == {
+        ("data", "__init__")
+    }
+    section = {
+        "opusim.training.engine.plan": {"opusim.training.ulr.config"},
+        "opusim.training": {"opusim.training.cli"},
+    }
     assert not against_the_order(section, "training")
 
 
@@ -274,8 +281,11 @@ def test_imports_stand_at_the_top() -> None:
 
 def test_an_import_inside_a_function_is_caught() -> None:
     source = "import torch\nclass A:\n    def f(self):\n        import scipy\n"
-    imports = {"training.ulr.trainer": imports_of(source), "training.cli.app": imports_of(source)}
-    assert hidden_imports(imports) == [("training.ulr.trainer", 4)]
+    imports = {
+        "opusim.training.ulr.trainer": imports_of(source),
+        "opusim.training.cli.app": imports_of(source),
+    }
+    assert hidden_imports(imports) == [("opusim.training.ulr.trainer", 4)]
 
 
 def test_kinds_of_protection_are_compared_in_their_configuration_only() -> None:
@@ -328,16 +338,19 @@ def test_only_the_public_name_may_name_upper_layers() -> None:
     ("statement", "heavy"),
     [
         ("import opusim, opusim.noise, opusim.errors", {"torch", "numba", "pydantic", "scipy"}),
-        ("import opusim; opusim.ConfigError, dir(opusim)", {"torch", "numba", "pydantic", "training"}),
+        ("import opusim; opusim.ConfigError, dir(opusim)", {"torch", "numba", "pydantic", "opusim.training"}),
         ("import opusim.cli", {"torch", "numba", "pydantic", "scipy", "numpy"}),
-        ("import training.cli", {"torch", "numba", "matplotlib", "scipy", "sklearn"}),
-        ("from training.config import load_config; load_config()", {"torch", "numba", "matplotlib", "scipy"}),
+        ("import opusim.training.cli", {"torch", "numba", "matplotlib", "scipy", "sklearn"}),
+        (
+            "from opusim.training.config import load_config; load_config()",
+            {"torch", "numba", "matplotlib", "scipy"},
+        ),
         (  # what `report` reads and shows a run with
-            "import training.reports.run_report, training.runs.stored_run",
+            "import opusim.training.reports.run_report, opusim.training.runs.stored_run",
             {"torch", "numba", "matplotlib", "scipy", "sklearn"},
         ),
         (  # what `evaluate` reads a run with
-            "import training.runs.run, training.feedback.algorithm",
+            "import opusim.training.runs.run, opusim.training.feedback.algorithm",
             {"numba", "matplotlib", "scipy", "sklearn"},
         ),
     ],

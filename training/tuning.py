@@ -2,8 +2,8 @@
 
 A trial's model protects the training records by the guarantee of its run. Its score protects the held-out records: it
 is the number of them that the model classifies rightly, which one record changes by at most 1, plus N(0, 1 / mu^2),
-exactly rounded, over a public number. No record is in both sets. `opusim.accounting.mechanisms.selection` prices the choice,
-and gives trials and scores the least noise that keeps the whole search within its epsilon.
+exactly rounded, over a public number. No record is in both sets. `opusim.accounting.mechanisms.selection` prices the
+choice, and gives trials and scores the least noise that keeps the whole search within its epsilon.
 
 **Every search is paid for before its number of trials is drawn.** A stopped search resumes without a second payment as
 long as its `tuning.json` exists: the draw stands, finished trials keep their scores, and an unfinished trial resumes

@@ -1,8 +1,8 @@
 """Photon counts as the mechanism: what counts of known patterns reveal, and what the brightest group of pixels reveals.
 
 Both are for inputs that can be listed, such as labels. Counts that are kept are accounted by the exact law of their
-privacy loss (`opusim.accounting.numerics.poisson_loss`). If only the argmax over groups of pixels is kept, the release has as
-many values as there are groups, and the full matrix of its probabilities gives a pure epsilon.
+privacy loss (`opusim.accounting.numerics.poisson_loss`). If only the argmax over groups of pixels is kept, the release
+has as many values as there are groups, and the full matrix of its probabilities gives a pure epsilon.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bounds on epsilon between all ordered pairs of known patterns of Poisson rates at once, by matrix products.
 
-They choose the pairs that `opusim.accounting.numerics.poisson_loss` bounds by the exact law of the loss, and stand in where
-doubles cannot follow that law.
+They choose the pairs that `opusim.accounting.numerics.poisson_loss` bounds by the exact law of the loss, and stand in
+where doubles cannot follow that law.
 
 **Tilted transform.** With the log moment generating function K(z) = sum a^(1+z) b^(-z) - a - z (a - b) of the loss and
 any tilt s > 0,

@@ -242,7 +242,7 @@ def readme_table() -> str:
 def packaged_kinds() -> set[str]:
     """Return the kinds of the mechanisms that come with opusim."""
     packaged = entry_points(group="opusim.mechanisms")
-    return {each.name for each in packaged if each.value.startswith("accounting.")}
+    return {each.name for each in packaged if each.value.startswith("opusim.accounting.")}
 
 
 def _runs_of(cells: Mapping[str, Any], fault: str, trainers: Sequence[str]) -> list[dict[str, Any]]:

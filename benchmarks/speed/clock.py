@@ -36,7 +36,6 @@ WORK = {
     "matplotlib.figure": {"Figure.savefig": "drawing"},
 }
 """Functions by module, and the cause that their time belongs to."""
-OURS = ("opusim", "training", "accounting", "hw_configs")
 
 
 class Clock:
@@ -100,10 +99,8 @@ class Clock:
 
 
 def package_of(module: str) -> str:
-    """Return the cause of an import: its package, one for all of opusim."""
+    """Return the cause of an import: its package."""
     package = module.partition(".")[0]
-    if package in OURS:
-        return "import opusim"
     return f"import {package}" if package not in sys.stdlib_module_names else "import standard library"
 
 

@@ -1,6 +1,6 @@
 """How far does one have to walk through the code? Calls, functions and files of the product on the way of one action.
 
-Counted while it runs (`sys.setprofile`): calls of functions of `opusim`, `training`, `accounting` and `hw_configs`,
+Counted while it runs (`sys.setprofile`): calls of functions of opusim,
 with properties. Comprehensions are not counted, nor a generator each time that it goes on, nor the accounting's
 numerics. An action runs once before, so that what is computed once for all is not counted.
 """
@@ -30,8 +30,8 @@ from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.walk", "walk"
 ROOT = Path(__file__).parents[2]
-PRODUCT = tuple(str(ROOT / name) + "/" for name in ("opusim", "training", "accounting", "hw_configs"))
-NUMERICS = str(ROOT / "accounting" / "numerics")
+PRODUCT = f"{ROOT / 'opusim'}/"
+NUMERICS = str(ROOT / "opusim" / "accounting" / "numerics")
 _INLINE = {"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"}
 COLUMNS = ("action", "calls", "functions", "files", "moves between files", "calls, at most")
 CEILINGS = {

@@ -69,7 +69,7 @@ def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescriptio
 
 def packaged_names() -> tuple[str, ...]:
     """Return the names of the descriptions that come with opusim, in order."""
-    files = resources.files("hw_configs").iterdir()
+    files = resources.files("opusim.hw_configs").iterdir()
     return tuple(sorted(file.name[: -len(".toml")] for file in files if file.name.endswith(".toml")))
 
 
@@ -84,7 +84,9 @@ def _read(file: str) -> dict[str, Any]:
         if file not in names:
             reason = f"no such device; known are {', '.join(names)}, or give a path ending in .toml"
             raise ConfigError(file, "name", reason + did_you_mean(file, names))
-        return parse_toml(resources.files("hw_configs").joinpath(f"{file}.toml").read_text(encoding="utf-8"))
+        return parse_toml(
+            resources.files("opusim.hw_configs").joinpath(f"{file}.toml").read_text(encoding="utf-8")
+        )
     except OSError as error:
         raise ConfigError(
             file, "path", f"cannot be read ({error.strerror or error}); check the path"

@@ -49,7 +49,9 @@ def test_a_package_replaces_nothing_of_ours(
     install(monkeypatch, tmp_path, "thief", group, {ours: "thief:Stolen"}, RAISES)
     assert find(ours) is before
     assert plugins.is_ours(group, ours)
-    assert before in (IdealDevice, Gaussian, GaussianNoise) or before.__module__.startswith("training.")
+    assert before in (IdealDevice, Gaussian, GaussianNoise) or before.__module__.startswith(
+        "opusim.training."
+    )
 
 
 @EVERY

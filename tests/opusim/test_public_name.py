@@ -61,22 +61,40 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, cwd=folder)
 
 
-@pytest.mark.parametrize("layer", ["training", "accounting"])
+@pytest.mark.parametrize("layer", ["training", "accounting", "hw_configs"])
 @pytest.mark.parametrize("is_package", [True, False])
-def test_a_foreign_module_that_hides_a_layer_is_named(tmp_path: Path, layer: str, is_package: bool) -> None:
+def test_a_module_of_the_user_with_a_layers_name_is_the_users(
+    tmp_path: Path, layer: str, is_package: bool
+) -> None:
     path = tmp_path / layer / "__init__.py" if is_package else tmp_path / f"{layer}.py"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("raise SystemExit('imported')")
-    name = {"training": "train", "accounting": "calibrate_noise"}[layer]
-    found = run(tmp_path, f"import opusim; opusim.ConfigError; opusim.{name}")
-    message = f"ImportError: the module {layer!r} at {path} hides the one that comes with opusim; rename it"
-    assert message in found.stderr.splitlines()[-1]
+    path.write_text("OWN = True")
+    names = f"{layer}.OWN, opusim.RunConfig.__name__, opusim.train.__name__"
+    found = run(tmp_path, f"import {layer}, opusim.{layer}; print({names})")
+    assert found.stdout.split() == ["True", "RunConfig", "train"], found.stderr
 
 
-def test_a_folder_of_that_name_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "training").mkdir()
-    found = run(tmp_path, "import opusim; print(opusim.RunConfig.__name__)")
-    assert found.stdout.strip() == "RunConfig", found.stderr
+@pytest.mark.parametrize("layer", ["training", "accounting", "hw_configs"])
+def test_the_folders_of_the_repository_are_refused_by_one_line(tmp_path: Path, layer: str) -> None:
+    found = run(tmp_path, f"import {layer}.engine")
+    last = found.stderr.splitlines()[-1]
+    assert last.endswith(f"is imported as opusim.{layer}; write `from opusim import {layer}`")
+
+
+ONE_MODULE_A_FILE = """
+import collections, os, opusim.training.engine.session, opusim.accounting.ledger.ledger
+files = [os.path.realpath(each.__file__) for each in list(sys.modules.values()) if getattr(each, "__file__", None)]
+ours = collections.Counter(file for file in files if file.startswith(os.path.dirname(os.path.dirname(opusim.__file__))))
+print(len(ours), max(ours.values()))
+"""
+
+
+def test_each_file_is_one_module(tmp_path: Path) -> None:
+    """A second way to a file would give every class of it twice."""
+    found = run(tmp_path, ONE_MODULE_A_FILE)
+    files, most = map(int, found.stdout.split())
+    assert files > 100
+    assert most == 1
 
 
 @pytest.mark.parametrize(

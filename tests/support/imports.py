@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("hw_configs", "opusim", "accounting", "training")
+"""The layers: folders of the repository. All but opusim are linked into it, and imported as parts of it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ def _start(node: ast.ImportFrom, package: str) -> str:
     return ".".join([*parts, *([node.module] if node.module else [])])
 
 
+def in_layer(name: str) -> str:
+    """The dotted name that begins with the layer: `training.engine` of `opusim.training.engine`."""
+    part = name.removeprefix("opusim.")
+    return part if part.split(".")[0] in set(PACKAGES) - {"opusim"} else name
+
+
 @cache
 def product_files() -> dict[str, Path]:
     """Every module of the product by its dotted name; a package stands for its `__init__.py`."""
@@ -67,6 +74,7 @@ def product_files() -> dict[str, Path]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts if package == "opusim" else ("opusim", *parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 

@@ -151,8 +151,8 @@ def audit_run(
 ) -> Audit:
     """Attack a run, and keep what was found as `audit.json`.
 
-    A run whose guarantee is about labels or its last model plays the game of `opusim.training.attacks.games` with its own
-    protection's code, on records that the auditor crafted. Any other run plays its own steps.
+    A run whose guarantee is about labels or its last model plays the game of `opusim.training.attacks.games` with its
+    own protection's code, on records that the auditor crafted. Any other run plays its own steps.
 
     The run itself is not changed. Its trainer is built as training builds it, set back to its newest checkpoint, and
     plays one step a trial on records that the auditor knows, with noise of its own. A release run's noise comes from

@@ -58,8 +58,8 @@ _STEPS_WITH_CONTROL = 4 * BATCHES
 class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected | AnyModule, FeedbackTrainer]):
     """bp, dfa, tdfa and pdfa.
 
-    A fully connected network on class numbers takes the closed form of `opusim.training.feedback.closed_form`, and every other
-    module autograd with feedback points.
+    A fully connected network on class numbers takes the closed form of `opusim.training.feedback.closed_form`, and
+    every other module autograd with feedback points.
     """
 
     targets = ("class", "tokens", "real", "labels")

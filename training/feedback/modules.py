@@ -1,8 +1,8 @@
 """The gradients of any torch module by autograd: backpropagation, or feedback alignment at its feedback points.
 
-A forward pass in training mode, and a backward pass through the points of `opusim.training.feedback.points.FeedbackAlignment`:
-of the mean of the records' losses, or, under a protection of records, of their sum, whose uses of parameters a tape
-records.
+A forward pass in training mode, and a backward pass through the points of
+`opusim.training.feedback.points.FeedbackAlignment`: of the mean of the records' losses, or, under a protection of
+records, of their sum, whose uses of parameters a tape records.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ class FeedbackAlignment(Choosing):
 
     Args:
         model: Any module. The state dict has the keys of the plain model.
-        points: None for those that suit the model (see `opusim.training.feedback.choice.choose_points`); "blocks" for all
-            repeated blocks but the last (`opusim.training.feedback.marking.find_blocks`); or names, shell patterns of names
-            such as "layers.*", which means layers.0 and not layers.0.norm, or classes of submodules.
+        points: None for those that suit the model (see `opusim.training.feedback.choice.choose_points`); "blocks" for
+            all repeated blocks but the last (`opusim.training.feedback.marking.find_blocks`); or names, shell patterns
+            of names such as "layers.*", which means layers.0 and not layers.0.norm, or classes of submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
         error_at: Name of the submodule whose output is z, of a tuple or mapping its first tensor, from which the loss
             must come; "NAME.input" for what the submodule receives; "" for the model's output, which is then one
@@ -105,10 +105,10 @@ class FeedbackAlignment(Choosing):
         encoding: How e is shown, in one reading a row unless said: "stochastic" (each entry with a probability in
             proportion to its size, right on average), "ternary" or "sign" (the entries above a threshold, and a
             constant for each row, for which B 1 is measured at the first step), "planes" (a reading a digit); or "real"
-            without a device. See `opusim.training.feedback.projection`. None takes "stochastic" with a device, else "real".
-        threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
-        planes: Digits of "planes", from 1 to 24.
-        normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
+            without a device. See `opusim.training.feedback.projection`. None takes "stochastic" with a device, else
+        "real". threshold: Threshold of "ternary" in units of the row's root mean square, at least 0. planes: Digits of
+        "planes", from 1 to 24. normalised: Whether the feedback passes through the Jacobian of a layer norm of the
+        point's output, as the
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it. None
             does so if a point's output is a residual sum that no norm follows, as `shape` or the first pass finds.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that

@@ -2,8 +2,8 @@
 
 A medium's matrix T cannot be trained; what is done with its readings can. Point l then receives s J_i M_l r_i instead
 of s J_i times a slice of r_i, the reading of T e_i, with s its scale gain / sqrt(C P) and J_i the Jacobian of a layer
-norm where the feedback is normalised (`opusim.training.feedback.layout.through_layer_norm`), else the identity. M_l starts as
-the slice, and then is the best linear predictor of the true gradient,
+norm where the feedback is normalised (`opusim.training.feedback.layout.through_layer_norm`), else the identity. M_l
+starts as the slice, and then is the best linear predictor of the true gradient,
 
     M_l = argmin sum_i |s M r_i / std_i - g_i|^2 + ridge |M|^2  over the rows i of some batches,
 

@@ -1,8 +1,8 @@
 """Train by backpropagation or by direct feedback alignment, digital or photonic.
 
 One step: the gradients of a batch from their source, which is a closed form for fully connected networks
-(`opusim.training.feedback.closed_form`) and autograd for every other module (`opusim.training.feedback.modules`); under a protection
-its writer turns what the records contribute into private gradients; then the optimizer's update.
+(`opusim.training.feedback.closed_form`) and autograd for every other module (`opusim.training.feedback.modules`); under
+a protection its writer turns what the records contribute into private gradients; then the optimizer's update.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The per-record gradients of layers, J_i^T delta_i, as uses of their parameters.
 
 J_i = d v_i / d theta is the Jacobian of a module's output at record i with respect to its own parameters. Linear and
-convolutional modules use a closed form (`opusim.training.networks.contributions`), every other module torch.func.vjp of that
-module only; nothing behind the module is differentiated.
+convolutional modules use a closed form (`opusim.training.networks.contributions`), every other module torch.func.vjp of
+that module only; nothing behind the module is differentiated.
 """
 
 from __future__ import annotations

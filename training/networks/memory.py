@@ -1,8 +1,9 @@
 """Refuse modules that remember: Python attributes, such as a running mean or a queue, that outlast a batch.
 
-Parameters and buffers that a pass changes are refused elsewhere (`opusim.training.networks.record_independence`). An attribute
-may begin to act after any number of steps, so its effect on outputs is not waited for. Since unusual records may change
-what invented ones leave alone, `preserved_state` puts buffers and attributes back after each pass on private records.
+Parameters and buffers that a pass changes are refused elsewhere (`opusim.training.networks.record_independence`). An
+attribute may begin to act after any number of steps, so its effect on outputs is not waited for. Since unusual records
+may change what invented ones leave alone, `preserved_state` puts buffers and attributes back after each pass on private
+records.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 _CONSTANT = frozenset({type(None), bool, int, float, str})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_TRUSTED = frozenset({"torch", "opusim", "training", "builtins"})
+_TRUSTED = frozenset({"torch", "opusim", "builtins"})
 """Packages whose classes and functions keep nothing of a batch that a later one reads."""
 
 

@@ -2,8 +2,8 @@
 
 A guarantee for records clips each record's contribution. If one record changes another's output, as with batch
 statistics, it changes all contributions and no clip bounds their sum. Where the records stand follows from the
-operators that run (`opusim.training.networks.record_gradients.probe`); this file has what every check needs: invented records,
-generators that are put back, parameters that are perturbed, and tensors that no pass may change.
+operators that run (`opusim.training.networks.record_gradients.probe`); this file has what every check needs: invented
+records, generators that are put back, parameters that are perturbed, and tensors that no pass may change.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import import_path_of, is_import_path
 from opusim.training.errors import RunFolderError
 
+_LAYERS = frozenset({"accounting", "hw_configs", "training"})
+
 
 def load_object(path: str, *, key: str) -> Any:
     """Import the object that a path such as my_package.models:build names; this executes its module.
@@ -45,7 +47,7 @@ def load_object(path: str, *, key: str) -> Any:
     module, _, name = path.partition(":")
     try:
         with _current_folder():
-            found = import_module(module)
+            found = import_module(_present(module))
     except FOREIGN_ERRORS as error:
         meant = import_path_of(path) if module.endswith(".py") else None
         remedy = f"did you mean {meant!r}?" if meant else "check the name, or install it"
@@ -75,10 +77,22 @@ def _file_of(module: str) -> str:
         return _file(sys.modules[module])
     try:
         with _current_folder():
-            found = find_spec(module)
+            found = find_spec(_present(module))
     except FOREIGN_ERRORS:  # of the user's package
         return "no file"
     return "no file" if found is None or found.origin is None else found.origin
+
+
+def _present(module: str) -> str:
+    """Return the name that a module has now: before 0.3, folders named modules of opusim without `opusim.`."""
+    if module.rpartition(".")[0].partition(".")[0] not in _LAYERS:
+        return module
+    try:
+        if find_spec(module) is not None:  # one of the user's
+            return module
+    except FOREIGN_ERRORS:
+        pass
+    return f"opusim.{module}"
 
 
 def _file(module: Any) -> str:
@@ -156,7 +170,7 @@ def require_importable(facts: Mapping[str, Any]) -> None:
     for code in facts.get("code", []):
         module, file = code["path"].partition(":")[0], Path(code["file"])
         with _current_folder():
-            top = module.partition(".")[0]
+            top = _present(module).partition(".")[0]
             if top in sys.modules or find_spec(top) is not None:
                 continue
         parents = file.parents[module.count(".") + (file.stem == "__init__") :]

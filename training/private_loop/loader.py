@@ -2,7 +2,8 @@
 
 The user's loader says which records there are, how they are put together, how many are expected in a batch, and which
 workers read them. Its order is replaced: in each step, each record enters the batch with probability q, independently
-of all others (opusim.training.data.samplers.PoissonSampler). Of several processes, each hands out its part of the batch.
+of all others (opusim.training.data.samplers.PoissonSampler). Of several processes, each hands out its part of the
+batch.
 
 With fixed physical batches every batch has the same number of rows: copies of its first row fill it, of weight zero, so
 that shapes do not tell how many were drawn. The collate function sees the records only, so that it may sort or change

@@ -1,9 +1,9 @@
 """The save of a private loop: what `make_private(..., resume=True)` resumes from.
 
-A file of torch holds the content, another such file in bytes, and a sealed JSON document (`opusim.training.runs.storage`) with
-the digests of the content and of the loop's settings, the length of the ledger and the inode of a release's folder.
-What is written is read back first, so that a value that cannot be read again never replaces a good save. Values of
-numpy are kept as bytes, since torch reads none back.
+A file of torch holds the content, another such file in bytes, and a sealed JSON document
+(`opusim.training.runs.storage`) with the digests of the content and of the loop's settings, the length of the ledger
+and the inode of a release's folder. What is written is read back first, so that a value that cannot be read again never
+replaces a good save. Values of numpy are kept as bytes, since torch reads none back.
 """
 
 from __future__ import annotations

@@ -81,7 +81,10 @@ class Plan(ABC):
 
 
 class ProtectedAlgorithm(ABC):
-    """What a protection asks of the algorithm that it protects; the base of `opusim.training.engine.algorithm.Algorithm`."""
+    """What a protection asks of the algorithm that it protects.
+
+    `opusim.training.engine.algorithm.Algorithm` is one.
+    """
 
     applies: ClassVar[frozenset[str]] = frozenset()
     """How it carries out a protection (`opusim.training.protections.base.Applied`); nothing by default."""

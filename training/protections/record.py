@@ -11,8 +11,8 @@ added to every entry of the sum, and a constant divides it. On the processor a s
 number (`NoiseStream.add_rounded`), unless the noise is a device's or correlated.
 
 With protection.bands = b above 1 the noise of b steps in a row is correlated, and batches come from b subsets of the
-records in turn (theorem `opusim.accounting.mechanisms.records.BANDED_RECORDS`). Everything that a step does with the noisy sum
-(learning rates, momentum, averages) is post-processing, but the clip must be the same at every step.
+records in turn (theorem `opusim.accounting.mechanisms.records.BANDED_RECORDS`). Everything that a step does with the
+noisy sum (learning rates, momentum, averages) is post-processing, but the clip must be the same at every step.
 """
 
 from __future__ import annotations
@@ -333,8 +333,8 @@ class RecordGradients(PrivateGradients):
 
     Guarantees, for every batch whatever it holds:
         - a record's contribution, as float32 arithmetic forms it, has norm at most C (1 + 1e-6), whatever finite
-          numbers the record holds (opusim.training.networks.clipping); so adding or removing a record changes the sum of
-          contributions by at most that, up to the rounding of the sum itself;
+          numbers the record holds (opusim.training.networks.clipping); so adding or removing a record changes the sum
+          of contributions by at most that, up to the rounding of the sum itself;
         - if a module uses a parameter several times, that rounding counts, too: the noise is (1 + `SUM_ERROR`) z C;
         - a record whose contribution is not finite counts as zero, and nothing about it is reported;
         - an empty batch takes the same noisy step.

@@ -1,7 +1,7 @@
 """Checkpoints: one safetensors file each, replaced at once, with its facts as JSON in the header.
 
-Nothing in a checkpoint executes when it is read. The header (`opusim.training.runs.seal`) holds the schema version, the step,
-the engine's running sums, a digest of the tensors, a seal of the run's other files, and a digest of all these.
+Nothing in a checkpoint executes when it is read. The header (`opusim.training.runs.seal`) holds the schema version, the
+step, the engine's running sums, a digest of the tensors, a seal of the run's other files, and a digest of all these.
 """
 
 from __future__ import annotations

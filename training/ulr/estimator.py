@@ -12,8 +12,8 @@ have the same law:
 - the loss without noise as baseline: z_k (L_k - L_0);
 - the mean of the record's other copies as baseline (leave one out): z_k (L_k - mean of L_j over j != k).
 
-`opusim.training.ulr.directions` has further laws of z, in which a score takes the place of the factor z_k. Both are linear in
-coordinates, in which the sums are formed.
+`opusim.training.ulr.directions` has further laws of z, in which a score takes the place of the factor z_k. Both are
+linear in coordinates, in which the sums are formed.
 """
 
 from __future__ import annotations

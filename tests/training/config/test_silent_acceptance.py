@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import opusim
 from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.cli.options import key_rows
@@ -19,6 +20,7 @@ from opusim.training.config.kinds import KINDS
 from opusim.training.config.reading import flat, merged, nested, stored_config
 from opusim.training.config.run import effects_of, unused
 from opusim.training.data import from_arrays
+from opusim.training.engine import session
 from opusim.training.sweeps.spec import points_of, read_spec
 
 ALWAYS = {
@@ -202,7 +204,7 @@ def resolved_by_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run
     def capture(config: RunConfig, **_: object) -> None:
         raise _Resolved(config)
 
-    monkeypatch.setattr(training.engine.session, "train", capture)
+    monkeypatch.setattr(session, "train", capture)
     monkeypatch.setattr(sys, "argv", ["opusim", "train", *arguments])
     with pytest.raises(_Resolved) as caught:
         main()
@@ -278,7 +280,7 @@ def test_another_scheme_than_the_protection_needs_is_refused_not_overridden(tmp_
     values = {"protection": RECORD, "sampler": {"scheme": "shuffled-epochs"}, "model": {"hidden": [4]}}
     assert load_config(values).sampler.scheme == "shuffled-epochs"
     with pytest.raises(ValueError, match="'shuffled-epochs'.*Use 'poisson'"):
-        training.train(values, folder=tmp_path)
+        opusim.train(values, folder=tmp_path)
 
 
 REFUSED: list[tuple[list[str], str]] = [

@@ -153,7 +153,7 @@ class TestEvaluation:
             n_features=5,
             evaluate=lambda x, y: {"loss": math.log(256), "shape": x.shape},
         )
-        monkeypatch.setattr(training.runs.run, "load_run", lambda path, **options: run)
+        monkeypatch.setattr(opusim.training.runs.run, "load_run", lambda path, **options: run)
         self.run = run
         return text
 

@@ -197,7 +197,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_device_file_is_not_needed_again(tmp_path: Path, ctrl_c_at: type) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(resources.files("hw_configs").joinpath("gaussian.toml").read_text())
+    file.write_text(resources.files("opusim.hw_configs").joinpath("gaussian.toml").read_text())
     config = {**CONFIG, "device": {"name": str(file)}}
     with pytest.raises(RunInterrupted):
         training.train(config, data=data(), folder=tmp_path / "run", watcher=ctrl_c_at(2))

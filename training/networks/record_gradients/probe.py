@@ -1,8 +1,8 @@
 """Find where the records of a batch stand in every use of a parameter, and refuse models that mix records.
 
 The model runs forwards and backwards on batches of two sizes, and every operator is followed
-(`opusim.training.networks.record_gradients.followed.tracking`): which rows belong to a record, and whether rows depend on
-other records, follows from the operators, not from what the records hold.
+(`opusim.training.networks.record_gradients.followed.tracking`): which rows belong to a record, and whether rows depend
+on other records, follows from the operators, not from what the records hold.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Refuse modules and losses with which a training step would not keep the records of a batch apart.
 
 `RecordTape` bounds what a record adds to a sum if no other record changes it. Which rows belong to a record follows
-from the operators that run (`opusim.training.networks.record_gradients.followed`). What operators do not show is tried on
-invented records, so that nothing that is refused here depends on private ones:
+from the operators that run (`opusim.training.networks.record_gradients.followed`). What operators do not show is tried
+on invented records, so that nothing that is refused here depends on private ones:
 
 - parameters or buffers that a forward pass changes: a checkpoint would hold them without noise;
 - a module that remembers earlier batches, or draws random numbers of its own;

@@ -40,8 +40,8 @@ class RecordTape:
 
     With factors f_i from `squared_norms`, the contribution of a record to the sum that `set_gradients` writes, as
     float32 arithmetic forms it, has at most the norm that was measured times f_i, up to 1e-6 of it, whatever finite
-    numbers the record holds (opusim.training.networks.clipping); a record whose norm is not finite adds exactly nothing.
-    Products of several uses of a weight may cancel, so they are summed in float64; those of one use at several
+    numbers the record holds (opusim.training.networks.clipping); a record whose norm is not finite adds exactly
+    nothing. Products of several uses of a weight may cancel, so they are summed in float64; those of one use at several
     positions count at least 1/128 of their magnitudes in the norm.
 
     Attributes:

@@ -36,7 +36,7 @@ GOALS = {
     "files in the root of opusim": 12,
     "files in the root of accounting": 12,
     "files in the root of training": 3,
-    "files of the product": 338,
+    "files of the product": 339,
     "function-level imports outside command modules": 20,
     "comparisons of protection.kind outside its configuration": 0,
 }
@@ -52,7 +52,7 @@ ALLOWED = {
     "opusim": {"opusim", "hw_configs"},
     "hw_configs": {"hw_configs"},
 }
-FRONT_DOOR = {"opusim/__init__.py", "opusim/__init__.pyi"}
+FRONT_DOOR = {"opusim/__init__.py", "opusim/__init__.pyi", "opusim/__main__.py"}
 """The only files that may name upper layers: they offer what a user needs as `opusim.X`."""
 
 ORDER = {

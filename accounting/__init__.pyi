@@ -26,6 +26,7 @@ from .mechanisms.labels import StagedResponse as StagedResponse
 from .mechanisms.pdfa import PdfaWithoutFormula as PdfaWithoutFormula
 from .mechanisms.pdfa import PublishedLayer as PublishedLayer
 from .mechanisms.pdfa import PublishedPdfa as PublishedPdfa
+from .mechanisms.records import AdditiveNoise as AdditiveNoise
 from .mechanisms.records import Gaussian as Gaussian
 from .mechanisms.records import PoissonGaussian as PoissonGaussian
 from .mechanisms.records import PoissonLaplace as PoissonLaplace

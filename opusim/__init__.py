@@ -1,7 +1,9 @@
 """Simulate or drive an optical processing unit, train networks on it, and state how private the training was.
 
-Everything that a user needs is reachable as ``opusim.X``; `opusim/__init__.pyi` lists the names. Each one is imported
-when it is first used, so that ``import opusim.noise`` and ``opusim --help`` load neither torch nor numba.
+``opusim.X`` has the names that a script starts with; `opusim/__init__.pyi` lists them. The others stand with their
+subject: ``opusim.devices``, ``opusim.crossbar``, ``opusim.features``, ``opusim.noise``, ``opusim.accounting``,
+``opusim.training`` and so on. Each name is imported when it is first used, so that ``import opusim.noise`` and
+``opusim --help`` load neither torch nor numba.
 
     >>> import opusim
     >>> with opusim.open_device("gaussian", n_inputs=4, n_outputs=6) as device:
@@ -14,6 +16,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,28 +47,72 @@ def _homes() -> dict[str, str]:
 
 _HOMES = _homes()
 __all__ = sorted(_HOMES)
+_MOVED = {
+    name: subject
+    for subject, names in {
+        "accounting": """
+            AdditiveNoise Adjacency Assumption Budget ConvexLastIterate Gaussian LabelAmplified LabelArgmax
+            LabelBudget LabelCounts LabelReadout LabelRelease Ledger LedgerCorrupt NoisyTrial
+            PdfaWithoutFormula PoissonGaussian PoissonLaplace PrivateSelection PublishedLayer PublishedPdfa
+            PublishedUlr RandomizedResponse RecordCentral RecordReplaced RejectionGaussian Release
+            StagedResponse Status Theorem Unit Unprotected ZoGaussian ZoLaplace mechanism_from_json
+            require_poisson
+        """,
+        "crossbar": "Converter DeviceConv2d DeviceLinear DeviceModel ProgrammableDevice",
+        "description": "DeviceDescription",
+        "devices": "DeviceWork Usage",
+        "encodings": "binarize bit_planes split_frames ternarize",
+        "errors": """
+            CapabilityMissing DeviceBusy DeviceFault DeviceTimeout DeviceUnavailable NoiseBelowCertificate
+            NoiseUnknown
+        """,
+        "features": "opu_kernel",
+        "medium": "Medium",
+        "noise": "ConverterLatticeNoise FluctuatingCountNoise GaussianNoise PhotonCountNoise SignalGaussianNoise",
+        "randomness": "NoiseStream SeededStream SystemStream derive_seed noise_stream",
+        "temperature": "TemperatureLaw",
+        "training": """
+            Algorithm DeviceShape Diagnosis PoissonProtection PrivateGradients Protection ProtectionSection
+            RecordGradients RunInterrupted StepRecord Trainer TrainerSection TrainingDiverged
+        """,
+    }.items()
+    for name in names.split()
+}
+"""Names of version 0.2 that stand with their subject now."""
+_SUBJECTS = frozenset(_MOVED.values())
 _FORMER = {
     "calibrate": "opusim.calibrate_noise finds the noise for an epsilon, opusim.calibration measures a device",
     **dict.fromkeys(
         ("TensorBoardLogger", "MLflowLogger", "WandbLogger"),
         "write an opusim.Callback, as examples/tensorboard_logger.py does",
     ),
-    "require_scheme": "opusim.require_poisson refuses every other scheme",
+    "require_scheme": "opusim.accounting.require_poisson refuses every other scheme",
     "train_on": "opusim.train takes arrays or a Dataset as data",
 }
 """Former public names, and what to use now."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module (PEP 562) and keep it."""
-    home = _HOMES.get(name)
-    if home is None:
+    """Import a public name or a subject when it is first used (PEP 562), and keep it.
+
+    Raises:
+        AttributeError: There is no such name; the message says what a former name is called now.
+    """
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name in _SUBJECTS:
+        value = import_module(f"opusim.{name}")
+    elif name not in _MOVED:
         advice = f"; {_FORMER[name]}" if name in _FORMER else ""
         raise AttributeError(f"module 'opusim' has no attribute {name!r}{advice}")
-    value = getattr(import_module(home), name)
+    else:
+        home = f"opusim.{_MOVED[name]}"
+        message = f"opusim.{name} is {home}.{name}; the short name leaves in 0.4"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(home), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_SUBJECTS})

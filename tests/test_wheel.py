@@ -52,7 +52,7 @@ def test_every_module_of_the_wheel_imports(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
     assert {name.split("/")[0].split("-")[0] for name in names} == {"opusim"}  # one name is taken from users
     assert "opusim/hw_configs/gaussian.toml" in names
-    assert {f"{layer}/{name}" for layer in LAYERS for name in ("py.typed", "__init__.pyi")} <= set(names)
+    assert {"opusim/py.typed", *(f"{layer}/__init__.pyi" for layer in LAYERS)} <= set(names)
     assert "opusim/templates/report.html" in names
     assert "opusim/accounting/numerics/__init__.pyi" in names  # lazy packages read their stubs when they run
     run = [sys.executable, "-I", "-c", IMPORT_ALL, str(tmp_path / "installed")]

@@ -33,7 +33,7 @@ from benchmarks.markdown import Row, command, markdown, section, verdict, with_e
 from benchmarks.results_file import FOLDER, load_results, save_results
 from benchmarks.zeroth_order.sentences import read_sentences
 from opusim import FeedbackAlignment, open_device
-from opusim.randomness import derive_seed
+from opusim.randomness.seeds import derive_seed
 from opusim.training.networks.sequence_models import TransformerLM
 
 MODULE, NAME = "benchmarks.any_module.language_model", "any_module_language_model"

@@ -11,7 +11,8 @@ from sklearn.datasets import load_digits
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.metrics.pairwise import rbf_kernel
 
-from opusim import open_device, opu_kernel
+from opusim import open_device
+from opusim.features import opu_kernel
 
 SIZES, MOST, TRAIN, TEST = np.array([30, 100, 300, 1000, 3000, 10000]), 10000, slice(0, 800), slice(800, None)
 DIGITS, LABELS = load_digits(return_X_y=True)

@@ -38,7 +38,7 @@ from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage
-from opusim.randomness import derive_seed
+from opusim.randomness.seeds import derive_seed
 
 
 class DeviceModel(nn.Module):

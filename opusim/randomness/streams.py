@@ -28,9 +28,9 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from opusim import checks
 from opusim.files import OwnProcess
 from opusim.plugins import Deferred
-from opusim.randomness import MAX_SEED as MAX_SEED
-from opusim.randomness import derive_seed as derive_seed
 from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise, grid_of, kept_digits, settle
+from opusim.randomness.seeds import MAX_SEED as MAX_SEED
+from opusim.randomness.seeds import derive_seed as derive_seed
 
 kernels, rounding = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.rounding_kernels")
 

@@ -13,7 +13,7 @@ from opusim.accounting.composition import Budget
 from opusim.accounting.guarantee import Adjacency
 from opusim.description.section import BadKey, default_of, first_problem
 from opusim.errors import ConfigError
-from opusim.randomness import derive_seed
+from opusim.randomness.seeds import derive_seed
 from opusim.training.config.data import DataConfig, SplitRule
 from opusim.training.config.kinds import DEFAULT_EPOCHS, DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
 from opusim.training.config.sections import (

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from opusim.randomness import derive_seed
+from opusim.randomness.seeds import derive_seed
 
 Rows = Literal["each", "sum"] | int
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
-from opusim.randomness import derive_seed
+from opusim.randomness.seeds import derive_seed
 from opusim.training.data import Dataset
 from opusim.training.data.image_maps import Augmentation
 from opusim.training.feedback.config import (

@@ -23,7 +23,7 @@ from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.medium.transmission import Medium
-from opusim.randomness import derive_seed
+from opusim.randomness.seeds import derive_seed
 from opusim.training.feedback.choice import Choosing
 from opusim.training.feedback.diagnosis import (
     BATCHES,

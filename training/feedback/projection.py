@@ -20,7 +20,7 @@ from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.encodings import bit_planes, ternarize
-from opusim.randomness import derive_seed
+from opusim.randomness.seeds import derive_seed
 
 EncodingName = Literal["real", "ternary", "stochastic", "planes", "sign"]
 _CALIBRATION_STEP = 2**64 - 2

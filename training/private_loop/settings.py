@@ -23,7 +23,7 @@ from opusim.accounting.ledger.content import Mode
 from opusim.accounting.ledger.ledger import LEDGER_FILE
 from opusim.accounting.mechanisms.records import CLIPPED_RECORDS, RecordCentral
 from opusim.accounting.theorems import NOISY_SUM, about_rounding
-from opusim.randomness import MAX_SEED
+from opusim.randomness.seeds import MAX_SEED
 from opusim.randomness.streams import MODES, SystemUniforms
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.storage import read_record, record_json, write_record

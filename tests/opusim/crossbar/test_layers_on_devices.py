@@ -478,7 +478,7 @@ def test_an_empty_batch_passes_and_corrects_nothing() -> None:
 
 
 def test_public_names_lead_here() -> None:
-    assert (opusim.convert, opusim.DeviceModel) == (convert, DeviceModel)
+    assert (opusim.convert, opusim.crossbar.DeviceModel) == (convert, DeviceModel)
 
 
 def test_inputs_that_meet_the_bound_of_the_converter_are_read_again_at_half_their_size() -> None:

@@ -14,8 +14,9 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import check_estimator
 
-from opusim import OpticalFeatures, OpticalLayer, open_device, opu_kernel
+from opusim import OpticalFeatures, OpticalLayer, open_device
 from opusim.errors import ConfigError
+from opusim.features import opu_kernel
 from opusim.features.encoders import BitPlaneEncoder, IdentityEncoder, ThresholdEncoder
 
 REPEATS = "the device adds fresh noise to every reading"

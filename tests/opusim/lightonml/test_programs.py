@@ -14,7 +14,8 @@ from sklearn.linear_model import Ridge, RidgeClassifier
 from sklearn.model_selection import GridSearchCV, ShuffleSplit, train_test_split
 from sklearn.pipeline import Pipeline
 
-from opusim import open_device, opu_kernel
+from opusim import open_device
+from opusim.features import opu_kernel
 from opusim.lightonml import OPU
 from opusim.lightonml.encoding.base import (
     BinaryThresholdEncoder,

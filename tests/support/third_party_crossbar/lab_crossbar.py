@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from opusim import DeviceDescription, ProgrammableDevice, SignalGaussianNoise, noise_stream
+from opusim.crossbar import ProgrammableDevice
+from opusim.description import DeviceDescription
+from opusim.noise import SignalGaussianNoise
+from opusim.randomness import noise_stream
 
 
 class LabCrossbar(ProgrammableDevice):

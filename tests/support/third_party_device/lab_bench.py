@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-from opusim import DeviceDescription, GaussianNoise, NoisyDevice, noise_stream
+from opusim import NoisyDevice
+from opusim.description import DeviceDescription
+from opusim.noise import GaussianNoise
+from opusim.randomness import noise_stream
 
 
 class BenchDevice(NoisyDevice):

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from lab_sdk import DN_PER_UNIT, READ_NOISE_DN, Instrument
 
-from opusim import DeviceDescription, GaussianNoise, NoisyDevice
+from opusim import NoisyDevice
+from opusim.description import DeviceDescription
+from opusim.noise import GaussianNoise
 
 
 class InstrumentDevice(NoisyDevice):

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 
 from typing_extensions import Doc
 
-from opusim import AdditiveNoise, Theorem
-from opusim.accounting import numerics
+from opusim.accounting import AdditiveNoise, Theorem, numerics
 from opusim.accounting.mechanisms import Positive, SamplingProbability, counted
 
 THEOREM = Theorem(

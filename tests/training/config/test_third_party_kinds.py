@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from opusim import Algorithm, Protection
 from opusim.errors import ConfigError
+from opusim.training import Algorithm, Protection
 from opusim.training.cli.options import key_rows
 from opusim.training.config.kinds import PROTECTIONS, TRAINERS
 from opusim.training.config.reading import load_config

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from opusim import FeedbackAlignment, Medium, open_device
+from opusim import FeedbackAlignment, open_device
 from opusim.devices.base import NoisyDevice
+from opusim.medium import Medium
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig

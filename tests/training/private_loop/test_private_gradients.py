@@ -224,7 +224,7 @@ def test_epsilon_is_that_of_dp_accounting(tmp_path: Path) -> None:
     private.close()
     assert private.epsilon == closed
     (stated,) = private.statement().guarantees
-    assert (stated.epsilon, stated.adjacency) == (closed, opusim.Adjacency.ZERO_OUT)
+    assert (stated.epsilon, stated.adjacency) == (closed, opusim.accounting.Adjacency.ZERO_OUT)
 
 
 def test_the_statement_says_what_was_checked_and_what_is_trusted(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_add_or_remove_one_takes_no_constant_from_the_number_of_records(tmp_path
         facts.append((private.settings, len(private.data_loader)))
         run_epoch(private)
         (guarantee,) = private.statement().guarantees
-        assert guarantee.adjacency is opusim.Adjacency.ADD_OR_REMOVE_ONE
+        assert guarantee.adjacency is opusim.accounting.Adjacency.ADD_OR_REMOVE_ONE
         private.close()
     assert facts[0] == facts[1]
 

@@ -183,7 +183,7 @@ def test_an_older_ledger_is_refused(tmp_path: Path) -> None:
         private.save()
     for name, content in older.items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(opusim.LedgerCorrupt, match="this is an older ledger"):
+    with pytest.raises(opusim.accounting.LedgerCorrupt, match="this is an older ledger"):
         private_loop(tmp_path, resume=True)
 
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from opusim import ProtectionSection
+from opusim.training import ProtectionSection
 from opusim.training.config.sections import Given
 
 

@@ -1,6 +1,6 @@
 """How the protection takes part in a run: what a step releases, and what writes the gradients."""
 
-from opusim import PoissonProtection, RecordGradients
+from opusim.training import PoissonProtection, RecordGradients
 
 
 class ShieldProtection(PoissonProtection):

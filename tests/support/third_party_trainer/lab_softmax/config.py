@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from opusim import TrainerSection
+from opusim.training import TrainerSection
 
 
 class SoftmaxConfig(TrainerSection):

@@ -2,7 +2,7 @@
 
 import torch
 
-from opusim import Algorithm, StepRecord, Trainer
+from opusim.training import Algorithm, StepRecord, Trainer
 from opusim.training.networks.functions import cross_entropy
 from opusim.training.networks.network import FullyConnected, LayerShape, build_sequential
 from opusim.training.networks.optimizers import make_optimizer

@@ -1,0 +1,10 @@
+from .encoders import AutoencoderEncoder as AutoencoderEncoder
+from .encoders import BitPlaneEncoder as BitPlaneEncoder
+from .encoders import FloatBitsEncoder as FloatBitsEncoder
+from .encoders import FrameEncoder as FrameEncoder
+from .encoders import IdentityEncoder as IdentityEncoder
+from .encoders import MultiThresholdEncoder as MultiThresholdEncoder
+from .encoders import ThresholdEncoder as ThresholdEncoder
+from .optical import OpticalFeatures as OpticalFeatures
+from .optical import OpticalLayer as OpticalLayer
+from .optical import opu_kernel as opu_kernel

@@ -1,0 +1,3 @@
+from .transmission import Medium as Medium
+
+OUTPUTS_PER_BLOCK: int

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.support.imports import (
     PACKAGES,
     ROOT,
     Import,
+    callers,
     circles,
     graph,
     imports_of,
@@ -37,10 +39,11 @@ GOALS = {
     "files in the root of accounting": 12,
     "files in the root of training": 3,
     "files of the product": 340,
+    "files with a single caller in their own folder": 0,
     "function-level imports outside command modules": 20,
     "comparisons of protection.kind outside its configuration": 0,
 }
-TODAY: dict[str, int] = {}
+TODAY: dict[str, int] = {"files with a single caller in their own folder": 21}
 
 LAYERS = (*PACKAGES, "tests", "benchmarks")
 ALLOWED = {
@@ -265,6 +268,32 @@ def test_folders_and_roots_are_small() -> None:
         root = [path for path in product_paths() if path.startswith(f"{layer}/") and path.count("/") == 1]
         require(f"files in the root of {layer}", root)
     require("files of the product", product_paths())
+
+
+def with_one_caller(used_by: Mapping[str, set[str]], files: Mapping[str, Path]) -> list[str]:
+    """Modules that one file uses, which stands in the same folder: the two are one story, and belong together."""
+    folder = {name: str(path.parent.relative_to(ROOT)) for name, path in files.items()}
+    return [
+        name
+        for name, users in used_by.items()
+        if len(users) == 1 and {user.rpartition("/")[0] for user in users} == {folder[name]}
+    ]
+
+
+def test_no_file_has_a_single_caller_in_its_own_folder() -> None:
+    files = {
+        name: path for name, path in product_files().items() if path.stem not in ("__init__", "__main__")
+    }
+    used_by = {name: users for name, users in callers(product_files()).items() if name in files}
+    require("files with a single caller in their own folder", with_one_caller(used_by, files))
+
+
+def test_a_file_with_a_single_caller_is_caught() -> None:
+    files = {"opusim.a.x": ROOT / "opusim/a/x.py"}
+    assert with_one_caller({"opusim.a.x": {"opusim/a/y.py"}}, files) == ["opusim.a.x"]
+    assert not with_one_caller({"opusim.a.x": {"opusim/b/y.py"}}, files)
+    assert not with_one_caller({"opusim.a.x": {"opusim/a/y.py", "opusim/a/z.py"}}, files)
+    assert not with_one_caller({"opusim.a.x": {"later"}}, files)
 
 
 def test_a_crowded_folder_is_caught() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -107,6 +108,29 @@ def graph(imports: Mapping[str, list[Import]]) -> dict[str, set[str]]:
         targets = {module_of(each.target, imports) for each in found}
         edges[name] = {target for target in targets if target is not None and target != name}
     return edges
+
+
+def callers(modules: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Who uses each module: files that import it, and "later" for what is loaded when it is needed, and for users.
+
+    Later are imports inside functions, "module:name" in a file or an entry point, and names that a stub offers.
+    """
+    found: dict[str, set[str]] = {name: set() for name in modules}
+    files = {name: [path, *filter(Path.exists, [path.with_suffix(".pyi")])] for name, path in modules.items()}
+    for name, paths in files.items():
+        for path in paths:
+            package = name if path.stem == "__init__" else name.rpartition(".")[0]
+            source = path.read_text()
+            for each in imports_of(source, package=package):
+                target = module_of(each.target, modules)
+                if target not in (name, None):
+                    is_later = each.where == "function" or path.suffix == ".pyi"
+                    found[str(target)].add("later" if is_later else str(path.relative_to(ROOT)))
+            for target in re.findall(r"\"([a-z_][\w.]*):\w", source):
+                found.get(target, set()).add("later")
+    for module in re.findall(r"^ +\w+ = ([\w.]+):", (ROOT / "setup.cfg").read_text(), re.MULTILINE):
+        found[module].add("later")
+    return found
 
 
 def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:

@@ -30,8 +30,7 @@ from opusim.errors import ConfigError
 from opusim.serving.journal import Entry, read_journal
 from opusim.serving.messages import BadMessage, Message, read_message
 from tests.support.hostile_files import damaged_bytes, damaged_values, examples, read_or_refused, to_json
-from training.attacks.findings import Audit, Finding, Played, Role, audit_rows, read_audit
-from training.attacks.words import paragraphs
+from training.attacks.findings import Audit, Finding, Played, Role, audit_rows, paragraphs, read_audit
 from training.config.data import DataConfig
 from training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx
 from training.data.tables import file_dataset

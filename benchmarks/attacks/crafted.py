@@ -13,9 +13,16 @@ import torch
 
 from benchmarks.attacks.scalars import ScalarsGame
 from benchmarks.attacks.selection import SelectedModelGame, selected_model, selection
-from training.attacks.games.base import TwoWorlds, crafted
-from training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
-from training.attacks.games.released_model import LEAN, LastIterateGame, ReleasedModelGame
+from training.attacks.games import (
+    LEAN,
+    AmplifiedGame,
+    LastIterateGame,
+    LookGame,
+    ReleasedModelGame,
+    StagedLookGame,
+    TwoWorlds,
+    crafted,
+)
 from training.config import load_config
 from training.engine.plan import RunPlan
 

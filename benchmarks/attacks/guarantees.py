@@ -30,8 +30,7 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import commit, load_results, save_results
 from opusim.tables import print_table
 from training.attacks.findings import Curve
-from training.attacks.games.base import TwoWorlds, played
-from training.attacks.games.released_model import LEAN, LastIterateGame
+from training.attacks.games import LEAN, LastIterateGame, TwoWorlds, played
 
 MODULE, NAME, GAMES_NAME = "benchmarks.attacks.guarantees", "guarantees_audited", "last_iterate_games"
 FAULT_CELLS = ("none", "noise_halved")

@@ -23,8 +23,17 @@ from accounting.calibration import calibrate_noise
 from accounting.guarantee import Adjacency, Release
 from accounting.mechanisms.selection import NoisyTrial, PrivateSelection
 from opusim.randomness.streams import derive_seed
-from training.attacks.games.base import Adversary, TwoWorlds, in_passes
-from training.attacks.games.labels import LARGE, OPPOSITE, RECORDS, on_one_layer, writer_of, written
+from training.attacks.games import (
+    LARGE,
+    OPPOSITE,
+    RECORDS,
+    Adversary,
+    TwoWorlds,
+    in_passes,
+    on_one_layer,
+    writer_of,
+    written,
+)
 from training.attacks.one_run.observers import log_ratio
 from training.engine.plan import RunPlan
 from training.tuning import best_of, draw_trials, noisy_score

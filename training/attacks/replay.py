@@ -24,14 +24,17 @@ from training.attacks.base import (
     Attack,
     Candidates,
     EarlierSteps,
+    KeptTerms,
+    NotedTerms,
     Observation,
+    OuterProducts,
     Records,
     Scores,
     Trial,
+    noting,
     steps_needed,
 )
 from training.attacks.controls import noiseless_step
-from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts, noting
 from training.data import Split
 from training.engine.plan import RunPlan
 from training.engine.trainer import Trainer

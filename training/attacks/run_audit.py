@@ -23,9 +23,15 @@ from opusim.randomness.streams import derive_seed
 from training.attacks.base import Attack
 from training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
 from training.attacks.findings import Audit, Finding, Played, Role
-from training.attacks.games.base import TwoWorlds, played
-from training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
-from training.attacks.games.released_model import LastIterateGame, ReleasedModelGame
+from training.attacks.games import (
+    AmplifiedGame,
+    LastIterateGame,
+    LookGame,
+    ReleasedModelGame,
+    StagedLookGame,
+    TwoWorlds,
+    played,
+)
 from training.attacks.replay import (
     AuditedRun,
     MembershipGame,

@@ -15,8 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
-from training.attacks.record_terms import OuterProducts
+from training.attacks.base import (
+    Attack,
+    Candidates,
+    Observation,
+    OuterProducts,
+    Records,
+    Trial,
+    layer_gradient,
+)
 from training.attacks.replay import NoiselessStep
 from training.networks.clipping import ActivationClipping
 from training.networks.network import FullyConnected
@@ -268,7 +275,7 @@ class DifferenceAttack(Attack):
 
     If a batch's update is the sum of its records' own updates, as protected records with a fixed divisor make it, d is
     the candidate's own update, and a step on one record gives it. If a record's update is an outer product in each
-    layer, the inner products follow from what `record_terms` keeps. The attacker tests both on its first simulated
+    layer, the inner products follow from what `KeptTerms` keeps. The attacker tests both on its first simulated
     steps and computes whole batches if a test ever fails, so a divisor that depends on the batch does not escape it.
 
     Args:

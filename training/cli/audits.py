@@ -251,8 +251,7 @@ def _show(asked: _Asked, found: Audit) -> None:
     """Write report and pages of what was found, and print the findings and what they mean."""
     from accounting.tables import print_rows
     from opusim.tables import output_width, wrapped
-    from training.attacks.findings import LOW, NARROW, audit_rows
-    from training.attacks.words import paragraphs
+    from training.attacks.findings import LOW, NARROW, audit_rows, paragraphs
     from training.reports.audit_page import write_audit_page
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.stored_run import read_run
@@ -292,7 +291,7 @@ def _audit_mechanism(
     from opusim.files import require_writable
     from opusim.progress import Progress
     from training.attacks.mechanism.audit import audit_mechanism
-    from training.attacks.mechanism.report import report_text
+    from training.attacks.mechanism.checks import report_text
     from training.runs.storage import write_json
 
     if out is not None:

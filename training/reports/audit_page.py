@@ -24,8 +24,18 @@ from accounting.guarantee import Guarantee
 from accounting.tables import number
 from opusim.files import write_file
 from opusim.tables import data_url, html_page, png_bytes
-from training.attacks.findings import LOW, LOW_RATE, Audit, Curve, Played, Role, audit_rows
-from training.attacks.words import paragraphs, perfect_guesses, verdict
+from training.attacks.findings import (
+    LOW,
+    LOW_RATE,
+    Audit,
+    Curve,
+    Played,
+    Role,
+    audit_rows,
+    paragraphs,
+    perfect_guesses,
+    verdict,
+)
 from training.reports.drawing import new_figure, style
 from training.reports.run_report import NOT_FOR_RELEASE, run_name
 from training.runs.stored_run import StoredRun

@@ -10,8 +10,7 @@ from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from accounting.tables import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import html_page
-from training.attacks.findings import audit_rows
-from training.attacks.words import paragraphs
+from training.attacks.findings import audit_rows, paragraphs
 from training.private_loop.settings import PrivacySettings
 from training.reports.audit_page import Audited, write_audit_page
 from training.reports.run_report import kept_audits, shown_values

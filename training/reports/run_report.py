@@ -14,8 +14,7 @@ from typing import Any
 from accounting.tables import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
-from training.attacks.findings import Audit, Played, audit_rows, read_audit
-from training.attacks.words import paragraphs
+from training.attacks.findings import Audit, Played, audit_rows, paragraphs, read_audit
 from training.config.data import OWN_ARRAYS
 from training.config.reading import flat
 from training.reports.drawing import Line, LineChart

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import training
 from accounting.audit import Method
 from accounting.errors import NoGuarantee
-from training.attacks.findings import audit_rows, read_audit
+from training.attacks.findings import audit_rows, paragraphs, read_audit
 from training.attacks.one_run.final_model import (
     SCORES_FILE,
     FinalModelGame,
@@ -27,7 +27,6 @@ from training.attacks.one_run.final_model import (
     read_scores,
 )
 from training.attacks.run_audit import read_run
-from training.attacks.words import paragraphs
 from training.cli.app import app
 from training.errors import RunFolderError
 from training.runs.folder import FINAL_MODEL_FILE, RunFolder

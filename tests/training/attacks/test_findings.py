@@ -10,8 +10,7 @@ import pytest
 
 from accounting.audit import AuditPlan, Law, OneRunPlan, audit, audit_one_run
 from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from training.attacks.findings import Audit, Finding, Played, Role
-from training.attacks.words import paragraphs, verdict
+from training.attacks.findings import Audit, Finding, Played, Role, paragraphs, verdict
 
 DELTA = 1e-5
 CLAIM = Guarantee(

@@ -21,12 +21,9 @@ from benchmarks.attacks import guarantees
 from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import all_replaced, replaced
 from tests.support.faults.streams import Wrapped, credited_noise
-from training.attacks.findings import Curve, Role
-from training.attacks.games.base import TwoWorlds, played
-from training.attacks.games.labels import RECORDS, AmplifiedGame
-from training.attacks.games.released_model import LastIterateGame
+from training.attacks.findings import Curve, Role, paragraphs
+from training.attacks.games import RECORDS, AmplifiedGame, LastIterateGame, TwoWorlds, played
 from training.attacks.run_audit import audit_run
-from training.attacks.words import paragraphs
 from training.convex.trainer import ConvexTrainer
 from training.reports.audit_page import write_audit_page
 

@@ -20,10 +20,18 @@ from accounting.mechanisms.observations import UniformSource
 from opusim.errors import ConfigError
 from tests.support.faults import FAULTS, OF_ONE_RUN, OF_RELEASES, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
-from training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked, shared
-from training.attacks.mechanism.contributions import Amounts, single_record_checks
-from training.attacks.mechanism.counted import staged_checks
-from training.attacks.mechanism.report import Check, MechanismAudit, report_text
+from training.attacks.mechanism.audit import staged_checks
+from training.attacks.mechanism.checks import (
+    BatchLaw,
+    Check,
+    MechanismAudit,
+    Released,
+    Sums,
+    checked,
+    report_text,
+    shared,
+)
+from training.attacks.mechanism.readings import Amounts, single_record_checks
 from training.cli.app import app
 from training.protections import noisy_labels, staged_responses
 from training.zeroth_order.trainer import Differences

@@ -21,7 +21,7 @@ from tests.support.faults.base import replaced
 from tests.support.faults.streams import Wrapped, changed_noise, credited_noise
 from tests.support.record_models import Custom
 from training.attacks.findings import Role
-from training.attacks.mechanism.report import MechanismAudit, report_text
+from training.attacks.mechanism.checks import MechanismAudit, report_text
 from training.attacks.one_run.audit import audit_one_training
 from training.attacks.run_audit import audit_run
 from training.cli import main

@@ -29,11 +29,10 @@ from tests.support.faults import (
     sampled_too_often,
 )
 from tests.support.faults.base import Fault
-from training.attacks.findings import Audit, Role, audit_rows, read_audit
+from training.attacks.findings import Audit, Role, audit_rows, paragraphs, read_audit
 from training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again
 from training.attacks.one_run.observers import EntryObserver, Steps, log_ratio, shifted
 from training.attacks.run_audit import read_run
-from training.attacks.words import paragraphs
 from training.cli.app import app
 from training.config.sections import OptimizerConfig
 from training.engine.session import train_planned

@@ -19,7 +19,7 @@ from tests.support.faults import clipped_by_layer, noise_halved
 from tests.support.faults.base import Fault
 from tests.support.private_loops import private_loop, records, run_epoch
 from training.attacks.findings import Role, read_audit
-from training.attacks.mechanism.report import report_text
+from training.attacks.mechanism.checks import report_text
 from training.cli.app import app
 from training.protections.record import RecordGradients
 

@@ -13,10 +13,9 @@ import torch
 import training
 from accounting.guarantee import Status
 from opusim.errors import ConfigError
-from training.attacks.findings import Audit, Finding, Role
+from training.attacks.findings import Audit, Finding, Role, paragraphs
 from training.attacks.replay import replayed_step
 from training.attacks.run_audit import audit_run, read_run
-from training.attacks.words import paragraphs
 from training.errors import RunFolderError
 from training.protections.record import RecordGradients
 from training.reports.run_report import write_report

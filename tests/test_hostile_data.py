@@ -40,10 +40,17 @@ from training.private_loop.saves import CHECKPOINT_FILE, VERSION, read_save
 from training.private_loop.settings import SETTINGS_FILE
 from training.runs.checkpoints import read_checkpoint, read_tensors
 from training.runs.folder import RunFolder
-from training.runs.seal import HEADER_KEY, list_checkpoints
-from training.runs.storage import digest_of, json_digest, read_array, read_lines, sealed
-from training.sweeps.results import Row, read_row
-from training.tuning import STATE_FILE, Draw, SearchState
+from training.runs.storage import (
+    HEADER_KEY,
+    digest_of,
+    json_digest,
+    list_checkpoints,
+    read_array,
+    read_lines,
+    sealed,
+)
+from training.sweeps.sweep import Row, read_row
+from training.sweeps.tuning import STATE_FILE, Draw, SearchState
 from training.zeroth_order.language import read_texts
 from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file
 

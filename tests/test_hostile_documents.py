@@ -40,7 +40,7 @@ from tests.support.hostile_files import (
 )
 from training.config.reading import load_config
 from training.config.run import RunConfig
-from training.sweeps.spec import points_of, read_spec
+from training.sweeps.sweep import points_of, read_spec
 
 TOML_ODD = (*ODD, *DATES)
 

@@ -36,7 +36,7 @@ from training.attacks.games import (
 )
 from training.attacks.one_run.observers import log_ratio
 from training.engine.plan import RunPlan
-from training.tuning import best_of, draw_trials, noisy_score
+from training.sweeps.tuning import best_of, draw_trials, noisy_score
 
 _HELD_OUT = 1000
 _MANY_HELD_OUT = 10**12

@@ -21,7 +21,7 @@ from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from training.config import load_config
 from training.config.reading import merged
-from training.tuning import Search
+from training.sweeps.tuning import Search
 
 MODULE = "benchmarks.convex.tuned"
 NAME, FOLDER, SEEDS = "convex_tuned", Path("runs/convex-tuned"), (0, 1, 2)

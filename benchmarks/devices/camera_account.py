@@ -20,10 +20,9 @@ from benchmarks.results_file import load_results, save_results
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
-from training.device_privacy.camera import LabelCounts, label_counts
-from training.device_privacy.camera_tables import LIGHTS
 from training.protections.counted_labels import CountsReadout
 from training.protections.label_frames import LabelFrames
+from training.reports.device_privacy import LIGHTS, LabelCounts, label_counts
 
 NAME, DEVICE, DELTA = "camera_account", "camera_low_light", 1e-5
 TEMPERATURES_C, EPSILONS = (-30.0, 20.0, 40.0, 60.0), (8.0, 3.0, 1.0)

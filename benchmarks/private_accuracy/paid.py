@@ -20,7 +20,7 @@ from benchmarks.tuned_rows import shown_accuracy
 from training.config import load_config
 from training.config.reading import merged
 from training.runs.run import load_run
-from training.tuning import Search
+from training.sweeps.tuning import Search
 
 MODULE, NAME = "benchmarks.private_accuracy.paid", "private_accuracy_paid"
 ROW, EPSILON, MEAN = "fashion-mnist, linear on components, DP-SGD", 3.0, 3.0

@@ -22,7 +22,7 @@ from typing import Any
 WORK = {
     "training.reports.run_report": {"write_report": "report and figures"},
     "training.runs.checkpoints": {"save_checkpoint": "checkpoints"},
-    "training.runs.stored_run": {"read_run": "reading the run"},
+    "training.runs.folder": {"read_run": "reading the run"},
     "training.runs.run": {"evaluate_split": "evaluation passes", "load_run": "reading the run"},
     "training.feedback.trainer": {
         "FeedbackTrainer.step": "training steps",

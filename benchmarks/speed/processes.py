@@ -34,8 +34,7 @@ from opusim.tables import print_table
 from training import train
 from training.data import from_arrays
 from training.sweeps.execution import run_sweep
-from training.sweeps.results import SweepFolder
-from training.sweeps.spec import Point, SpecText, parse_spec, points_of
+from training.sweeps.sweep import Point, SpecText, SweepFolder, parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.processes", "processes"
 RECORDS, BATCH, WIDTHS = 20_480, 2048, (784, 1024, 1024, 10)

@@ -20,8 +20,7 @@ from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from training.reports.sweep_report import write_sweep
 from training.sweeps.execution import run_sweep
-from training.sweeps.results import SweepFolder, SweepResult
-from training.sweeps.spec import points_of, read_spec
+from training.sweeps.sweep import SweepFolder, SweepResult, points_of, read_spec
 
 MODULE, NAME = "benchmarks.speed.sweep", "sweep_overhead"
 JOBS, RUNS, EPOCHS = 2, 200, 15

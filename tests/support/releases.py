@@ -25,13 +25,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import training
 from accounting.ledger.ledger import read_ledger
 from tests.support.private_loops import private_loop
-from training import tuning
 from training.attacks.mechanism.checks import noise_checks, shared
 from training.config import load_config
 from training.convex.gated import GatedRelu
 from training.engine.plan import load_data
 from training.runs.run import Run, evaluate_split
 from training.runs.storage import read_array
+from training.sweeps import tuning
 from training.zeroth_order.step_log import LOG_FILE, LogContent
 
 LEVEL = 1e-9

@@ -11,7 +11,7 @@ from accounting.ledger.ledger import Ledger
 from accounting.mechanisms.records import Gaussian
 from training.config.reading import load_config
 from training.runs.folder import RunFolder
-from training.runs.seal import Header, checkpoint_path
+from training.runs.storage import Header, checkpoint_path
 
 STEP = Gaussian(noise_multiplier=2.0)
 

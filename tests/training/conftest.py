@@ -14,7 +14,7 @@ import torch
 from training.engine.callbacks import Callback
 from training.runs.checkpoints import list_checkpoints, reseal_checkpoint
 from training.runs.folder import RunFolder
-from training.runs.seal import read_header
+from training.runs.storage import read_header
 
 
 class StopAt(Callback):

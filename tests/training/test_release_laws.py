@@ -18,7 +18,7 @@ from tests.support.faults import FAULTS, OF_RELEASES
 from tests.support.faults.base import replaced
 from tests.support.releases import RELEASES, alarms, private_steps
 from training.data.samplers import PoissonSampler
-from training.tuning import draw_trials
+from training.sweeps.tuning import draw_trials
 
 SLOW = ("make_private, in parts", "label-release, device", "zo, gaussian", "tune")
 PLANTED = {fault.name: fault for fault in (*FAULTS, *OF_RELEASES)}

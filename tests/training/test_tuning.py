@@ -17,14 +17,14 @@ from accounting.guarantee import Status
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.selection import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError
-from training import tuning as searching
 from training.cli import main
 from training.config import load_config
 from training.config.reading import merged
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.run import load_run
-from training.tuning import Search, draw_trials, parse_choices
+from training.sweeps import tuning as searching
+from training.sweeps.tuning import Search, draw_trials, parse_choices
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

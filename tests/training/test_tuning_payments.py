@@ -15,16 +15,16 @@ import pytest
 import training
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.selection import PrivateSelection
-from training import tuning as searching
 from training.cli import main
 from training.config import load_config
 from training.config.run import RunConfig
 from training.errors import FolderBusy, RunFolderError
 from training.runs import storage
 from training.runs.storage import only_writer
+from training.sweeps import tuning as searching
 from training.sweeps.execution import run_sweep
-from training.sweeps.results import SweepFolder
-from training.tuning import Draw, Search
+from training.sweeps.sweep import SweepFolder
+from training.sweeps.tuning import Draw, Search
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

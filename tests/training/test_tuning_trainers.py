@@ -18,14 +18,14 @@ from accounting.mechanisms.selection import PrivateSelection
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import SystemStream
-from training import tuning as searching
 from training.cli import main
 from training.config import load_config
 from training.config.reading import merged
 from training.config.run import RunConfig
 from training.engine.session import train
 from training.runs.run import load_run
-from training.tuning import Draw, Search, parse_choices, priced_trials
+from training.sweeps import tuning as searching
+from training.sweeps.tuning import Draw, Search, parse_choices, priced_trials
 
 BASE: dict[str, Any] = {
     "epochs": 1,

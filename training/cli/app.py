@@ -78,13 +78,13 @@ def _train() -> Any:
 
 
 def _tune() -> Any:
-    from training.cli.searches import tune_app
+    from training.cli.train import tune_app
 
     return typer.main.get_group(tune_app)
 
 
 def _curve() -> Any:
-    from training.cli.searches import curve_app
+    from training.cli.train import curve_app
 
     return typer.main.get_command(curve_app)
 

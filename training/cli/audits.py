@@ -254,7 +254,7 @@ def _show(asked: _Asked, found: Audit) -> None:
     from training.attacks.findings import LOW, NARROW, audit_rows, paragraphs
     from training.reports.audit_page import write_audit_page
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
-    from training.runs.stored_run import read_run
+    from training.runs.folder import read_run
 
     loaded = read_run(asked.run)
     report_file = write_report(loaded, audit=found, folder=asked.out)

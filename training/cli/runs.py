@@ -122,10 +122,10 @@ def report(
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from opusim.files import require_writable
-    from training.reports.loop_report import write_loop_report
+    from training.reports.audit_page import write_loop_report
     from training.reports.run_report import run_name, write_comparison, write_report
+    from training.runs.folder import read_run
     from training.runs.storage import kind_of
-    from training.runs.stored_run import read_run
 
     twice = [
         path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}
@@ -330,8 +330,7 @@ def _public_records(folder: RunFolder) -> int | None:
 def _device_note(path: Path) -> str | None:
     """Return what to know of the device's noise; None if the folder holds no run, or a damaged configuration."""
     from training.errors import RunFolderError
-    from training.runs.folder import RunFolder
-    from training.runs.stored_run import StoredRun
+    from training.runs.folder import RunFolder, StoredRun
 
     folder = RunFolder(path)
     try:
@@ -394,7 +393,7 @@ def account_device(
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
     from opusim.tables import wrapped
-    from training.device_privacy.levels import device_levels, level_rows
+    from training.reports.device_privacy import device_levels, level_rows
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
@@ -413,8 +412,7 @@ def account_device(
         checks.positive(target_epsilon=target)
     if description.camera is not None:
         from opusim.progress import Progress
-        from training.device_privacy.camera import label_counts
-        from training.device_privacy.camera_tables import evaluations, print_account
+        from training.reports.device_privacy import evaluations, label_counts, print_account
 
         with Progress("account device", "evaluations") as progress:
             counts = label_counts(

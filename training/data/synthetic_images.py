@@ -11,8 +11,7 @@ from torch import Tensor
 
 from opusim.errors import ConfigError
 from training.data.dataset import Dataset, PrincipalComponents, Standardisation
-from training.data.features import map_from_facts
-from training.data.public_map import public_features
+from training.data.public_maps import map_from_facts, public_features
 
 _SEED, _COUNT = 20261122, 3000
 _IN_THE_MIDDLE, _ALL_OVER = (6, 0.12), (30, 0.35)
@@ -35,7 +34,7 @@ def synthetic_components(
         n_components: At most 2999.
         whitening: See `PrincipalComponents.fit`.
         mirrored: Whether features are averaged with those of the mirror image, left and right exchanged.
-        cached: See `training.data.public_map.with_public_features`.
+        cached: See `training.data.public_maps.with_public_features`.
 
     Raises:
         ConfigError: Its records are no images.

@@ -22,10 +22,9 @@ from typing_extensions import TypeIs
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from training.config.data import DataConfig, SplitRule
-from training.data.arrays import Array, Pair, from_arrays
+from training.data.arrays import Array, Ids, Pair, from_arrays
 from training.data.dataset import Dataset, Standardisation, standardised_by_records
 from training.data.formats import required_library
-from training.data.splits import Ids
 from training.errors import DataError
 
 TABLE_LIMIT = 2**30

@@ -35,7 +35,7 @@ from training.runs.checkpoints import (
 )
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_split
-from training.runs.seal import Seal, read_header
+from training.runs.storage import Seal, read_header
 
 
 class Engine:

@@ -28,7 +28,7 @@ from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.dataset import wide_feature
-from training.data.optical_map import expected_usage as features_usage
+from training.data.public_maps import expected_usage as features_usage
 from training.data.tables import OwnData, OwnTest
 from training.engine.callbacks import Callback, Watchers
 from training.engine.certified import facts_of, noted_alarms, require_undoubted

@@ -20,7 +20,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
 from training.data import Dataset
-from training.data.image_maps import Augmentation
+from training.data.public_maps import Augmentation
 from training.feedback.config import (
     BpConfig,
     DfaConfig,

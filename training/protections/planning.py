@@ -21,7 +21,7 @@ from opusim.noise import GaussianNoise, NoiseModel
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset
-from training.data.features import map_from_facts
+from training.data.public_maps import map_from_facts
 from training.data.samplers import Sampler
 
 

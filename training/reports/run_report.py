@@ -18,8 +18,7 @@ from training.attacks.findings import Audit, Played, audit_rows, paragraphs, rea
 from training.config.data import OWN_ARRAYS
 from training.config.reading import flat
 from training.reports.drawing import Line, LineChart
-from training.runs.folder import RunFolder
-from training.runs.stored_run import StoredRun
+from training.runs.folder import RunFolder, StoredRun
 from training.zeroth_order.config import ZoConfig
 
 _NOT_WRITTEN = "–"

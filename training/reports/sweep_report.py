@@ -26,17 +26,17 @@ from training.reports.drawing import COLOURS, LINES, new_figure, save_figure, st
 from training.reports.run_report import distinct
 from training.runs.folder import RunFolder
 from training.runs.storage import record_json, write_json
-from training.sweeps import results as curves
-from training.sweeps.results import (
+from training.sweeps import sweep as curves
+from training.sweeps.sweep import (
     SCHEMA_VERSION,
     Curve,
+    Point,
     Row,
     SweepResult,
     audited_epsilon,
     axis_label,
     curve_rows,
 )
-from training.sweeps.spec import Point
 
 _NOTHING = "–"
 _LOG_SCALE_RATIO = 20.0

@@ -20,21 +20,19 @@ from training.config.run import LossName
 from training.config.sections import is_import_path
 from training.data import Dataset, Split
 from training.data.arrays import RecordForm, standardised
-from training.data.catalogue import build_dataset
+from training.data.catalogue import bits_per_byte, build_dataset
 from training.data.dataset import PrincipalComponents, Standardisation, Target, in_single_precision
-from training.data.features import map_from_facts
 from training.data.formats import read_arrays
+from training.data.public_maps import map_from_facts
 from training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
-from training.data.texts import bits_per_byte
 from training.errors import DataError
 from training.networks.base import Network
 from training.networks.memory import preserved_state
 from training.networks.objectives import Objective, measure
 from training.networks.user_code import load_object, require_importable, require_trusted, warn_if_changed
 from training.runs.checkpoints import copy_parameters, read_checkpoint
-from training.runs.folder import RunFolder
+from training.runs.folder import RunFolder, StoredRun, newest_checkpoint
 from training.runs.storage import read_array
-from training.runs.stored_run import StoredRun, newest_checkpoint
 
 if TYPE_CHECKING:
     from opusim.crossbar.conversion import DeviceModel

@@ -36,8 +36,7 @@ from training.runs.cluster import connected
 from training.runs.folder import RunFolder
 from training.runs.run import Run, load_run
 from training.runs.storage import only_writer, require_kind
-from training.sweeps.results import Row, SweepFolder, failed_row, row_of, write_row
-from training.sweeps.spec import Point
+from training.sweeps.sweep import Point, Row, SweepFolder, failed_row, row_of, write_row
 
 _MAX_DEATHS = 3
 """Worker processes that may die over one run before it counts as failed. If so many die before they start any run, the

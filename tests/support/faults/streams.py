@@ -18,7 +18,7 @@ _MAKERS = (
     "training.zeroth_order.algorithm:noise_stream",
     "training.protections.noisy_labels:noise_stream",
     "training.private_loop.start:noise_stream",
-    "training.tuning:noise_stream",
+    "training.sweeps.tuning:noise_stream",
 )
 
 

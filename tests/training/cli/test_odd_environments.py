@@ -20,8 +20,7 @@ from tests.support.command import ROOT, opusim
 from training.cli import app
 from training.errors import RunFolderError
 from training.runs.folder import RunFolder
-from training.runs.seal import GrowingFile, Prefix
-from training.runs.storage import append_line, digest_of, only_writer
+from training.runs.storage import GrowingFile, Prefix, append_line, digest_of, only_writer
 
 NOT_UTF8 = os.fsdecode(b"run\xff")
 
@@ -213,7 +212,7 @@ def test_a_seal_reads_only_what_was_added(tmp_path: Path, monkeypatch: pytest.Mo
         read.append(len(content))
         return content
 
-    monkeypatch.setattr("training.runs.seal.read_bytes", counted)
+    monkeypatch.setattr("training.runs.storage.read_bytes", counted)
     for epoch in range(50):
         append_line(path, {"epoch": epoch})
         found, content = file.prefix(), original(path)

@@ -20,7 +20,7 @@ from training.config.kinds import KINDS
 from training.config.reading import flat, merged, nested, stored_config
 from training.config.run import effects_of, unused
 from training.data import from_arrays
-from training.sweeps.spec import points_of, read_spec
+from training.sweeps.sweep import points_of, read_spec
 
 ALWAYS = {
     *(

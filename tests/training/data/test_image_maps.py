@@ -11,10 +11,8 @@ import torch
 
 import training
 from opusim.errors import ConfigError
-from training.data import load_dataset, public_map
-from training.data.features import map_from_facts
-from training.data.image_maps import HogMap, RandomConvolutionMap, ScatteringMap
-from training.data.public_map import PublicMap
+from training.data import load_dataset, public_maps
+from training.data.public_maps import HogMap, PublicMap, RandomConvolutionMap, ScatteringMap, map_from_facts
 
 CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp"},
@@ -31,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(public_map.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(public_maps.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "features"
 
 

@@ -40,7 +40,7 @@ from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.listing import list_runs
 from training.runs.run import Run, load_run
-from training.tuning import Search
+from training.sweeps.tuning import Search
 
 TODAY, BETA, SIGMA, OUTPUTS = datetime.date.today(), 1e-7, 0.5, 64
 

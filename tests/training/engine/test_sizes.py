@@ -16,7 +16,7 @@ from opusim import files
 from opusim.processes import memory
 from training.config import load_config
 from training.data.arrays import from_arrays
-from training.data.image_maps import HogMap
+from training.data.public_maps import HogMap
 from training.engine.plan import RunPlan
 from training.networks.network import FullyConnected
 

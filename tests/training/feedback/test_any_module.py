@@ -32,9 +32,8 @@ from training.networks.objectives import Objective, measure
 from training.networks.optimizers import make_optimizer
 from training.networks.user_code import require_trusted
 from training.reports.run_report import write_report
-from training.runs.folder import RunFolder
+from training.runs.folder import RunFolder, read_run
 from training.runs.listing import list_runs
-from training.runs.stored_run import read_run
 
 CONFIG: dict[str, Any] = {
     "threads": 1,

@@ -15,7 +15,7 @@ import training
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 from training.config.reading import merged
-from training.data.image_maps import Augmentation
+from training.data.public_maps import Augmentation
 from training.feedback.modules import ModuleGradients
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule

@@ -19,8 +19,7 @@ from training.reports.drawing import Line, LineChart
 from training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
 from training.reports.sweep_report import setting_rows, write_sweep
 from training.runs.run import Run
-from training.sweeps.results import SweepFolder, SweepResult, row_of
-from training.sweeps.spec import SpecText, parse_spec, points_of
+from training.sweeps.sweep import SpecText, SweepFolder, SweepResult, parse_spec, points_of, row_of
 
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
 RELEASED = {

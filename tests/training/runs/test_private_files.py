@@ -20,8 +20,7 @@ from training.reports.run_report import write_report
 from training.reports.sweep_report import write_sweep
 from training.runs.run import load_run
 from training.sweeps.execution import run_sweep
-from training.sweeps.results import SweepFolder, SweepResult
-from training.sweeps.spec import points_of, read_spec
+from training.sweeps.sweep import SweepFolder, SweepResult, points_of, read_spec
 
 SMALL: dict[str, Any] = {
     "epochs": 1,

@@ -16,8 +16,7 @@ import pytest
 from tests.support.ports import free_port
 from training.errors import SweepStopped
 from training.sweeps.execution import run_sweep
-from training.sweeps.results import SweepFolder
-from training.sweeps.spec import Point, points_of, read_spec
+from training.sweeps.sweep import Point, SweepFolder, points_of, read_spec
 
 dask = pytest.importorskip("dask")
 pytest.importorskip("distributed")

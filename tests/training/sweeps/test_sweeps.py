@@ -26,10 +26,19 @@ from training.reports.sweep_report import accuracy_epsilon, write_sweep
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run, load_run
 from training.sweeps import execution
-from training.sweeps import results as curves
+from training.sweeps import sweep as curves
 from training.sweeps.execution import SweepForecast, run_point, run_sweep
-from training.sweeps.results import Row, SweepFolder, SweepResult, read_row, write_row
-from training.sweeps.spec import Point, SweepSpec, points_of, read_spec
+from training.sweeps.sweep import (
+    Point,
+    Row,
+    SweepFolder,
+    SweepResult,
+    SweepSpec,
+    points_of,
+    read_row,
+    read_spec,
+    write_row,
+)
 
 SPEC = """\
 title = "Digits at three noises"

@@ -21,7 +21,6 @@ from opusim import checks
 from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Attack
-from training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
 from training.attacks.findings import Audit, Finding, Played, Role
 from training.attacks.games import (
     AmplifiedGame,
@@ -37,7 +36,11 @@ from training.attacks.replay import (
     MembershipGame,
     NoiselessStep,
     noiseless_steps,
+    power_of,
+    record_protected,
     replayed_step,
+    with_half_the_noise,
+    without_noise,
 )
 from training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
 from training.data import Dataset

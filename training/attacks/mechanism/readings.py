@@ -26,10 +26,9 @@ from accounting.mechanisms.convex import ConvexLastIterate, learning_rates
 from opusim.medium.directions import Direction
 from opusim.p_values import bonferroni
 from training.attacks.base import Records
-from training.attacks.controls import plain_descent
 from training.attacks.mechanism.checks import BatchLaw, Check, Released, Sums
 from training.attacks.mechanism.subjects import Subject
-from training.attacks.replay import NoiselessStep
+from training.attacks.replay import NoiselessStep, plain_descent
 from training.config.reading import merged
 from training.config.run import RunConfig
 from training.convex.config import ConvexConfig

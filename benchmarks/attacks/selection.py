@@ -23,11 +23,11 @@ from accounting.calibration import calibrate_noise
 from accounting.guarantee import Adjacency, Release
 from accounting.mechanisms.selection import NoisyTrial, PrivateSelection
 from opusim.randomness.streams import derive_seed
+from training.attacks.base import Adversary
 from training.attacks.games import (
     LARGE,
     OPPOSITE,
     RECORDS,
-    Adversary,
     TwoWorlds,
     in_passes,
     on_one_layer,

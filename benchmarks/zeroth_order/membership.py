@@ -42,8 +42,7 @@ from benchmarks.zeroth_order.sentences import (
 )
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
-from tests.support.canaries import Canaries, auc_error, own_features, pooled, record_losses
-from training.attacks.base import Scores
+from tests.support.canaries import Canaries, Scores, auc_error, own_features, pooled, record_losses
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.trainer import Trainer

@@ -15,11 +15,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accounting.audit import area_under_curve
 from opusim import checks
 from opusim.randomness.streams import derive_seed
-from training.attacks.base import Scores
 from training.config.run import LossName
 from training.networks.functions import LOSSES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """An attack's scores in two worlds.
+
+    Attributes:
+        first: Scores of trials of the first world, shape (n,).
+        second: Those of the second, shape (m,).
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+
+    @property
+    def auc(self) -> float:
+        """Probability that a score of the first world exceeds one of the second, ties counted half; NaN for none."""
+        return area_under_curve(self.first, self.second)
 
 
 @dataclass(frozen=True, kw_only=True)

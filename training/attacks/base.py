@@ -10,21 +10,20 @@ What consecutive weights tell: the gradients behind an update, with momentum and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.audit import area_under_curve
+from accounting.audit import Law, Method
 from opusim.errors import ConfigError
 from training.config.sections import OptimizerConfig
 from training.networks.contributions.sums import Contributions
 from training.networks.network import FullyConnected
-from training.protections.base import PrivateGradients, WrappedGradients, linear_uses, with_constant
+from training.protections.base import WrappedGradients, linear_uses, with_constant
 from training.protections.record import RecordGradients
 
 _NESTEROV_STEPS = 40
@@ -141,6 +140,39 @@ def layer_gradient(gradients: Mapping[str, Tensor], layer: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adversary:
+    """Who attacks.
+
+    Attributes:
+        name: In a word or two.
+        sees: What is released to it.
+        knows: What it knows besides.
+        counts: Whether its scores of canaries are small whole numbers. No normal law fits them, so that they are read
+            by one bound, the strongest that the mechanism's law allows.
+    """
+
+    name: str
+    sees: str
+    knows: str
+    counts: bool = False
+
+    @property
+    def threat_model(self) -> str:
+        """What it sees and knows, as reports say it."""
+        return f"sees {self.sees}, knows {self.knows}"
+
+    def readings(self, law: Law) -> tuple[Method, ...]:
+        """Return how its scores of canaries are read, fixed before there are any.
+
+        Args:
+            law: What is known of the mechanism's noise.
+        """
+        if not self.counts:
+            return law.methods
+        return (Method.GAUSSIAN_TRADE_OFF if law is Law.GAUSSIAN else Method.ANY_MECHANISM,)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Records:
     """Records that the attacker knows.
 
@@ -239,6 +271,7 @@ class Attack(ABC):
 
     name: str
     knows: str
+    _seen: tuple[Observation, dict[str, Any]] | None = None
 
     @abstractmethod
     def score(self, observation: Observation, candidates: Candidates) -> float:
@@ -260,23 +293,14 @@ class Attack(ABC):
         """A score in words."""
         return f"{score:.3g}"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """An attack's scores in two worlds.
-
-    Attributes:
-        first: Scores of trials of the first world, shape (n,).
-        second: Those of the second, shape (m,).
-    """
-
-    first: np.ndarray
-    second: np.ndarray
-
-    @property
-    def auc(self) -> float:
-        """Probability that a score of the first world exceeds one of the second, ties counted half; NaN for none."""
-        return area_under_curve(self.first, self.second)
+    def once(self, observation: Observation, name: str, make: Callable[[], Any]) -> Any:
+        """Return what is computed once per trial, for candidates and strangers."""
+        if self._seen is None or self._seen[0] is not observation:
+            self._seen = observation, {}
+        kept = self._seen[1]
+        if name not in kept:
+            kept[name] = make()
+        return kept[name]
 
 
 # What single records contribute to an update without noise, kept between the trials of a game. Under record protection,
@@ -435,8 +459,3 @@ class KeptTerms:
             )
             for layer in self._layers
         ]
-
-
-def noting(writer: PrivateGradients, divisor: float) -> Any:
-    """Return a writer that notes outer products, or the writer itself if it writes no clipped sums."""
-    return NotedTerms(writer, divisor) if type(writer) is RecordGradients else writer

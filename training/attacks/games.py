@@ -42,6 +42,7 @@ from accounting.mechanisms.labels import (
 )
 from opusim import checks
 from opusim.randomness.streams import derive_seed
+from training.attacks.base import Adversary
 from training.convex.algorithm import ConvexAlgorithm
 from training.convex.gated import GatedNetwork, GatedRelu
 from training.data import Dataset, Split
@@ -60,21 +61,6 @@ from training.protections.staged_responses import StagedResponses, drawn_parts
 
 PARTS = 20
 """Parts in which the trials of a world are played, so that a progress bar moves."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adversary:
-    """Who attacks.
-
-    Attributes:
-        name: In a word or two.
-        sees: What is released to it.
-        knows: What it knows besides.
-    """
-
-    name: str
-    sees: str
-    knows: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,16 +169,15 @@ def played(
         on_trials: Called with the number of trials done since the last call.
     """
     checks.integer(minimum=40, trials=trials)
-    worlds = [
-        _world(
-            game,
-            trials // 2,
-            first=first or null,
-            seed=derive_seed(seed, "world", int(first)),
-            on_trials=on_trials,
-        )
-        for first in (True, False)
-    ]
+    count, worlds = trials // 2, []
+    share = max(game.together, -(-count // PARTS // game.together) * game.together)  # whole passes
+    for first in (True, False):
+        own, scores = derive_seed(seed, "world", int(first)), []
+        for number, size in enumerate(min(share, count - start) for start in range(0, count, share)):
+            part = derive_seed(own, "part", number) >> 1
+            scores.append(game.scores(size, first=first or null, seed=part))
+            on_trials(size)
+        worlds.append(np.concatenate(scores, axis=1))
     with_law = game.is_gaussian and delta > 0
     values = game.values() if with_law else None
     estimators = [Estimator.CLOPPER_PEARSON]
@@ -203,10 +188,10 @@ def played(
         estimators.append(Estimator.DRAWN_NOISE)
     confidence = 1 - error / (len(game.adversaries) * len(estimators))
     found = []
-    for adversary, first, second in zip(game.adversaries, *worlds, strict=True):
+    for adversary, one, other in zip(game.adversaries, *worlds, strict=True):
         plans = [
             AuditPlan(
-                threat_model=f"sees {adversary.sees}, knows {adversary.knows}",
+                threat_model=adversary.threat_model,
                 pair=game.pair,
                 delta=delta,
                 confidence=confidence,
@@ -216,31 +201,18 @@ def played(
             )
             for estimator in estimators
         ]
-        results = [audit(first, second, plan) for plan in plans[: 1 + with_law]]
+        results = [audit(one, other, plan) for plan in plans[: 1 + with_law]]
         found.append(
             Played(
                 adversary=adversary,
-                first=first,
-                second=second,
+                first=one,
+                second=other,
                 bound=results[0],
                 gaussian=results[1] if with_law else None,
-                drawn=None if values is None else audit_drawn_noise(first, second, values, plans[-1]),
+                drawn=None if values is None else audit_drawn_noise(one, other, values, plans[-1]),
             )
         )
     return found
-
-
-def _world(
-    game: TwoWorlds, count: int, *, first: bool, seed: int, on_trials: Callable[[int], None]
-) -> np.ndarray:
-    found = []
-    share = -(-count // PARTS // game.together) * game.together  # whole passes
-    share = max(game.together, share)
-    sizes = [min(share, count - start) for start in range(0, count, share)]
-    for number, size in enumerate(sizes):
-        found.append(game.scores(size, first=first, seed=derive_seed(seed, "part", number) >> 1))
-        on_trials(size)
-    return np.concatenate(found, axis=1)
 
 
 def in_passes(count: int, size: int, play: Callable[[int], np.ndarray], *, seed: int) -> np.ndarray:
@@ -276,11 +248,6 @@ def crafted(x: Tensor, y: Tensor, *, n_classes: int, record_shape: Sequence[int]
         standardisation=Standardisation.identity(),
         record_shape=tuple(record_shape),
     )
-
-
-def same_labels(count: int, label: int) -> Tensor:
-    """Return one label for all records, shape (count,)."""
-    return torch.full((count,), label)
 
 
 # Labels that are looked at once (randomized response, noisy readings, photon counts and their argmax): everything that
@@ -333,7 +300,7 @@ class LookGame(TwoWorlds):
         """See TwoWorlds.scores; the whole data set has the label in question, and each record is a trial."""
         own, other = self._labels
         plan = self._plan.unchecked(seed=seed)
-        labels = same_labels(count, own if first else other)
+        labels = torch.full((count,), own if first else other)
         plan = replace(
             plan, dataset=crafted(labels[:, None].float() * 0, labels, n_classes=plan.dataset.n_classes)
         )
@@ -350,7 +317,11 @@ class LookGame(TwoWorlds):
         """The two labels whose looks are farthest apart; 0 and 1 if all pairs are alike."""
         accounted, pairs = self.mechanism, list(permutations(range(self._plan.dataset.n_classes), 2))
         if isinstance(accounted, LabelCounts):
-            return max(pairs, key=lambda pair: _epsilon_of_pair(accounted, pair))
+            of_two = {
+                pair: replace(accounted, light=tuple(accounted.light[label] for label in pair))
+                for pair in pairs
+            }
+            return max(pairs, key=lambda pair: guarantees([of_two[pair]], delta=_PAIR_DELTA)[0].epsilon)
         if isinstance(accounted, LabelReadout):
             with self._plan.opened_device() as device:
                 codes = (
@@ -396,11 +367,6 @@ def _protection(plan: RunPlan) -> OneLookProtection:
             f"plan: protection.kind = {plan.config.protection.kind!r} does not look at labels once"
         )
     return found
-
-
-def _epsilon_of_pair(mechanism: LabelCounts, pair: tuple[int, int]) -> float:
-    two = replace(mechanism, light=tuple(mechanism.light[label] for label in pair))
-    return guarantees([two], delta=_PAIR_DELTA)[0].epsilon
 
 
 # Labels that are protected at every step by secret batches: the auditor owns a layer and its records. Record i has the
@@ -485,7 +451,7 @@ def on_one_layer(plan: RunPlan, seed: int, sampler: Mapping[str, Any]) -> RunPla
         sampler: Keys of its sampler.
     """
     layer = torch.nn.Linear(RECORDS, len(OPPOSITE), bias=False)
-    dataset = crafted(torch.eye(RECORDS), same_labels(RECORDS, 0), n_classes=len(OPPOSITE))
+    dataset = crafted(torch.eye(RECORDS), torch.zeros(RECORDS).long(), n_classes=len(OPPOSITE))
     plan = replace(plan, dataset=dataset, network=FullyConnected(torch.nn.Sequential(layer)))
     return plan.unchecked(seed=seed, sampler=sampler)
 

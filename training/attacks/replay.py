@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -34,9 +33,7 @@ from training.attacks.base import (
     Observation,
     OuterProducts,
     Records,
-    Scores,
     Trial,
-    noting,
     steps_needed,
 )
 from training.data import Split
@@ -47,7 +44,9 @@ from training.feedback.config import FeedbackConfig
 from training.networks.base import Network
 from training.networks.network import FullyConnected
 from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
+from training.protections.base import PrivateGradients
 from training.protections.config import RecordConfig
+from training.protections.record import RecordGradients
 from training.runs.checkpoints import Checkpoint, copy_parameters
 
 _FEW = 4096
@@ -135,7 +134,13 @@ class ReplayedStep:
             index: Numbers of the batch's training records.
             trial: Its number, from 0.
         """
-        self._restore()
+        with torch.no_grad():  # reset to the state after the warm-up; plain SGD keeps only its momentum
+            for name, tensor in self._trainer.tensors.items():
+                tensor.copy_(self.before[name])
+            for name, tensor in self._trainer.state.items():
+                tensor.copy_(self._state[name])
+            for name, tensor in optimizer_tensors(self._trainer.optimizer).items():
+                tensor.copy_(self._optimizer_state[name])
         self._step(index, self.step_of(trial))
         return {name: tensor.detach() for name, tensor in self._trainer.tensors.items()}
 
@@ -144,16 +149,6 @@ class ReplayedStep:
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._trainer.tensors.items()}
-
-    def _restore(self) -> None:
-        """Reset to the state after the warm-up; plain SGD keeps only its momentum."""
-        with torch.no_grad():
-            for name, tensor in self._trainer.tensors.items():
-                tensor.copy_(self.before[name])
-            for name, tensor in self._trainer.state.items():
-                tensor.copy_(self._state[name])
-            for name, tensor in optimizer_tensors(self._trainer.optimizer).items():
-                tensor.copy_(self._optimizer_state[name])
 
 
 @contextmanager
@@ -264,12 +259,19 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
         run: The audited run.
         plan: The run as it is played, seed included.
     """
-    silent = noiseless_step(plan)
-    if silent is None:
+    silent = without_noise(plan)
+    if silent is None or (plan.description is not None and plan.description.kind not in _SIMULATED):
         yield None
         return
+    silent = plain_descent(silent).with_silent_device()  # at learning rate 1 it shows the gradients
     if isinstance(silent.config.trainer, FeedbackConfig) and isinstance(plan.network, FullyConnected):
-        silent = replace(silent, wrap_writer=partial(noting, divisor=silent.config.divisor))
+        divisor = silent.config.divisor
+
+        def noting(writer: PrivateGradients) -> PrivateGradients:
+            """Note outer products, if the writer writes clipped sums."""
+            return NotedTerms(writer, divisor) if type(writer) is RecordGradients else writer
+
+        silent = replace(silent, wrap_writer=noting)
     silent = run.on_own_network(silent)
     with silent.opened_device() as device:
         trainer, writer = silent.algorithm.trainer(device), silent.algorithm.writer
@@ -278,6 +280,7 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
         yield NoiselessStep(silent.network, trainer, noted, train)
 
 
+Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 _DRAWN = 4  # candidate, replacement, and two strangers
 
 
@@ -322,7 +325,7 @@ class MembershipGame:
         rehearsals: int = 0,
         strangers: bool = False,
         on_trial: Callable[[], None] = lambda: None,
-    ) -> list[tuple[Scores, Scores]]:
+    ) -> list[tuple[Pair, Pair]]:
         """Play against several attacks, a fair coin a trial.
 
         Args:
@@ -333,7 +336,8 @@ class MembershipGame:
             on_trial: Called after each trial that counts.
 
         Returns:
-            For each attack its scores on the candidates, and on strangers.
+            For each attack its scores on the candidates, and on strangers: of trials of the first world and of the
+                second, shapes (n,) and (m,).
         """
         for number in range(rehearsals):
             trial = self.play(trials + number, first_world=False)
@@ -351,11 +355,7 @@ class MembershipGame:
             on_trial()
         known, strange = coins.T
         return [
-            (
-                Scores(first=found[known, 0], second=found[~known, 0]),
-                Scores(first=found[strange, 1], second=found[~strange, 1]),
-            )
-            for found in seen
+            ((found[known, 0], found[~known, 0]), (found[strange, 1], found[~strange, 1])) for found in seen
         ]
 
     def play(self, trial: int, *, first_world: bool) -> Trial:
@@ -365,9 +365,18 @@ class MembershipGame:
             trial: Its number, from 0; other trials share neither batch nor noise with it.
             first_world: Which world.
         """
-        others, drawn = self._draw(trial)
-        chosen = drawn[:1] if first_world else drawn[1:2] if self._replaces else drawn[:0]
-        batch = torch.cat([others, chosen])
+        seed = derive_seed(self._seed, "trial", trial)
+        # the four records that the trial is about, and the others of the batch
+        chosen = np.random.default_rng(seed).choice(self._n, _DRAWN, replace=False)
+        sampler = replace(self._step.plan.sampler, seed=derive_seed(seed, "sampler"))
+        sampled = sampler.indices(0).numpy()
+        rest = sampled[~np.isin(sampled, chosen)]
+        if sampler.sampling_probability is None:  # a batch of fixed size has room for the candidate
+            rest = rest[: max(len(sampled) - 1, 0)]
+        place = self._step.dataset.train.x.device
+        others, drawn = torch.from_numpy(rest).to(place), torch.from_numpy(chosen).to(place)
+        added = drawn[:1] if first_world else drawn[1:2] if self._replaces else drawn[:0]
+        batch = torch.cat([others, added])
         step = self._step
         return Trial(
             observation=Observation(
@@ -381,19 +390,6 @@ class MembershipGame:
             candidates=self._pair(drawn[:2]),
             strangers=self._pair(drawn[2:]),
         )
-
-    def _draw(self, trial: int) -> tuple[Tensor, Tensor]:
-        """The batch's other records, and the four that the trial is about."""
-        seed = derive_seed(self._seed, "trial", trial)
-        generator = np.random.default_rng(seed)
-        drawn = generator.choice(self._n, _DRAWN, replace=False)
-        sampler = replace(self._step.plan.sampler, seed=derive_seed(seed, "sampler"))
-        batch = sampler.indices(0).numpy()
-        others = batch[~np.isin(batch, drawn)]
-        if sampler.sampling_probability is None:  # a batch of fixed size has room for the candidate
-            others = others[: max(len(batch) - 1, 0)]
-        place = self._step.dataset.train.x.device
-        return torch.from_numpy(others).to(place), torch.from_numpy(drawn).to(place)
 
     def _pair(self, drawn: Tensor) -> Candidates:
         return Candidates(
@@ -490,17 +486,6 @@ def power_of(
     if claim is None or not weaker or not math.isfinite(claim.epsilon):
         return None
     return detection_probability(weaker, claim.epsilon, result.n_in, result.n_out, result.plan)
-
-
-def noiseless_step(plan: RunPlan) -> RunPlan | None:
-    """Return the run whose plain descent at learning rate 1 shows a step's gradients without any noise.
-
-    None if the noise, or what else is random, cannot be known to an attacker.
-    """
-    silent = without_noise(plan)
-    if silent is None or (plan.description is not None and plan.description.kind not in _SIMULATED):
-        return None
-    return plain_descent(silent).with_silent_device()
 
 
 def plain_descent(plan: RunPlan) -> RunPlan:

@@ -6,7 +6,7 @@ import math
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -18,22 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim import checks
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from training.attacks.mechanism.checks import LAGS, Check, MechanismAudit, Released, checked, shared
+from training.attacks.mechanism.checks import LAGS, Check, MechanismAudit, checked, shared
 from training.attacks.mechanism.readings import (
     STEPS,
-    Weights,
-    kept_scores,
-    kept_states,
+    FinishedRun,
     read_amounts,
     released_steps,
-    responses,
     single_record_checks,
     small_batches,
 )
@@ -60,6 +56,7 @@ from training.engine.session import train
 from training.private_loop.start import make_private
 from training.protections.counted_labels import equidistant_pixels
 from training.protections.label_frames import LabelFrames
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 
@@ -114,21 +111,12 @@ class LossLaw:
         return np.asarray(np.linalg.solve(root, (losses - self.mean).T).T)
 
 
-def count_checks(
-    folders: Sequence[RunFolder], dataset: Dataset, mechanism: LabelCounts, level: float
-) -> tuple[Check, ...]:
-    """Check kept counts of identical records: rates, mean and spread of the losses, independence (normal limits).
-
-    Args:
-        folders: Of the finished runs.
-        dataset: Their records.
-        mechanism: What a ledger accounts for.
-        level: Probability of any alarm under the accounted mechanism, in (0, 1).
-    """
-    law = LossLaw.of(folders[0], dataset, mechanism)
-    label = int(dataset.train.y[0])
+def count_checks(finished: Sequence[FinishedRun], mechanism: LabelCounts) -> list[Check]:
+    """Check kept counts of identical records: rates, mean and spread of the losses, independence (normal limits)."""
+    law = LossLaw.of(finished[0].folder, finished[0].dataset, mechanism)
+    label = int(finished[0].dataset.train.y[0])
     runs = np.stack(
-        [law.whitened(read_array(folder.labels_file).astype(np.float64), label) for folder in folders]
+        [law.whitened(read_array(run.folder.labels_file).astype(np.float64), label) for run in finished]
     )
     records, freedom = runs.shape[0] * runs.shape[1], runs.shape[2]
     total = records * float(np.sum(np.square(runs.mean(axis=(0, 1)))))
@@ -138,7 +126,7 @@ def count_checks(
     lagged = [np.mean(runs[:, :-lag] * runs[:, lag:], axis=2) for lag in LAGS]
     apart = max(lagged, key=lambda products: abs(products.sum()) / math.sqrt(products.size))
     products = np.mean(runs[0] * runs[1], axis=1)
-    found = [
+    return [
         Check(
             name="counts: rates paid for",
             observed=law.rates_off,
@@ -174,45 +162,15 @@ def count_checks(
             "frames that do not change from run to run",
         ),
     ]
-    return shared(found, level)
 
 
-def answer_checks(
-    folders: Sequence[RunFolder],
-    shifts: Sequence[np.ndarray],
-    mechanism: LabelArgmax,
-    level: float,
-) -> tuple[Check, ...]:
-    """Check answers of the argmax: a randomized response, and nothing of the counts besides it.
-
-    Args:
-        folders: Of the finished runs.
-        shifts: Shift of each record's class, shape (records,), for each run.
-        mechanism: What a ledger accounts for.
-        level: Probability of any alarm under the accounted mechanism, in (0, 1).
-    """
-    values = max(len(np.unique(read_array(folder.labels_file))) for folder in folders)
-    discarded = Check(
-        name="argmax: values kept of the labels",
-        observed=float(values),
-        expected=2.0,
-        standard_error=0.0,
-        p_value=1.0 if values <= 2 else 0.0,
-        finds="counts that are not discarded",
-    )
-    return shared([discarded, *response_checks(shifts, mechanism, level)], level)
-
-
-def staged_checks(
-    scores: Sequence[np.ndarray], labels: np.ndarray, mechanism: StagedResponse, level: float
-) -> tuple[Check, ...]:
+def staged_checks(scores: Sequence[np.ndarray], labels: np.ndarray, mechanism: StagedResponse) -> list[Check]:
     """Check responses in stages: every answer has the law that its set and the accounted epsilon give it.
 
     Args:
         scores: The log-likelihoods that a run keeps, shape (records, k), for each of two runs.
         labels: The true classes, shape (records,).
         mechanism: The accounted mechanism.
-        level: Probability of any alarm under the accounted mechanism, in (0, 1).
     """
     first, second = (_Answers(each, labels, mechanism.step_epsilon) for each in scores)
     kept = np.stack([first.kept, second.kept])
@@ -232,7 +190,7 @@ def staged_checks(
         (name, float(values.mean()) if len(values) else 0.0, 0.0, 1 / math.sqrt(max(len(values), 1)), finds)
         for name, values, finds in parts
     ]
-    return shared([Check.normal(*each) for each in means], level)
+    return [Check.normal(*each) for each in means]
 
 
 class _Answers:
@@ -265,15 +223,12 @@ class _Answers:
 # Randomized responses
 
 
-def response_checks(
-    shifts: Sequence[np.ndarray], mechanism: RandomizedResponse | LabelArgmax, level: float
-) -> tuple[Check, ...]:
+def response_checks(shifts: Sequence[np.ndarray], mechanism: RandomizedResponse | LabelArgmax) -> list[Check]:
     """Check randomized response: each label is kept with probability p, else replaced uniformly by another class.
 
     Args:
         shifts: Shift of each record's class, shape (records,), for each run.
         mechanism: The accounted mechanism.
-        level: Probability of any alarm under the accounted mechanism, in (0, 1).
     """
     k = int(mechanism.n_classes)
     stays = 1 / (1 + (k - 1) * math.exp(-float(mechanism.step_epsilon)))
@@ -293,7 +248,7 @@ def response_checks(
     equal = max(
         (float(np.mean(a == b)) for a, b in combinations(runs, 2)), key=lambda found: abs(found - same)
     )
-    found = [
+    return [
         Check(
             name="response: share of labels kept",
             observed=float(kept.mean()),
@@ -327,7 +282,6 @@ def response_checks(
             comparisons=len(runs) * (len(runs) - 1) // 2,
         ),
     ]
-    return shared(found, level)
 
 
 RUNS = 2
@@ -404,10 +358,9 @@ def audit_mechanism(
     with tempfile.TemporaryDirectory(prefix="opusim-mechanism-") as scratch:
         folders = [RunFolder(Path(scratch) / str(number)) for number in range(2 * RUNS)]
         runs = [_trained(config, subject, dataset, folder, seed, on_step) for folder in folders[:RUNS]]
-        found, shape, accounted = _compared(runs, subject, dataset, level)
+        found, shape, accounted = _compared(runs)
         if small is not None:
-            more = _small_batches(small, subject, folders[RUNS:], seed, on_step)
-            found = shared([*found, *more], level)
+            found += _small_batches(small, subject, folders[RUNS:], seed, on_step)
     return MechanismAudit(
         kind=kind,
         model=model,
@@ -421,26 +374,11 @@ def audit_mechanism(
         seed=seed,
         level=level,
         cpu_s=time.process_time() - started,
-        checks=found,
+        checks=shared(found, level),
         one_look=config.protection.labels_read_once,
         single_records=small is not None and config.protection.protects == "records",
         quiet_device=config.trainer.kind == "pdfa" and config.protection.protects == "records",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    """A finished run.
-
-    Attributes:
-        folder: Its folder.
-        config: Its configuration.
-        states: The parameters before the first step and after each step; empty if labels are read once.
-    """
-
-    folder: RunFolder
-    config: RunConfig
-    states: Sequence[Weights]
 
 
 def _trained(
@@ -452,7 +390,7 @@ def _trained(
     on_step: Callable[[], None],
     *,
     single: bool = False,
-) -> _Made:
+) -> FinishedRun:
     """Make one run in its folder; the folder's name keys its seed.
 
     A run that releases the last model only keeps no other, so its models are read while it trains.
@@ -464,11 +402,12 @@ def _trained(
     if subject is SUBJECTS[PRIVATE_LOOP]:
         states = _private_loop(config, model, dataset, folder, own, on_step)
         config = config.unchecked(data={"name": dataset.name})
-        return _Made(folder=folder, config=config, states=states)
-    watcher = _Steps(on_step, model if config.protection.last_iterate else None)
-    train(config.replaced(seed=own), data=dataset, model=model, folder=folder.path, watcher=watcher)
-    states = watcher.states or kept_states(folder)
-    return _Made(folder=folder, config=folder.read_config(), states=states)
+    else:
+        watcher = _Steps(on_step, model if config.protection.last_iterate else None)
+        train(config.replaced(seed=own), data=dataset, model=model, folder=folder.path, watcher=watcher)
+        kept = (read_checkpoint(path).named("model.") for path in list_checkpoints(folder.checkpoints))
+        states, config = watcher.states or list(kept), folder.read_config()
+    return FinishedRun(folder=folder, config=config, subject=subject, dataset=dataset, states=states)
 
 
 def _private_loop(
@@ -534,9 +473,8 @@ def _small_batches(
     dataset = _dataset(subject, config, few=True, single=single)
     runs = [_trained(config, subject, dataset, folder, seed, on_step, single=single) for folder in folders]
     if single:
-        amounts = [read_amounts(run.folder, run.config, subject, dataset, run.states) for run in runs]
-        return single_record_checks(amounts)
-    found = [_released(run, subject, dataset) for run in runs]
+        return single_record_checks([read_amounts(run) for run in runs])
+    found = [released_steps(run) for run in runs]
     parts = [
         run.noise if run.signal_noise is None else np.hstack([run.noise, run.signal_noise]) for run in found
     ]
@@ -544,32 +482,32 @@ def _small_batches(
     return [Check.variance("small batches: noise of a step", list(np.concatenate(parts)), finds)]
 
 
-def _compared(
-    runs: Sequence[_Made], subject: Subject, dataset: Dataset, level: float
-) -> tuple[tuple[Check, ...], tuple[int, int], str]:
+def _compared(runs: Sequence[FinishedRun]) -> tuple[list[Check], tuple[int, int], str]:
     """Return the checks of finished runs, their steps (or records) and noise-only components, and the mechanism."""
-    folders, records = [run.folder for run in runs], len(dataset.train)
-    mechanism = read_ledger(folders[0].ledger_file).mechanisms[0]
-    shape = (records, 1)
+    mechanism, dataset = runs[0].mechanism, runs[0].dataset
+    shape = (len(dataset.train), 1)
     if isinstance(mechanism, RandomizedResponse):
-        found = response_checks([responses(folder, dataset) for folder in folders], mechanism, level)
+        found = response_checks([run.shifts for run in runs], mechanism)
     elif isinstance(mechanism, StagedResponse):
-        scores = [kept_scores(folder, dataset) for folder in folders]
-        found = staged_checks(scores, dataset.train.y.numpy(), mechanism, level)
-    elif isinstance(mechanism, LabelArgmax):
-        shifts = [responses(folder, dataset) for folder in folders]
-        found = answer_checks(folders, shifts, mechanism, level)
+        found = staged_checks([run.scores for run in runs], dataset.train.y.numpy(), mechanism)
+    elif isinstance(mechanism, LabelArgmax):  # a randomized response, and nothing of the counts besides it
+        values = max(len(np.unique(read_array(run.folder.labels_file))) for run in runs)
+        discarded = Check(
+            name="argmax: values kept of the labels",
+            observed=float(values),
+            expected=2.0,
+            standard_error=0.0,
+            p_value=1.0 if values <= 2 else 0.0,
+            finds="counts that are not discarded",
+        )
+        found = [discarded, *response_checks([run.shifts for run in runs], mechanism)]
     elif isinstance(mechanism, LabelCounts):
-        found = count_checks(folders, dataset, mechanism, level)
-        shape = (records, dataset.n_classes - 1)
+        found = count_checks(runs, mechanism)
+        shape = (len(dataset.train), dataset.n_classes - 1)
     else:
-        released = [_released(run, subject, dataset) for run in runs]
-        found, shape = checked(released, level), released[0].noise.shape
+        released = [released_steps(run) for run in runs]
+        found, shape = checked(released), released[0].noise.shape
     return found, shape, mechanism.repeated(1).describe()
-
-
-def _released(run: _Made, subject: Subject, dataset: Dataset) -> Released:
-    return released_steps(run.folder, run.config, subject, dataset, run.states)
 
 
 def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: bool = False) -> Dataset:
@@ -645,7 +583,13 @@ def _configured(
             f"{options['protection']['kind']!r} is tested on model = 'mlp' only; take 'record' with {model!r}"
         )
         raise ConfigError("--set", "protection.kind", reason)
-    defaults = _defaults(subject, protection, options["protection"])
+    # the subject's keys, and the strength at which the protection is tested, if its section has those keys
+    strength = dict(protection.tested_with)
+    if "epsilon" in options["protection"] and "epsilon" not in strength:
+        strength.pop("noise_multiplier", None)  # the calibration sets it
+    defaults = merged(subject.defaults, {"protection": strength})
+    own = defaults["protection"].items()
+    defaults["protection"] = {key: value for key, value in own if key in protection.model_fields}
     if options["protection"].get("noise") in COUNTED:
         defaults = merged(defaults, COUNTED[options["protection"]["noise"]])
     elif "device" not in asked and kind == "pdfa":
@@ -658,20 +602,14 @@ def _configured(
         return subject, config, None
     descent = _descent(config, subject, steps, config.protection.tested_records)
     found = load_config(values, changes=descent)
-    if not _has_small_batches(subject, config):
+    # runs with small batches can be read: of records that differ, or of labels in secret batches
+    differ = subject.single_rows is not None and "noise_multiplier" in type(config.protection).model_fields
+    readable = config.protection.poisson and config.protection.bands <= 1
+    if not readable or (config.protection.protects == "records" and not differ):
         return subject, found, None
     few = load_config(small_batches(values, single=config.protection.protects == "records"))
     changes = _descent(few, subject, STEPS, SINGLE_RECORDS)
     return subject, found, load_config(few, changes=changes)
-
-
-def _has_small_batches(subject: Subject, config: RunConfig) -> bool:
-    """Whether runs with small batches can be read: of records that differ, or of labels in secret batches."""
-    protection = config.protection
-    if not protection.poisson or protection.bands > 1:
-        return False
-    single = subject.single_rows is not None and "noise_multiplier" in type(protection).model_fields
-    return single if protection.protects == "records" else True
 
 
 def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: Subject) -> dict[str, Any]:
@@ -698,23 +636,6 @@ def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: 
     if protection.poisson:
         values["sampler"]["scheme"] = "poisson"
     return values | ({"model": {"hidden": [8]}} if once else {})
-
-
-def _defaults(
-    subject: Subject, protection: type[ProtectionSection], asked: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the subject's keys and the strength at which the protection is tested, if its section has those keys.
-
-    A noise multiplier is left to the calibration if only an epsilon is asked for.
-    """
-    strength = dict(protection.tested_with)
-    if "epsilon" in asked and "epsilon" not in strength:
-        strength.pop("noise_multiplier", None)
-    found = merged(subject.defaults, {"protection": strength})
-    found["protection"] = {
-        key: value for key, value in found["protection"].items() if key in protection.model_fields
-    }
-    return found
 
 
 def _descent(config: RunConfig, subject: Subject, steps: int, records: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The checks of the self-test, each a released number against its law under the accounted mechanism, and their report.
 
 `Released` is what one run released, split into noise that no record touches and the sums along the records. `checked`
-turns several of these into checks that share a family level.
+turns several of these into checks.
 """
 
 from __future__ import annotations
@@ -283,13 +283,8 @@ class Released:
     prefixes: Sequence[tuple[np.ndarray, np.ndarray]] = ()
 
 
-def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
-    """Return all checks that apply, with a shared family level (Bonferroni).
-
-    Args:
-        released: One entry per run; at least two runs of equal length.
-        level: Probability of any alarm under the accounted mechanism, in (0, 1).
-    """
+def checked(released: Sequence[Released]) -> list[Check]:
+    """Return all checks that apply to at least two runs of equal length."""
     noise = np.stack([run.noise for run in released])  # (runs, steps, coordinates)
     parameters, checks = released[0].parameters, noise_checks(noise)
     if len(parameters) > 1:
@@ -310,8 +305,7 @@ def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
             _any_two(along, "noise on signals: any two steps"),
             *(_lag(along, lag, "noise on signals") for lag in LAGS[:1]),
         ]
-    checks += sum_checks([run.sums for run in released], released[0].batch)
-    return shared(checks, level)
+    return checks + sum_checks([run.sums for run in released], released[0].batch)
 
 
 def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
@@ -374,7 +368,7 @@ def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
 
 
 def shared(checks: Sequence[Check], level: float) -> tuple[Check, ...]:
-    """Give each check an equal share of the family level."""
+    """Give each check an equal share of the family level, the probability of any alarm (Bonferroni)."""
     return tuple(replace(check, level=level / len(checks)) for check in checks)
 
 

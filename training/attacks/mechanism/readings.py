@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -18,10 +17,9 @@ import numpy as np
 import scipy.signal
 import scipy.stats
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import Mechanism
 from accounting.mechanisms.convex import ConvexLastIterate, learning_rates
 from opusim.medium.directions import Direction
 from opusim.p_values import bonferroni
@@ -36,9 +34,9 @@ from training.data import Dataset
 from training.engine.plan import RunPlan
 from training.networks.functions import LOSSES
 from training.protections.config import LabelAmplifiedConfig, NoProtectionConfig
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
+from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.step_log import LOG_FILE, LogContent
 
 _MIN_EXCESS = 1.5
@@ -49,18 +47,53 @@ Gradient = dict[str, np.ndarray]
 """By parameter, float64."""
 
 
-def record_gradients(
-    config: RunConfig, model: nn.Module, dataset: Dataset, at: Sequence[tuple[Weights, int]]
-) -> list[Gradient]:
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """A finished run of the self-test.
+
+    Attributes:
+        folder: Its folder.
+        config: Its resolved configuration.
+        subject: The records and model that it was trained with.
+        dataset: Its records.
+        states: The parameters before the first step and after each step; empty if labels are read once, unused for zo.
+    """
+
+    folder: RunFolder
+    config: RunConfig
+    subject: Subject
+    dataset: Dataset
+    states: Sequence[Weights]
+
+    @property
+    def mechanism(self) -> Any:
+        """What its ledger accounts for in a step."""
+        return read_ledger(self.folder.ledger_file).mechanisms[0]
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The log-likelihood of every class that is kept for each record, shape (n, k)."""
+        return read_array(self.folder.labels_file)[:, : self.dataset.n_classes]
+
+    @property
+    def shifts(self) -> np.ndarray:
+        """Each record's randomized class as a shift from its own, shape (n,)."""
+        observed = np.argmax(self.scores, axis=1)
+        return np.asarray((observed - self.dataset.train.y.numpy()) % self.dataset.n_classes)
+
+
+def record_gradients(run: FinishedRun, at: Sequence[tuple[Weights, int]], *, single: bool) -> list[Gradient]:
     """Return gradients of single records without clip or noise.
 
     Args:
-        config: The resolved configuration of the run.
-        model: A new model of the run; it is changed.
-        dataset: The records.
+        run: The run.
         at: For each gradient the parameters, and the number of the record.
+        single: Whether the records differ.
     """
-    x, y = dataset.train.x, dataset.train.y
+    x, y, config = run.dataset.train.x, run.dataset.train.y, run.config
+    model = run.subject.new_model(
+        float(run.mechanism.clip_norm) if single else config.protection.clip, single=single
+    )
     if config.trainer.kind == "ulr":  # by torch; names follow the order of the layers
         by_torch = []
         for state, row in at:
@@ -75,7 +108,7 @@ def record_gradients(
     unprotected = config.unchecked(
         protection=NoProtectionConfig(), mode="experiment", optimizer={"name": "sgd"}
     )
-    plan = plain_descent(RunPlan.checked(unprotected, dataset, model=model)).with_silent_device()
+    plan = plain_descent(RunPlan.checked(unprotected, run.dataset, model=model)).with_silent_device()
     with plan.opened_device() as device:
         noiseless = NoiselessStep(plan.network, plan.algorithm.trainer(device))
         found = [
@@ -145,17 +178,15 @@ def flattened(gradient: Gradient, names: Sequence[str]) -> np.ndarray:
     return np.concatenate([gradient[name].ravel() for name in names])
 
 
-def noisy_sums(
-    states: Sequence[Weights], config: RunConfig, mechanism: Mechanism
-) -> list[Gradient]:  # by step
+def noisy_sums(run: FinishedRun) -> list[Gradient]:
     """Return the noisy sum G of each step."""
-    divisor = getattr(mechanism, "divisor", None) or config.divisor
+    config, divisor = run.config, getattr(run.mechanism, "divisor", None) or run.config.divisor
     if config.protection.protects == "labels" and not config.protection.poisson:  # public batch sizes divide
         divisor = config.sampler.batch_size
     factor = divisor / config.optimizer.lr
     return [
         {name: (before[name].double() - after[name].double()).numpy() * factor for name in before}
-        for before, after in pairwise(states)
+        for before, after in pairwise(run.states)
     ]
 
 
@@ -220,40 +251,30 @@ def small_batches(values: Mapping[str, Any], *, single: bool) -> dict[str, Any]:
     return merged({**values, "protection": protection}, changes)
 
 
-def read_amounts(
-    folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset, states: Sequence[Weights]
-) -> Amounts:
+def read_amounts(run: FinishedRun) -> Amounts:
     """Read what a run released of each record.
-
-    Args:
-        folder: The folder of the finished run.
-        config: Its resolved configuration.
-        subject: The records and model that it was trained with.
-        dataset: Its records.
-        states: The parameters before the first step and after each step; unused for zo.
 
     Raises:
         ValueError: A record's gradient does not exceed the clip.
     """
-    mechanism: Any = read_ledger(folder.ledger_file).mechanisms[0]
+    mechanism, config = run.mechanism, run.config
     clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
     q = float(mechanism.sampling_probability)
     if config.trainer.kind == "zo":
-        return _of_scalars(folder, config, mechanism, dataset)
+        return _of_scalars(run)
     # the clipped contribution of each record at the first state, which the others are close to
-    rows = range(len(dataset.train))
+    rows = range(len(run.dataset.train))
     if config.trainer.kind == "convex":
-        expected = [convex_contribution(config, dataset, clip, row=row) for row in rows]
+        expected = [convex_contribution(config, run.dataset, clip, row=row) for row in rows]
     else:
         by_layer, expected = getattr(config.trainer, "clip", "joint") == "module", []
-        model = subject.new_model(clip, single=True)
-        for gradient in record_gradients(config, model, dataset, [(states[0], row) for row in rows]):
+        for gradient in record_gradients(run, [(run.states[0], row) for row in rows], single=True):
             layers = layers_of(list(gradient)) if by_layer else [list(gradient)]
             require_beyond([float(np.linalg.norm(flattened(gradient, names))) for names in layers], clip)
             expected.append(clipped(gradient, clip, by_layer=by_layer))
     names = list(expected[0])
     each = np.stack([flattened(gradient, names) for gradient in expected])  # (records, parameters)
-    sums = np.stack([flattened(total, names) for total in noisy_sums(states, config, mechanism)])
+    sums = np.stack([flattened(total, names) for total in noisy_sums(run)])
     used = np.any(each != 0, axis=0)
     inverse = np.linalg.pinv(each[:, used])
     return Amounts(
@@ -264,14 +285,21 @@ def read_amounts(
     )
 
 
-def _of_scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Dataset) -> Amounts:
+def _clipped_scalars(run: FinishedRun) -> Iterator[tuple[Sequence[int], np.ndarray]]:
+    """Yield the seeds and the scalars of each step of zeroth-order training, in units of the clip."""
+    mechanism, options = run.mechanism, run.config.trainer_as(ZoConfig)
+    factor = 2 * options.perturbation * float(mechanism.divisor) / float(mechanism.clip_norm)
+    for entry in LogContent.read(run.folder.path / LOG_FILE).entries:
+        yield entry.seeds, np.array(entry.scalars, dtype=np.float64) * factor
+
+
+def _of_scalars(run: FinishedRun) -> Amounts:
     """Read the scalars of zeroth-order training; a record's loss differs along a direction by its own entry."""
-    z, n = float(mechanism.noise_multiplier), len(dataset.train)
-    factor = 2 * float(getattr(config.trainer, "perturbation")) * float(mechanism.divisor)  # noqa: B009
+    mechanism, n = run.mechanism, len(run.dataset.train)
+    z = float(mechanism.noise_multiplier)
     amounts, deviations, noise = [], [], []
-    for entry in LogContent.read(folder.path / LOG_FILE).entries:
-        scalars = np.array(entry.scalars, dtype=np.float64) * factor / float(mechanism.clip_norm)
-        slopes = np.stack([direction_entries(seed, n) for seed in entry.seeds])  # (directions, records)
+    for seeds, scalars in _clipped_scalars(run):
+        slopes = np.stack([direction_entries(seed, n) for seed in seeds])  # (directions, records)
         shares = slopes / np.linalg.norm(slopes, axis=0) if mechanism.joint_clip else np.sign(slopes)
         inverse = np.linalg.pinv(shares)
         amounts.append(inverse @ scalars)
@@ -357,34 +385,24 @@ def _coins(name: str, coins: Sequence[np.ndarray], probability: float, finds: st
 # Identical records
 
 
-def released_steps(
-    folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset, states: Sequence[Weights]
-) -> Released:
+def released_steps(run: FinishedRun) -> Released:
     """Read a run whose steps are clipped sums plus noise.
-
-    Args:
-        folder: The folder of the finished run.
-        config: Its resolved configuration.
-        subject: The records and model that it was trained with.
-        dataset: Its records.
-        states: The parameters before the first step and after each step; unused for zo.
 
     Raises:
         ValueError: A record's gradient does not exceed the clip in every layer.
     """
-    mechanism = read_ledger(folder.ledger_file).mechanisms[0]
+    mechanism, config, dataset = run.mechanism, run.config, run.dataset
     kind = config.trainer.kind
     if kind == "zo":
-        return _scalars(folder, config, mechanism, dataset)
-    sums = noisy_sums(states, config, mechanism)
+        return _scalars(run)
+    sums = noisy_sums(run)
     if kind == "convex":
         clip = float(config.trainer.implementing_class().clip_norm(config, dataset.n_classes))
         expected = [convex_contribution(config, dataset, clip)] * len(sums)
         if isinstance(mechanism, ConvexLastIterate):
             return _last_iterate_sums(sums, expected, config, mechanism, clip)
         return _record_sums(sums, expected, dataset, mechanism)
-    model = subject.model(config.protection.clip)
-    gradients = record_gradients(config, model, dataset, [(state, 0) for state in states[:-1]])
+    gradients = record_gradients(run, [(state, 0) for state in run.states[:-1]], single=False)
     if config.protection.protects == "records":
         norms = [
             float(np.linalg.norm(flattened(gradients[0], names))) for names in layers_of(list(gradients[0]))
@@ -393,12 +411,7 @@ def released_steps(
         by_layer = kind == "ulr" and getattr(config.trainer, "clip", "joint") == "module"
         expected = [clipped(g, config.protection.clip, by_layer=by_layer) for g in gradients]
         return _record_sums(sums, expected, dataset, mechanism)
-    return _label_sums(sums, gradients, states, dataset, config, mechanism)
-
-
-def kept_states(folder: RunFolder) -> list[dict[str, Tensor]]:
-    """Return the parameters before the first step and after each step, as checkpoints keep them."""
-    return [read_checkpoint(path).named("model.") for path in list_checkpoints(folder.checkpoints)]
+    return _label_sums(run, sums, gradients)
 
 
 def _last_iterate_sums(
@@ -434,9 +447,15 @@ def _record_sums(
     """Split sums of clipped contributions with noise z C in every coordinate, or with correlated noise."""
     clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
     names = list(expected[0])
-    split = _noise_only if mechanism.bands == 1 else partial(_decoded_noise, mechanism.correlation)
-    free = {name: split(sums, expected, name) / (z * clip) for name in names}
+    correlated = mechanism.bands > 1
+    free = {
+        name: _noise_only(sums, expected, name, mechanism.correlation if correlated else ()) / (z * clip)
+        for name in names
+    }
     free = {name: part for name, part in free.items() if part.shape[1]}
+    # of each two parameters the smaller, and as many first numbers of the other: noise only
+    ordered = sorted(free.values(), key=lambda part: part.shape[1])
+    prefixes = [(a, b[:, : a.shape[1]]) for a, b in combinations(ordered, 2)]
     ends = np.cumsum([part.shape[1] for part in free.values()])
     layers = layers_of(names)
     along, by_layer = [], []
@@ -453,30 +472,10 @@ def _record_sums(
             name: slice(int(end) - part.shape[1], int(end))
             for (name, part), end in zip(free.items(), ends, strict=True)
         },
-        prefixes=_prefixes(sums, expected, list(free)) if mechanism.bands == 1 else _decoded_prefixes(free),
-        sums=found if mechanism.bands == 1 else _independent_sums(found, law, mechanism),
+        prefixes=prefixes if correlated else _prefixes(sums, expected, list(free)),
+        sums=_independent_sums(found, law, mechanism) if correlated else found,
         batch=law,
     )
-
-
-def _decoded_noise(
-    correlation: Sequence[float], sums: Sequence[Gradient], expected: Sequence[Gradient], name: str
-) -> np.ndarray:
-    """Return the numbers of a parameter that no record moves, times C: independent under the accounted mechanism."""
-    untouched = ~np.any([gradient[name].ravel() != 0 for gradient in expected], axis=0)
-    noise = np.stack([gradient[name].ravel()[untouched] for gradient in sums])
-    decoded = np.zeros_like(noise)
-    for back, coefficient in enumerate(correlation):
-        decoded[back:] += coefficient * noise[: len(noise) - back]
-    return decoded
-
-
-def _decoded_prefixes(free: Gradient) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return for each two parameters the smaller, and as many first numbers of the other; noise only."""
-    return [
-        (a, b[:, : a.shape[1]])
-        for a, b in combinations(sorted(free.values(), key=lambda part: part.shape[1]), 2)
-    ]
 
 
 def _independent_sums(sums: Sums, law: BatchLaw, mechanism: Any) -> Sums:
@@ -502,15 +501,24 @@ def _independent_sums(sums: Sums, law: BatchLaw, mechanism: Any) -> Sums:
     return replace(sums, along=whitened(sums.along, 1.0), by_layer=np.stack(columns, axis=1))
 
 
-def _noise_only(sums: Sequence[Gradient], expected: Sequence[Gradient], name: str) -> np.ndarray:
+def _noise_only(
+    sums: Sequence[Gradient], expected: Sequence[Gradient], name: str, correlation: Sequence[float] = ()
+) -> np.ndarray:
     """Return the numbers of a parameter that no record moves, shape (steps, numbers).
 
     Numbers with contribution 0 in all steps are returned as they are. The others are projected orthogonally to the
-    contribution, which leaves one number less.
+    contribution, which leaves one number less. Correlated noise is decoded to independent noise times C, of the numbers
+    with contribution 0 only.
     """
     part = np.stack([gradient[name].ravel() for gradient in expected])
     total = np.stack([gradient[name].ravel() for gradient in sums])
     used = np.any(part != 0, axis=0)
+    if correlation:
+        noise = total[:, ~used]
+        decoded = np.zeros_like(noise)
+        for back, coefficient in enumerate(correlation):
+            decoded[back:] += coefficient * noise[: len(noise) - back]
+        return decoded
     return np.concatenate([total[:, ~used], _across(total[:, used], part[:, used])], axis=1)
 
 
@@ -543,19 +551,17 @@ def _component(total: np.ndarray, along: np.ndarray) -> float:
     return float(total @ along) / norm if norm else 0.0
 
 
-def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Dataset) -> Released:
+def _scalars(run: FinishedRun) -> Released:
     """Split the scalars of zeroth-order training: +-C per record along each direction, plus z C N(0, 1).
 
     The direction determines the sign, or after a joint clip a share of C. A reflection maps these n numbers to the
     first axis; the other n - 1 axes hold only noise.
     """
-    clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
-    factor = 2 * float(getattr(config.trainer, "perturbation")) * float(mechanism.divisor) / clip  # noqa: B009
-    along, noise = [], []
-    for entry in LogContent.read(folder.path / LOG_FILE).entries:
-        scalars = np.array(entry.scalars, dtype=np.float64) * factor
+    mechanism, dataset = run.mechanism, run.dataset
+    z, along, noise = float(mechanism.noise_multiplier), [], []
+    for seeds, scalars in _clipped_scalars(run):
         # a direction's first nonzero entry, to which the records' loss difference is proportional
-        entries = [direction_entries(seed, dataset.train.x.shape[1]) for seed in entry.seeds]
+        entries = [direction_entries(seed, dataset.train.x.shape[1]) for seed in seeds]
         slopes = np.array([found[np.flatnonzero(found)[0]] for found in entries])
         shares = slopes if mechanism.joint_clip else np.sign(slopes)
         turned = _reflected(scalars, shares / np.linalg.norm(shares))
@@ -582,25 +588,18 @@ def _reflected(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
     return values if square < 1e-24 else values - 2 * axis * float(axis @ values) / square
 
 
-def _label_sums(
-    sums: Sequence[Gradient],
-    gradients: Sequence[Gradient],
-    states: Sequence[Weights],
-    dataset: Dataset,
-    config: RunConfig,
-    mechanism: Any,
-) -> Released:
+def _label_sums(run: FinishedRun, sums: Sequence[Gradient], gradients: Sequence[Gradient]) -> Released:
     """Split the sums of label protections, whose noise has a covariance that depends on the features.
 
     The rows of a layer's sum have covariance v_h h h^T / |h|^2 + v_0 (I - h h^T / |h|^2), with h the layer's input
     and the bias's constant 1. The records contribute along delta h^T. Two parts are pure noise: the entries at zero
     features in the first layer, and in each layer the component along h for outputs orthogonal to delta.
     """
-    protection = config.protection
+    protection = run.config.protection
     z = float(protection.noise_multiplier or math.nan)
     parts = [
-        _whitened(total, gradient, state, dataset, config)
-        for total, gradient, state in zip(sums, gradients, states[:-1], strict=True)
+        _whitened(total, gradient, state, run)
+        for total, gradient, state in zip(sums, gradients, run.states[:-1], strict=True)
     ]
     free, signals, totals, lengths = (np.array(values) for values in zip(*parts, strict=True))
     layered, norms = totals / protection.clip, lengths  # norms before the clip, (steps, layers)
@@ -616,12 +615,12 @@ def _label_sums(
             by_layer=layered,
             shares=stated[0],
         ),
-        batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
+        batch=BatchLaw.binomial(len(run.dataset.train), float(run.mechanism.sampling_probability)),
     )
 
 
 def _whitened(
-    total: Gradient, gradient: Gradient, state: Weights, dataset: Dataset, config: RunConfig
+    total: Gradient, gradient: Gradient, state: Weights, run: FinishedRun
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return a step's components divided by the standard deviation of its noise at z C = 1.
 
@@ -630,8 +629,11 @@ def _whitened(
         (outputs - layers,); along contributions, shape (layers,); norms of a contribution before the clip, shape
         (layers,).
     """
-    floor = config.protection_as(LabelAmplifiedConfig).floor
-    inputs = _layer_inputs(state, dataset)
+    floor = run.config.protection_as(LabelAmplifiedConfig).floor
+    # the inputs of the tanh network's layers, each with the bias's constant 1
+    first = np.append(run.dataset.train.x[0].double().numpy(), 1.0)
+    weight, bias = (state[f"layer1.{part}"].double().numpy() for part in ("weight", "bias"))
+    inputs = [first, np.append(np.tanh(np.column_stack([weight, bias]) @ first), 1.0)]
     scale = sum(len(h) for h in inputs)  # of h h^T in the covariance
     free, across, sums, norms = [], [], [], []
     for number, (names, h) in enumerate(zip(layers_of(list(total)), inputs, strict=True)):
@@ -653,24 +655,3 @@ def _matrix(gradient: Gradient, names: Sequence[str]) -> np.ndarray:
     """Return a layer's weight with its bias as the last column, shape (n_l, n_(l-1) + 1)."""
     parts = [gradient[name] for name in sorted(names, key=lambda name: name.endswith("bias"))]
     return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-
-
-def _layer_inputs(state: Weights, dataset: Dataset) -> list[np.ndarray]:
-    """Return the inputs of the tanh network's layers, each with the bias's constant 1."""
-    first = np.append(dataset.train.x[0].double().numpy(), 1.0)
-    z = (
-        np.column_stack([state["layer1.weight"].double().numpy(), state["layer1.bias"].double().numpy()])
-        @ first
-    )
-    return [first, np.append(np.tanh(z), 1.0)]
-
-
-def kept_scores(folder: RunFolder, dataset: Dataset) -> np.ndarray:
-    """Return the log-likelihood of every class that a run keeps for each record, shape (n, k)."""
-    return read_array(folder.labels_file)[:, : dataset.n_classes]
-
-
-def responses(folder: RunFolder, dataset: Dataset) -> np.ndarray:
-    """Return each record's randomized class as a shift from its own, shape (n,)."""
-    observed = np.argmax(kept_scores(folder, dataset), axis=1)
-    return np.asarray((observed - dataset.train.y.numpy()) % dataset.n_classes)

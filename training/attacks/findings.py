@@ -257,19 +257,26 @@ class Finding:
             "members": self.members,
             "others": self.others,
             "AUC": f"{self.auc:.3f}",
-            LOW: _low_rate(
-                self.curve, result.n_out if isinstance(result, OneRunResult) else 2 * result.n_out
-            ),
+            LOW: "–",
         }
+        if self.curve is not None:  # true positives at few false ones, or at as few as the trials can tell
+            choosing = result.n_out / 2 if isinstance(result, OneRunResult) else result.n_out
+            caught, fresh = 100 * self.curve.low_true_positive, 100 * self.curve.low_false_positive
+            low, high = (100 * limit for limit in self.curve.low_limits)
+            seen = f"{caught:.2f} % ({low:.2f} to {high:.2f} %), with {fresh:.2f} % false"
+            few = choosing * LOW_RATE < 1
+            row[LOW] = f"too few trials: {seen}" if few else f"{seen} on fresh trials"
         if isinstance(result, AuditResult):
             estimate = "" if self.estimate is None else f" (estimate {self.estimate.epsilon:.2f})"
+            drawn = result.plan.estimator is Estimator.DRAWN_NOISE
             return [
                 {
                     **row,
                     "read as": result.plan.estimator.value,
                     "evidence": f"{result.false_negatives:,} missed, {result.false_positives:,} false",
                     "epsilon": f"at least {result.epsilon_lower:.2f}{estimate}",
-                    "ceiling": _ceiling(result),
+                    # what a perfect attack would have shown; noise that was drawn could have shown any epsilon
+                    "ceiling": "any" if drawn else f"{result.ceiling:.2f}",
                     "power": _probability(self.power),
                     "finding": self.says,
                 }
@@ -322,28 +329,6 @@ def _largest_power(bounds: Iterable[OneRunBound]) -> float | None:
 
 def _probability(power: float | None) -> str:
     return "–" if power is None else f"{power:.2f}"
-
-
-def _ceiling(result: AuditResult) -> str:
-    """Return what a perfect attack would have shown; noise that was drawn could have shown any epsilon."""
-    return "any" if result.plan.estimator is Estimator.DRAWN_NOISE else f"{result.ceiling:.2f}"
-
-
-def _low_rate(curve: Curve | None, others: int) -> str:
-    """Return the true positives at few false ones, or at as few as the trials can tell, with their limits.
-
-    Args:
-        curve: Of the attack, or None.
-        others: Scores of the second world, of which half choose the threshold.
-    """
-    if curve is None:
-        return "–"
-    low, high = (100 * limit for limit in curve.low_limits)
-    found = f"{100 * curve.low_true_positive:.2f} % ({low:.2f} to {high:.2f} %)"
-    fresh = f"{100 * curve.low_false_positive:.2f} % false"
-    if others / 2 * LOW_RATE < 1:
-        return f"too few trials: {found}, with {fresh}"
-    return f"{found}, with {fresh} on fresh trials"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,6 +391,12 @@ class Audit:
     def refuted(self) -> bool:
         """Whether a bound on the run exceeds the claim."""
         return any(finding.refutes for finding in self.of(Role.RUN))
+
+    @property
+    def power(self) -> float | None:
+        """That of the strongest attack, or the largest of all scores; None if not known."""
+        found = self.of(Role.RUN) if self.scores() else [self.strongest]
+        return max((one.power for one in found if one.power is not None), default=None)
 
     @property
     def holds_private_records(self) -> bool:
@@ -501,7 +492,9 @@ _WEAK = 0.5
 
 def paragraphs(audit: Audit) -> list[str]:
     """Return the audit as text: the game, the result, what it means for each statement, and the controls."""
-    texts = [_game(audit), *_adversaries(audit), _result(audit), *_statements(audit), _power(audit)]
+    attacked = audit.of(Role.RUN) if audit.scores() else []
+    who = [f"Adversary {one.attack!r} {one.adversary}." for one in attacked]
+    texts = [_game(audit), *who, _result(audit), *_statements(audit), _power(audit)]
     return [text for text in (*texts, _controls(audit), audit.note) if text]
 
 
@@ -579,11 +572,6 @@ def _game(audit: Audit) -> str:
         f"Game: {trials} {how} Each row states a lower bound on epsilon at delta {plan.delta:g} with confidence "
         f"{plan.confidence:g} ({plan.estimator.value}), 0.95 for all rows of the run together.{most}"
     )
-
-
-def _adversaries(audit: Audit) -> list[str]:
-    on_run = audit.of(Role.RUN)
-    return [f"Adversary {one.attack!r} {one.adversary}." for one in on_run] if audit.scores() else []
 
 
 def _result(audit: Audit) -> str:
@@ -686,15 +674,9 @@ def _verdict(result: AuditResult, guarantee: Guarantee) -> str:
     return "is not contradicted"
 
 
-def _powers(audit: Audit) -> float | None:
-    """Return the power of the strongest attack, or the largest of all scores; None if not known."""
-    found = audit.of(Role.RUN) if audit.scores() else [audit.strongest]
-    return max((one.power for one in found if one.power is not None), default=None)
-
-
 def _weakness(audit: Audit) -> str:
     """Return a sentence about an audit that would probably miss half of the noise; empty if it would not."""
-    power = _powers(audit)
+    power = audit.power
     if power is None or power >= _WEAK:
         return ""
     training = " and, for most trainers, an audit of one training" if audit.strongest.scope == "step" else ""
@@ -705,7 +687,7 @@ def _weakness(audit: Audit) -> str:
 
 
 def _power(audit: Audit) -> str:
-    power = _powers(audit)
+    power = audit.power
     if power is None:
         return ""
     text = (

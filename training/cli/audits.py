@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,44 +114,39 @@ def audit(
     trust_code: TrustCode = False,
 ) -> None:
     """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
-    of_runs: dict[str, object] = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
-    of_runs["--trust-code"] = trust_code or None
-    of_runs |= {"--one-run": one_run or None, "--canaries": canaries}
     of_final_models = {"--final-model": final_model or None, "--jobs": jobs, "--cluster": cluster}
-    of_runs |= of_final_models
+    of_one_run = {"--one-run": one_run or None, "--canaries": canaries}
+    of_runs: dict[str, object] = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
+    of_runs |= {"--trust-code": trust_code or None, **of_one_run, **of_final_models}
+    if mechanism is not None:
+        _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
+        asked = {"model": model, "mode": mode, "steps": steps, "settings": settings, "level": level}
+        _audit_mechanism(mechanism, asked, seed=seed, out=out, as_json=as_json)
+        return
     of_mechanisms = {"--model": model, "--mode": mode, "--steps": steps, "--set": settings, "--level": level}
-    if mechanism is None:
-        _require_absent(of_mechanisms, "goes with --mechanism KIND only")
-        if run is None:
-            raise ValueError(
-                "RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer"
-            )
-        asked = _Asked(
-            run=run, seed=seed, delta=delta, arrays=arrays, out=out, as_json=as_json, trust_code=trust_code
-        )
-        if final_model:
-            _require_absent({"--one-run": one_run or None, "--canaries": canaries}, "is another audit")
-            _show(asked, _play_final_model(asked, trials, jobs, cluster))
-            return
+    _require_absent(of_mechanisms, "goes with --mechanism KIND only")
+    if run is None:
+        raise ValueError("RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer")
+    if final_model:
+        _require_absent(of_one_run, "is another audit")
+    else:
         _require_absent(of_final_models, "goes with --final-model only")
         if one_run:
             _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
         else:
             _require_absent({"--canaries": canaries}, "goes with --one-run only")
-        _show(asked, _play(asked, trials, canaries, one_run=one_run))
-        return
-    _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
-    _audit_mechanism(
-        mechanism,
-        model=model or "mlp",
-        mode=mode or "experiment",
-        steps=60 if steps is None else steps,
-        settings=settings or (),
-        seed=seed,
-        level=1e-4 if level is None else level,
-        out=out,
-        as_json=as_json,
-    )
+    from training.runs.folder import RunFolder
+    from training.runs.run import read_npz
+
+    if trust_code:
+        say_trusted(RunFolder(run).read_facts())
+    data = None if arrays is None else read_npz(arrays)
+    shared = {"data": data, "trust_code": trust_code, "out": out, "seed": seed, "delta": delta}
+    if final_model:
+        found = _play_final_model(run, shared, trials, jobs, cluster)
+    else:
+        found = _play(run, shared, trials, canaries, one_run=one_run)
+    _show(run, found, out, as_json=as_json)
 
 
 def _require_absent(options: Mapping[str, object], rule: str) -> None:
@@ -162,41 +156,9 @@ def _require_absent(options: Mapping[str, object], rule: str) -> None:
             raise ValueError(f"{name} {rule}; leave it out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What every audit of a run is told."""
-
-    run: Path
-    seed: int | None
-    delta: float | None
-    arrays: Path | None
-    out: Path | None
-    as_json: bool
-    trust_code: bool
-
-    @property
-    def place(self) -> Path:
-        """The folder for what is found."""
-        return self.out or self.run
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments that all audits of a run take, and print the user-supplied code they execute."""
-        from training.runs.folder import RunFolder
-        from training.runs.run import read_npz
-
-        if self.trust_code:
-            say_trusted(RunFolder(self.run).read_facts())
-        data = None if self.arrays is None else read_npz(self.arrays)
-        return {
-            "data": data,
-            "trust_code": self.trust_code,
-            "out": self.out,
-            "seed": self.seed,
-            "delta": self.delta,
-        }
-
-
-def _play(asked: _Asked, trials: int | None, canaries: int | None, *, one_run: bool) -> Audit:
+def _play(
+    run: Path, shared: dict[str, Any], trials: int | None, canaries: int | None, *, one_run: bool
+) -> Audit:
     """Attack a run's steps or play the game of its protection; or train once with canaries."""
     from opusim.progress import Progress
     from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
@@ -205,23 +167,25 @@ def _play(asked: _Asked, trials: int | None, canaries: int | None, *, one_run: b
     if one_run:
         with Progress("audit of one training", "steps") as progress:
             return audit_one_training(
-                asked.run,
-                **asked.options(),
+                run,
+                **shared,
                 canaries=DEFAULT_CANARIES if canaries is None else canaries,
                 on_start=progress.start,
                 on_step=progress.advance,
             )
     with Progress("audit", "trials") as progress:
         return audit_run(
-            asked.run,
-            **asked.options(),
+            run,
+            **shared,
             trials=trials,
             on_start=progress.start,
             on_trial=lambda done: progress.advance(done=done),
         )
 
 
-def _play_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None) -> Audit:
+def _play_final_model(
+    run: Path, shared: dict[str, Any], trainings: int | None, jobs: int | None, cluster: str | None
+) -> Audit:
     """Train many times with a crafted record or without it."""
     from accounting.audit import FEWEST_CANARIES
     from opusim import checks
@@ -233,8 +197,8 @@ def _play_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cl
         checks.integer(minimum=FEWEST_CANARIES, **given)
     with Progress("audit of final models", "trainings") as progress:
         return audit_final_model(
-            asked.run,
-            **asked.options(),
+            run,
+            **shared,
             trainings=DEFAULT_TRAININGS if trainings is None else trainings,
             jobs=1 if jobs is None else jobs,
             cluster=cluster,
@@ -247,7 +211,7 @@ _WIDE_PAGE = 140
 """Columns from which the table of an audit has all its columns; the pages always have them."""
 
 
-def _show(asked: _Asked, found: Audit) -> None:
+def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
     """Write report and pages of what was found, and print the findings and what they mean."""
     from accounting.tables import print_rows
     from opusim.tables import output_width, wrapped
@@ -256,34 +220,25 @@ def _show(asked: _Asked, found: Audit) -> None:
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.folder import read_run
 
-    loaded = read_run(asked.run)
-    report_file = write_report(loaded, audit=found, folder=asked.out)
-    page, document = write_audit_page(loaded, found, asked.place)
+    loaded, place = read_run(run), out or run
+    report_file = write_report(loaded, audit=found, folder=out)
+    page, document = write_audit_page(loaded, found, place)
     if loaded.config.mode == "release" and found.holds_private_records:
         typer.echo(NOT_FOR_RELEASE, err=True)
-    if asked.as_json:
+    if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
     print_rows(audit_rows(found), without=NARROW if output_width() < _WIDE_PAGE else (LOW,))
     for text in paragraphs(found):
         typer.echo("\n" + wrapped(text))
-    typer.echo(f"\nkept in {asked.place / found.played.file}, shown in {report_file}")
+    typer.echo(f"\nkept in {place / found.played.file}, shown in {report_file}")
     typer.echo(f"for a reviewer: {page} and {document}")
 
 
 def _audit_mechanism(
-    kind: str,
-    *,
-    model: str,
-    mode: str,
-    steps: int,
-    settings: Sequence[str],
-    seed: int | None,
-    level: float,
-    out: Path | None,
-    as_json: bool,
+    kind: str, asked: dict[str, Any], *, seed: int | None, out: Path | None, as_json: bool
 ) -> None:
-    """Run the self-test with a progress line, print it and store it.
+    """Run the self-test with a progress line, print it and store it; options that were not asked for are its own.
 
     Raises:
         typer.Exit: With code 1, if a check raised an alarm.
@@ -297,17 +252,9 @@ def _audit_mechanism(
     if out is not None:
         require_writable(out, "--out")
     with Progress(f"self-test of {kind}", "steps") as progress:
-        found = audit_mechanism(
-            kind,
-            model=model,
-            mode=mode,
-            steps=steps,
-            settings=settings,
-            seed=seed,
-            level=level,
-            on_start=progress.start,
-            on_step=progress.advance,
-        )
+        given = {name: value for name, value in asked.items() if value is not None}
+        watched: dict[str, Any] = {"on_start": progress.start, "on_step": progress.advance}
+        found = audit_mechanism(kind, **given, seed=seed, **watched)
     if out is not None:
         write_json(out, found.to_json())
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else report_text(found))

@@ -6,10 +6,10 @@ import functools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import ClippedRecords
 from opusim import checks
 from opusim.randomness.streams import derive_seed
+from training.attacks.base import Adversary
 from training.attacks.findings import Audit, Finding, Played, Role
 from training.attacks.one_run.observers import (
     Canaries,
@@ -35,7 +36,6 @@ from training.attacks.one_run.observers import (
     FirstLayerObserver,
     GradientObserver,
     Observer,
-    Sight,
     weight_layers,
 )
 from training.attacks.replay import AuditedRun
@@ -60,7 +60,7 @@ CONFIDENCE = 0.95
 """Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni).
 
 n counts the bounds that are reported, no others: seven under a Gaussian law, since the counts of the consecutive
-updates are read by one bound (`Sight.readings`).
+updates are read by one bound (`Adversary.readings`).
 """
 _WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
 """Deltas at which a claim must be at most that of the Gaussian mechanism; see `Claim.of`."""
@@ -132,21 +132,8 @@ def started_again(run: AuditedRun, seed: int) -> RunPlan:
     return plan.on_network(built) if built.facts == run.network_facts else run.on_own_network(plan)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Game:
-    """A run that is ready to be trained with its canaries.
-
-    Attributes:
-        plan: The run with the canaries among its records.
-        observer: Watches it.
-        inside: The coins, bool, shape (m,).
-        relation: The data sets of which a coin chooses one.
-    """
-
-    plan: RunPlan
-    observer: Observer
-    inside: np.ndarray
-    relation: Adjacency
+Game: TypeAlias = tuple[RunPlan, Observer, np.ndarray, Adjacency]
+"""The run with the canaries among its records, what watches it, the coins, bool, shape (m,), and the audited relation."""
 
 
 def play_one_run(
@@ -178,20 +165,20 @@ def play_one_run(
             "play the game of single steps: opusim audit RUN"
         )
     protected = protects == "records"
-    game = (_crafted if protected else _planted)(plan, canaries, seed)
+    played, observer, inside, relation = (_crafted if protected else _planted)(plan, canaries, seed)
     delta = plan.config.protection.delta if delta is None else delta
-    on_start(game.plan.total_steps)
+    on_start(played.total_steps)
     started = time.process_time()
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
         folder = RunFolder(Path(scratch) / "run")
-        game.observer.after_step = on_step
-        train_planned(game.plan, folder, watcher=game.observer)
+        observer.after_step = on_step
+        train_planned(played, folder, watcher=observer)
         ledger = read_ledger(folder.ledger_file)
     spent = time.process_time() - started
     return read_canaries(
-        game.observer,
-        game.inside,
-        game.relation,
+        observer,
+        inside,
+        relation,
         ledger,
         seed=seed,
         delta=delta,
@@ -223,53 +210,66 @@ def read_canaries(
         crafted: "gradients" or "records".
         cpu_s: Processor seconds of the training.
     """
-    guarantees, mechanism = ledger.guarantees(delta=delta), ledger.mechanisms[0]
-    claim = Claim.of(ledger.mechanisms, guarantees, relation, delta)
-    scores, weaker = observer.scores(mechanism), observer.with_half_the_noise(mechanism)
-    canaries = len(inside)
-    null, proven = null_coins(seed, canaries), next((one for one in guarantees if one.is_proven), None)
-    plans = claim.plans(list(scores), canaries)
-    return Audit(
-        findings=tuple(
-            finding_of_scores(role, sight.name, own, coins, plans[sight], proven)
-            for role, found, coins in (
-                (Role.RUN, scores, inside),
-                (Role.NULL, scores, null),
-                (Role.BROKEN, weaker, inside),
-            )
-            for sight, own in found.items()
-        ),
-        guarantees=tuple(guarantees),
+    mechanism = ledger.mechanisms[0]
+    return audit_of_scores(
+        observer.scores(mechanism),
+        observer.with_half_the_noise(mechanism),
+        inside,
+        relation,
+        ledger.mechanisms,
+        ledger.guarantees(delta=delta),
+        delta=delta,
+        seed=seed,
         played=Played.TRAINING,
-        game=mechanism.describe(),
-        trials=canaries,
         crafted=crafted,
         steps=observer.steps,
-        seed=seed,
         cpu_s=cpu_s,
     )
 
 
-def finding_of_scores(
-    role: Role,
-    attack: str,
-    scores: np.ndarray,
+def audit_of_scores(
+    scores: Mapping[Adversary, np.ndarray],
+    weaker: Mapping[Adversary, np.ndarray],
     inside: np.ndarray,
-    plan: OneRunPlan,
-    proven: Guarantee | None,
-) -> Finding:
-    """Return what an adversary's scores of the canaries say.
+    relation: Adjacency,
+    mechanisms: Sequence[Mechanism],
+    stated: Sequence[Guarantee],
+    *,
+    delta: float,
+    seed: int,
+    **facts: Any,
+) -> Audit:
+    """Return what each adversary's scores of canaries, or of trainings, say.
 
     Args:
-        role: The subject.
-        attack: Its name.
         scores: One for each canary, shape (m,).
+        weaker: Those that half of the noise would have given, if they are known.
         inside: The coins, bool, shape (m,).
-        plan: How the scores are read.
-        proven: What a theorem says of the training, or None.
+        relation: The data sets of which a coin chooses one.
+        mechanisms: What one training released.
+        stated: Its guarantees at delta.
+        delta: Of the bounds.
+        seed: Of the audit.
+        **facts: Other attributes of the audit.
     """
-    result = audit_one_run(scores, inside, plan)
-    return Finding.of(role, attack, (scores[inside], scores[~inside]), result, scope="run", claim=proven)
+    count = len(inside)
+    # coins that no training followed, for the null control
+    null = np.random.default_rng(derive_seed(seed, "null")).random(count) < 0.5
+    proven = next((one for one in stated if one.is_proven), None)
+    plans, findings = Claim.of(mechanisms, stated, relation, delta).plans(list(scores), count), []
+    for role, found, coins in (
+        (Role.RUN, scores, inside),
+        (Role.NULL, scores, null),
+        (Role.BROKEN, weaker, inside),
+    ):
+        for sight, own in found.items():
+            result = audit_one_run(own, coins, plans[sight])
+            parts = own[coins], own[~coins]
+            findings.append(Finding.of(role, sight.name, parts, result, scope="run", claim=proven))
+    game = mechanisms[0].describe()
+    return Audit(
+        findings=tuple(findings), guarantees=tuple(stated), game=game, trials=count, seed=seed, **facts
+    )
 
 
 def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> float | None:
@@ -349,12 +349,12 @@ class Claim:
             weaker_mu=min(weaker, default=None),
         )
 
-    def plans(self, sights: Sequence[Sight], canaries: int) -> dict[Sight, OneRunPlan]:
+    def plans(self, sights: Sequence[Adversary], canaries: int) -> dict[Adversary, OneRunPlan]:
         """Return how the scores of each adversary are read; all bounds together hold with `CONFIDENCE`."""
         bounds = sum(method.is_bound for sight in sights for method in sight.readings(self.law))
         return {
             sight: OneRunPlan(
-                adversary=f"sees {sight.sees}, knows {sight.knows}",
+                adversary=sight.threat_model,
                 canaries=canaries,
                 delta=self.delta,
                 claimed=self.epsilon,
@@ -374,16 +374,6 @@ def _at_wider(
 ) -> tuple[tuple[float, float | None], ...]:
     """Return what is claimed at other deltas; kept, since the audits of a table share their mechanism."""
     return tuple((d, claimed_epsilon(composed(mechanisms, delta=d), relation)) for d in deltas)
-
-
-def null_coins(seed: int, count: int) -> np.ndarray:
-    """Return coins that no training followed, for the null control, bool, shape (count,).
-
-    Args:
-        seed: Of the audit.
-        count: How many.
-    """
-    return np.random.default_rng(derive_seed(seed, "null")).random(count) < 0.5
 
 
 def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
@@ -424,12 +414,8 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
         )
         return observer.writer
 
-    return Game(
-        plan=replace(joined, wrap_writer=wrap),
-        observer=observer,
-        inside=canaries.inside.numpy(),
-        relation=config.relation or Adjacency.REPLACE_ONE,
-    )
+    relation = config.relation or Adjacency.REPLACE_ONE
+    return replace(joined, wrap_writer=wrap), observer, canaries.inside.numpy(), relation
 
 
 def _planted(plan: RunPlan, count: int, seed: int) -> Game:
@@ -451,12 +437,8 @@ def _planted(plan: RunPlan, count: int, seed: int) -> Game:
     observer, replaces = _first_layer_observer(plan, x)
     coins = torch.from_numpy(inside)
     chosen = torch.where(coins[:, None], x, stand_ins) if replaces else x[coins]
-    return Game(
-        plan=with_records(plan, chosen.view(-1, *train.x.shape[1:]), y if replaces else y[coins]),
-        observer=observer,
-        inside=inside,
-        relation=Adjacency.REPLACE_ONE if replaces else Adjacency.ADD_OR_REMOVE_ONE,
-    )
+    joined = with_records(plan, chosen.view(-1, *train.x.shape[1:]), y if replaces else y[coins])
+    return joined, observer, inside, Adjacency.REPLACE_ONE if replaces else Adjacency.ADD_OR_REMOVE_ONE
 
 
 def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:

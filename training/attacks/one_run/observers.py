@@ -22,11 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.audit import Law, Method
 from opusim import checks
 from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
-from training.attacks.base import Descent
+from training.attacks.base import Adversary, Descent
 from training.attacks.update_attacks import row_space
 from training.config.sections import OptimizerConfig
 from training.data.samplers import Sampler
@@ -34,7 +33,7 @@ from training.engine.callbacks import Callback
 from training.networks.any_module import AnyModule
 from training.networks.base import Network
 from training.networks.contributions.sums import Contributions
-from training.networks.contributions.uses import ConvolutionUse, LinearUse, Use
+from training.networks.contributions.uses import ConvolutionUse, LinearUse
 from training.networks.layers import LayeredNetwork, ModuleUse
 from training.networks.optimizers import make_optimizer, set_learning_rate
 from training.protections.base import PrivateGradients, WrappedGradients, with_constant
@@ -220,9 +219,14 @@ class CraftedGradients(WrappedGradients):
         entries = self._canaries.entries
         replaces = all(len(uses) == 1 and isinstance(uses[0], _REPLACED) for _, uses in layers)
         replaces = replaces and all(isinstance(at[entry.name][1][0], LinearUse) for entry in entries)
-        if replaces:
-            for _, uses in layers:
-                uses[0] = _without(uses[0], rows)
+        for _, uses in layers if replaces else ():  # zeros in place of what some records contribute
+            shared, empty = {id(tensor) for tensor in uses[0].wrt}, copy(uses[0])
+            for name, value in vars(uses[0]).items():
+                if isinstance(value, Tensor) and id(value) not in shared:
+                    kept = value.clone()
+                    kept[rows] = 0.0
+                    setattr(empty, name, kept)
+            uses[0] = empty
         excess = _EXCESS if replaces else _MODULE_EXCESS
         share = excess * self._clip_norm / _STEEPNESS / math.sqrt(len(entries))
         pushes = (share * self._canaries.signs[numbers]).float().to(rows.device)
@@ -264,17 +268,6 @@ _REPLACED = (LinearUse, ConvolutionUse, ModuleUse)
 """Uses that keep nothing of the records but their signals and inputs."""
 
 
-def _without(use: Use, records: Tensor) -> Use:
-    """Return a use of `_REPLACED` with zeros for some records."""
-    found, shared = copy(use), {id(tensor) for tensor in use.wrt}
-    for name, value in vars(use).items():
-        if isinstance(value, Tensor) and id(value) not in shared:
-            kept = value.clone()
-            kept[records] = 0.0
-            setattr(found, name, kept)
-    return found
-
-
 # What an attacker learns of the canaries from one training. Every step of descent is undone from the weights after each
 # step: W' = W - rate b_t, so that momentum, weight decay and the schedule, which are public, leave the noisy sum G of
 # clipped contributions. What the other records contribute is known to the strongest attacker and subtracted. Along
@@ -294,56 +287,28 @@ _SPIKE = 0.05
 _TINY = 1e-15
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What one adversary sees and knows.
-
-    Attributes:
-        name: In a word or two.
-        sees: What is released to it.
-        knows: What it knows besides.
-        counts: Whether its scores are small whole numbers. No normal law fits them, so that they are read by one
-            bound, the strongest that the mechanism's law allows.
-    """
-
-    name: str
-    sees: str
-    knows: str
-    counts: bool = False
-
-    def readings(self, law: Law) -> tuple[Method, ...]:
-        """Return how its scores are read, fixed before there are any.
-
-        Args:
-            law: What is known of the mechanism's noise.
-        """
-        if not self.counts:
-            return law.methods
-        return (Method.GAUSSIAN_TRADE_OFF if law is Law.GAUSSIAN else Method.ANY_MECHANISM,)
-
-
-ALL_UPDATES = Sight(
+ALL_UPDATES = Adversary(
     name="all updates",
     sees="the weights after every step",
     knows="the canaries' crafted gradients, and all other records with their batches",
 )
-CONSECUTIVE = Sight(
+CONSECUTIVE = Adversary(
     name="consecutive updates",
     sees="the weights after every step, of which it compares each two in a row",
     knows=ALL_UPDATES.knows,
     counts=True,
 )
-FINAL_MODEL = Sight(
+FINAL_MODEL = Adversary(
     name="final model",
     sees="only the final model",
     knows="the initial weights and the canaries' crafted gradients, no other record",
 )
-ROW_SPACE = Sight(
+ROW_SPACE = Adversary(
     name="row space",
     sees="the first layer's weights after every step of the first epoch",
     knows="the canaries' features and the expected batch size, but no other record, neither the device nor its noise",
 )
-QUIET_ROWS = Sight(
+QUIET_ROWS = Adversary(
     name="quiet rows",
     sees="the first layer's weights after every step",
     knows="the canaries' features, but no other record and no noise",
@@ -359,14 +324,14 @@ class Observer(Callback, ABC):
         """Called after each step."""
 
     @abstractmethod
-    def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+    def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         """Return each adversary's scores, shape (m,).
 
         Args:
             mechanism: What the ledger says that one step released.
         """
 
-    def with_half_the_noise(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+    def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         """Return the scores that half of the noise would have given; none if it cannot be told from the rest.
 
         Args:
@@ -390,8 +355,8 @@ class Observer(Callback, ABC):
         self.after_step()
 
 
-class Steps:
-    """Undoes descent from the first step on, at the learning rates of its schedule; see `Descent`.
+class Steps(Descent):
+    """Undoes descent from the first step on, at the learning rates of its schedule.
 
     Args:
         options: The optimizer.
@@ -401,19 +366,13 @@ class Steps:
     """
 
     def __init__(self, options: OptimizerConfig) -> None:
-        self._descent, self._options = Descent(options), options
+        super().__init__(options)
         self._rates = make_optimizer([nn.Parameter(torch.zeros(1))], options)
 
-    def gradient(self, before: Tensor, after: Tensor, progress: float) -> Tensor:
-        """Return the gradient of the next step, float64.
-
-        Args:
-            before: Weights before it.
-            after: Weights after it.
-            progress: Share of the run's steps done before it.
-        """
+    def gradient_at(self, before: Tensor, after: Tensor, progress: float) -> Tensor:
+        """Return `gradient` at a share of the run's steps done before it."""
         set_learning_rate(self._rates, self._options, progress)
-        return self._descent.gradient(before, after, float(self._rates.param_groups[0]["lr"]))
+        return self.gradient(before, after, float(self._rates.param_groups[0]["lr"]))
 
 
 class EntryObserver(Observer):
@@ -460,9 +419,9 @@ class EntryObserver(Observer):
 
     def _gradient(self, now: Tensor, step: int) -> Tensor:
         """Return the released gradient of a step along the canaries, undone from the weights after it."""
-        return self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
+        return self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
 
-    def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+    def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         """See Observer.scores."""
         y = np.array(self._readings)
         jumps = np.abs(np.abs(np.diff(y, axis=0)) - 1) < _SPIKE
@@ -472,7 +431,7 @@ class EntryObserver(Observer):
             FINAL_MODEL: (self._first - self._before).numpy(),
         }
 
-    def with_half_the_noise(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+    def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         """See Observer; the auditor knows the coins and the batches, so it can tell a canary's draws from the noise."""
         drawn = np.array(self._drawn)
         return {ALL_UPDATES: self._log_ratios((np.array(self._readings) + drawn) / 2, mechanism)}
@@ -488,28 +447,23 @@ class EntryObserver(Observer):
         replaces = self._canaries.replaces
         if mechanism.bands == 1:
             return log_ratio(y, q=q, z=z, replaces=replaces).sum(axis=0)
-        found = np.zeros(y.shape[1])
-        subsets, c = self._subsets(mechanism.bands), np.array(mechanism.correlation)
-        independent = sum(c[k] * shifted(y, k) for k in range(len(c)))  # C y, whose noise is independent
+        canaries, bands = self._canaries, mechanism.bands
+        if not isinstance(self._sampler, CyclicPoissonSampler):
+            raise TypeError(
+                f"sampler: {self._sampler.scheme!r} has no subsets, and the ledger says that it has {bands}"
+            )
+        # the subset of each canary's coin, which the theorem takes for known; a canary that is out has such a coin as
+        # well, of which nothing depends
+        subsets = np.random.default_rng(canaries.first).integers(bands, size=len(canaries.inside))
+        subsets[canaries.planted.numpy()] = self._sampler.subset_of_records[canaries.first :]
+        c, independent, found = np.array(mechanism.correlation), np.zeros_like(y), np.zeros(y.shape[1])
+        for k in range(len(c)):  # C y, whose noise is independent
+            independent[k:] += c[k] * y[: len(y) - k]
         for start in range(len(y)):
             due = subsets == start % mechanism.bands
             block, own = independent[start : start + len(c), due], c[: len(y) - start]
             read, spread = own @ block / (own @ own), z / math.sqrt(own @ own)
             found[due] += log_ratio(read, q=mechanism.bands * q, z=spread, replaces=replaces)
-        return found
-
-    def _subsets(self, bands: int) -> np.ndarray:
-        """Return the subset of each canary's coin, 0 to bands - 1, shape (m,); the theorem takes it for known.
-
-        A canary that is out has such a coin as well, of which nothing depends.
-        """
-        canaries = self._canaries
-        if not isinstance(self._sampler, CyclicPoissonSampler):
-            raise TypeError(
-                f"sampler: {self._sampler.scheme!r} has no subsets, and the ledger says that it has {bands}"
-            )
-        found = np.random.default_rng(canaries.first).integers(bands, size=len(canaries.inside))
-        found[canaries.planted.numpy()] = self._sampler.subset_of_records[canaries.first :]
         return found
 
     def _along(self, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -533,11 +487,6 @@ class GradientObserver(EntryObserver):
     def finish(self) -> None:
         """Look at the final model."""
         self._before = self._along()
-
-
-def shifted(y: np.ndarray, steps: int) -> np.ndarray:
-    """Return the rows some steps later, after rows of zeros, shape (n, m)."""
-    return y if steps == 0 else np.concatenate([np.zeros_like(y[:steps]), y[:-steps]])[: len(y)]
 
 
 def log_ratio(y: np.ndarray, *, q: float, z: float, replaces: bool) -> np.ndarray:
@@ -599,12 +548,12 @@ class FirstLayerObserver(Observer):
         parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
         now = torch.cat(parts, dim=1).double().cpu()
         if step:
-            gradient = self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
+            gradient = self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
             score = self._quiet_rows if self._batch_size is None else self._row_space
             self._found = np.maximum(self._found, -score(gradient).clamp_min(_TINY).log10().numpy())
         self._before = now
 
-    def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+    def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         """See Observer.scores."""
         return {QUIET_ROWS if self._batch_size is None else ROW_SPACE: self._found}
 

@@ -34,7 +34,7 @@ from opusim.tables import print_table
 from training import train
 from training.data import from_arrays
 from training.sweeps.execution import run_sweep
-from training.sweeps.sweep import Point, SpecText, SweepFolder, parse_spec, points_of
+from training.sweeps.sweep import Point, SweepFolder, parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.processes", "processes"
 RECORDS, BATCH, WIDTHS = 20_480, 2048, (784, 1024, 1024, 10)
@@ -181,7 +181,7 @@ def sweep_points(runs: int) -> list[Point]:
         "config": {"epochs": 1, "trainer": {"kind": "bp"}, "model": {"name": model}},
         "axes": {"seed": list(range(runs))},
     }
-    return points_of(*parse_spec(spec, SpecText("", "waiting")))
+    return points_of(*parse_spec(spec, "waiting"))
 
 
 def measured_sweep(workers: int, folder: Path) -> dict[str, Any]:

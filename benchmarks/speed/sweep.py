@@ -53,8 +53,8 @@ def main(save: bool = False) -> None:
     file = path / "spec.toml"
     file.write_text(SPEC)
     used, started = _processor_seconds(), time.perf_counter()
-    spec, text = read_spec(file)
-    points, folder = points_of(spec, text), SweepFolder(path / "sweep")
+    spec, origin = read_spec(file)
+    points, folder = points_of(spec, origin), SweepFolder(path / "sweep")
     rows = run_sweep(points, folder, jobs=JOBS)
     write_sweep(SweepResult(spec=spec, points=points, rows=rows, folder=folder), SPEC)
     wall = time.perf_counter() - started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +14,9 @@ from training.cli.options import TrustCode, say_trusted
 
 if TYPE_CHECKING:
     from accounting.ledger.statement import Statement
-    from training.runs.folder import RunFolder
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 zo_app = typer.Typer(help="Replay a zeroth-order run from its step log.", no_args_is_help=True)
-app.add_typer(zo_app, name="zo")
 runs_app = typer.Typer(help="List the runs of a folder, or remove some.", no_args_is_help=True)
-app.add_typer(runs_app, name="runs")
 
 
 @zo_app.callback()
@@ -27,7 +24,17 @@ def zo() -> None:
     """Replay a zeroth-order run from its step log."""
 
 
-@app.command()
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "y": 31_557_600.0}
+_FIGURES = {
+    "accuracy": "accuracy {:.2f} %",
+    "bits_per_byte": "bits per byte {:.4f}",
+    "bits_per_token": "bits per token {:.4f}",
+    "rmse": "RMSE {:.4f}",
+    "r2": "R^2 {:.4f}",
+    "loss": "loss {:.4f}",
+}
+
+
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[
@@ -58,7 +65,12 @@ def evaluate(
     from training.runs.folder import RunFolder
     from training.runs.run import evaluate_run
 
-    if device is None and (chip or _seconds(after)):
+    # a duration such as 1h or 30min, in seconds
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", after.strip())
+    if found is None or found[2] not in _UNITS_S:
+        raise typer.BadParameter(f"{after!r}: must be like 1s, 30min, 1h, 1d or 1y", param_hint="--after")
+    after_s = float(found[1]) * _UNITS_S[found[2]]
+    if device is None and (chip or after_s):
         given = f"--chip {chip}" if chip else f"--after {after}"
         raise ValueError(
             f"{given}: only a device has chips and drifts; name one with --device, or leave it out"
@@ -71,46 +83,22 @@ def evaluate(
         arrays=arrays,
         trust_code=trust_code,
         device=device,
-        after_s=_seconds(after),
+        after_s=after_s,
         seed=chip,
     )
     if as_json:
         typer.echo(json.dumps(figures))
     else:
         where = "" if device is None else f" on {device}, {after} after programming"
+        shown = {**figures, "accuracy": 100 * figures["accuracy"]} if "accuracy" in figures else figures
         typer.echo(
             f"{figures.pop('records'):,} records of {figures.pop('data')}{where}: "
-            f"{', '.join(_figure(name, figures[name]) for name in _FIGURES if name in figures)}"
+            f"{', '.join(text.format(shown[name]) for name, text in _FIGURES.items() if name in shown)}"
         )
         if digital := figures.get("digital"):
             typer.echo(f"No device takes {', '.join(digital)}: digital in this figure.")
 
 
-_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "y": 31_557_600.0}
-
-
-def _seconds(duration: str) -> float:
-    """Return a duration such as 1h or 30min in seconds.
-
-    Raises:
-        BadParameter: It is no number with a unit.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", duration.strip())
-    if found is None or found[2] not in _UNITS_S:
-        raise typer.BadParameter(f"{duration!r}: must be like 1s, 30min, 1h, 1d or 1y", param_hint="--after")
-    return float(found[1]) * _UNITS_S[found[2]]
-
-
-_FIGURES = ("accuracy", "bits_per_byte", "bits_per_token", "rmse", "r2", "loss")
-
-
-def _figure(name: str, value: float) -> str:
-    """Return a figure as text."""
-    label = {"rmse": "RMSE", "r2": "R^2"}.get(name, name.replace("_", " "))
-    return f"{label} {100 * value:.2f} %" if name == "accuracy" else f"{label} {value:.4f}"
-
-
-@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="One run folder, or several to compare.")],
     out: Annotated[
@@ -263,6 +251,8 @@ def account_run(
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
     from accounting.ledger.statement import WARNINGS
     from opusim.tables import wrapped
+    from training.errors import RunFolderError
+    from training.runs.folder import RunFolder, StoredRun
     from training.runs.storage import kind_of
 
     statement = _stated(path, delta)
@@ -273,9 +263,10 @@ def account_run(
         typer.echo(WARNINGS["unwitnessed"], err=True)
     typer.echo(statement.text(without=["unwitnessed"]))
     folder = path if path.is_dir() else path.parent
-    note = _device_note(folder)
-    if note is not None:
-        typer.echo(wrapped(note, indent="  "))
+    with suppress(RunFolderError):  # a damaged configuration
+        note = StoredRun(RunFolder(folder), 0).device_note if RunFolder(folder).started else None
+        if note is not None:
+            typer.echo(wrapped(note, indent="  "))
     if kind_of(folder) == "private loop":
         typer.echo(
             "This is the ledger of a private loop. Print private.statement() in the program that trains: it counts "
@@ -287,17 +278,20 @@ def _stated(path: Path, delta: float | None) -> Statement:
     """Read a ledger and what may be stated of it; in a run folder, check it against the checkpoint and the summary."""
     from accounting.ledger.ledger import read_ledger
     from accounting.ledger.statement import LedgerFacts, RunFacts, Statement
+    from opusim.errors import ConfigError
+    from training.errors import RunFolderError
     from training.runs.folder import RunFolder, versions
 
     folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
     if folder.started and path in (folder.path, folder.ledger_file):
-        header = folder.newest_header()
-        run = RunFacts(
-            finished=folder.finished,
-            step=None if header is None else header.step,
-            versions=_versions_of(folder),
-            records=_public_records(folder),
-        )
+        header, started_with, records = folder.newest_header(), {}, None
+        with suppress(RunFolderError, AttributeError):  # a bad configuration, which no guarantee needs
+            started_with = {str(key): str(value) for key, value in folder.read_facts()["versions"].items()}
+        with suppress(RunFolderError, ConfigError, KeyError, TypeError, ValueError):
+            if folder.read_config().counts_are_public:
+                records = int(folder.read_facts()["data"]["n_train"])
+        step = None if header is None else header.step
+        run = RunFacts(finished=folder.finished, step=step, versions=started_with, records=records)
         checked_against = [witness.name for witness in folder.witnesses()]
         content = folder.read_ledger()
     else:
@@ -312,41 +306,6 @@ def _stated(path: Path, delta: float | None) -> Statement:
         run=run,
         versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
     )
-
-
-def _public_records(folder: RunFolder) -> int | None:
-    """Return the number of training records, or None if it is private or the configuration is bad."""
-    from opusim.errors import ConfigError
-    from training.errors import RunFolderError
-
-    try:
-        if folder.read_config().counts_are_public:
-            return int(folder.read_facts()["data"]["n_train"])
-    except (RunFolderError, ConfigError, KeyError, TypeError, ValueError):
-        pass
-    return None
-
-
-def _device_note(path: Path) -> str | None:
-    """Return what to know of the device's noise; None if the folder holds no run, or a damaged configuration."""
-    from training.errors import RunFolderError
-    from training.runs.folder import RunFolder, StoredRun
-
-    folder = RunFolder(path)
-    try:
-        return StoredRun(folder, 0).device_note if folder.started else None
-    except RunFolderError:
-        return None
-
-
-def _versions_of(folder: RunFolder) -> dict[str, str]:
-    """Return the versions that a run was started with; none if its configuration, which no guarantee needs, is bad."""
-    from training.errors import RunFolderError
-
-    try:
-        return {str(name): str(version) for name, version in folder.read_facts()["versions"].items()}
-    except (RunFolderError, AttributeError):
-        return {}
 
 
 DeviceArgument = Annotated[

@@ -10,12 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opusim.files import quoted
+from opusim.files import quoted, read_text
 from opusim.processes import launched_rank
 from opusim.progress import Progress
 from training.cli.groups import LazyGroup, built
@@ -212,7 +211,7 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Callback | None], Ru
     if quiet:
         run = work(Watchers(watchers))
     else:
-        with RunProgress(f"train {config.trainer.kind}") as progress:
+        with RunProgress(f"train {config.trainer.kind}", "steps") as progress:
             run = work(Watchers([*watchers, AnnouncedUsage(), progress]))
     report_file = write_report(run)
     if quiet:
@@ -264,34 +263,18 @@ def print_run(run: Run, report_file: Path) -> None:
         typer.echo("experiment mode: not for release, the noise can be reconstructed from the seed")
 
 
-class RunProgress(Callback):
-    """Shows steps done, the time left and the newest accuracies.
+class RunProgress(Progress, Callback):
+    """Shows steps done, the time left and the newest accuracies."""
 
-    Args:
-        label: Name of the command.
-        stream: Where to write; None takes standard error.
-    """
-
-    def __init__(self, label: str, stream: TextIO | None = None) -> None:
-        self._progress = Progress(label, "steps", stream=stream)
-        self._news = ""
-
-    def __enter__(self) -> Self:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
+    _news = ""
 
     def on_start(self, *, step: int, total_steps: int) -> None:
         """See Callback.on_start."""
-        self._progress.start(total_steps, done=step)
+        self.start(total_steps, done=step)
 
     def on_step(self, *, step: int) -> None:
         """See Callback.on_step."""
-        self._progress.advance(done=step, news=self._news)
+        self.advance(done=step, news=self._news)
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         """See Callback.on_epoch."""
@@ -525,8 +508,8 @@ def curve(
         raise ValueError(
             f"--jobs = {jobs} does nothing with --cluster, whose workers decide; leave one of them out"
         )
-    read, text = read_spec(spec)
-    points = points_of(read, text)
+    read, origin = read_spec(spec)
+    text, points = read_text(spec), points_of(read, origin)
     from accounting.tables import print_rows
     from training.reports.sweep_report import setting_rows, write_sweep
     from training.sweeps.execution import run_sweep
@@ -536,7 +519,7 @@ def curve(
     if draw_only:
         rows = folder.rows(points)
     else:
-        with SweepProgress() as progress:
+        with SweepProgress("curve", "runs") as progress:
             rows = run_sweep(
                 points,
                 folder,
@@ -544,11 +527,11 @@ def curve(
                 cluster=cluster,
                 retry_failed=retry_failed,
                 on_forecast=progress.foretell,
-                on_start=progress.start,
-                on_row=progress.advance,
+                on_start=lambda done, total: progress.start(total, done=done, at_once=True),
+                on_row=progress.count,
             )
     result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
-    report_file = write_sweep(result, text.text)
+    report_file = write_sweep(result, text)
     print_rows(setting_rows(result), without=("device energy", "device time"))
     for row in rows.values():
         if row.status == "failed":
@@ -558,24 +541,8 @@ def curve(
         raise typer.Exit(code=1)
 
 
-class SweepProgress:
-    """Shows a sweep on standard error.
-
-    Args:
-        stream: Where to write; None takes standard error.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._progress = Progress("curve", "runs", stream=stream)
-
-    def __enter__(self) -> Self:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
+class SweepProgress(Progress):
+    """Shows a sweep on standard error."""
 
     def foretell(self, found: SweepForecast) -> None:
         """Say what the runs will take of their devices, if some have one."""
@@ -585,16 +552,12 @@ class SweepProgress:
         if found.runs:
             more = silent and f"; without {silent}, not known before"
             line = usage_line(found.usage, counted(found.runs, "run"), is_mean=found.is_mean, more=more)
-            self._progress.say(line)
+            self.say(line)
         elif silent:
-            self._progress.say(f"device: what {silent} will take is not known before they start")
+            self.say(f"device: what {silent} will take is not known before they start")
 
-    def start(self, done: int, total: int) -> None:
-        """Show how many of the runs are finished already."""
-        self._progress.start(total, done=done, at_once=True)
-
-    def advance(self, row: Row, seconds_left: float | None) -> None:
+    def count(self, row: Row, seconds_left: float | None) -> None:
         """Count one more run, and name it if it failed."""
         if row.status == "failed":
-            self._progress.say(f"failed: {row.identity}: {row.reason}")
-        self._progress.advance(left_s=seconds_left)
+            self.say(f"failed: {row.identity}: {row.reason}")
+        self.advance(left_s=seconds_left)

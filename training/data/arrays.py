@@ -264,7 +264,13 @@ def from_arrays(
     checks.integer(split_seed=split_seed, minimum=0, maximum=2**64 - 1)
     kind = _target_of(x, y, target)
     y, names = numbers_and_names(y, classes, kind)
-    tokens = _holds_tokens(inputs, kind)
+    if kind == "tokens" and inputs == "features":
+        raise ValueError(
+            "data.inputs = 'features' has no next token; use 'tokens', or another data.target than 'tokens'"
+        )
+    tokens = "tokens" in (inputs, kind)
+    if tokens and standardise is not None:
+        raise ValueError("data.mean and data.std are for features, and x holds tokens; leave them out")
     features, labels, record_shape = _checked(x, y, kind, tokens=tokens, names=("x", "y"))
     vocabulary = _vocabulary(features, labels, kind, vocabulary, n_classes, tokens=tokens)
     form = RecordForm(
@@ -274,7 +280,7 @@ def from_arrays(
         vocabulary=vocabulary,
         classes=names,
     )
-    standardisation = _constants(standardise, tokens=tokens)
+    standardisation = standardise or Standardisation.identity()
     standardisation.require_fitting(features)
     test_split = None
     if test is not None:
@@ -385,19 +391,6 @@ def _chosen(whole: Split, records: torch.Tensor | slice, constants: Standardisat
     return Split(x, whole.y[numbers])
 
 
-def _holds_tokens(asked: AskedInputs, target: Target) -> bool:
-    """Return whether x holds tokens.
-
-    Raises:
-        ValueError: Features were asked for, and the next token is predicted.
-    """
-    if target == "tokens" and asked == "features":
-        raise ValueError(
-            "data.inputs = 'features' has no next token; use 'tokens', or another data.target than 'tokens'"
-        )
-    return asked == "tokens" or target == "tokens"
-
-
 def _target_of(x: Array, y: Array | None, asked: AskedTarget) -> Target:
     """Return what is predicted: what was asked for, or what the arrays look like."""
     if y is None and asked not in ("auto", "tokens"):
@@ -414,17 +407,6 @@ def _target_of(x: Array, y: Array | None, asked: AskedTarget) -> Target:
     return "tokens" if whole == [True, True] and arrays[0].shape == arrays[1].shape else "class"
 
 
-def _constants(wanted: Standardisation | None, *, tokens: bool) -> Standardisation:
-    """Return the map to apply to features, or the identity.
-
-    Raises:
-        ValueError: Tokens would be standardised.
-    """
-    if tokens and wanted is not None:
-        raise ValueError("data.mean and data.std are for features, and x holds tokens; leave them out")
-    return wanted or Standardisation.identity()
-
-
 def _checked(
     x: Array, y: Array | None, target: Target, *, tokens: bool, names: tuple[str, str]
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
@@ -435,7 +417,10 @@ def _checked(
             raise ValueError(f"{names[0]} has one token per record; the next token needs at least 2")
         return features[:, :-1], features[:, 1:], (features.shape[1] - 1,)
     labels = checked_target(y, target, names[1])
-    check_lengths(features, labels, *names)
+    if len(features) != len(labels):
+        raise ValueError(
+            f"{names[0]} has {len(features)} records and {names[1]} {len(labels)} labels; give one label per record"
+        )
     if target == "tokens" and labels.shape != features.shape:
         raise ValueError(
             f"{names[1]} has {labels.shape[1]} tokens per record and {names[0]} {features.shape[1]}; give one for each "
@@ -566,14 +551,6 @@ def _tensor(values: Array, name: str) -> torch.Tensor:
     return torch.from_numpy(values.astype(values.dtype.newbyteorder("="), order="C"))  # a copy
 
 
-def check_lengths(features: torch.Tensor, labels: torch.Tensor, x_name: str, y_name: str) -> None:
-    """Refuse features and labels of different lengths."""
-    if len(features) != len(labels):
-        raise ValueError(
-            f"{x_name} has {len(features)} records and {y_name} {len(labels)} labels; give one label per record"
-        )
-
-
 def _number_of_outputs(
     labels: torch.Tensor, target: Target, n_classes: int | None, classes: Sequence[str]
 ) -> int:
@@ -587,7 +564,12 @@ def _number_of_outputs(
             )
         return len(classes)
     if target == "class":
-        return _number_of_classes(labels, n_classes)
+        found = _distinct(labels) if n_classes is None else n_classes
+        checks.integer(
+            n_classes=found, minimum=2, remedy="it counts all classes, also those without a record"
+        )
+        check_range(labels, found, "y")
+        return found
     columns = labels.shape[1]
     if n_classes not in (None, columns):
         raise ValueError(
@@ -597,20 +579,12 @@ def _number_of_outputs(
     return columns
 
 
-def _number_of_classes(labels: torch.Tensor, n_classes: int | None) -> int:
-    """Return the stated number of classes, or the number of different labels, which are then 0 to that number less 1.
+def _distinct(labels: torch.Tensor) -> int:
+    """Return the number of different labels, all of 0 to that number less 1.
 
     Raises:
-        ValueError: A label is out of range, or none is stated and the labels leave numbers out, as codes do.
+        ValueError: The labels leave numbers out, as codes do.
     """
-    classes = _distinct(labels) if n_classes is None else n_classes
-    checks.integer(n_classes=classes, minimum=2, remedy="it counts all classes, also those without a record")
-    check_range(labels, classes, "y")
-    return classes
-
-
-def _distinct(labels: torch.Tensor) -> int:
-    """Return the number of different labels, all of 0 to that number less 1."""
     least, most = int(labels.min()), int(labels.max())
     if least >= 0 and most < len(labels) and bool(torch.bincount(labels).all()):
         return most + 1

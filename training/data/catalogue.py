@@ -15,7 +15,7 @@ import difflib
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
@@ -107,8 +107,12 @@ class Encoder:
             raise DataError(
                 f"{path} is not UTF-8 text ({error.reason}); leave data.tokenizer out to take it as bytes"
             ) from error
-        encode = self.tokenizer.encode
-        ids = [np.array(encode(piece, add_special_tokens=False).ids, np.int64) for piece in _pieces(text)]
+        ids, start = [], 0
+        while start < len(text):  # pieces of about `_PIECE` characters, cut at line ends
+            end = text.find("\n", start + _PIECE) + 1 or len(text)
+            found = self.tokenizer.encode(text[start:end], add_special_tokens=False)
+            ids.append(np.array(found.ids, np.int64))
+            start = end
         return torch.from_numpy(np.concatenate(ids)) if ids else torch.zeros(0, dtype=torch.int64)
 
 
@@ -141,7 +145,10 @@ def load_text(
     """
     encoder = Encoder() if tokenizer is None else Encoder.from_file(tokenizer)
     content = _read(path, TEXT_LIMIT, "text")
-    cut = _character_start(content, len(content) - round(validation_fraction * len(content)))
+    cut = len(content) - round(validation_fraction * len(content))
+    # the first position from there on, by at most 3 bytes, at which no UTF-8 character continues
+    near = range(cut, min(cut + 4, len(content)))
+    cut = next((place for place in near if content[place] >> 6 != 0b10), cut)
     parts = {"train": content[:cut]} | ({"validation": content[cut:]} if validation_fraction else {})
     files = dict.fromkeys(parts, path)
     if test is not None:
@@ -197,21 +204,6 @@ def _read(path: Path, limit: int, what: str) -> bytes:
             f"{what} {path} has {size:,} bytes, more than the limit of {limit:,}; give a part of it"
         )
     return content
-
-
-def _character_start(content: bytes, position: int) -> int:
-    """Return the first position from here on, by at most 3 bytes, at which no UTF-8 character continues."""
-    near = range(position, min(position + 4, len(content)))
-    return next((place for place in near if content[place] >> 6 != 0b10), position)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a text at line ends into pieces of about `_PIECE` characters."""
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + _PIECE) + 1 or len(text)
-        yield text[start:end]
-        start = end
 
 
 _KIND_OF_ENDING: dict[str, FileKind] = {

@@ -300,9 +300,17 @@ class Dataset:
                 f"vocabulary = {self.vocabulary} with x of {self.train.x.dtype}; give the number of token values for "
                 "int64 x, and none with float32 x"
             )
+        dtype = torch.int64 if self.target in ("class", "tokens") else torch.float32
         for part in (self.train, self.validation, self.test):
-            if part is not None:
-                _check_target(part, self.target, self.n_classes)
+            if part is None:
+                continue
+            n, y = len(part), part.y
+            shape = {"class": (n,), "tokens": tuple(part.x.shape)}.get(self.target, (n, self.n_classes))
+            if tuple(y.shape) != shape or y.dtype != dtype:
+                raise ValueError(
+                    f"target = {self.target!r} takes y of {dtype} and shape {shape}, got {y.dtype} of shape "
+                    f"{tuple(y.shape)}"
+                )
 
     @property
     def n_features(self) -> int:
@@ -313,17 +321,6 @@ class Dataset:
     def holds_tokens(self) -> bool:
         """Whether x holds tokens instead of features."""
         return self.train.x.dtype == torch.int64
-
-
-def _check_target(part: Split, target: Target, n_outputs: int) -> None:
-    """Refuse y of another shape or type than its target has."""
-    x, y = part.x, part.y
-    shape = {"class": (len(x),), "tokens": tuple(x.shape)}.get(target, (len(x), n_outputs))
-    dtype = torch.int64 if target in ("class", "tokens") else torch.float32
-    if tuple(y.shape) != shape or y.dtype != dtype:
-        raise ValueError(
-            f"target = {target!r} takes y of {dtype} and shape {shape}, got {y.dtype} of shape {tuple(y.shape)}"
-        )
 
 
 def is_text(y: object) -> TypeGuard[np.ndarray]:

@@ -73,9 +73,9 @@ class PublicMap(ABC):
         """Shape of one record behind the map: (c, h, w) for images."""
 
     @property
-    @abstractmethod
     def own_facts(self) -> dict[str, Any]:
         """What rebuilds the map besides its fields here: JSON values."""
+        return {}
 
     @abstractmethod
     def opened(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
@@ -204,18 +204,28 @@ def public_features(public: PublicMap, x: Tensor, *, cached: bool) -> Tensor:
     digest = hashlib.blake2b(json.dumps(public.facts, sort_keys=True).encode(), digest_size=16)
     digest.update(x.cpu().contiguous().numpy().view(np.uint8).data)
     file = cache_folder() / f"{digest.hexdigest()}.npy"
+    shape = len(x), public.n_features
     with suppress(OSError, ValueError):
-        return _from_cache(file, (len(x), public.n_features)).to(x.device)
+        return _from_cache(file, shape).to(x.device)
     try:
         make_folder(file.parent)
-        _write(file, public, x)
-        return _from_cache(file, (len(x), public.n_features)).to(x.device)
+        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+        try:  # block by block; the file gets its name once it is whole
+            with unfinished.open("wb") as stream:
+                header = {"descr": "<f2", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(stream, header)
+                for block in public.blocks(x):
+                    stream.write(np.ascontiguousarray(block, dtype="<f2").data)
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        return _from_cache(file, shape).to(x.device)
     except (OSError, ValueError):  # a full or read-only disk costs time, not the run
         return public.apply(x)
 
 
 def _from_cache(file: Path, shape: tuple[int, int]) -> Tensor:
-    """Return what `_write` wrote, mapped into memory.
+    """Return features that were kept, mapped into memory.
 
     Raises:
         OSError, ValueError: There is none, or it was cut.
@@ -224,20 +234,6 @@ def _from_cache(file: Path, shape: tuple[int, int]) -> Tensor:
     if found.shape != shape or found.dtype != np.float16:
         raise ValueError(f"{file} holds {found.dtype} of shape {found.shape}")
     return torch.from_numpy(found)
-
-
-def _write(file: Path, public: PublicMap, x: Tensor) -> None:
-    """Write the features of records block by block, and put the file in its place once it is whole."""
-    header = {"descr": "<f2", "fortran_order": False, "shape": (len(x), public.n_features)}
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as stream:
-            np.lib.format.write_array_header_1_0(stream, header)
-            for block in public.blocks(x):
-                stream.write(np.ascontiguousarray(block, dtype="<f2").data)
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:
@@ -273,11 +269,6 @@ class ImageMap(PublicMap):
     def least_side(self) -> int:
         """Pixels of the shorter side, at least."""
         return _CELL * _CELLS
-
-    @property
-    def own_facts(self) -> dict[str, Any]:
-        """Nothing else."""
-        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

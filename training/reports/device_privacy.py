@@ -274,7 +274,7 @@ class LabelCounts:
 
     def _argmax_epsilon(self, point: OperatingPoint, *, all_powers: bool) -> float:
         """Pure epsilon of an answer, in the brightest frames or in all that may come."""
-        frames, groups = self._seen, self._pixels
+        frames, groups = self.seen, self._pixels
 
         def limits(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
             if frames.certified is not None:
@@ -290,7 +290,8 @@ class LabelCounts:
         return largest_epsilon(limits, whole, own_light(frames.light, groups))
 
     @property
-    def _seen(self) -> LabelFrames:
+    def seen(self) -> LabelFrames:
+        """How training sees the labels, if one frame of each is kept."""
         if self.frames is None:
             raise ValueError("frames: are needed for what is kept of one frame; use label_counts")
         return self.frames
@@ -309,15 +310,6 @@ class LabelCounts:
     def _brightest(self, frames: int) -> float:
         """Relative power that none of some frames exceeds, but for that probability."""
         return 1.0 if self.power is None else self.power.limit(self._power_error / frames)
-
-    def readout(self, target: float) -> ArgmaxReadout | CountsReadout:
-        """Return what training would keep of one frame of each label at an epsilon.
-
-        Raises:
-            ConfigError: No light reaches it.
-        """
-        kind = ArgmaxReadout if self.kept == "argmax" else CountsReadout
-        return kind.within(self._seen, epsilon=target, delta=self.delta)
 
     @cached_property
     def _pixels(self) -> np.ndarray:
@@ -357,13 +349,12 @@ class LabelCounts:
         self.on_evaluation()
         if self.kept == "argmax":
             return self._argmax_epsilon(point, all_powers=False)
-        rates = self._credited(point)
-        return max(self._pair_epsilon(rates[i], rates[j]) for i, j in pairs)
-
-    def _pair_epsilon(self, a: np.ndarray, b: np.ndarray) -> float:
-        """Epsilon of the first label against the second."""
-        upper = numerics.poisson_upper(a, b, self._left)
-        return upper if math.isfinite(upper) else numerics.renyi_upper(np.stack([a, b]), self._left)
+        rates, found = self._credited(point), []
+        for i, j in pairs:  # the first label against the second
+            upper = numerics.poisson_upper(rates[i], rates[j], self._left)
+            renyi = not math.isfinite(upper)
+            found.append(numerics.renyi_upper(rates[[i, j]], self._left) if renyi else upper)
+        return max(found)
 
     def _worst_pair(self, point: OperatingPoint) -> list[tuple[int, int]]:
         """The ordered labels that are told apart best; none of the argmax, which has no pairs."""
@@ -587,7 +578,9 @@ def _by_certified_light(counts: LabelCounts, target: float) -> dict[str, str]:
     if counts.kept == "reading":
         return _by_share(counts, target, "light", "laser light")
     try:
-        found = counts.readout(target)
+        # what training would keep of one frame of each label
+        kind = ArgmaxReadout if counts.kept == "argmax" else CountsReadout
+        found = kind.within(counts.seen, epsilon=target, delta=counts.delta)
     except ConfigError as error:
         return _row(counts, target, "laser light", f"none: {error.reason}")
     epsilon = guarantees([found.mechanism], delta=counts.delta)[0].epsilon

@@ -210,11 +210,20 @@ def _write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 def _guarantees(result: SweepResult) -> list[dict[str, str]]:
     """Return the statements about each series at its weakest setting, the one with the least noise."""
+
+    def weakness(run: tuple[Point, Row]) -> tuple[float, float]:
+        """Order runs by proven epsilon, then by decreasing noise of the run's setting."""
+        point, row = run
+        values = {key.split(".")[-1]: value for key, value in point.values.items()}
+        keys = ("sigma", "noise_multiplier", "temperature_c")
+        noise = next((float(values[key]) for key in keys if key in values), 0.0)
+        return row.proven_epsilon or 0.0, -(noise if row.noise_std is None else row.noise_std)
+
     found = []
     for name in [*result.series, *result.references]:
         runs = result.finished(name)
         if runs:
-            point, row = max(runs, key=_weakness)
+            point, row = max(runs, key=weakness)
             stored = point.config.mode == "experiment"
             setting = ", ".join(f"{key} = {value}" for key, value in point.values.items() if key != "seed")
             found += [
@@ -222,16 +231,6 @@ def _guarantees(result: SweepResult) -> list[dict[str, str]]:
                 for statement in guarantee_rows(row.guarantees, seed_stored=stored)
             ]
     return found
-
-
-def _weakness(run: tuple[Point, Row]) -> tuple[float, float]:
-    """Order runs by proven epsilon, then by decreasing noise of the run's setting."""
-    point, row = run
-    values = {key.split(".")[-1]: value for key, value in point.values.items()}
-    noise = next(
-        (float(values[key]) for key in ("sigma", "noise_multiplier", "temperature_c") if key in values), 0.0
-    )
-    return row.proven_epsilon or 0.0, -(noise if row.noise_std is None else row.noise_std)
 
 
 def _mean_and_error(values: Sequence[float]) -> str:

@@ -164,19 +164,19 @@ class RunFolder:
         self._made_here |= new and not self.path.exists()
         with only_writer(self.path, "run folder", private=private):
             try:
-                self._check_new() if new else self._check_unfinished()
+                if new:
+                    self._check_new()
+                elif self.finished:
+                    raise RunFolderError(
+                        f"run folder {self.path} holds a finished run; there is nothing to resume"
+                    )
                 yield
             finally:
-                if new:
-                    self._remove_if_empty()
-
-    def _remove_if_empty(self) -> None:
-        """Remove the lock of a refused run, which is still held, and the folder if this process made it."""
-        if {path.name for path in self.path.iterdir()} != {LOCK_FILE}:
-            return
-        (self.path / LOCK_FILE).unlink()
-        if self._made_here:
-            self.path.rmdir()
+                # remove the lock of a refused run, which is still held, and the folder if this process made it
+                if new and {path.name for path in self.path.iterdir()} == {LOCK_FILE}:
+                    (self.path / LOCK_FILE).unlink()
+                    if self._made_here:
+                        self.path.rmdir()
 
     def _check_new(self) -> None:
         """Refuse a folder that holds anything but what a killed start leaves."""
@@ -195,10 +195,6 @@ class RunFolder:
             raise RunFolderError(
                 f"run folder {self.path} holds other files ({', '.join(sorted(others)[:3])}); choose an empty folder"
             )
-
-    def _check_unfinished(self) -> None:
-        if self.finished:
-            raise RunFolderError(f"run folder {self.path} holds a finished run; there is nothing to resume")
 
     def configuration(self, config: RunConfig, facts: dict[str, Any]) -> bytes:
         """Return the content of `config.json` for a new run.
@@ -382,12 +378,22 @@ class RunFolder:
         found = self.digests()
         if header.step == 0 and header.seal.files[self.labels_file.name] is None:
             del found[self.labels_file.name]  # labels are drawn after this checkpoint
+        checkpoint = f"checkpoint step-{header.step:010d}"
         for name, digest in found.items():
-            if digest != header.seal.files[name]:
-                state = _state(digest, header.seal.files[name], f"checkpoint step-{header.step:010d}")
-                raise RunFolderError(
-                    f"{self.path / name} {state}; restore the folder from a copy, or start a new one"
-                )
+            sealed = header.seal.files[name]
+            if digest == sealed:
+                continue
+            state = (
+                f"is not the file that {checkpoint} was written under: it was changed, or the checkpoint is of another "
+                "run"
+            )
+            if digest is None:
+                state = f"is missing, and {checkpoint} was written under it"
+            elif sealed is None:
+                state = f"was added after {checkpoint} was written"
+            raise RunFolderError(
+                f"{self.path / name} {state}; restore the folder from a copy, or start a new one"
+            )
         return header
 
     def require_resumable(self, *, moved: bool) -> Header:
@@ -459,15 +465,6 @@ class RunFolder:
 
 def _content(file: Path) -> bytes:
     return read_bytes(file, at_most=SIZE_LIMIT)
-
-
-def _state(found: str | None, sealed: str | None, checkpoint: str) -> str:
-    """Say what became of a file whose digest differs from the sealed one."""
-    if found is None:
-        return f"is missing, and {checkpoint} was written under it"
-    if sealed is None:
-        return f"was added after {checkpoint} was written"
-    return f"is not the file that {checkpoint} was written under: it was changed, or the checkpoint is of another run"
 
 
 def own_folder(path: Path) -> Path:
@@ -547,10 +544,20 @@ class StoredRun:
                     f"R^2 of {r2:.3g} on {part} records is below 0, so their mean predicts better; "
                     f"standardise the targets, or lower optimizer.lr = {self.config.optimizer.lr:g}"
                 )
-            if accuracy is not None and self.target == "class" and self._guesses(accuracy, part):
+            if accuracy is None or self.target != "class":
+                continue
+            facts, protection = self.facts["data"], self.config.protection
+            chance, records = 1 / facts["n_classes"], facts.get(f"n_{part}") or 1
+            if accuracy <= chance + 2 * math.sqrt(chance * (1 - chance) / records):
+                remedy = f"train longer, or change optimizer.lr = {self.config.optimizer.lr:g}"
+                if protection.protects != "nothing":
+                    remedy = (
+                        f"protection.kind = {protection.kind!r} adds more noise than these records can outweigh: use "
+                        "more records, a larger epsilon or another protection"
+                    )
                 return (
                     f"accuracy of {100 * accuracy:.1f} % on {part} records is no better than guessing among "
-                    f"{self.facts['data']['n_classes']} classes; {self._more_signal}"
+                    f"{facts['n_classes']} classes; {remedy}"
                 )
         return None
 
@@ -559,30 +566,13 @@ class StoredRun:
         """That the device's noise counts for nothing in a finite epsilon, if the protection's is digital; else None."""
         protection = self.config.protection
         digital = getattr(protection, "noise", None) == "digital"
-        if self.facts["device"] is None or not digital or not math.isfinite(self._least_epsilon):
+        if self.facts["device"] is None or not digital:
+            return None
+        if not any(math.isfinite(guarantee.epsilon) for guarantee in self.guarantees):
             return None
         return (
             f"The noise of device {self.facts['device']['name']!r} earns no privacy here (protection.noise = "
             "'digital'): epsilon counts only the noise that the protection draws in software."
-        )
-
-    @property
-    def _least_epsilon(self) -> float:
-        return min((guarantee.epsilon for guarantee in self.guarantees), default=math.inf)
-
-    def _guesses(self, accuracy: float, part: str) -> bool:
-        chance = 1 / self.facts["data"]["n_classes"]
-        records = self.facts["data"].get(f"n_{part}") or 1
-        return bool(accuracy <= chance + 2 * math.sqrt(chance * (1 - chance) / records))
-
-    @property
-    def _more_signal(self) -> str:
-        protection = self.config.protection
-        if protection.protects == "nothing":
-            return f"train longer, or change optimizer.lr = {self.config.optimizer.lr:g}"
-        return (
-            f"protection.kind = {protection.kind!r} adds more noise than these records can outweigh: use more records, "
-            "a larger epsilon or another protection"
         )
 
 

@@ -98,19 +98,6 @@ class SweepSpec(Section):
         return self
 
 
-@dataclass(frozen=True)
-class SpecText:
-    """A spec's text and its file.
-
-    Attributes:
-        text: The TOML document.
-        origin: What error messages call it.
-    """
-
-    text: str
-    origin: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """One run of a sweep.
@@ -136,28 +123,27 @@ class Point:
         return f"{name}-{self.values['seed']}" if is_repetition else name
 
 
-def read_spec(path: str | Path) -> tuple[SweepSpec, SpecText]:
-    """Read a spec file.
+def read_spec(path: str | Path) -> tuple[SweepSpec, str]:
+    """Read a spec file; returns the spec and what error messages call the file.
 
     Raises:
         ConfigError: It cannot be read, is not TOML, or holds a key that a spec does not have.
     """
     origin = str(path)
     try:
-        text = read_text(path)
-        values = parse_toml(text)
+        values = parse_toml(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = f"cannot be read ({getattr(error, 'strerror', None) or error}); check the path"
         raise ConfigError(origin, "path", reason) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(origin, "syntax", f"is not valid TOML: {error}") from error
-    return parse_spec(values, SpecText(text, origin))
+    return parse_spec(values, origin)
 
 
-def parse_spec(values: Mapping[str, Any], text: SpecText) -> tuple[SweepSpec, SpecText]:
+def parse_spec(values: Mapping[str, Any], origin: str) -> tuple[SweepSpec, str]:
     """Turn the values of a TOML document into a spec; see `read_spec`."""
     try:
-        return SweepSpec.model_validate(dict(values)), text
+        return SweepSpec.model_validate(dict(values)), origin
     except ValidationError as error:
         problems = error.errors()  # an unknown key first: it often is the cause of a missing one
         problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
@@ -170,11 +156,11 @@ def parse_spec(values: Mapping[str, Any], text: SpecText) -> tuple[SweepSpec, Sp
             reason = "missing; add it"
         else:
             reason = problem["msg"].removeprefix("Value error, ")
-        raise ConfigError(text.origin, ".".join(location), reason) from error
+        raise ConfigError(origin, ".".join(location), reason) from error
 
 
-def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
-    """Return all points of a sweep, series by series.
+def points_of(spec: SweepSpec, origin: str) -> list[Point]:
+    """Return all points of a sweep, series by series; error messages name its origin.
 
     Raises:
         ConfigError: An axis has no values or one value twice, two axes set the same key, a configuration does not
@@ -186,16 +172,14 @@ def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
         axes = (*flat(spec.axes).values(), *flat(series.axes).values())
         runs += math.prod(len(values) for values in axes if isinstance(values, list))
     if runs > RUNS_LIMIT:
-        raise ConfigError(
-            text.origin, "axes", f"make {runs:,} runs, more than {RUNS_LIMIT:,}; divide the table"
-        )
+        raise ConfigError(origin, "axes", f"make {runs:,} runs, more than {RUNS_LIMIT:,}; divide the table")
     points: list[Point] = []
     for series in wanted:
-        place = f"{text.origin}, series {series.name!r}" if spec.series else text.origin
+        place = f"{origin}, series {series.name!r}" if spec.series else origin
         pairs = [*flat(spec.axes).items(), *flat(series.axes).items()]
         fixed = merged(spec.config, series.config)
         for number, (key, values) in enumerate(pairs):
-            problem = _problem_of_values(values) or _problem_of_clash(key, pairs[:number], fixed)
+            problem = _problem_of_axis(key, values, [other for other, _ in pairs[:number]], fixed)
             if problem:
                 raise ConfigError(place, f"axes.{key}", problem)
         keys = [key for key, _ in pairs]
@@ -205,7 +189,7 @@ def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
     known = dict.fromkeys(key for point in points for key in point.values)
     if spec.noise is not None and spec.noise not in known:  # figures would lack their axis
         hint = f"take one of {', '.join(known)}, or leave it out" if known else "leave it out"
-        raise ConfigError(text.origin, "noise", f"{spec.noise!r} is not an axis of this sweep; {hint}")
+        raise ConfigError(origin, "noise", f"{spec.noise!r} is not an axis of this sweep; {hint}")
     return points
 
 
@@ -219,19 +203,16 @@ def one_at_a_time(points: Sequence[Point]) -> bool:
     return False
 
 
-def _problem_of_values(values: Any) -> str | None:
-    """Say what is wrong with the values of an axis, or None."""
+def _problem_of_axis(key: str, values: Any, others: Sequence[str], fixed: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with the values of an axis, or which other axis or fixed key sets the same thing, or None."""
     if not isinstance(values, list):
         return f"{values!r} is not a list; give the axis its values as in [0.0, 1.0]"
     if not values:
         return "is empty; give it at least one value, or leave the axis out"
     twice = [value for place, value in enumerate(values) if value in values[:place]]
-    return f"holds {twice[0]!r} twice; each value makes one run" if twice else None
-
-
-def _problem_of_clash(key: str, others: Sequence[tuple[str, Any]], fixed: Mapping[str, Any]) -> str | None:
-    """Say which other axis or fixed key sets the same thing, or None."""
-    for other, _ in others:
+    if twice:
+        return f"holds {twice[0]!r} twice; each value makes one run"
+    for other in others:
         if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
             return f"clashes with the axis {other}: both set it; leave one out"
     value: Any = fixed
@@ -513,12 +494,7 @@ def accuracy_against_noise(result: SweepResult) -> list[Curve]:
 
 def references(result: SweepResult) -> list[Curve]:
     """Accuracy in percent of the reference series, one level each."""
-    curves = []
-    for name in result.references:
-        values = [v for _, row in result.finished(name) if (v := _percent(row)) is not None]
-        if values:
-            curves.append(Curve(name=name, kind="accuracy", levels=(_level(math.nan, values, None),)))
-    return curves
+    return _one_level(result, result.references, "accuracy", _percent)
 
 
 def epsilon_against_noise(result: SweepResult) -> list[Curve]:
@@ -582,12 +558,19 @@ def costs(result: SweepResult) -> list[Curve]:
         "device time [s]": lambda row: row.figures.get("seconds"),
         "wall time [s]": lambda row: row.wall_s,
     }
+    names = [*result.series, *result.references]
+    return [curve for kind, value in kinds.items() for curve in _one_level(result, names, kind, value)]
+
+
+def _one_level(
+    result: SweepResult, names: Sequence[str], kind: str, value: Callable[[Row], float | None]
+) -> list[Curve]:
+    """Return the mean over all runs of each series, on no axis."""
     curves = []
-    for kind, value in kinds.items():
-        for name in [*result.series, *result.references]:
-            values = [v for _, row in result.finished(name) if (v := value(row)) is not None]
-            if values:
-                curves.append(Curve(name=name, kind=kind, levels=(_level(0.0, values, None),)))
+    for name in names:
+        values = [v for _, row in result.finished(name) if (v := value(row)) is not None]
+        if values:
+            curves.append(Curve(name=name, kind=kind, levels=(_level(0.0, values, None),)))
     return curves
 
 

@@ -77,8 +77,8 @@ def written(tmp_path: Path, *, epochs: int = 1, seeds: str = "[0, 1]", text: str
 
 
 def swept(file: Path, folder: SweepFolder) -> tuple[SweepSpec, list[Point], dict[str, Row]]:
-    spec, text = read_spec(file)
-    points = points_of(spec, text)
+    spec, origin = read_spec(file)
+    points = points_of(spec, origin)
     return spec, points, run_sweep(points, folder, jobs=1)
 
 

@@ -133,7 +133,7 @@ def started_again(run: AuditedRun, seed: int) -> RunPlan:
 
 
 Game: TypeAlias = tuple[RunPlan, Observer, np.ndarray, Adjacency]
-"""The run with the canaries among its records, what watches it, the coins, bool, shape (m,), and the audited relation."""
+"""The run with the canaries among its records, what watches it, the coins, bool, shape (m,), and the relation."""
 
 
 def play_one_run(

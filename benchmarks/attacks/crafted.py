@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.attacks.scalars import ScalarsGame
 from benchmarks.attacks.selection import SelectedModelGame, selected_model, selection
+from training.attacks.base import crafted
 from training.attacks.games import (
     LEAN,
     AmplifiedGame,
@@ -21,7 +22,6 @@ from training.attacks.games import (
     ReleasedModelGame,
     StagedLookGame,
     TwoWorlds,
-    crafted,
 )
 from training.config import load_config
 from training.engine.plan import RunPlan

@@ -22,8 +22,8 @@ import torch
 
 from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.medium.directions import Direction
-from training.attacks.base import Adversary
-from training.attacks.games import TwoWorlds, crafted, in_passes
+from training.attacks.base import Adversary, crafted
+from training.attacks.games import TwoWorlds, in_passes
 from training.engine.plan import RunPlan
 from training.networks.network import FullyConnected
 from training.zeroth_order.algorithm import ZoAlgorithm

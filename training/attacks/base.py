@@ -21,6 +21,7 @@ from torch import Tensor
 from accounting.audit import Law, Method
 from opusim.errors import ConfigError
 from training.config.sections import OptimizerConfig
+from training.data.dataset import Dataset, Split, Standardisation
 from training.networks.contributions.sums import Contributions
 from training.networks.network import FullyConnected
 from training.protections.base import WrappedGradients, linear_uses, with_constant
@@ -259,6 +260,27 @@ class Trial:
     observation: Observation
     candidates: Candidates
     strangers: Candidates
+
+
+def crafted(x: Tensor, y: Tensor, *, n_classes: int, vocabulary: int | None = None) -> Dataset:
+    """Return a data set of the auditor's own records, all of them protected.
+
+    Args:
+        x: Features, float32, shape (n, d), or tokens, int64, shape (n, T).
+        y: Class numbers, shape (n,).
+        n_classes: Number of classes.
+        vocabulary: Number of token values if x holds tokens.
+    """
+    empty = Split(x[:0], y[:0])
+    return Dataset(
+        name="arrays",
+        n_classes=n_classes,
+        train=Split(x, y),
+        validation=empty,
+        test=None,
+        standardisation=Standardisation.identity(),
+        vocabulary=vocabulary,
+    )
 
 
 class Attack(ABC):

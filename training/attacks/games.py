@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -42,11 +42,9 @@ from accounting.mechanisms.labels import (
 )
 from opusim import checks
 from opusim.randomness.streams import derive_seed
-from training.attacks.base import Adversary
+from training.attacks.base import Adversary, crafted
 from training.convex.algorithm import ConvexAlgorithm
 from training.convex.gated import GatedNetwork, GatedRelu
-from training.data import Dataset, Split
-from training.data.dataset import Standardisation
 from training.engine.plan import RunPlan
 from training.networks.contributions.sums import Contributions
 from training.networks.contributions.uses import LinearUse
@@ -227,27 +225,6 @@ def in_passes(count: int, size: int, play: Callable[[int], np.ndarray], *, seed:
     passes = -(-count // size)
     scores = [play(derive_seed(seed, "pass", number) >> 1) for number in range(passes)]
     return np.concatenate(scores, axis=1)[:, :count]
-
-
-def crafted(x: Tensor, y: Tensor, *, n_classes: int, record_shape: Sequence[int] = ()) -> Dataset:
-    """Return a data set of the auditor's own records, all of them protected.
-
-    Args:
-        x: Features, float32, shape (n, d).
-        y: Class numbers, shape (n,).
-        n_classes: Number of classes.
-        record_shape: Shape of one record; empty for (d,).
-    """
-    empty = Split(x[:0], y[:0])
-    return Dataset(
-        name="arrays",
-        n_classes=n_classes,
-        train=Split(x.float(), y),
-        validation=empty,
-        test=None,
-        standardisation=Standardisation.identity(),
-        record_shape=tuple(record_shape),
-    )
 
 
 # Labels that are looked at once (randomized response, noisy readings, photon counts and their argmax): everything that

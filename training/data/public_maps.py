@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -75,7 +75,14 @@ class PublicMap(ABC):
     @property
     def own_facts(self) -> dict[str, Any]:
         """What rebuilds the map besides its fields here: JSON values."""
-        return {}
+        own = (each.name for each in fields(self) if each.name not in ("record_shape", "groups"))
+        return {name: getattr(self, name) for name in own}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """Rebuild the map from `facts`."""
+        own = {each.name: facts[each.name] for each in fields(cls)}
+        return cls(**own | {"record_shape": tuple(facts["record_shape"])})
 
     @abstractmethod
     def opened(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
@@ -296,11 +303,6 @@ class ScatteringMap(ImageMap):
         first_and_second = ANGLES * j + ANGLES**2 * j * (j - 1) // 2
         return (channels * (1 + first_and_second), *(side // 2**j for side in sides))
 
-    @property
-    def own_facts(self) -> dict[str, Any]:
-        """J."""
-        return {"scale": self.scale}
-
     @contextmanager
     def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """Hold the wavelets of one size of images."""
@@ -374,11 +376,6 @@ class RandomConvolutionMap(ImageMap):
     def mapped_shape(self) -> tuple[int, ...]:
         """(2 filters, 4, 4)."""
         return (2 * self.filters, GRID, GRID)
-
-    @property
-    def own_facts(self) -> dict[str, Any]:
-        """The number of filters."""
-        return {"filters": self.filters}
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -612,11 +609,5 @@ def named_map(options: DataConfig, dataset: Dataset) -> PublicMap:
 
 def map_from_facts(facts: Mapping[str, Any]) -> PublicMap:
     """Rebuild a map from its `facts`."""
-    shape = tuple(facts["record_shape"])
-    if facts["map"] == OpticalMap.kind:
-        return OpticalMap.from_facts(facts)
-    if facts["map"] == ScatteringMap.kind:
-        return ScatteringMap(record_shape=shape, groups=facts["groups"], scale=facts["scale"])
-    if facts["map"] == HogMap.kind:
-        return HogMap(record_shape=shape, groups=facts["groups"])
-    return RandomConvolutionMap(record_shape=shape, groups=facts["groups"], filters=facts["filters"])
+    kinds: tuple[type[PublicMap], ...] = (OpticalMap, ScatteringMap, HogMap, RandomConvolutionMap)
+    return next(kind for kind in kinds if kind.kind == facts["map"]).from_facts(facts)

@@ -512,11 +512,9 @@ def _compared(runs: Sequence[FinishedRun]) -> tuple[list[Check], tuple[int, int]
 
 def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: bool = False) -> Dataset:
     perturbation = float(getattr(config.trainer, "perturbation", 0.0))
-    clip, count = _clip(config, subject), SINGLE_RECORDS if few else config.protection.tested_records
-    if single:
-        dataset = subject.single_records(clip=clip, perturbation=perturbation)
-    else:
-        dataset = subject.dataset(count, clip=clip, perturbation=perturbation)
+    count = SINGLE_RECORDS if few else config.protection.tested_records
+    clip = _clip(config, subject)
+    dataset = subject.dataset(None if single else count, clip=clip, perturbation=perturbation)
     return replace(dataset, n_classes=config.data.n_classes or subject.n_classes)
 
 

@@ -7,7 +7,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -63,7 +63,7 @@ n counts the bounds that are reported, no others: seven under a Gaussian law, si
 updates are read by one bound (`Adversary.readings`).
 """
 _WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
-"""Deltas at which a claim must be at most that of the Gaussian mechanism; see `Claim.of`."""
+"""Deltas at which a claim must be at most that of the Gaussian mechanism; see `reading_plans`."""
 _WRITERS = (
     "its updates do not pass the writer of private gradients; play the game of single steps: opusim audit RUN"
 )
@@ -256,7 +256,7 @@ def audit_of_scores(
     # coins that no training followed, for the null control
     null = np.random.default_rng(derive_seed(seed, "null")).random(count) < 0.5
     proven = next((one for one in stated if one.is_proven), None)
-    plans, findings = Claim.of(mechanisms, stated, relation, delta).plans(list(scores), count), []
+    plans, findings = reading_plans(list(scores), count, mechanisms, stated, relation, delta), []
     for role, found, coins in (
         (Role.RUN, scores, inside),
         (Role.NULL, scores, null),
@@ -286,86 +286,56 @@ def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> flo
     return max(min(finite), 1e-6) if finite else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What an audit puts to the test.
+def reading_plans(
+    adversaries: Sequence[Adversary],
+    canaries: int,
+    mechanisms: Sequence[Mechanism],
+    stated: Sequence[Guarantee],
+    relation: Adjacency,
+    delta: float,
+) -> dict[Adversary, OneRunPlan]:
+    """Return how the scores of each adversary are read; all bounds together hold with `CONFIDENCE`.
 
-    Attributes:
-        epsilon: The smallest epsilon that is proven at delta, or else that of a formula; None if none is finite.
+    Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes the
+    claim only if what is claimed at the deltas that bound frequent errors implies that mechanism: epsilon(d) <=
+    epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
+
+    Args:
+        adversaries: Who attacks.
+        canaries: Number of scores.
+        mechanisms: What the audited training released.
+        stated: Its guarantees at delta.
+        relation: That of the game.
         delta: Of the bounds.
-        law: Gaussian if the claim is nowhere above that of the Gaussian mechanism with the same epsilon at delta.
-        elsewhere: The claim at other deltas, as (delta, epsilon).
-        weaker_mu: mu of ideal scores with half of the noise, or None.
     """
-
-    epsilon: float | None
-    delta: float
-    law: Law = Law.ANY
-    elsewhere: tuple[tuple[float, float], ...] = ()
-    weaker_mu: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        mechanisms: Sequence[Mechanism],
-        stated: Sequence[Guarantee],
-        relation: Adjacency,
-        delta: float,
-    ) -> Claim:
-        """Return what is claimed of one training, and the law that its noise has.
-
-        Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes
-        the claim only if what is claimed at the deltas that bound frequent errors implies that mechanism: epsilon(d) <=
-        epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
-
-        Args:
-            mechanisms: What the audited training released.
-            stated: Its guarantees at delta.
-            relation: That of the game.
-            delta: Of the bounds.
-        """
-        epsilon = claimed_epsilon(stated, relation)
-        if not isinstance(mechanisms[0], ClippedRecords) or delta == 0:
-            return cls(epsilon=epsilon, delta=delta)
+    epsilon, law, facts = claimed_epsilon(stated, relation), Law.ANY, {}
+    if isinstance(mechanisms[0], ClippedRecords) and delta != 0:
         at_wider = _at_wider(tuple(mechanisms), relation)
         mu = math.inf if epsilon is None else gaussian_mu(epsilon, delta)
-        implied = epsilon is None or all(
+        if epsilon is None or all(
             found is not None and found <= 1.01 * numerics.gaussian_bounds(mu, wider).upper + 1e-3
             for wider, found in at_wider
-        )
-        if not implied:
-            return cls(epsilon=epsilon, delta=delta)
-        halved = tuple(one.with_noise(one.noise / 2) for one in mechanisms)
-        weaker = [
-            gaussian_mu(found, wider)
-            for wider, found in _at_wider(halved, relation, (delta, _WIDER[-1]))
-            if found
-        ]
-        return cls(
-            epsilon=epsilon,
+        ):
+            law = Law.GAUSSIAN
+            halved = tuple(one.with_noise(one.noise / 2) for one in mechanisms)
+            weaker = _at_wider(halved, relation, (delta, _WIDER[-1]))
+            mus = [gaussian_mu(found, wider) for wider, found in weaker if found]
+            elsewhere = tuple((wider, found) for wider, found in at_wider if found and wider != delta)
+            facts = {"elsewhere": elsewhere, "weaker_mu": min(mus, default=None)}
+    bounds = sum(method.is_bound for one in adversaries for method in one.readings(law))
+    return {
+        one: OneRunPlan(
+            adversary=one.threat_model,
+            canaries=canaries,
             delta=delta,
-            law=Law.GAUSSIAN,
-            elsewhere=tuple((wider, found) for wider, found in at_wider if found and wider != delta),
-            weaker_mu=min(weaker, default=None),
+            claimed=epsilon,
+            confidence=1 - (1 - CONFIDENCE) / bounds,
+            law=law,
+            readings=one.readings(law),
+            **facts,
         )
-
-    def plans(self, sights: Sequence[Adversary], canaries: int) -> dict[Adversary, OneRunPlan]:
-        """Return how the scores of each adversary are read; all bounds together hold with `CONFIDENCE`."""
-        bounds = sum(method.is_bound for sight in sights for method in sight.readings(self.law))
-        return {
-            sight: OneRunPlan(
-                adversary=sight.threat_model,
-                canaries=canaries,
-                delta=self.delta,
-                claimed=self.epsilon,
-                confidence=1 - (1 - CONFIDENCE) / bounds,
-                law=self.law,
-                readings=sight.readings(self.law),
-                elsewhere=self.elsewhere,
-                weaker_mu=self.weaker_mu,
-            )
-            for sight in sights
-        }
+        for one in adversaries
+    }
 
 
 @functools.lru_cache(maxsize=32)

@@ -55,7 +55,7 @@ class OpusimGroup(LazyGroup):
             ),
             ("evaluate", "Measure a run's model on test records.", _RUNS, "training.cli.runs:evaluate"),
             ("report", "Write the HTML report of one run or several.", _RUNS, "training.cli.runs:report"),
-            ("audit", "Attack a run, or test a trainer's mechanism.", _RUNS, "training.cli.audits:audit"),
+            ("audit", "Attack a run, or test a trainer's mechanism.", _RUNS, "training.cli.runs:audit"),
             ("runs", "List the runs of a folder, or remove some.", _RUNS, "training.cli.runs:runs_app"),
             ("account", "Say how private a run or a mechanism is.", _RUNS, "accounting.cli:app"),
             ("explain", "State a theorem that a guarantee cites.", _RUNS, "accounting.cli:explain_command"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from accounting.audit import Law, Method
 from opusim.errors import ConfigError
@@ -398,6 +399,7 @@ class NotedTerms(WrappedGradients):
         self.noted: list[OuterProducts] = []
         """Those of the last batch that was not written, layer by layer, a row for each record."""
 
+    @override
     def _write(
         self,
         parts: Iterable[Contributions],
@@ -405,7 +407,6 @@ class NotedTerms(WrappedGradients):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See PrivateGradients._write."""
         if self.writes:
             self._writer.set_gradients(parts, records=records, public_inputs=public_inputs)
             return

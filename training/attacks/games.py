@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from accounting.audit import (
     AuditPlan,
@@ -273,8 +274,9 @@ class LookGame(TwoWorlds):
             ),
         )
 
+    @override
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores; the whole data set has the label in question, and each record is a trial."""
+        # the whole data set has the label in question, and each record is a trial
         own, other = self._labels
         plan = self._plan.unchecked(seed=seed)
         labels = torch.full((count,), own if first else other)
@@ -285,8 +287,9 @@ class LookGame(TwoWorlds):
             seen = _protection(plan).look(device, lambda mechanism: None).double().numpy()
         return np.asarray(seen[:, own] - seen[:, other])[None]
 
+    @override
     def weakened(self) -> LookGame:
-        """See TwoWorlds.weakened: the look at four times the epsilon."""
+        # the look at four times the epsilon
         epsilon = 4.0 * float(self._plan.config.protection.epsilon or 0.0)
         return type(self)(self._plan.unchecked(protection={"epsilon": epsilon}), self.mechanism)
 
@@ -321,8 +324,9 @@ class StagedLookGame(LookGame):
         accounted: What the run is accounted as; None takes the plan's own mechanism.
     """
 
+    @override
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores; each record of the last part is a trial."""
+        # each record of the last part is a trial
         protection = self._plan.unchecked(seed=seed).protection
         if not isinstance(protection, StagedResponseProtection):
             raise TypeError("plan: does not randomize labels in stages")
@@ -393,12 +397,13 @@ class AmplifiedGame(TwoWorlds):
         self.actual = protection.mechanism(protection.noise_multiplier).repeated(plan.total_steps)
         self.mechanism = self.actual if accounted is None else accounted
 
+    @override
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores."""
         return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
 
+    @override
     def weakened(self) -> AmplifiedGame:
-        """See TwoWorlds.weakened: a quarter of the noise at every step."""
+        # a quarter of the noise at every step
         quarter = self._plan.protection.noise_multiplier / 4
         return AmplifiedGame(self._plan.unchecked(protection={"noise_multiplier": quarter}), self.mechanism)
 
@@ -533,12 +538,14 @@ class ReleasedModelGame(TwoWorlds):
         others = self._shares @ self._directions.t()  # what record i adds to the reading of j
         self._from_others = others.sum(dim=0) - others.diagonal()
 
+    @override
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores; a pass is one model."""
+        # a pass is one model
         return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
 
+    @override
     def weakened(self) -> ReleasedModelGame:
-        """See TwoWorlds.weakened: a quarter of the noise."""
+        # a quarter of the noise
         return ReleasedModelGame(self._plan, self.mechanism, louder=4 * self._louder)
 
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
@@ -641,12 +648,14 @@ class LastIterateGame(TwoWorlds):
         """Mu of the linear instance over what is proven, at most 1."""
         return float(self.exact_mus()[self._position] / proven_mu(self.actual))
 
+    @override
     def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
-        """See TwoWorlds.scores; a pass is a whole run on `TRIALS` trials."""
+        # a pass is a whole run on `TRIALS` trials
         return in_passes(count, TRIALS, lambda own: self._pass(own, first=first), seed=seed)
 
+    @override
     def values(self) -> tuple[float, float] | None:
-        """See TwoWorlds.values; residuals that depend on the model make trials differ."""
+        # residuals that depend on the model make trials differ
         if self._lean < LEAN:
             return None
         if self._values is None:
@@ -654,8 +663,9 @@ class LastIterateGame(TwoWorlds):
             self._values = first, second
         return self._values
 
+    @override
     def weakened(self) -> LastIterateGame:
-        """See TwoWorlds.weakened: a quarter of the noise at every step."""
+        # a quarter of the noise at every step
         quarter = self._plan.protection.noise_multiplier / 4
         plan = self._plan.unchecked(protection={"noise_multiplier": quarter})
         return LastIterateGame(plan, self.mechanism, position=self._position, lean=self._lean)

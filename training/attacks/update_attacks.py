@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from training.attacks.base import (
     Attack,
@@ -78,8 +79,8 @@ class RowSpaceAttack(Attack):
     def __init__(self, clipping: ActivationClipping, *, width: int, depth: int, bias: bool) -> None:
         self._clipping, self._width, self._depth, self._bias = clipping, width, depth, bias
 
+    @override
     def score(self, observation: Observation, candidates: Candidates) -> float:
-        """See Attack.score."""
         h = self._clipping(candidates.member.x, layer=0, depth=self._depth, n_layer=self._width)
         size = observation.batch_size
         basis = self.once(observation, "rows", lambda: row_space(observation.gradient(0), size))
@@ -164,8 +165,9 @@ class CovarianceAttack(Attack):
         self._shadow, self._clipping, self._through_clip = noiseless, clipping, through_clip
         self._depth, self._bias = depth, bias
 
+    @override
     def score(self, observation: Observation, candidates: Candidates) -> float:
-        """See Attack.score; if a record is replaced, the ratio of the two records."""
+        # if a record is replaced, the ratio of the two records
         score = self._ratio(observation, candidates.member)
         return (
             score
@@ -277,8 +279,9 @@ class DifferenceAttack(Attack):
         self.has_terms: bool | None = None
         """Whether they were the sums of the records' outer products in every simulated step, or None before any."""
 
+    @override
     def learn(self, trial: Trial) -> None:
-        """See Attack.learn: estimate k and v of the groups, and test whether updates are sums over records."""
+        # estimate k and v of the groups, and test whether updates are sums over records
         observation, candidates = trial.observation, trial.candidates
         tested = len(self._learnt) >= _TESTS
         known: tuple[Sequence[Any], Sequence[Any]] | None = None
@@ -301,8 +304,8 @@ class DifferenceAttack(Attack):
         others = _dots(known[0], released), _dots(known[0], known[0])
         self._learnt.append(np.stack([*_products(released, *known), *others]))
 
+    @override
     def score(self, observation: Observation, candidates: Candidates) -> float:
-        """See Attack.score."""
         known: tuple[Sequence[Any], Sequence[Any]] | None = None
         if self.has_terms:
             known = self._terms(observation, candidates)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
+from typing_extensions import override
 
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimError
 from opusim.files import require_utf8
@@ -44,8 +45,8 @@ _FEW_COMMANDS = 8
 class OpusimGroup(LazyGroup):
     """The commands of all layers, listed by subject."""
 
+    @override
     def fill(self) -> None:
-        """See LazyGroup.fill."""
         for name, summary, panel, target in (
             ("train", "Train a network, resume a run, list the options.", _TRAIN, "training.cli.train:app"),
             ("tune", "Choose a run's settings privately.", _TRAIN, "training.cli.train:tune_app"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typing_extensions import override
 
 from opusim.files import quoted, read_text
 from opusim.processes import launched_rank
@@ -52,8 +53,8 @@ _EPILOG = (
 class TrainGroup(LazyGroup):
     """A command for each kind of trainer, and the commands for all of them."""
 
+    @override
     def fill(self) -> None:
-        """See LazyGroup.fill."""
         for kind, section in TRAINERS.every().items():
             self.later(kind, section.summary, partial(_command, kind, section), panel="Trainers")
         for name, command in (("resume", resume), ("options", options)):
@@ -268,16 +269,16 @@ class RunProgress(Progress, Callback):
 
     _news = ""
 
+    @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback.on_start."""
         self.start(total_steps, done=step)
 
+    @override
     def on_step(self, *, step: int) -> None:
-        """See Callback.on_step."""
         self.advance(done=step, news=self._news)
 
+    @override
     def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Callback.on_epoch."""
         parts = [f"epoch {record['epoch']}"]
         for name in ("train", "validation"):
             accuracy = record.get(f"{name}_accuracy")
@@ -301,16 +302,16 @@ class Announced(Callback):
     def __init__(self, text: str) -> None:
         self._text = text
 
+    @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback.on_start."""
         print(self._text, file=sys.stderr, flush=True)
 
 
 class AnnouncedUsage(Callback):
     """Prints what the run will take of its device, and optical features of theirs."""
 
+    @override
     def on_features(self, expected: Usage) -> None:
-        """See Callback.on_features."""
         from opusim.tables import wrapped
 
         text = (
@@ -318,8 +319,8 @@ class AnnouncedUsage(Callback):
         )
         print(wrapped(text), file=sys.stderr, flush=True)
 
+    @override
     def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
-        """See Callback.on_usage."""
         print(usage_line(expected, f"{steps:,} steps", is_mean=is_mean), file=sys.stderr, flush=True)
 
 
@@ -349,8 +350,8 @@ The same command resumes a search that was stopped."""
 class TuneGroup(LazyGroup):
     """A command for each kind of trainer that has a protection."""
 
+    @override
     def fill(self) -> None:
-        """See LazyGroup.fill."""
         for kind, section in TRAINERS.every().items():
             if _protections(kind, section):
                 self.later(kind, section.summary, partial(_tune_command, kind, section))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription
@@ -522,8 +523,9 @@ class OpticalMap(PublicMap):
         return torch.randint(2, (_TRIALS, self.n_inputs), generator=generator, dtype=torch.uint8)
 
     @property
+    @override
     def depends_on_order(self) -> bool:
-        """See PublicMap.depends_on_order: true of a simulation with noise, not of hardware, whose noise is fresh."""
+        # true of a simulation with noise, not of hardware, whose noise is fresh
         found, frames = [], self.public_frames[:3]
         with self.device() as device:
             for first in (0, 0, 1):
@@ -533,8 +535,9 @@ class OpticalMap(PublicMap):
         return repeats and not torch.equal(found[0][1:], found[2])
 
     @property
+    @override
     def joins_records(self) -> bool:
-        """See PublicMap.joins_records: true of a camera that repeats frames."""
+        # true of a camera that repeats frames
         return self.description.joins_readings
 
     def device(self) -> NoisyDevice:

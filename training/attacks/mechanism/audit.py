@@ -17,6 +17,7 @@ import scipy.stats
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
@@ -537,12 +538,12 @@ class _Steps(Callback):
         self._on_step, self._model = on_step, model
         self.states: list[dict[str, Tensor]] = []
 
+    @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback."""
         self._keep()
 
+    @override
     def on_step(self, *, step: int) -> None:
-        """See Callback."""
         self._keep()
         self._on_step()
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
+from typing_extensions import override
 
 from accounting import numerics
 from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
@@ -570,11 +571,12 @@ class _Watched(CraftedGradients):
         super().__init__(writer, network, canaries, clip_norm=clip_norm, by_layer=False)
         self._observer, self._sampler, self._step = observer, private.data_loader.sampler, 0
 
+    @override
     def seek(self, step: int) -> None:
-        """See PrivateGradients.seek."""
         super().seek(step)
         self._step = step
 
+    @override
     def _write(
         self,
         parts: Iterable[Contributions],
@@ -582,6 +584,5 @@ class _Watched(CraftedGradients):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See PrivateGradients._write."""
         super()._write(parts, records=self._sampler.indices(self._step), public_inputs=public_inputs)
         self._observer.on_step(step=self._step + 1)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim import checks
 from opusim.errors import ConfigError
@@ -180,6 +181,7 @@ class CraftedGradients(WrappedGradients):
         self.drawn = np.zeros(len(canaries.inside))
         """What each canary contributed in the last step if the clip is sound: its sign or 0, shape (m,)."""
 
+    @override
     def _write(
         self,
         parts: Iterable[Contributions],
@@ -187,7 +189,6 @@ class CraftedGradients(WrappedGradients):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See PrivateGradients._write."""
         if records is None:
             raise ValueError(
                 "records is missing: the trainer must tell its writer which records a batch holds"
@@ -343,13 +344,13 @@ class Observer(Callback, ABC):
     def look(self, step: int) -> None:
         """Look at the weights after so many steps."""
 
+    @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback."""
         self.total_steps = total_steps
         self.look(0)
 
+    @override
     def on_step(self, *, step: int) -> None:
-        """See Callback."""
         self.steps = step
         self.look(step)
         self.after_step()
@@ -404,8 +405,8 @@ class EntryObserver(Observer):
         self._drawn: list[np.ndarray] = []
         self._first = self._before = torch.zeros(0)
 
+    @override
     def look(self, step: int) -> None:
-        """See Observer.look."""
         now = self._along()
         if step == 0:
             self._first = now
@@ -421,8 +422,8 @@ class EntryObserver(Observer):
         """Return the released gradient of a step along the canaries, undone from the weights after it."""
         return self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
 
+    @override
     def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
-        """See Observer.scores."""
         y = np.array(self._readings)
         jumps = np.abs(np.abs(np.diff(y, axis=0)) - 1) < _SPIKE
         return {
@@ -431,8 +432,9 @@ class EntryObserver(Observer):
             FINAL_MODEL: (self._first - self._before).numpy(),
         }
 
+    @override
     def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
-        """See Observer; the auditor knows the coins and the batches, so it can tell a canary's draws from the noise."""
+        # the auditor knows the coins and the batches, so it can tell a canary's draws from the noise
         drawn = np.array(self._drawn)
         return {ALL_UPDATES: self._log_ratios((np.array(self._readings) + drawn) / 2, mechanism)}
 
@@ -479,8 +481,9 @@ class EntryObserver(Observer):
 class GradientObserver(EntryObserver):
     """Watches the canaries' entries of the gradients that a private loop releases, whatever optimizer takes them."""
 
+    @override
     def _gradient(self, now: Tensor, step: int) -> Tensor:
-        """See EntryObserver; the loop's writer has just written it."""
+        # the loop's writer has just written it
         named = self._network.model.named_parameters()
         return self._along({name: p.grad for name, p in named if p.grad is not None})
 
@@ -540,8 +543,8 @@ class FirstLayerObserver(Observer):
         self._before = torch.zeros(0)
         self._found = np.full(len(inputs), -math.inf)
 
+    @override
     def look(self, step: int) -> None:
-        """See Observer.look."""
         if step > self._most:
             return
         tensors, (weight, bias) = self._network.tensors, self._names
@@ -553,8 +556,8 @@ class FirstLayerObserver(Observer):
             self._found = np.maximum(self._found, -score(gradient).clamp_min(_TINY).log10().numpy())
         self._before = now
 
+    @override
     def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
-        """See Observer.scores."""
         return {QUIET_ROWS if self._batch_size is None else ROW_SPACE: self._found}
 
     def _row_space(self, gradient: Tensor) -> Tensor:

@@ -58,7 +58,8 @@ class TrainGroup(LazyGroup):
         for kind, section in TRAINERS.every().items():
             self.later(kind, section.summary, partial(_command, kind, section), panel="Trainers")
         for name, command in (("resume", resume), ("options", options)):
-            self.later(name, _first_line(command), partial(built, name, command), panel="Other commands")
+            summary = (command.__doc__ or "").strip().splitlines()[0]
+            self.later(name, summary, partial(built, name, command), panel="Other commands")
 
 
 app = typer.Typer(
@@ -81,23 +82,21 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
     def command(**values: Any) -> None:
         changes = changes_of(options, values)
         config = resolved(kind, values["config"], values["settings"] or (), changes)
-        _train(config, values["out"], values["quiet"])
+        if config.uses_device and not _follows(
+            config
+        ):  # its driver must be there before anything else begins
+            from opusim.description.loading import load_description
+            from opusim.devices.access import require_present
+
+            require_present(load_description(config.device.name, config.device.overrides))
+        from training.engine.session import train
+
+        folder = values["out"]
+        watched(config, values["quiet"], lambda watcher: train(config, folder=folder, watcher=watcher))
 
     lines = [f"opusim train {kind} {arguments}".replace("[", r"\[") for arguments in section.examples]
     epilog = "\n\n".join(["[bold]Examples[/bold]", *lines, _EPILOG.format(kind=kind)])
     return built(kind, with_signature(command, options), help=section.summary, epilog=epilog)
-
-
-def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
-    """Train under a configuration; a device's driver must be there before anything else begins."""
-    if config.uses_device and not _follows(config):
-        from opusim.description.loading import load_description
-        from opusim.devices.access import require_present
-
-        require_present(load_description(config.device.name, config.device.overrides))
-    from training.engine.session import train
-
-    watched(config, quiet, lambda watcher: train(config, folder=out, watcher=watcher))
 
 
 def _follows(config: RunConfig) -> bool:
@@ -165,10 +164,6 @@ def options(
     print_table("Keys for --set and for TOML files", ("key", "default", "meaning"), rows)
     if topic is None:
         typer.echo(wrapped(f"Topics: {', '.join(topics())}."))
-
-
-def _first_line(command: Callable[..., None]) -> str:
-    return (command.__doc__ or "").strip().splitlines()[0]
 
 
 def caution(config: RunConfig) -> str | None:

@@ -223,7 +223,17 @@ def read_labelled_images(root: Path, folder: str) -> Parts:
         DataError: A file is missing or damaged, or two files belong to different data sets.
     """
     raw = root / folder / "raw"
-    parts = {"train": _read_part(raw, "train"), "test": _read_part(raw, "t10k")}
+    parts = {}
+    for part, prefix in (("train", "train"), ("test", "t10k")):
+        images_path = _find(raw, f"{prefix}-images-idx3-ubyte")
+        labels_path = _find(raw, f"{prefix}-labels-idx1-ubyte")
+        images, labels = read_idx(images_path, n_dimensions=3), read_idx(labels_path, n_dimensions=1)
+        if len(images) != len(labels):
+            raise DataError(
+                f"{images_path} holds {len(images)} images and {labels_path.name} {len(labels)} labels; "
+                "one of them is of another data set: delete both and download them again"
+            )
+        parts[part] = images.reshape(len(images), int(np.prod(images.shape[1:]))), labels
     widths = {part: pixels.shape[1] for part, (pixels, _) in parts.items()}
     if widths["train"] != widths["test"]:
         raise DataError(
@@ -231,20 +241,6 @@ def read_labelled_images(root: Path, folder: str) -> Parts:
             "put the files of one data set there"
         )
     return parts
-
-
-def _read_part(raw: Path, prefix: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pixels (n, d) and labels (n,) of the files with one prefix."""
-    images_path = _find(raw, f"{prefix}-images-idx3-ubyte")
-    labels_path = _find(raw, f"{prefix}-labels-idx1-ubyte")
-    images = read_idx(images_path, n_dimensions=3)
-    labels = read_idx(labels_path, n_dimensions=1)
-    if len(images) != len(labels):
-        raise DataError(
-            f"{images_path} holds {len(images)} images and {labels_path.name} {len(labels)} labels; "
-            "one of them is of another data set: delete both and download them again"
-        )
-    return images.reshape(len(images), int(np.prod(images.shape[1:]))), labels
 
 
 def _find(raw: Path, name: str) -> Path:

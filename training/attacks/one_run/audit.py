@@ -22,7 +22,6 @@ from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from accounting.composition import guarantees as composed
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
-from accounting.ledger.content import LedgerContent
 from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import ClippedRecords
@@ -176,41 +175,6 @@ def play_one_run(
         train_planned(played, folder, watcher=observer)
         ledger = read_ledger(folder.ledger_file)
     spent = time.process_time() - started
-    return read_canaries(
-        observer,
-        inside,
-        relation,
-        ledger,
-        seed=seed,
-        delta=delta,
-        crafted="gradients" if protected else "records",
-        cpu_s=spent,
-    )
-
-
-def read_canaries(
-    observer: Observer,
-    inside: np.ndarray,
-    relation: Adjacency,
-    ledger: LedgerContent,
-    *,
-    seed: int,
-    delta: float,
-    crafted: str,
-    cpu_s: float,
-) -> Audit:
-    """Return what the scores of a training's canaries say.
-
-    Args:
-        observer: Watched the training.
-        inside: The coins, bool, shape (m,).
-        relation: The data sets of which a coin chooses one.
-        ledger: What the training paid for.
-        seed: Of coins and canaries.
-        delta: Of the bounds.
-        crafted: "gradients" or "records".
-        cpu_s: Processor seconds of the training.
-    """
     mechanism = ledger.mechanisms[0]
     return audit_of_scores(
         observer.scores(mechanism),
@@ -222,9 +186,9 @@ def read_canaries(
         delta=delta,
         seed=seed,
         played=Played.TRAINING,
-        crafted=crafted,
+        crafted="gradients" if protected else "records",
         steps=observer.steps,
-        cpu_s=cpu_s,
+        cpu_s=spent,
     )
 
 
@@ -533,14 +497,20 @@ def audit_private_loop(
         loop(private)
         observer.finish()
         spent = time.process_time() - started
-    found = read_canaries(
-        observer,
+    ledger = read_ledger(private.folder / LEDGER_FILE)
+    mechanism, delta = ledger.mechanisms[0], settings.target_delta if delta is None else delta
+    found = audit_of_scores(
+        observer.scores(mechanism),
+        observer.with_half_the_noise(mechanism),
         inside,
         settings.relation,
-        read_ledger(private.folder / LEDGER_FILE),
+        ledger.mechanisms,
+        ledger.guarantees(delta=delta),
+        delta=delta,
         seed=seed,
-        delta=settings.target_delta if delta is None else delta,
+        played=Played.TRAINING,
         crafted="gradients",
+        steps=observer.steps,
         cpu_s=spent,
     )
     found.keep(Path(private.folder))

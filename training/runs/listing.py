@@ -96,7 +96,7 @@ class Entry:
         """Return plain JSON values; what is not known is null."""
         stated = None if self.guarantee is None else self.guarantee.to_json()
         keys = ("epsilon", "delta", "unit", "adjacency", "release", "status")
-        found = {"path": str(self.path), "kind": self.kind}
+        found: dict[str, Any] = {"path": str(self.path), "kind": self.kind}
         for name in ("state", "trainer", "data", "model", "mode", "step", "steps"):
             found[name] = getattr(self, name)
         found["guarantee"] = None if stated is None else {key: stated[key] for key in keys}
@@ -119,7 +119,7 @@ class Entry:
             epsilon = stated.status.value
             if stated.is_proven:
                 epsilon = f"{number(stated.epsilon)} {stated.unit.value}, {epsilon}"
-        state = self.state or "–"
+        state: str = self.state or "–"
         if self.state in ("unfinished", "being written") and self.step is not None:
             total = "" if self.steps is None else f" of {self.steps:,}"
             state += f" at step {self.step:,}{total}"

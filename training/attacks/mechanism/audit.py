@@ -524,19 +524,12 @@ def _total_steps(config: RunConfig, records: int) -> int:
 
 
 class _Steps(Callback):
-    """A watcher that reports every step.
-
-    Attributes:
-        states: Parameters of the model before the first step and after each step; empty without a model.
-
-    Args:
-        on_step: Called after each step.
-        model: The model that is trained in place, or None.
-    """
+    """A watcher that reports every step, and keeps the parameters of a model that is trained in place."""
 
     def __init__(self, on_step: Callable[[], None], model: nn.Module | None) -> None:
         self._on_step, self._model = on_step, model
         self.states: list[dict[str, Tensor]] = []
+        """The parameters before the first step and after each step; empty without a model."""
 
     @override
     def on_start(self, *, step: int, total_steps: int) -> None:

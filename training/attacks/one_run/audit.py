@@ -273,7 +273,8 @@ def reading_plans(
         relation: That of the game.
         delta: Of the bounds.
     """
-    epsilon, law, facts = claimed_epsilon(stated, relation), Law.ANY, {}
+    epsilon, law = claimed_epsilon(stated, relation), Law.ANY
+    facts: dict[str, Any] = {}
     if isinstance(mechanisms[0], ClippedRecords) and delta != 0:
         at_wider = _at_wider(tuple(mechanisms), relation)
         mu = math.inf if epsilon is None else gaussian_mu(epsilon, delta)

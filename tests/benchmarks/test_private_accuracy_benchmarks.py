@@ -14,7 +14,7 @@ from benchmarks.results_file import load_results
 from tests.support.paper_data import write_mnist
 from training.config.reading import merged
 from training.data import from_arrays
-from training.data.synthetic_images import random_shapes
+from training.data.public_maps import random_shapes
 
 
 def test_a_row_of_private_accuracy_takes_more_seeds_later(results: Path) -> None:

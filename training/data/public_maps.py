@@ -5,6 +5,7 @@ A map is computed in blocks and kept in half precision, in a folder of the user 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -32,7 +33,7 @@ from opusim.errors import ConfigError
 from opusim.files import make_folder
 from opusim.processes.memory import require_memory
 from training.config.data import DataConfig
-from training.data.dataset import Dataset, Split, in_single_precision
+from training.data.dataset import Dataset, PrincipalComponents, Split, Standardisation, in_single_precision
 from training.data.formats import required_library
 
 CACHE_VARIABLE = "OPUSIM_CACHE"
@@ -253,7 +254,7 @@ def cache_folder() -> Path:
 ANGLES, ORIENTATIONS = 8, 9
 GRID = 4
 """Means of random convolutions are taken over GRID x GRID parts of an image."""
-_CELL, _CELLS, _FILTER, _SEED = 4, 2, 5, 20260102
+_CELL, _CELLS, _FILTER, _FILTER_SEED = 4, 2, 5, 20260102
 _SCATTERED_AT_ONCE = 100
 """Images that are scattered at once: 100 of 3 x 32 x 32 pixels take 3.7 ms each, 1,000 take 6.4 ms; the features are
 the same bit for bit."""
@@ -382,7 +383,7 @@ class RandomConvolutionMap(ImageMap):
     def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """Hold the filters."""
         channels = self.record_shape[0]
-        generator = torch.Generator().manual_seed(_SEED)
+        generator = torch.Generator().manual_seed(_FILTER_SEED)
         filters = torch.randn(self.filters, channels, _FILTER, _FILTER, generator=generator)
         filters /= math.sqrt(channels * _FILTER**2)
 
@@ -435,7 +436,7 @@ def _reflected(places: Tensor, side: int) -> Tensor:
 
 
 _TRIALS = 256
-_SEED = 20260101
+_DEVICE_SEED = 20260101
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -519,7 +520,7 @@ class OpticalMap(PublicMap):
     @property
     def public_frames(self) -> Tensor:
         """Frames of which each mirror is on with probability 1/2, shape (256, n_inputs)."""
-        generator = torch.Generator().manual_seed(_SEED)
+        generator = torch.Generator().manual_seed(_DEVICE_SEED)
         return torch.randint(2, (_TRIALS, self.n_inputs), generator=generator, dtype=torch.uint8)
 
     @property
@@ -542,7 +543,9 @@ class OpticalMap(PublicMap):
 
     def device(self) -> NoisyDevice:
         """Return the device, open."""
-        return open_described(self.description, n_inputs=self.n_inputs, n_outputs=self.components, seed=_SEED)
+        return open_described(
+            self.description, n_inputs=self.n_inputs, n_outputs=self.components, seed=_DEVICE_SEED
+        )
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -614,3 +617,107 @@ def map_from_facts(facts: Mapping[str, Any]) -> PublicMap:
     """Rebuild a map from its `facts`."""
     kinds: tuple[type[PublicMap], ...] = (OpticalMap, ScatteringMap, HogMap, RandomConvolutionMap)
     return next(kind for kind in kinds if kind.kind == facts["map"]).from_facts(facts)
+
+
+_IMAGE_SEED, _COUNT = 20261122, 3000
+_IN_THE_MIDDLE, _ALL_OVER = (6, 0.12), (30, 0.35)
+"""Number of shapes of an image, and the standard deviation of their centres, in sides of the image."""
+_RADII = (0.06, 0.4)
+_PRESENT = 0.7
+
+
+def synthetic_components(
+    dataset: Dataset, n_components: int, *, whitening: float, mirrored: bool = False, cached: bool
+) -> PrincipalComponents:
+    """Return principal components of invented images of a data set's shape: standardised like its own, and mapped.
+
+    With f(x) the features of an image and f(x') those of its mirror image, `mirrored` takes the components of
+    (f(x) + f(x')) / 2. If mirroring permutes features, f(x') = P f(x), every axis v has P v = v, so that f(x) v =
+    f(x') v: a model of the components answers the same for both images.
+
+    Args:
+        dataset: Images (c, h, w), standardised, behind a public map or not. No record of it is read.
+        n_components: At most 2999.
+        whitening: See `PrincipalComponents.fit`.
+        mirrored: Whether features are averaged with those of the mirror image, left and right exchanged.
+        cached: See `training.data.public_maps.with_public_features`.
+
+    Raises:
+        ConfigError: Its records are no images.
+        ValueError: There are too few components.
+    """
+    public = None if dataset.public_map is None else map_from_facts(dataset.public_map)
+    shape = dataset.record_shape if public is None else public.record_shape
+    if len(shape) != 3 or dataset.holds_tokens:
+        reason = (
+            f"'synthetic' is for images (c, h, w), and records have the shape {tuple(shape)}; leave it out"
+        )
+        raise ConfigError("configuration", "data.components_from", reason)
+    facts = None if public is None else json.dumps(public.facts, sort_keys=True)
+    return _fitted(shape, dataset.standardisation, facts, n_components, whitening, mirrored, cached)
+
+
+@functools.lru_cache(maxsize=2)
+def _fitted(
+    shape: tuple[int, ...],
+    standardisation: Standardisation,
+    facts: str | None,
+    n_components: int,
+    whitening: float,
+    mirrored: bool,
+    cached: bool,
+) -> PrincipalComponents:
+    """Return the components once for all runs of a process that ask for the same."""
+
+    def features(images: Tensor) -> Tensor:
+        x = standardisation.apply(images.flatten(1))
+        return x if facts is None else public_features(map_from_facts(json.loads(facts)), x, cached=cached)
+
+    images = random_shapes(shape, _COUNT)
+    x = features(images)
+    if mirrored:
+        x = (x.float() + features(images.flip(-1))) / 2
+    return PrincipalComponents.fit(x, n_components, whitening=whitening, public=True)
+
+
+def random_shapes(shape: tuple[int, ...], count: int, *, seed: int = _IMAGE_SEED) -> Tensor:
+    """Return images of ellipses and rectangles in front of each other, on black.
+
+    Every other image has up to 6 shapes near its middle, the others up to 30 all over. Each shape is there with
+    probability 0.7. Its centre is normal with standard deviation 0.12 or 0.35 in each direction, in sides of the image,
+    its half axes are 0.06 + 0.34 u^1.5, its angle is uniform, and so is its colour: 0.6 u of all channels and 0.4 u of
+    each, with independent u uniform on [0, 1].
+
+    Args:
+        shape: Of an image: (c, h, w).
+        count: Number of images.
+        seed: Public.
+
+    Returns:
+        Values in [0, 1], shape (count, c, h, w).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(count, *size, generator=generator)
+
+    channels, height, width = shape
+    rows = ((torch.arange(height) + 0.5) / height - 0.5)[None, :, None]
+    columns = ((torch.arange(width) + 0.5) / width - 0.5)[None, None, :]
+    images = torch.zeros(count, channels, height, width)
+    middle = torch.arange(count) % 2 == 0
+    for number in range(_ALL_OVER[0]):
+        present = (uniform() < _PRESENT) & (~middle | (number < _IN_THE_MIDDLE[0]))
+        spread = torch.where(middle, _IN_THE_MIDDLE[1], _ALL_OVER[1])
+        centre = torch.randn(2, count, 1, 1, generator=generator) * spread[:, None, None]
+        axes = _RADII[0] + (_RADII[1] - _RADII[0]) * uniform(2, 1, 1) ** 1.5
+        angle = math.pi * uniform(1, 1)
+        x, y = columns - centre[0], rows - centre[1]
+        u = (x * angle.cos() + y * angle.sin()) / axes[:, 0]
+        v = (y * angle.cos() - x * angle.sin()) / axes[:, 1]
+        inside = torch.where(
+            uniform(1, 1) < 0.5, u.square() + v.square() < 1, torch.maximum(u.abs(), v.abs()) < 0.88
+        )
+        colour = 0.6 * uniform(1) + 0.4 * uniform(channels)
+        images = torch.where((inside & present[:, None, None])[:, None], colour[:, :, None, None], images)
+    return images

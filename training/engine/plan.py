@@ -27,9 +27,8 @@ from training.config.run import RunConfig, require_offered
 from training.data import Dataset, Split
 from training.data.catalogue import build_dataset
 from training.data.dataset import PrincipalComponents, reduced
-from training.data.public_maps import map_from_facts, named_map, with_public_features
+from training.data.public_maps import map_from_facts, named_map, synthetic_components, with_public_features
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
-from training.data.synthetic_images import synthetic_components
 from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from training.engine.certified import certificate_of, monitored

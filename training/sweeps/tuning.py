@@ -345,7 +345,18 @@ class Search:
             state.started.append(number)
             state.write(self._folder)
         trial = self._trials[state.draw.trials[number]]
-        run = self._trained(state, number, folder)
+        source = state.draw.seed  # None in release mode, where nothing is seeded
+        seed = 0 if source is None else derive_seed(source, "trial", number) >> 1
+        if not folder.started:
+            run = train(trial.config.replaced(seed=seed), folder=folder.path)
+        else:
+            if not folder.finished:
+                try:
+                    train(folder=folder.path, resume=True)
+                except BudgetExceeded:  # before its last step, after a kill: the trial has the model so far
+                    if not folder.finished:
+                        raise
+            run = load_run(folder.path)
         _require_within(run, trial.whole)
         held_out = with_maps(run.config, _records(run.config), folder).validation
         right = 0
@@ -356,21 +367,8 @@ class Search:
             trial.held_out,
             self._selection.mu,
             mode=run.config.mode,
-            seed=_seed(state.draw, number),
+            seed=seed,
         )
-
-    def _trained(self, state: SearchState, number: int, folder: RunFolder) -> Run:
-        """Train or resume a trial. One whose budget ends before its last step, after a kill, has the model so far."""
-        if not folder.started:
-            config = self._trials[state.draw.trials[number]].config
-            return train(config.replaced(seed=_seed(state.draw, number)), folder=folder.path)
-        if not folder.finished:
-            try:
-                return train(folder=folder.path, resume=True)
-            except BudgetExceeded:
-                if not folder.finished:
-                    raise
-        return load_run(folder.path)
 
     def _keep_best(self, state: SearchState) -> tuple[Run | None, float | None, tuple[str, ...]]:
         """Copy the best trial to `best` with the ledger of the search, since its own epsilon ignores the choice."""
@@ -401,11 +399,6 @@ class Search:
             state.scores = {0: score}
             state.write(self._folder)
         return load_run(best), score, settings
-
-
-def _seed(draw: Draw, number: int) -> int:
-    """Return the seed of a trial; 0 in release mode, where nothing is seeded."""
-    return 0 if draw.seed is None else derive_seed(draw.seed, "trial", number) >> 1
 
 
 @dataclass(frozen=True, kw_only=True)

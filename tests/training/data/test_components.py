@@ -15,7 +15,7 @@ from opusim.errors import ConfigError
 from training.config.reading import merged
 from training.data import from_arrays
 from training.data.dataset import PrincipalComponents, reduced
-from training.data.synthetic_images import random_shapes, synthetic_components
+from training.data.public_maps import random_shapes, synthetic_components
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.run import evaluate_run
 from training.runs.storage import read_array, write_array

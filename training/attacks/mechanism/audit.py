@@ -54,6 +54,7 @@ from training.data import Dataset
 from training.engine.callbacks import Callback
 from training.engine.plan import RunPlan
 from training.engine.session import train
+from training.networks.network import FullyConnected
 from training.private_loop.start import make_private
 from training.protections.counted_labels import equidistant_pixels
 from training.protections.label_frames import LabelFrames
@@ -423,17 +424,10 @@ def _private_loop(
     if model is None:
         raise TypeError("protection: a private loop protects whole records only")
     train_split, states = dataset.train, []
+    named = FullyConnected(model).tensors  # by the names that a trainer gives them
 
     def keep() -> None:
-        """Keep the parameters, by the names that a trainer gives them."""
-        linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
-        states.append(
-            {
-                f"layer{number}.{name}": parameter.detach().clone()
-                for number, linear in enumerate(linears, start=1)
-                for name, parameter in linear.named_parameters()
-            }
-        )
+        states.append({name: tensor.detach().clone() for name, tensor in named.items()})
 
     private = make_private(
         module=model,

@@ -514,7 +514,7 @@ def _noise_only(
     total = np.stack([gradient[name].ravel() for gradient in sums])
     used = np.any(part != 0, axis=0)
     if correlation:
-        noise = total[:, ~used]
+        noise = np.ascontiguousarray(total[:, ~used])
         decoded = np.zeros_like(noise)
         for back, coefficient in enumerate(correlation):
             decoded[back:] += coefficient * noise[: len(noise) - back]

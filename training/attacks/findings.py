@@ -277,7 +277,7 @@ class Finding:
                     "epsilon": f"at least {result.epsilon_lower:.2f}{estimate}",
                     # what a perfect attack would have shown; noise that was drawn could have shown any epsilon
                     "ceiling": "any" if drawn else f"{result.ceiling:.2f}",
-                    "power": _probability(self.power),
+                    "power": "–" if self.power is None else f"{self.power:.2f}",
                     "finding": self.says,
                 }
             ]
@@ -294,7 +294,7 @@ class Finding:
                     "evidence": evidence if bound.guesses else f"normality p {result.normality:.2g}",
                     "epsilon": f"{'at least ' if bound.method.is_bound else ''}{bound.epsilon:.2f}{ends}",
                     "ceiling": f"{bound.ceiling:.2f}",
-                    "power": _probability(bound.power),
+                    "power": "–" if bound.power is None else f"{bound.power:.2f}",
                     "finding": _reading(result, bound) if on_run else self.says,
                 }
             )
@@ -325,10 +325,6 @@ def _reading(result: OneRunResult, bound: OneRunBound) -> str:
 
 def _largest_power(bounds: Iterable[OneRunBound]) -> float | None:
     return max((bound.power for bound in bounds if bound.power is not None), default=None)
-
-
-def _probability(power: float | None) -> str:
-    return "–" if power is None else f"{power:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,14 +117,16 @@ def setting_rows(result: SweepResult) -> list[dict[str, str]]:
     for setting, found in groups.items():
         done = [row for _, row in found if row is not None and row.status != "failed"]
         audited = [audited_epsilon(result.folder.path / "runs" / row.identity) for row in done]
+        accuracies = [100 * row.accuracy for row in done if row.accuracy is not None]
+        accuracy = f"{statistics.fmean(accuracies):.2f}" if accuracies else _NOTHING
+        if len(accuracies) > 1:
+            accuracy += f" ± {statistics.stdev(accuracies) / len(accuracies) ** 0.5:.2f}"
         rows.append(
             {
                 "series": setting[0],
                 **dict(zip(keys, setting[1:], strict=True)),
                 "runs": f"{len(done)}/{len(found)}",
-                "accuracy [%]": _mean_and_error(
-                    [100 * row.accuracy for row in done if row.accuracy is not None]
-                ),
+                "accuracy [%]": accuracy,
                 "ε proven": _epsilons([row.proven_epsilon for row in done]),
                 "ε claimed": _epsilons([row.claimed_epsilon for row in done]),
                 "ε audited": _epsilons(audited),
@@ -231,13 +233,6 @@ def _guarantees(result: SweepResult) -> list[dict[str, str]]:
                 for statement in guarantee_rows(row.guarantees, seed_stored=stored)
             ]
     return found
-
-
-def _mean_and_error(values: Sequence[float]) -> str:
-    if not values:
-        return _NOTHING
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{error}"
 
 
 def _mean(values: Sequence[float | None], shown: Callable[[float], str]) -> str:

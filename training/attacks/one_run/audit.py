@@ -227,10 +227,10 @@ def audit_of_scores(
         (Role.NULL, scores, null),
         (Role.BROKEN, weaker, inside),
     ):
-        for sight, own in found.items():
-            result = audit_one_run(own, coins, plans[sight])
+        for adversary, own in found.items():
+            result = audit_one_run(own, coins, plans[adversary])
             parts = own[coins], own[~coins]
-            findings.append(Finding.of(role, sight.name, parts, result, scope="run", claim=proven))
+            findings.append(Finding.of(role, adversary.name, parts, result, scope="run", claim=proven))
     game = mechanisms[0].describe()
     return Audit(
         findings=tuple(findings), guarantees=tuple(stated), game=game, trials=count, seed=seed, **facts

@@ -88,7 +88,7 @@ class FinalModelGame:
         present: The run with the record, from the game's initial weights.
         absent: The run without it, or with the opposite record if the audited relation replaces one.
         direction: D, by the name of the weight, float64.
-        sight: Who attacks.
+        adversary: Who attacks.
         mechanisms: What one training releases.
         seed: Of coins and trainings, in [0, 2^63).
     """
@@ -96,7 +96,7 @@ class FinalModelGame:
     present: RunPlan
     absent: RunPlan
     direction: Weights
-    sight: Adversary
+    adversary: Adversary
     mechanisms: tuple[Mechanism, ...]
     seed: int
 
@@ -138,7 +138,7 @@ class FinalModelGame:
             present=with_records(plan, record, label),
             absent=absent,
             direction={},
-            sight=WORST_CASE if worst_case else DRAWN,
+            adversary=WORST_CASE if worst_case else DRAWN,
             mechanisms=tuple(mechanism.repeated(plan.total_steps) for mechanism in plan.mechanisms),
             seed=seed,
         )
@@ -412,7 +412,7 @@ def read_scores(game: FinalModelGame, scores: Sequence[float], *, delta: float, 
         cpu_s: Processor seconds that they took.
     """
     return audit_of_scores(
-        {game.sight: np.array(scores)},
+        {game.adversary: np.array(scores)},
         {},
         game.coins(len(scores)),
         game.present.config.relation or Adjacency.REPLACE_ONE,

@@ -29,7 +29,7 @@ from opusim.files import parse_json, parse_toml
 from opusim.serving.keys import make_key, read_key
 from opusim.training.config.reading import load_config
 from opusim.training.config.run import RunConfig
-from opusim.training.sweeps.spec import points_of, read_spec
+from opusim.training.sweeps.sweep import points_of, read_spec
 from tests.support.hostile_files import (
     DATES,
     LONGEST,

@@ -1,7 +1,7 @@
 from .attacks.mechanism.audit import audit_mechanism as audit_mechanism
 from .attacks.one_run.audit import audit_one_training as audit_one_training
+from .attacks.one_run.audit import audit_private_loop as audit_private_loop
 from .attacks.one_run.final_model import audit_final_model as audit_final_model
-from .attacks.one_run.private_loop import audit_private_loop as audit_private_loop
 from .attacks.run_audit import audit_run as audit_run
 from .config import RunConfig as RunConfig
 from .config import load_config as load_config

@@ -22,7 +22,8 @@ import torch
 
 from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.medium.directions import Direction
-from opusim.training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
+from opusim.training.attacks.base import Adversary, crafted
+from opusim.training.attacks.games import TwoWorlds, in_passes
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.network import FullyConnected
 from opusim.training.zeroth_order.algorithm import ZoAlgorithm

@@ -21,7 +21,7 @@ from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from opusim.training.config import load_config
 from opusim.training.config.reading import merged
-from opusim.training.tuning import Search
+from opusim.training.sweeps.tuning import Search
 
 MODULE = "benchmarks.convex.tuned"
 NAME, FOLDER, SEEDS = "convex_tuned", Path("runs/convex-tuned"), (0, 1, 2)

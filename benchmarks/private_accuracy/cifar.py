@@ -31,9 +31,7 @@ from benchmarks.private_accuracy.records import BASE, COMPONENTS, TABLE
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from opusim.training.data import Dataset, load_dataset
-from opusim.training.data.image_maps import ScatteringMap
-from opusim.training.data.public_map import public_features
-from opusim.training.data.synthetic_images import synthetic_components
+from opusim.training.data.public_maps import ScatteringMap, public_features, synthetic_components
 
 MODULE, NAME = "benchmarks.private_accuracy.cifar", "private_accuracy_cifar"
 DATA, ROW, EPSILON = "cifar-10", "cifar-10, linear on components, DP-SGD", 3.0

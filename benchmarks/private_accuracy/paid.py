@@ -20,7 +20,7 @@ from benchmarks.tuned_rows import shown_accuracy
 from opusim.training.config import load_config
 from opusim.training.config.reading import merged
 from opusim.training.runs.run import load_run
-from opusim.training.tuning import Search
+from opusim.training.sweeps.tuning import Search
 
 MODULE, NAME = "benchmarks.private_accuracy.paid", "private_accuracy_paid"
 ROW, EPSILON, MEAN = "fashion-mnist, linear on components, DP-SGD", 3.0, 3.0

@@ -22,7 +22,7 @@ from typing import Any
 WORK = {
     "opusim.training.reports.run_report": {"write_report": "report and figures"},
     "opusim.training.runs.checkpoints": {"save_checkpoint": "checkpoints"},
-    "opusim.training.runs.stored_run": {"read_run": "reading the run"},
+    "opusim.training.runs.folder": {"read_run": "reading the run"},
     "opusim.training.runs.run": {"evaluate_split": "evaluation passes", "load_run": "reading the run"},
     "opusim.training.feedback.trainer": {
         "FeedbackTrainer.step": "training steps",

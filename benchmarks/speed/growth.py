@@ -42,7 +42,7 @@ from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.reports.drawing import save_figure, style
-from opusim.training.sweeps.spec import SpecText, parse_spec, points_of
+from opusim.training.sweeps.sweep import parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.growth", "growth"
 REQUIRED = 1.05
@@ -154,7 +154,7 @@ def expanded_sweep(runs: int, folder: Path) -> Callable[[], Any]:
     }
 
     def expand() -> int:
-        return len(points_of(*parse_spec(spec, SpecText("", "growth"))))
+        return len(points_of(*parse_spec(spec, "growth")))
 
     return expand
 

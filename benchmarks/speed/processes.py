@@ -34,8 +34,7 @@ from opusim.tables import print_table
 from opusim.training import train
 from opusim.training.data import from_arrays
 from opusim.training.sweeps.execution import run_sweep
-from opusim.training.sweeps.results import SweepFolder
-from opusim.training.sweeps.spec import Point, SpecText, parse_spec, points_of
+from opusim.training.sweeps.sweep import Point, SweepFolder, parse_spec, points_of
 
 MODULE, NAME = "benchmarks.speed.processes", "processes"
 RECORDS, BATCH, WIDTHS = 20_480, 2048, (784, 1024, 1024, 10)
@@ -182,7 +181,7 @@ def sweep_points(runs: int) -> list[Point]:
         "config": {"epochs": 1, "trainer": {"kind": "bp"}, "model": {"name": model}},
         "axes": {"seed": list(range(runs))},
     }
-    return points_of(*parse_spec(spec, SpecText("", "waiting")))
+    return points_of(*parse_spec(spec, "waiting"))
 
 
 def measured_sweep(workers: int, folder: Path) -> dict[str, Any]:

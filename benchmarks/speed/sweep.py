@@ -20,8 +20,7 @@ from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from opusim.training.reports.sweep_report import write_sweep
 from opusim.training.sweeps.execution import run_sweep
-from opusim.training.sweeps.results import SweepFolder, SweepResult
-from opusim.training.sweeps.spec import points_of, read_spec
+from opusim.training.sweeps.sweep import SweepFolder, SweepResult, points_of, read_spec
 
 MODULE, NAME = "benchmarks.speed.sweep", "sweep_overhead"
 JOBS, RUNS, EPOCHS = 2, 200, 15
@@ -54,8 +53,8 @@ def main(save: bool = False) -> None:
     file = path / "spec.toml"
     file.write_text(SPEC)
     used, started = _processor_seconds(), time.perf_counter()
-    spec, text = read_spec(file)
-    points, folder = points_of(spec, text), SweepFolder(path / "sweep")
+    spec, origin = read_spec(file)
+    points, folder = points_of(spec, origin), SweepFolder(path / "sweep")
     rows = run_sweep(points, folder, jobs=JOBS)
     write_sweep(SweepResult(spec=spec, points=points, rows=rows, folder=folder), SPEC)
     wall = time.perf_counter() - started

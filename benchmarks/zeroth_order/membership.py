@@ -42,7 +42,6 @@ from benchmarks.zeroth_order.sentences import (
 from opusim.accounting import RecordCentral, ZoGaussian, calibrate_noise
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
-from opusim.training.attacks.base import Scores
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.engine.trainer import Trainer
@@ -53,7 +52,7 @@ from opusim.training.networks.network import FullyConnected, LayerShape, build_s
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.record import RecordGradients
 from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
-from tests.support.canaries import Canaries, auc_error, own_features, pooled, record_losses
+from tests.support.canaries import Canaries, Scores, auc_error, own_features, pooled, record_losses
 
 MODULE = "benchmarks.zeroth_order.membership"
 NAME = "zo_membership"

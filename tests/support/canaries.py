@@ -16,10 +16,28 @@ import torch
 from torch import Tensor, nn
 
 from opusim import checks
+from opusim.accounting.audit import area_under_curve
 from opusim.randomness.streams import derive_seed
-from opusim.training.attacks.base import Scores
 from opusim.training.config.run import LossName
 from opusim.training.networks.functions import LOSSES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """An attack's scores in two worlds.
+
+    Attributes:
+        first: Scores of trials of the first world, shape (n,).
+        second: Those of the second, shape (m,).
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+
+    @property
+    def auc(self) -> float:
+        """Probability that a score of the first world exceeds one of the second, ties counted half; NaN for none."""
+        return area_under_curve(self.first, self.second)
 
 
 @dataclass(frozen=True, kw_only=True)

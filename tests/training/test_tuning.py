@@ -17,14 +17,14 @@ from opusim.accounting.guarantee import Status
 from opusim.accounting.ledger.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError
-from opusim.training import tuning as searching
 from opusim.training.cli import main
 from opusim.training.config import load_config
 from opusim.training.config.reading import merged
 from opusim.training.config.run import RunConfig
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.run import load_run
-from opusim.training.tuning import Search, draw_trials, parse_choices
+from opusim.training.sweeps import tuning as searching
+from opusim.training.sweeps.tuning import Search, draw_trials, parse_choices
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

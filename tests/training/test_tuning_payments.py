@@ -15,16 +15,16 @@ import pytest
 from opusim import training
 from opusim.accounting.ledger.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection
-from opusim.training import tuning as searching
 from opusim.training.cli import main
 from opusim.training.config import load_config
 from opusim.training.config.run import RunConfig
 from opusim.training.errors import FolderBusy, RunFolderError
 from opusim.training.runs import storage
 from opusim.training.runs.storage import only_writer
+from opusim.training.sweeps import tuning as searching
 from opusim.training.sweeps.execution import run_sweep
-from opusim.training.sweeps.results import SweepFolder
-from opusim.training.tuning import Draw, Search
+from opusim.training.sweeps.sweep import SweepFolder
+from opusim.training.sweeps.tuning import Draw, Search
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

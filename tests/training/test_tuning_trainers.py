@@ -18,14 +18,14 @@ from opusim.accounting.mechanisms.selection import PrivateSelection
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import SystemStream
-from opusim.training import tuning as searching
 from opusim.training.cli import main
 from opusim.training.config import load_config
 from opusim.training.config.reading import merged
 from opusim.training.config.run import RunConfig
 from opusim.training.engine.session import train
 from opusim.training.runs.run import load_run
-from opusim.training.tuning import Draw, Search, parse_choices, priced_trials
+from opusim.training.sweeps import tuning as searching
+from opusim.training.sweeps.tuning import Draw, Search, parse_choices, priced_trials
 
 BASE: dict[str, Any] = {
     "epochs": 1,

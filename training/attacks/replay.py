@@ -6,39 +6,47 @@ batch of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.audit import AuditResult, detection_probability
+from opusim.accounting.composition import guarantees
+from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import Adjacency, Guarantee
+from opusim.accounting.mechanisms import Mechanism
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import (
     Attack,
     Candidates,
     EarlierSteps,
+    KeptTerms,
+    NotedTerms,
     Observation,
+    OuterProducts,
     Records,
-    Scores,
     Trial,
     steps_needed,
 )
-from opusim.training.attacks.controls import noiseless_step
-from opusim.training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts, noting
 from opusim.training.data import Split
+from opusim.training.engine.algorithm import require_applied
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.trainer import Trainer
 from opusim.training.feedback.config import FeedbackConfig
 from opusim.training.networks.base import Network
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
+from opusim.training.protections.base import PrivateGradients
+from opusim.training.protections.config import RecordConfig
+from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.checkpoints import Checkpoint, copy_parameters
 
 _FEW = 4096
@@ -126,7 +134,13 @@ class ReplayedStep:
             index: Numbers of the batch's training records.
             trial: Its number, from 0.
         """
-        self._restore()
+        with torch.no_grad():  # reset to the state after the warm-up; plain SGD keeps only its momentum
+            for name, tensor in self._trainer.tensors.items():
+                tensor.copy_(self.before[name])
+            for name, tensor in self._trainer.state.items():
+                tensor.copy_(self._state[name])
+            for name, tensor in optimizer_tensors(self._trainer.optimizer).items():
+                tensor.copy_(self._optimizer_state[name])
         self._step(index, self.step_of(trial))
         return {name: tensor.detach() for name, tensor in self._trainer.tensors.items()}
 
@@ -135,16 +149,6 @@ class ReplayedStep:
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._trainer.tensors.items()}
-
-    def _restore(self) -> None:
-        """Reset to the state after the warm-up; plain SGD keeps only its momentum."""
-        with torch.no_grad():
-            for name, tensor in self._trainer.tensors.items():
-                tensor.copy_(self.before[name])
-            for name, tensor in self._trainer.state.items():
-                tensor.copy_(self._state[name])
-            for name, tensor in optimizer_tensors(self._trainer.optimizer).items():
-                tensor.copy_(self._optimizer_state[name])
 
 
 @contextmanager
@@ -255,12 +259,19 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
         run: The audited run.
         plan: The run as it is played, seed included.
     """
-    silent = noiseless_step(plan)
-    if silent is None:
+    silent = without_noise(plan)
+    if silent is None or (plan.description is not None and plan.description.kind not in _SIMULATED):
         yield None
         return
+    silent = plain_descent(silent).with_silent_device()  # at learning rate 1 it shows the gradients
     if isinstance(silent.config.trainer, FeedbackConfig) and isinstance(plan.network, FullyConnected):
-        silent = replace(silent, wrap_writer=partial(noting, divisor=silent.config.divisor))
+        divisor = silent.config.divisor
+
+        def noting(writer: PrivateGradients) -> PrivateGradients:
+            """Note outer products, if the writer writes clipped sums."""
+            return NotedTerms(writer, divisor) if type(writer) is RecordGradients else writer
+
+        silent = replace(silent, wrap_writer=noting)
     silent = run.on_own_network(silent)
     with silent.opened_device() as device:
         trainer, writer = silent.algorithm.trainer(device), silent.algorithm.writer
@@ -269,6 +280,7 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
         yield NoiselessStep(silent.network, trainer, noted, train)
 
 
+Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 _DRAWN = 4  # candidate, replacement, and two strangers
 
 
@@ -313,7 +325,7 @@ class MembershipGame:
         rehearsals: int = 0,
         strangers: bool = False,
         on_trial: Callable[[], None] = lambda: None,
-    ) -> list[tuple[Scores, Scores]]:
+    ) -> list[tuple[Pair, Pair]]:
         """Play against several attacks, a fair coin a trial.
 
         Args:
@@ -324,7 +336,8 @@ class MembershipGame:
             on_trial: Called after each trial that counts.
 
         Returns:
-            For each attack its scores on the candidates, and on strangers.
+            For each attack its scores on the candidates, and on strangers: of trials of the first world and of the
+                second, shapes (n,) and (m,).
         """
         for number in range(rehearsals):
             trial = self.play(trials + number, first_world=False)
@@ -342,11 +355,7 @@ class MembershipGame:
             on_trial()
         known, strange = coins.T
         return [
-            (
-                Scores(first=found[known, 0], second=found[~known, 0]),
-                Scores(first=found[strange, 1], second=found[~strange, 1]),
-            )
-            for found in seen
+            ((found[known, 0], found[~known, 0]), (found[strange, 1], found[~strange, 1])) for found in seen
         ]
 
     def play(self, trial: int, *, first_world: bool) -> Trial:
@@ -356,9 +365,18 @@ class MembershipGame:
             trial: Its number, from 0; other trials share neither batch nor noise with it.
             first_world: Which world.
         """
-        others, drawn = self._draw(trial)
-        chosen = drawn[:1] if first_world else drawn[1:2] if self._replaces else drawn[:0]
-        batch = torch.cat([others, chosen])
+        seed = derive_seed(self._seed, "trial", trial)
+        # the four records that the trial is about, and the others of the batch
+        chosen = np.random.default_rng(seed).choice(self._n, _DRAWN, replace=False)
+        sampler = replace(self._step.plan.sampler, seed=derive_seed(seed, "sampler"))
+        sampled = sampler.indices(0).numpy()
+        rest = sampled[~np.isin(sampled, chosen)]
+        if sampler.sampling_probability is None:  # a batch of fixed size has room for the candidate
+            rest = rest[: max(len(sampled) - 1, 0)]
+        place = self._step.dataset.train.x.device
+        others, drawn = torch.from_numpy(rest).to(place), torch.from_numpy(chosen).to(place)
+        added = drawn[:1] if first_world else drawn[1:2] if self._replaces else drawn[:0]
+        batch = torch.cat([others, added])
         step = self._step
         return Trial(
             observation=Observation(
@@ -373,21 +391,104 @@ class MembershipGame:
             strangers=self._pair(drawn[2:]),
         )
 
-    def _draw(self, trial: int) -> tuple[Tensor, Tensor]:
-        """The batch's other records, and the four that the trial is about."""
-        seed = derive_seed(self._seed, "trial", trial)
-        generator = np.random.default_rng(seed)
-        drawn = generator.choice(self._n, _DRAWN, replace=False)
-        sampler = replace(self._step.plan.sampler, seed=derive_seed(seed, "sampler"))
-        batch = sampler.indices(0).numpy()
-        others = batch[~np.isin(batch, drawn)]
-        if sampler.sampling_probability is None:  # a batch of fixed size has room for the candidate
-            others = others[: max(len(batch) - 1, 0)]
-        place = self._step.dataset.train.x.device
-        return torch.from_numpy(others).to(place), torch.from_numpy(drawn).to(place)
-
     def _pair(self, drawn: Tensor) -> Candidates:
         return Candidates(
             member=self._step.records(drawn[:1]),
             replacement=self._step.records(drawn[1:]) if self._replaces else None,
         )
+
+
+_SIMULATED = ("ideal", "gaussian")
+"""Kinds of devices whose matrix an attacker could know."""
+
+
+def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
+    """Return the run with whole records protected by a known digital noise on Poisson batches.
+
+    Args:
+        plan: The run.
+        noise_multiplier: z of one Gaussian release a step. It is doubled if a record is replaced, which moves a sum
+            twice as far as leaving the record out.
+
+    Raises:
+        NoGuarantee: The algorithm protects no records.
+    """
+    config, algorithm = plan.config, plan.algorithm
+    options, multiplier = config.protection, algorithm.equivalent_noise(noise_multiplier)
+    sampler: dict[str, Any] = {"scheme": "poisson", "min_batch_size": None}
+    if plan.sampler.scheme == "full-batch":  # which leaves its batch_size unused
+        sampler["batch_size"] = plan.sampler.n_records
+    control = config.unchecked(
+        trainer=algorithm.record_options,
+        sampler=sampler,
+        protection=RecordConfig(
+            relation=getattr(options, "relation", None),
+            delta=options.delta,
+            noise_multiplier=multiplier,
+            clip_norm=algorithm.clip_norm(config, plan.dataset.n_classes),
+            divisor=config.divisor,
+        ),
+    )
+    if control.relation is Adjacency.REPLACE_ONE:
+        control = control.unchecked(protection={"noise_multiplier": 2 * multiplier})
+    protected = plan.configured(control)
+    require_applied(protected.algorithm)
+    return protected
+
+
+def without_noise(plan: RunPlan) -> RunPlan | None:
+    """Return the run without the digital noise that its guarantee rests on, as if its user had forgotten the noise.
+
+    None if the protective noise cannot be separated from the algorithm's own randomness.
+    """
+    own = plan.algorithm.noiseless
+    if own is None:
+        return None
+    silent = plan.config.unchecked(trainer=own)
+    if silent.protection.protects != "nothing":
+        without = {"noise_multiplier": 0.0, "noise": "digital"}
+        own_keys = type(silent.protection).model_fields
+        silent = silent.unchecked(
+            protection={key: value for key, value in without.items() if key in own_keys}
+        )
+    return plan.configured(silent)
+
+
+_DELTAS = (1e-4, 1e-3, 1e-2, 0.1, 0.3)
+"""Deltas at which a mechanism with half of its noise is stated, besides the audit's."""
+
+
+def with_half_the_noise(mechanisms: Sequence[Mechanism], delta: float) -> list[tuple[float, float]]:
+    """Return what is proven of mechanisms with half of their noise, as (delta, epsilon); empty if nothing is.
+
+    Args:
+        mechanisms: Of what is attacked.
+        delta: Of the audit's bounds.
+    """
+    try:
+        halved = [one.with_noise(one.noise / 2) for one in mechanisms]
+        stated = [(d, guarantees(halved, delta=d)[0]) for d in (delta, *_DELTAS)]
+    except (NoGuarantee, ValueError):  # it has no noise, or half of it has no price
+        return []
+    return [(d, one.epsilon) for d, one in stated if one.is_proven and math.isfinite(one.epsilon)]
+
+
+def power_of(
+    result: AuditResult, claim: Guarantee | None, weaker: Sequence[tuple[float, float]]
+) -> float | None:
+    """Return the probability with which as many trials would refute a claim at half of the noise; None if not known.
+
+    Args:
+        result: The bound from the trials.
+        claim: What is claimed, if anything finite is.
+        weaker: What `with_half_the_noise` returned.
+    """
+    if claim is None or not weaker or not math.isfinite(claim.epsilon):
+        return None
+    return detection_probability(weaker, claim.epsilon, result.n_in, result.n_out, result.plan)
+
+
+def plain_descent(plan: RunPlan) -> RunPlan:
+    """Return the run with plain gradient descent at learning rate 1."""
+    plain = {"lr": 1.0, "schedule": "constant", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+    return plan.unchecked(optimizer=plain)

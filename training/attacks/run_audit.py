@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,26 @@ from opusim.accounting.guarantee import Guarantee
 from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Attack
-from opusim.training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
-from opusim.training.attacks.games.base import TwoWorlds, played
-from opusim.training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
-from opusim.training.attacks.games.released_model import LastIterateGame, ReleasedModelGame
+from opusim.training.attacks.games import (
+    AmplifiedGame,
+    LastIterateGame,
+    LookGame,
+    ReleasedModelGame,
+    StagedLookGame,
+    TwoWorlds,
+    played,
+)
 from opusim.training.attacks.replay import (
     AuditedRun,
     MembershipGame,
     NoiselessStep,
     noiseless_steps,
+    power_of,
+    record_protected,
     replayed_step,
+    with_half_the_noise,
+    without_noise,
 )
 from opusim.training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
 from opusim.training.data import Dataset
@@ -89,28 +99,15 @@ def applicable_attacks(
                 CovarianceAttack(noiseless, clipping, through_clip=through_clip, depth=depth, bias=first.bias)
             )
     if noiseless is not None and (protected or not spans):
-        groups = parameter_groups(list(plan.network.tensors), plan)
+        # groups of parameters with one noise each: the layers of a feedback or of ulr; without protection only the last
+        # layer, whose signal a published feedback leaves without noise
+        groups = [list(plan.network.tensors)]
+        if isinstance(options, FeedbackConfig | UlrConfig):
+            groups = [list(names) for _, names in groupby(groups[0], lambda name: name.partition(".")[0])]
+        if isinstance(options, FeedbackConfig) and not protected:
+            groups = groups[-1:]
         attacks.append(DifferenceAttack(noiseless, groups=groups))
     return attacks
-
-
-def parameter_groups(names: Sequence[str], plan: RunPlan) -> list[list[str]]:
-    """Return the parameters that the difference attack looks at, in groups of one noise each.
-
-    A group is a layer of a feedback or of ulr. Without protection it is only the last layer, whose signal a published
-    feedback leaves without noise. All parameters of other trainers form one group.
-
-    Args:
-        names: Of the parameters, "layer1.weight", ... for networks of layers.
-        plan: The run.
-    """
-    options = plan.config.trainer
-    if not isinstance(options, FeedbackConfig | UlrConfig):
-        return [list(names)]
-    layers = dict.fromkeys(name.partition(".")[0] for name in names)
-    groups = [[name for name in names if name.partition(".")[0] == layer] for layer in layers]
-    published = isinstance(options, FeedbackConfig) and plan.config.protection.protects == "nothing"
-    return groups[-1:] if published else groups
 
 
 def update_clipping(options: object) -> ActivationClipping:
@@ -205,8 +202,11 @@ def audit_run(
         if game is not None:
             findings = _of_game(game, stated, trials=trials, seed=seed, delta=delta, on_trials=advance)
         else:
-            counts = trials, control_trials
-            findings = _of_steps(run, stated, counts=counts, seed=seed, delta=delta, on_trial=advance)
+            findings, control = [], record_protected(run.plan, _CONTROL_NOISE)
+            for role, plan in ((Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)):
+                count = trials if role is Role.RUN else control_trials
+                own: dict[str, Any] = {"trials": count, "seed": derive_seed(seed, "audit", role.value)}
+                findings += _of_step(run, plan, role, stated, **own, delta=delta, on_trial=advance)
     release = game is not None and config.mode == "release"
     found = Audit(
         findings=tuple(sorted(findings, key=lambda finding: list(Role).index(finding.role))),
@@ -293,24 +293,6 @@ def read_run(
     )
 
 
-def _of_steps(
-    run: AuditedRun,
-    stated: Sequence[Guarantee],
-    *,
-    counts: tuple[int, int],
-    seed: int,
-    delta: float,
-    on_trial: Callable[[], None],
-) -> list[Finding]:
-    """Play the membership game on a run's step and on its two controls, with these numbers of trials."""
-    control, findings = record_protected(run.plan, _CONTROL_NOISE), []
-    for role, plan in ((Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)):
-        trials, own = counts[role is not Role.RUN], derive_seed(seed, "audit", role.value)
-        facts: dict[str, Any] = {"trials": trials, "seed": own, "delta": delta, "on_trial": on_trial}
-        findings += _of_step(run, plan, role, stated, **facts)
-    return findings
-
-
 def _of_step(
     run: AuditedRun,
     plan: RunPlan,
@@ -322,7 +304,7 @@ def _of_step(
     delta: float,
     on_trial: Callable[[], None],
 ) -> list[Finding]:
-    """Play the membership game on a run's step, and bound what its attacks found."""
+    """Play the membership game on the step of a run or of a control, and bound what its attacks found."""
     # noise of its own, and public draws that the attacker can repeat
     mode = "experiment" if plan.algorithm.uses_public_randomness else plan.config.mode
     meant = plan.unchecked(seed=derive_seed(seed, "noise") >> 1, mode=mode)
@@ -363,10 +345,10 @@ def _of_step(
         if role is Role.RUN:
             subjects.append((Role.NULL, strangers, None))
         for subject, seen, claimed in subjects:
-            result = audit(seen.first, seen.second, plan_of_audit)
+            result = audit(*seen, plan_of_audit)
             power = power_of(result, claimed, weaker)
             shown: dict[str, Any] = {"figure": attack.figure, "claim": claimed, "power": power}
-            found.append(Finding.of(subject, attack.name, (seen.first, seen.second), result, **shown))
+            found.append(Finding.of(subject, attack.name, seen, result, **shown))
     return found
 
 

@@ -8,15 +8,23 @@ Source: docs/privacy-records.md, section 4 (whole records have no guarantee at a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from opusim.training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
-from opusim.training.attacks.record_terms import OuterProducts
+from opusim.training.attacks.base import (
+    Attack,
+    Candidates,
+    Observation,
+    OuterProducts,
+    Records,
+    Trial,
+    layer_gradient,
+)
 from opusim.training.attacks.replay import NoiselessStep
 from opusim.training.networks.clipping import ActivationClipping
 from opusim.training.networks.network import FullyConnected
@@ -70,23 +78,18 @@ class RowSpaceAttack(Attack):
 
     def __init__(self, clipping: ActivationClipping, *, width: int, depth: int, bias: bool) -> None:
         self._clipping, self._width, self._depth, self._bias = clipping, width, depth, bias
-        self._seen: tuple[Observation, Tensor] | None = None
 
+    @override
     def score(self, observation: Observation, candidates: Candidates) -> float:
-        """See Attack.score."""
         h = self._clipping(candidates.member.x, layer=0, depth=self._depth, n_layer=self._width)
-        outside = residual(with_constant(h, bias=self._bias)[0], self._basis(observation))
+        size = observation.batch_size
+        basis = self.once(observation, "rows", lambda: row_space(observation.gradient(0), size))
+        outside = residual(with_constant(h, bias=self._bias)[0], basis)
         return -math.log10(max(outside, _MIN_RESIDUAL))
 
     def figure(self, score: float) -> str:
         """Return the relative residual."""
         return f"residual {10**-score:.2g}"
-
-    def _basis(self, observation: Observation) -> Tensor:
-        """Return the row space, computed once per trial for candidates and strangers."""
-        if self._seen is None or self._seen[0] is not observation:
-            self._seen = observation, row_space(observation.gradient(0), observation.batch_size)
-        return self._seen[1]
 
 
 def row_space(gradient: Tensor, rank: int) -> Tensor:
@@ -161,10 +164,10 @@ class CovarianceAttack(Attack):
     ) -> None:
         self._shadow, self._clipping, self._through_clip = noiseless, clipping, through_clip
         self._depth, self._bias = depth, bias
-        self._seen: tuple[Observation, Rows] | None = None
 
+    @override
     def score(self, observation: Observation, candidates: Candidates) -> float:
-        """See Attack.score; if a record is replaced, the ratio of the two records."""
+        # if a record is replaced, the ratio of the two records
         score = self._ratio(observation, candidates.member)
         return (
             score
@@ -173,32 +176,28 @@ class CovarianceAttack(Attack):
         )
 
     def _ratio(self, observation: Observation, record: Records) -> float:
-        if self._seen is None or self._seen[0] is not observation:
-            left = observation.gradient(0) * observation.batch_size - self._sum(
-                observation, observation.others
-            )
-            self._seen = observation, Rows(left, *self._layer(observation, observation.others))
+        def others() -> Rows:
+            known = self._sum(observation, observation.others)
+            left = observation.gradient(0) * observation.batch_size - known
+            return Rows(left, *self._layer(observation, observation.others))
+
         h, slope = self._layer(observation, record)
         own = self._sum(observation, record)
         signal = own @ h[0] / h[0].square().sum()  # w_j, shape (n,)
-        return self._seen[1].log_likelihood_ratio(h[0], slope[0], signal)
+        rows: Rows = self.once(observation, "rows", others)
+        return rows.log_likelihood_ratio(h[0], slope[0], signal)
 
     def _sum(self, observation: Observation, records: Records) -> Tensor:
         """Return the first layer's summed update without noise; the run averages over its batch."""
         gradients = self._shadow.gradients(observation.before, records, step=observation.step)
         return layer_gradient(gradients, 0) * len(records.x)
 
-    def _slopes(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the slopes phi'_1 of records, float64, shape (n, n_1)."""
-        network = self._shadow.network_at(weights)
-        forward = network.forward(x)
-        slope = network.derivative(forward, 0, through_clip=self._through_clip)
-        return torch.ones_like(forward.pre_activations[0]).double() if slope is None else slope.double()
-
     def _layer(self, observation: Observation, records: Records) -> tuple[Tensor, Tensor]:
-        """Return the inputs as the first layer's update takes them, and its slopes, float64."""
-        weights = observation.before
-        slopes = self._slopes(weights, records.x)
+        """Return the inputs as the first layer's update takes them, and its slopes phi'_1, float64, shape (n, n_1)."""
+        network = self._shadow.network_at(observation.before)
+        forward = network.forward(records.x)
+        slope = network.derivative(forward, 0, through_clip=self._through_clip)
+        slopes = torch.ones_like(forward.pre_activations[0]).double() if slope is None else slope.double()
         h = self._clipping(records.x, layer=0, depth=self._depth, n_layer=slopes.shape[1])
         return with_constant(h, bias=self._bias).double(), slopes
 
@@ -215,13 +214,14 @@ class Rows:
     def __init__(self, left: Tensor, inputs: Tensor, slopes: Tensor) -> None:
         m, d = inputs.shape
         self._n = min(len(left), max(int(_MAX_MULTIPLICATIONS // (m * d * d + d**3 // 3)), 1))
-        self._left = left[: self._n]
-        self._factors = torch.cat(
-            [
-                _cholesky(part, inputs)
-                for part in slopes[:, : self._n].t().split(max(int(_MAX_NUMBERS // (m * d)), 1))
-            ]
-        )  # (n, d, d)
+        self._left, factors = left[: self._n], []
+        for part in slopes[:, : self._n].t().split(max(int(_MAX_NUMBERS // (m * d)), 1)):
+            scaled = part[:, :, None] * inputs  # (rows, m, d)
+            gram = scaled.transpose(1, 2) @ scaled  # A_j, with a ridge
+            diagonal = gram.diagonal(dim1=1, dim2=2)
+            diagonal.add_(_RIDGE * diagonal.mean(dim=1, keepdim=True) + 1e-300)
+            factors.append(torch.linalg.cholesky(gram))
+        self._factors = torch.cat(factors)  # (n, d, d)
         self._whitened = self._solve(self._left[:, :, None])[:, :, 0]  # A_j^-1 y_j, (n, d)
         self._sigma = ((self._left * self._whitened).sum() / (d * self._n)).sqrt().clamp_min(1e-300)
 
@@ -244,15 +244,6 @@ class Rows:
         return torch.cholesky_solve(right, self._factors)
 
 
-def _cholesky(slopes: Tensor, inputs: Tensor) -> Tensor:
-    """Return Cholesky factors of A_j, shape (rows, d, d), from slopes (rows, m), with a ridge."""
-    scaled = slopes[:, :, None] * inputs  # (rows, m, d)
-    gram = scaled.transpose(1, 2) @ scaled
-    diagonal = gram.diagonal(dim1=1, dim2=2)
-    diagonal.add_(_RIDGE * diagonal.mean(dim=1, keepdim=True) + 1e-300)
-    return torch.linalg.cholesky(gram)
-
-
 class DifferenceAttack(Attack):
     """Compute the update of both worlds, and the likelihood ratio of the released update between them.
 
@@ -268,7 +259,7 @@ class DifferenceAttack(Attack):
 
     If a batch's update is the sum of its records' own updates, as protected records with a fixed divisor make it, d is
     the candidate's own update, and a step on one record gives it. If a record's update is an outer product in each
-    layer, the inner products follow from what `record_terms` keeps. The attacker tests both on its first simulated
+    layer, the inner products follow from what `KeptTerms` keeps. The attacker tests both on its first simulated
     steps and computes whole batches if a test ever fails, so a divisor that depends on the batch does not escape it.
 
     Args:
@@ -287,10 +278,10 @@ class DifferenceAttack(Attack):
         """Whether updates were sums over records in every simulated step, or None before any."""
         self.has_terms: bool | None = None
         """Whether they were the sums of the records' outer products in every simulated step, or None before any."""
-        self._seen: tuple[Observation, dict[str, Any]] | None = None
 
+    @override
     def learn(self, trial: Trial) -> None:
-        """See Attack.learn: estimate k and v of the groups, and test whether updates are sums over records."""
+        # estimate k and v of the groups, and test whether updates are sums over records
         observation, candidates = trial.observation, trial.candidates
         tested = len(self._learnt) >= _TESTS
         known: tuple[Sequence[Any], Sequence[Any]] | None = None
@@ -313,8 +304,8 @@ class DifferenceAttack(Attack):
         others = _dots(known[0], released), _dots(known[0], known[0])
         self._learnt.append(np.stack([*_products(released, *known), *others]))
 
+    @override
     def score(self, observation: Observation, candidates: Candidates) -> float:
-        """See Attack.score."""
         known: tuple[Sequence[Any], Sequence[Any]] | None = None
         if self.has_terms:
             known = self._terms(observation, candidates)
@@ -341,7 +332,7 @@ class DifferenceAttack(Attack):
     ) -> tuple[list[OuterProducts], list[OuterProducts]] | None:
         """Return g_0 and d of each layer as outer products, or None if they are none."""
         weights, replacement = observation.before, candidates.replacement
-        absent = self._once(observation, "terms", lambda: self._shadow.terms(weights, observation.others))
+        absent = self.once(observation, "terms", lambda: self._shadow.terms(weights, observation.others))
         step = self._shadow.terms(weights, candidates.member)
         if absent is None or step is None or len(step) != len(self._groups):
             return None
@@ -373,26 +364,16 @@ class DifferenceAttack(Attack):
         replacement = self._update(observation, candidates.replacement)
         return _added(others, replacement, 1), _added(step, replacement, -1)
 
-    def _once(self, observation: Observation, name: str, make: Callable[[], Any]) -> Any:
-        """Return what is computed once per trial."""
-        if self._seen is None or self._seen[0] is not observation:
-            self._seen = observation, {}
-        kept = self._seen[1]
-        if name not in kept:
-            kept[name] = make()
-        return kept[name]
-
     def _released(self, observation: Observation, *, rounded: bool = False) -> _Groups:
         """Return the released update, float64, or rounded to the parameters' own type."""
         make = observation.rounded_gradients if rounded else observation.gradients
-        found: _Groups = self._once(observation, f"released {rounded}", lambda: self._grouped(make()))
+        found: _Groups = self.once(observation, f"released {rounded}", lambda: self._grouped(make()))
         return found
 
     def _known(self, observation: Observation) -> _Groups:
         """Return the update of the others."""
-        found: _Groups = self._once(
-            observation, "others", lambda: self._update(observation, observation.others)
-        )
+        others = observation.others
+        found: _Groups = self.once(observation, "others", lambda: self._update(observation, others))
         return found
 
     def _update(self, observation: Observation, records: Records) -> _Groups:

@@ -11,10 +11,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
+from typing_extensions import override
 
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimError
 from opusim.files import require_utf8
@@ -43,25 +45,59 @@ _FEW_COMMANDS = 8
 class OpusimGroup(LazyGroup):
     """The commands of all layers, listed by subject."""
 
+    @override
     def fill(self) -> None:
-        """See LazyGroup.fill."""
-        self.later("train", "Train a network, resume a run, list the options.", _train, panel=_TRAIN)
-        self.later("tune", "Choose a run's settings privately.", _tune, panel=_TRAIN)
-        self.later("curve", "Train a table of runs and draw accuracy against noise.", _curve, panel=_TRAIN)
-        for name, summary in (
-            ("evaluate", "Measure a run's model on test records."),
-            ("report", "Write the HTML report of one run or several."),
+        for name, summary, panel, target in (
+            (
+                "train",
+                "Train a network, resume a run, list the options.",
+                _TRAIN,
+                "opusim.training.cli.train:app",
+            ),
+            ("tune", "Choose a run's settings privately.", _TRAIN, "opusim.training.cli.train:tune_app"),
+            (
+                *("curve", "Train a table of runs and draw accuracy against noise.", _TRAIN),
+                "opusim.training.cli.train:curve_app",
+            ),
+            (
+                "evaluate",
+                "Measure a run's model on test records.",
+                _RUNS,
+                "opusim.training.cli.runs:evaluate",
+            ),
+            (
+                "report",
+                "Write the HTML report of one run or several.",
+                _RUNS,
+                "opusim.training.cli.runs:report",
+            ),
+            (
+                "audit",
+                "Attack a run, or test a trainer's mechanism.",
+                _RUNS,
+                "opusim.training.cli.runs:audit",
+            ),
+            (
+                "runs",
+                "List the runs of a folder, or remove some.",
+                _RUNS,
+                "opusim.training.cli.runs:runs_app",
+            ),
+            ("account", "Say how private a run or a mechanism is.", _RUNS, "opusim.accounting.cli:app"),
+            (
+                "explain",
+                "State a theorem that a guarantee cites.",
+                _RUNS,
+                "opusim.accounting.cli:explain_command",
+            ),
+            ("zo", "Replay a zeroth-order run from its step log.", _RUNS, "opusim.training.cli.runs:zo_app"),
+            ("device", "Show, calibrate, check and share devices.", _DEVICES, "opusim.cli:app"),
+            (
+                *("doctor", "Describe and check this installation, for a report.", _HELP),
+                "opusim.training.cli.doctor:doctor",
+            ),
         ):
-            self.later(name, summary, partial(_of_runs, name), panel=_RUNS)
-        self.later("audit", "Attack a run, or test a trainer's mechanism.", _audit, panel=_RUNS)
-        self.later(
-            "runs", "List the runs of a folder, or remove some.", partial(_of_runs, "runs"), panel=_RUNS
-        )
-        self.later("account", "Say how private a run or a mechanism is.", _account, panel=_RUNS)
-        self.later("explain", "State a theorem that a guarantee cites.", _explain, panel=_RUNS)
-        self.later("zo", "Replay a zeroth-order run from its step log.", partial(_of_runs, "zo"), panel=_RUNS)
-        self.later("device", "Show, calibrate, check and share devices.", _device, panel=_DEVICES)
-        self.later("doctor", "Describe and check this installation, for a report.", _doctor, panel=_HELP)
+            self.later(name, summary, partial(_loaded, name, target), panel=panel)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands under their headings."""
@@ -71,62 +107,21 @@ class OpusimGroup(LazyGroup):
                 formatter.write_dl([(f"{command.name:<9}", command.help) for command in shown])
 
 
-def _train() -> Any:
-    from opusim.training.cli.train import app as train_app
+def _loaded(name: str, target: str) -> Any:
+    """Import a command, "module:object": a group of typer, one command of it, or a function."""
+    module, _, attribute = target.partition(":")
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, typer.Typer):
+        return built(name, found)
+    if found.registered_callback is None:
+        return typer.main.get_command(found)
+    group = typer.main.get_group(found)
+    if name == "account":  # the commands of training stand among those of accounting
+        from opusim.training.cli.runs import account_device, account_run
 
-    return typer.main.get_group(train_app)
-
-
-def _tune() -> Any:
-    from opusim.training.cli.searches import tune_app
-
-    return typer.main.get_group(tune_app)
-
-
-def _curve() -> Any:
-    from opusim.training.cli.searches import curve_app
-
-    return typer.main.get_command(curve_app)
-
-
-def _of_runs(name: str) -> Any:
-    from opusim.training.cli.runs import app as runs_app
-
-    return typer.main.get_group(runs_app).commands[name]
-
-
-def _audit() -> Any:
-    from opusim.training.cli.audits import audit
-
-    return built("audit", audit)
-
-
-def _account() -> Any:
-    from opusim.accounting.cli import app as account_app
-    from opusim.training.cli.runs import account_device, account_run
-
-    group = typer.main.get_group(account_app)
-    for name, command in (("run", account_run), ("device", account_device)):
-        group.add_command(built(name, command), name)
+        for inner, command in (("run", account_run), ("device", account_device)):
+            group.add_command(built(inner, command), inner)
     return group
-
-
-def _explain() -> Any:
-    from opusim.accounting.cli import explain_command
-
-    return built("explain", explain_command)
-
-
-def _device() -> Any:
-    from opusim.cli import app as device_app
-
-    return typer.main.get_group(device_app)
-
-
-def _doctor() -> Any:
-    from opusim.training.cli.doctor import doctor
-
-    return built("doctor", doctor)
 
 
 app = typer.Typer(
@@ -170,8 +165,12 @@ def main() -> None:
         sys.argv.remove("--debug")
     line = CommandLine()
     try:
-        _serve_completion()
-        _require_utf8_words()
+        if "_OPUSIM_COMPLETE" in os.environ:  # a shell asks for completions
+            from typer.completion import completion_init
+
+            completion_init()
+        for word in sys.argv[1:]:  # the files of a run could not name a word that is not UTF-8
+            require_utf8(Path(word), "command line")
         _take_wait()
         _require_one_process()
         command = typer.main.get_command(app)
@@ -350,14 +349,6 @@ class CommandLine:
         return {option.key: f"--{option.name}" for option in trainer_options(kind, TRAINERS.find(kind))}
 
 
-def _serve_completion() -> None:
-    """Let the command answer a shell that asks it for completions (`_OPUSIM_COMPLETE`)."""
-    if "_OPUSIM_COMPLETE" in os.environ:
-        from typer.completion import completion_init
-
-        completion_init()
-
-
 def _mend_streams() -> None:
     """Let a command work whatever its standard streams are.
 
@@ -376,16 +367,6 @@ def _mend_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _require_utf8_words() -> None:
-    """Refuse a word of the command line that is not UTF-8; the files of a run could not name it.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    for word in sys.argv[1:]:
-        require_utf8(Path(word), "command line")
-
-
 def _without_exit(command: Callable[[], Any]) -> Any:
     """Return what a command returns; refuse one that code of a user or of another package ends by ``exit()``.
 
@@ -398,9 +379,9 @@ def _without_exit(command: Callable[[], Any]) -> Any:
         if "_OPUSIM_COMPLETE" in os.environ:
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        place = [frame for frame in frames if not frame.filename.startswith("<frozen")][
-            -1
-        ]  # `exit` itself is frozen
+        *_, place = (
+            frame for frame in frames if not frame.filename.startswith("<frozen")
+        )  # `exit` itself is
         raise PluginError(
             f"exit({error.code!r}) at {place.filename}:{place.lineno} would end the command in silence; "
             "let that code raise an error instead"

@@ -82,22 +82,14 @@ def _looked_at(look: Callable[[], Iterator[Fact]]) -> list[Fact]:
         facts.extend(look())
     except FOREIGN_ERRORS as error:  # of a broken library; the other sections still matter
         facts.append(Fact("failed", f"{type(error).__name__}: {error}", broken=True))
-    return [Fact(fact.what, _public(fact.found), fact.broken) for fact in facts]
-
-
-def _public(text: str) -> str:
-    """Return a text in one line, without the folders of the user and of the data."""
-    line = " ".join(text.split())
-    folders = (
-        (lambda: os.environ.get("OPUSIM_DATA", ""), "$OPUSIM_DATA"),
-        (os.getcwd, "."),
-        (Path.home, "~"),
-    )
-    for folder, name in folders:
+    own = [(os.environ.get("OPUSIM_DATA", ""), "$OPUSIM_DATA")]
+    for folder, name in ((os.getcwd, "."), (Path.home, "~")):
         with suppress(OSError, RuntimeError):  # a working folder that was removed, a user without a home
-            if len(path := str(folder())) > 1:
-                line = line.replace(path, name)
-    return line
+            own.append((str(folder()), name))
+    lines = [" ".join(fact.found.split()) for fact in facts]
+    for path, name in own:
+        lines = [line.replace(path, name) if len(path) > 1 else line for line in lines]
+    return [Fact(fact.what, line, fact.broken) for fact, line in zip(facts, lines, strict=True)]
 
 
 def _versions() -> Iterator[Fact]:

@@ -169,7 +169,10 @@ def trainer_options(kind: str, section: type[TrainerSection]) -> list[KeyOption]
     shared = [DATA, LABEL, *([MODEL] if section.any_module else []), EPOCHS, SEED]
     if section.device_keys is not None:
         shared.append(replace(DEVICE, also=section.device_keys))
-    shared += [_protect(kind, section), EPSILON, DELTA, NOISE_MULTIPLIER, RELEASE]
+    taken = [name for name in protections_of(kind, section) if name != "none"]
+    text = f"What is protected: {', '.join(taken)}; `opusim train options NAME` explains each."
+    protect = KeyOption("protect", "protection.kind", str, text, PRIVACY)
+    shared += [protect, EPSILON, DELTA, NOISE_MULTIPLIER, RELEASE]
     fields, panel = dict(_fields(section, "trainer.")), f"Options of {kind}"
     own = []
     for flag in section.flags:
@@ -177,21 +180,14 @@ def trainer_options(kind: str, section: type[TrainerSection]) -> list[KeyOption]
         annotation = str if flag.words is not None else float if field is None else _type(field)
         meaning = flag.help or ("" if field is None else _short(field))
         own.append(KeyOption(flag.name, flag.key, annotation, meaning, panel, words=flag.words))
-    taken = _RESERVED | {option.name for option in [*shared, *own]}
+    names = _RESERVED | {option.name for option in [*shared, *own]}
     for key, field in fields.items():
         name = key.rpartition(".")[2].replace("_", "-")
-        if name not in taken and key != "trainer.kind":
+        if name not in names and key != "trainer.kind":
             many = typing.get_origin(_plain(field.annotation)) is tuple
             own.append(KeyOption(name, key, _type(field), _short(field), panel, many=many))
-            taken.add(name)
+            names.add(name)
     return [*shared, *own]
-
-
-def _protect(kind: str, section: type[TrainerSection]) -> KeyOption:
-    """--protect, with the protections that a trainer takes."""
-    taken = [name for name in protections_of(kind, section) if name != "none"]
-    text = f"What is protected: {', '.join(taken)}; `opusim train options NAME` explains each."
-    return KeyOption("protect", "protection.kind", str, text, PRIVACY)
 
 
 def protections_of(kind: str, section: type[TrainerSection]) -> list[str]:
@@ -331,7 +327,15 @@ def key_rows(topic: str | None = None, *, search: str | None = None) -> list[Key
     if topic is not None and topic not in topics():
         hint = f", or write --search {topic}" if key_rows(search=topic) else ""
         raise ValueError(f"TOPIC: {topic!r} is no topic; take one of {', '.join(topics())}{hint}")
-    rows = _all_rows() if topic is None else _topic_rows(topic)
+    rows = _topic_rows("run" if topic is None else topic)
+    for name, field in RunConfig.model_fields.items() if topic is None else ():
+        kinds: dict[KeyRow, list[str]] = {}
+        for kind in KINDS[name].every() if name in KINDS else ():
+            for row in _topic_rows(kind):
+                kinds.setdefault(row, []).append(kind)
+        rows += [(key, default, f"[{', '.join(of)}] {text}") for (key, default, text), of in kinds.items()]
+        if name not in KINDS and _section(field) is not None:
+            rows += _topic_rows(name)
     word = (search or "").lower()
     return [row for row in rows if word in row[0].lower() or word in row[2].lower()]
 
@@ -341,20 +345,6 @@ def keys_called(name: str, kind: str) -> list[str]:
     others = [other for other in KINDS["trainer"].every() if other != kind]
     keys = [key for topic in topics() if topic not in others for key, _, _ in _topic_rows(topic)]
     return list(dict.fromkeys(key for key in keys if key.rpartition(".")[2] == name))
-
-
-def _all_rows() -> list[KeyRow]:
-    rows = _topic_rows("run")
-    for name, field in RunConfig.model_fields.items():
-        if name not in KINDS:
-            rows += _topic_rows(name) if _section(field) is not None else []
-            continue
-        kinds: dict[KeyRow, list[str]] = {}
-        for kind in KINDS[name].every():
-            for row in _topic_rows(kind):
-                kinds.setdefault(row, []).append(kind)
-        rows += [(key, default, f"[{', '.join(of)}] {text}") for (key, default, text), of in kinds.items()]
-    return rows
 
 
 def _topic_rows(topic: str) -> list[KeyRow]:
@@ -369,8 +359,7 @@ def _topic_rows(topic: str) -> list[KeyRow]:
 
 
 def _row(key: str, field: FieldInfo) -> KeyRow:
-    default = default_of(field)
-    return key, json.dumps(default), _meaning(field)
+    return key, json.dumps(default_of(field)), _meaning(field)
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:

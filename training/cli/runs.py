@@ -1,11 +1,13 @@
-"""The commands on runs: evaluate, report, zo replay, runs list, runs rm, account run, account device."""
+"""The commands on runs: evaluate, report, audit, zo replay, runs list, runs rm, account run, account device."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,13 +15,10 @@ from opusim.training.cli.options import TrustCode, say_trusted
 
 if TYPE_CHECKING:
     from opusim.accounting.ledger.statement import Statement
-    from opusim.training.runs.folder import RunFolder
+    from opusim.training.attacks.findings import Audit
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 zo_app = typer.Typer(help="Replay a zeroth-order run from its step log.", no_args_is_help=True)
-app.add_typer(zo_app, name="zo")
 runs_app = typer.Typer(help="List the runs of a folder, or remove some.", no_args_is_help=True)
-app.add_typer(runs_app, name="runs")
 
 
 @zo_app.callback()
@@ -27,7 +26,17 @@ def zo() -> None:
     """Replay a zeroth-order run from its step log."""
 
 
-@app.command()
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "y": 31_557_600.0}
+_FIGURES = {
+    "accuracy": "accuracy {:.2f} %",
+    "bits_per_byte": "bits per byte {:.4f}",
+    "bits_per_token": "bits per token {:.4f}",
+    "rmse": "RMSE {:.4f}",
+    "r2": "R^2 {:.4f}",
+    "loss": "loss {:.4f}",
+}
+
+
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[
@@ -58,7 +67,12 @@ def evaluate(
     from opusim.training.runs.folder import RunFolder
     from opusim.training.runs.run import evaluate_run
 
-    if device is None and (chip or _seconds(after)):
+    # a duration such as 1h or 30min, in seconds
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", after.strip())
+    if found is None or found[2] not in _UNITS_S:
+        raise typer.BadParameter(f"{after!r}: must be like 1s, 30min, 1h, 1d or 1y", param_hint="--after")
+    after_s = float(found[1]) * _UNITS_S[found[2]]
+    if device is None and (chip or after_s):
         given = f"--chip {chip}" if chip else f"--after {after}"
         raise ValueError(
             f"{given}: only a device has chips and drifts; name one with --device, or leave it out"
@@ -71,46 +85,22 @@ def evaluate(
         arrays=arrays,
         trust_code=trust_code,
         device=device,
-        after_s=_seconds(after),
+        after_s=after_s,
         seed=chip,
     )
     if as_json:
         typer.echo(json.dumps(figures))
     else:
         where = "" if device is None else f" on {device}, {after} after programming"
+        shown = {**figures, "accuracy": 100 * figures["accuracy"]} if "accuracy" in figures else figures
         typer.echo(
             f"{figures.pop('records'):,} records of {figures.pop('data')}{where}: "
-            f"{', '.join(_figure(name, figures[name]) for name in _FIGURES if name in figures)}"
+            f"{', '.join(text.format(shown[name]) for name, text in _FIGURES.items() if name in shown)}"
         )
         if digital := figures.get("digital"):
             typer.echo(f"No device takes {', '.join(digital)}: digital in this figure.")
 
 
-_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "y": 31_557_600.0}
-
-
-def _seconds(duration: str) -> float:
-    """Return a duration such as 1h or 30min in seconds.
-
-    Raises:
-        BadParameter: It is no number with a unit.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", duration.strip())
-    if found is None or found[2] not in _UNITS_S:
-        raise typer.BadParameter(f"{duration!r}: must be like 1s, 30min, 1h, 1d or 1y", param_hint="--after")
-    return float(found[1]) * _UNITS_S[found[2]]
-
-
-_FIGURES = ("accuracy", "bits_per_byte", "bits_per_token", "rmse", "r2", "loss")
-
-
-def _figure(name: str, value: float) -> str:
-    """Return a figure as text."""
-    label = {"rmse": "RMSE", "r2": "R^2"}.get(name, name.replace("_", " "))
-    return f"{label} {100 * value:.2f} %" if name == "accuracy" else f"{label} {value:.4f}"
-
-
-@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="One run folder, or several to compare.")],
     out: Annotated[
@@ -122,10 +112,10 @@ def report(
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from opusim.files import require_writable
-    from opusim.training.reports.loop_report import write_loop_report
+    from opusim.training.reports.audit_page import write_loop_report
     from opusim.training.reports.run_report import run_name, write_comparison, write_report
+    from opusim.training.runs.folder import read_run
     from opusim.training.runs.storage import kind_of
-    from opusim.training.runs.stored_run import read_run
 
     twice = [
         path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}
@@ -263,6 +253,8 @@ def account_run(
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
     from opusim.accounting.ledger.statement import WARNINGS
     from opusim.tables import wrapped
+    from opusim.training.errors import RunFolderError
+    from opusim.training.runs.folder import RunFolder, StoredRun
     from opusim.training.runs.storage import kind_of
 
     statement = _stated(path, delta)
@@ -273,9 +265,10 @@ def account_run(
         typer.echo(WARNINGS["unwitnessed"], err=True)
     typer.echo(statement.text(without=["unwitnessed"]))
     folder = path if path.is_dir() else path.parent
-    note = _device_note(folder)
-    if note is not None:
-        typer.echo(wrapped(note, indent="  "))
+    with suppress(RunFolderError):  # a damaged configuration
+        note = StoredRun(RunFolder(folder), 0).device_note if RunFolder(folder).started else None
+        if note is not None:
+            typer.echo(wrapped(note, indent="  "))
     if kind_of(folder) == "private loop":
         typer.echo(
             "This is the ledger of a private loop. Print private.statement() in the program that trains: it counts "
@@ -287,17 +280,20 @@ def _stated(path: Path, delta: float | None) -> Statement:
     """Read a ledger and what may be stated of it; in a run folder, check it against the checkpoint and the summary."""
     from opusim.accounting.ledger.ledger import read_ledger
     from opusim.accounting.ledger.statement import LedgerFacts, RunFacts, Statement
+    from opusim.errors import ConfigError
+    from opusim.training.errors import RunFolderError
     from opusim.training.runs.folder import RunFolder, versions
 
     folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
     if folder.started and path in (folder.path, folder.ledger_file):
-        header = folder.newest_header()
-        run = RunFacts(
-            finished=folder.finished,
-            step=None if header is None else header.step,
-            versions=_versions_of(folder),
-            records=_public_records(folder),
-        )
+        header, started_with, records = folder.newest_header(), {}, None
+        with suppress(RunFolderError, AttributeError):  # a bad configuration, which no guarantee needs
+            started_with = {str(key): str(value) for key, value in folder.read_facts()["versions"].items()}
+        with suppress(RunFolderError, ConfigError, KeyError, TypeError, ValueError):
+            if folder.read_config().counts_are_public:
+                records = int(folder.read_facts()["data"]["n_train"])
+        step = None if header is None else header.step
+        run = RunFacts(finished=folder.finished, step=step, versions=started_with, records=records)
         checked_against = [witness.name for witness in folder.witnesses()]
         content = folder.read_ledger()
     else:
@@ -312,42 +308,6 @@ def _stated(path: Path, delta: float | None) -> Statement:
         run=run,
         versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
     )
-
-
-def _public_records(folder: RunFolder) -> int | None:
-    """Return the number of training records, or None if it is private or the configuration is bad."""
-    from opusim.errors import ConfigError
-    from opusim.training.errors import RunFolderError
-
-    try:
-        if folder.read_config().counts_are_public:
-            return int(folder.read_facts()["data"]["n_train"])
-    except (RunFolderError, ConfigError, KeyError, TypeError, ValueError):
-        pass
-    return None
-
-
-def _device_note(path: Path) -> str | None:
-    """Return what to know of the device's noise; None if the folder holds no run, or a damaged configuration."""
-    from opusim.training.errors import RunFolderError
-    from opusim.training.runs.folder import RunFolder
-    from opusim.training.runs.stored_run import StoredRun
-
-    folder = RunFolder(path)
-    try:
-        return StoredRun(folder, 0).device_note if folder.started else None
-    except RunFolderError:
-        return None
-
-
-def _versions_of(folder: RunFolder) -> dict[str, str]:
-    """Return the versions that a run was started with; none if its configuration, which no guarantee needs, is bad."""
-    from opusim.training.errors import RunFolderError
-
-    try:
-        return {str(name): str(version) for name, version in folder.read_facts()["versions"].items()}
-    except (RunFolderError, AttributeError):
-        return {}
 
 
 DeviceArgument = Annotated[
@@ -394,7 +354,7 @@ def account_device(
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
     from opusim.tables import wrapped
-    from opusim.training.device_privacy.levels import device_levels, level_rows
+    from opusim.training.reports.device_privacy import device_levels, level_rows
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
@@ -413,8 +373,7 @@ def account_device(
         checks.positive(target_epsilon=target)
     if description.camera is not None:
         from opusim.progress import Progress
-        from opusim.training.device_privacy.camera import label_counts
-        from opusim.training.device_privacy.camera_tables import evaluations, print_account
+        from opusim.training.reports.device_privacy import evaluations, label_counts, print_account
 
         with Progress("account device", "evaluations") as progress:
             counts = label_counts(
@@ -446,3 +405,251 @@ def account_device(
     )
     typer.echo(wrapped(text))
     print_rows(level_rows(levels))
+
+
+RunArgument = Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder.")]
+KindOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="Instead of a run: test the sampler, clip and noise of a trainer (pdfa, dfa, tdfa, bp, ulr, zo, "
+        "convex) or of a private-loop on records of the audit's choice. Exit code 1 means an alarm.",
+    ),
+]
+Trials = Annotated[
+    int | None,
+    typer.Option(
+        help="Trials on the run, 400 by default, the controls up to 100 each; of games on labels or the last model "
+        "20,000 each. With --final-model: trainings, 400 by default."
+    ),
+]
+OneRun = Annotated[
+    bool,
+    typer.Option(
+        "--one-run",
+        help="Train once more as the run was trained, with canaries that coins put in or leave out, and bound epsilon "
+        "of all steps together.",
+    ),
+]
+FinalModel = Annotated[
+    bool,
+    typer.Option(
+        "--final-model",
+        help="Train many times as the run was trained, with a crafted record or without it, from initial weights of "
+        "the attacker's choice, and attack the final models. The same command resumes a stopped audit.",
+    ),
+]
+AuditJobs = Annotated[int | None, typer.Option(help="With --final-model: trainings at a time, 1 by default.")]
+AuditCluster = Annotated[
+    str | None,
+    typer.Option(help="With --final-model: address of a Dask scheduler whose workers train."),
+]
+CanaryCount = Annotated[int | None, typer.Option(help="With --one-run: how many canaries, 1,000 by default.")]
+AuditSeed = Annotated[
+    int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
+]
+AuditDelta = Annotated[float | None, typer.Option(help="delta of the bounds; the run's by default.")]
+OwnArrays = Annotated[
+    Path | None,
+    typer.Option(
+        help="An .npz file with the arrays x and y (and ids) that the run was trained on, if it was on arrays."
+    ),
+]
+AuditOut = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder for audit.json (or one-run.json), pages and PDF, by default the run folder; a release run needs "
+        "one outside it. With --mechanism: a JSON file."
+    ),
+]
+Mode = Annotated[str | None, typer.Option(help="With --mechanism: experiment (default) or release.")]
+Steps = Annotated[
+    int | None, typer.Option(help="With --mechanism: steps of each of its two runs, 60 by default.")
+]
+MechanismSettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="With --mechanism: a key of the configuration; repeatable."
+    ),
+]
+AuditedModel = Annotated[
+    str | None,
+    typer.Option(
+        help="With --mechanism: mlp (default), or for pdfa, dfa, tdfa and bp convolution or attention."
+    ),
+]
+Level = Annotated[
+    float | None,
+    typer.Option(help="With --mechanism: probability of any false alarm, 1e-4 by default."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def audit(
+    run: RunArgument = None,
+    mechanism: KindOption = None,
+    model: AuditedModel = None,
+    trials: Trials = None,
+    one_run: OneRun = False,
+    canaries: CanaryCount = None,
+    final_model: FinalModel = False,
+    jobs: AuditJobs = None,
+    cluster: AuditCluster = None,
+    seed: AuditSeed = None,
+    delta: AuditDelta = None,
+    arrays: OwnArrays = None,
+    out: AuditOut = None,
+    mode: Mode = None,
+    steps: Steps = None,
+    settings: MechanismSettings = None,
+    level: Level = None,
+    as_json: AsJson = False,
+    trust_code: TrustCode = False,
+) -> None:
+    """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
+    of_final_models = {"--final-model": final_model or None, "--jobs": jobs, "--cluster": cluster}
+    of_one_run = {"--one-run": one_run or None, "--canaries": canaries}
+    of_runs: dict[str, object] = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
+    of_runs |= {"--trust-code": trust_code or None, **of_one_run, **of_final_models}
+    if mechanism is not None:
+        _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
+        asked = {"model": model, "mode": mode, "steps": steps, "settings": settings, "level": level}
+        _audit_mechanism(mechanism, asked, seed=seed, out=out, as_json=as_json)
+        return
+    of_mechanisms = {"--model": model, "--mode": mode, "--steps": steps, "--set": settings, "--level": level}
+    _require_absent(of_mechanisms, "goes with --mechanism KIND only")
+    if run is None:
+        raise ValueError("RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer")
+    if final_model:
+        _require_absent(of_one_run, "is another audit")
+    else:
+        _require_absent(of_final_models, "goes with --final-model only")
+        if one_run:
+            _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
+        else:
+            _require_absent({"--canaries": canaries}, "goes with --one-run only")
+    from opusim.training.runs.folder import RunFolder
+    from opusim.training.runs.run import read_npz
+
+    if trust_code:
+        say_trusted(RunFolder(run).read_facts())
+    data = None if arrays is None else read_npz(arrays)
+    shared = {"data": data, "trust_code": trust_code, "out": out, "seed": seed, "delta": delta}
+    if final_model:
+        found = _play_final_model(run, shared, trials, jobs, cluster)
+    else:
+        found = _play(run, shared, trials, canaries, one_run=one_run)
+    _show(run, found, out, as_json=as_json)
+
+
+def _require_absent(options: Mapping[str, object], rule: str) -> None:
+    """Refuse options of the other kind of audit."""
+    for name, value in options.items():
+        if value is not None and value != []:
+            raise ValueError(f"{name} {rule}; leave it out")
+
+
+def _play(
+    run: Path, shared: dict[str, Any], trials: int | None, canaries: int | None, *, one_run: bool
+) -> Audit:
+    """Attack a run's steps or play the game of its protection; or train once with canaries."""
+    from opusim.progress import Progress
+    from opusim.training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
+    from opusim.training.attacks.run_audit import audit_run
+
+    if one_run:
+        with Progress("audit of one training", "steps") as progress:
+            return audit_one_training(
+                run,
+                **shared,
+                canaries=DEFAULT_CANARIES if canaries is None else canaries,
+                on_start=progress.start,
+                on_step=progress.advance,
+            )
+    with Progress("audit", "trials") as progress:
+        return audit_run(
+            run,
+            **shared,
+            trials=trials,
+            on_start=progress.start,
+            on_trial=lambda done: progress.advance(done=done),
+        )
+
+
+def _play_final_model(
+    run: Path, shared: dict[str, Any], trainings: int | None, jobs: int | None, cluster: str | None
+) -> Audit:
+    """Train many times with a crafted record or without it."""
+    from opusim import checks
+    from opusim.accounting.audit import FEWEST_CANARIES
+    from opusim.progress import Progress
+    from opusim.training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
+
+    if trainings is not None:
+        given: dict[str, Any] = {"--trials": trainings}
+        checks.integer(minimum=FEWEST_CANARIES, **given)
+    with Progress("audit of final models", "trainings") as progress:
+        return audit_final_model(
+            run,
+            **shared,
+            trainings=DEFAULT_TRAININGS if trainings is None else trainings,
+            jobs=1 if jobs is None else jobs,
+            cluster=cluster,
+            on_start=lambda total, done: progress.start(total, done=done, at_once=True),
+            on_training=lambda done: progress.advance(done=done),
+        )
+
+
+_WIDE_PAGE = 140
+"""Columns from which the table of an audit has all its columns; the pages always have them."""
+
+
+def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
+    """Write report and pages of what was found, and print the findings and what they mean."""
+    from opusim.accounting.tables import print_rows
+    from opusim.tables import output_width, wrapped
+    from opusim.training.attacks.findings import LOW, NARROW, audit_rows, paragraphs
+    from opusim.training.reports.audit_page import write_audit_page
+    from opusim.training.reports.run_report import NOT_FOR_RELEASE, write_report
+    from opusim.training.runs.folder import read_run
+
+    loaded, place = read_run(run), out or run
+    report_file = write_report(loaded, audit=found, folder=out)
+    page, document = write_audit_page(loaded, found, place)
+    if loaded.config.mode == "release" and found.holds_private_records:
+        typer.echo(NOT_FOR_RELEASE, err=True)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+        return
+    print_rows(audit_rows(found), without=NARROW if output_width() < _WIDE_PAGE else (LOW,))
+    for text in paragraphs(found):
+        typer.echo("\n" + wrapped(text))
+    typer.echo(f"\nkept in {place / found.played.file}, shown in {report_file}")
+    typer.echo(f"for a reviewer: {page} and {document}")
+
+
+def _audit_mechanism(
+    kind: str, asked: dict[str, Any], *, seed: int | None, out: Path | None, as_json: bool
+) -> None:
+    """Run the self-test with a progress line, print it and store it; options that were not asked for are its own.
+
+    Raises:
+        typer.Exit: With code 1, if a check raised an alarm.
+    """
+    from opusim.files import require_writable
+    from opusim.progress import Progress
+    from opusim.training.attacks.mechanism.audit import audit_mechanism
+    from opusim.training.attacks.mechanism.checks import report_text
+    from opusim.training.runs.storage import write_json
+
+    if out is not None:
+        require_writable(out, "--out")
+    with Progress(f"self-test of {kind}", "steps") as progress:
+        given = {name: value for name, value in asked.items() if value is not None}
+        watched: dict[str, Any] = {"on_start": progress.start, "on_step": progress.advance}
+        found = audit_mechanism(kind, **given, seed=seed, **watched)
+    if out is not None:
+        write_json(out, found.to_json())
+    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else report_text(found))
+    if not found.holds:
+        raise typer.Exit(1)

@@ -5,24 +5,27 @@ Each kind of trainer has a command, whose options are the fields of its section.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typing_extensions import override
 
-from opusim.files import quoted
+from opusim.files import quoted, read_text
 from opusim.processes import launched_rank
 from opusim.progress import Progress
 from opusim.training.cli.groups import LazyGroup, built
 from opusim.training.cli.options import (
+    EPSILON,
     Quiet,
     TrustCode,
     changes_of,
     key_rows,
+    protections_of,
     resolved,
     say_trusted,
     topics,
@@ -37,6 +40,8 @@ from opusim.training.engine.callbacks import Callback, Watchers
 if TYPE_CHECKING:
     from opusim.devices.usage import Usage
     from opusim.training.runs.run import Run
+    from opusim.training.sweeps.execution import SweepForecast
+    from opusim.training.sweeps.sweep import Row
 
 _EPILOG = (
     "[bold]--set[/bold] changes any key of the configuration; `opusim train options {kind}` explains those of {kind}, "
@@ -48,12 +53,13 @@ _EPILOG = (
 class TrainGroup(LazyGroup):
     """A command for each kind of trainer, and the commands for all of them."""
 
+    @override
     def fill(self) -> None:
-        """See LazyGroup.fill."""
         for kind, section in TRAINERS.every().items():
             self.later(kind, section.summary, partial(_command, kind, section), panel="Trainers")
         for name, command in (("resume", resume), ("options", options)):
-            self.later(name, _first_line(command), partial(built, name, command), panel="Other commands")
+            summary = (command.__doc__ or "").strip().splitlines()[0]
+            self.later(name, summary, partial(built, name, command), panel="Other commands")
 
 
 app = typer.Typer(
@@ -76,23 +82,21 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
     def command(**values: Any) -> None:
         changes = changes_of(options, values)
         config = resolved(kind, values["config"], values["settings"] or (), changes)
-        _train(config, values["out"], values["quiet"])
+        if config.uses_device and not _follows(
+            config
+        ):  # its driver must be there before anything else begins
+            from opusim.description.loading import load_description
+            from opusim.devices.access import require_present
+
+            require_present(load_description(config.device.name, config.device.overrides))
+        from opusim.training.engine.session import train
+
+        folder = values["out"]
+        watched(config, values["quiet"], lambda watcher: train(config, folder=folder, watcher=watcher))
 
     lines = [f"opusim train {kind} {arguments}".replace("[", r"\[") for arguments in section.examples]
     epilog = "\n\n".join(["[bold]Examples[/bold]", *lines, _EPILOG.format(kind=kind)])
     return built(kind, with_signature(command, options), help=section.summary, epilog=epilog)
-
-
-def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
-    """Train under a configuration; a device's driver must be there before anything else begins."""
-    if config.uses_device and not _follows(config):
-        from opusim.description.loading import load_description
-        from opusim.devices.access import require_present
-
-        require_present(load_description(config.device.name, config.device.overrides))
-    from opusim.training.engine.session import train
-
-    watched(config, quiet, lambda watcher: train(config, folder=out, watcher=watcher))
 
 
 def _follows(config: RunConfig) -> bool:
@@ -162,10 +166,6 @@ def options(
         typer.echo(wrapped(f"Topics: {', '.join(topics())}."))
 
 
-def _first_line(command: Callable[..., None]) -> str:
-    return (command.__doc__ or "").strip().splitlines()[0]
-
-
 def caution(config: RunConfig) -> str | None:
     """Say what a kill of a release run under a budget would cost; returns None if it costs nothing."""
     protection = config.protection
@@ -207,7 +207,7 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Callback | None], Ru
     if quiet:
         run = work(Watchers(watchers))
     else:
-        with RunProgress(f"train {config.trainer.kind}") as progress:
+        with RunProgress(f"train {config.trainer.kind}", "steps") as progress:
             run = work(Watchers([*watchers, AnnouncedUsage(), progress]))
     report_file = write_report(run)
     if quiet:
@@ -259,37 +259,21 @@ def print_run(run: Run, report_file: Path) -> None:
         typer.echo("experiment mode: not for release, the noise can be reconstructed from the seed")
 
 
-class RunProgress(Callback):
-    """Shows steps done, the time left and the newest accuracies.
+class RunProgress(Progress, Callback):
+    """Shows steps done, the time left and the newest accuracies."""
 
-    Args:
-        label: Name of the command.
-        stream: Where to write; None takes standard error.
-    """
+    _news = ""
 
-    def __init__(self, label: str, stream: TextIO | None = None) -> None:
-        self._progress = Progress(label, "steps", stream=stream)
-        self._news = ""
-
-    def __enter__(self) -> Self:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
-
+    @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback.on_start."""
-        self._progress.start(total_steps, done=step)
+        self.start(total_steps, done=step)
 
+    @override
     def on_step(self, *, step: int) -> None:
-        """See Callback.on_step."""
-        self._progress.advance(done=step, news=self._news)
+        self.advance(done=step, news=self._news)
 
+    @override
     def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Callback.on_epoch."""
         parts = [f"epoch {record['epoch']}"]
         for name in ("train", "validation"):
             accuracy = record.get(f"{name}_accuracy")
@@ -313,16 +297,16 @@ class Announced(Callback):
     def __init__(self, text: str) -> None:
         self._text = text
 
+    @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback.on_start."""
         print(self._text, file=sys.stderr, flush=True)
 
 
 class AnnouncedUsage(Callback):
     """Prints what the run will take of its device, and optical features of theirs."""
 
+    @override
     def on_features(self, expected: Usage) -> None:
-        """See Callback.on_features."""
         from opusim.tables import wrapped
 
         text = (
@@ -330,6 +314,246 @@ class AnnouncedUsage(Callback):
         )
         print(wrapped(text), file=sys.stderr, flush=True)
 
+    @override
     def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
-        """See Callback.on_usage."""
         print(usage_line(expected, f"{steps:,} steps", is_mean=is_mean), file=sys.stderr, flush=True)
+
+
+curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+
+SearchOut = Annotated[Path, typer.Option(help="The folder of the search.")]
+SearchEpsilon = Annotated[float, typer.Option(help="Budget of the whole search, the choice included.")]
+Choose = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--choose", metavar="KEY=VALUE,VALUE,...", help="Values of a key to choose from; repeatable."
+    ),
+]
+Trials = Annotated[float, typer.Option(help="Expected number of trials; the number itself is Poisson.")]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "convex": ("trainer.clip=0.35,0.5,0.7", "optimizer.schedule=constant,linear")
+}
+_COMPUTED = ("epsilon", "noise-multiplier")
+"""Options of `opusim train KIND` that a search gives another meaning, or computes."""
+_EPILOG_OF_TUNE = """[bold]Example[/bold]
+
+opusim tune {kind} --data mnist --epsilon 3 --trials 5 --choose {choice} --out runs/search
+
+The same command resumes a search that was stopped."""
+
+
+class TuneGroup(LazyGroup):
+    """A command for each kind of trainer that has a protection."""
+
+    @override
+    def fill(self) -> None:
+        for kind, section in TRAINERS.every().items():
+            if _protections(kind, section):
+                self.later(kind, section.summary, partial(_tune_command, kind, section))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse a command line that names no trainer, as earlier versions took it.
+
+        Raises:
+            ValueError: It begins with an option.
+        """
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
+            raise ValueError(
+                f"opusim tune {args[0]}: names no trainer; write `opusim tune convex {args[0]} ...`, or another of "
+                f"{', '.join(self.commands)}"
+            )
+        return list(super().parse_args(ctx, args))
+
+
+tune_app = typer.Typer(
+    cls=TuneGroup,
+    help="Choose a run's settings privately: the best of a Poisson number of trials, and its epsilon.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+)
+
+
+@tune_app.callback()
+def tune() -> None:
+    """Choose a run's settings privately: the best of a Poisson number of trials, and its epsilon."""
+
+
+def _protections(kind: str, section: type[TrainerSection]) -> list[str]:
+    """The protections that a trainer takes, its most usual one for a search first."""
+    taken = [name for name in protections_of(kind, section) if name != "none"]
+    usual = [name for name in ("last-iterate", "record") if name in taken]
+    return list(dict.fromkeys([*usual, *taken]))
+
+
+def _tune_command(kind: str, section: type[TrainerSection]) -> Any:
+    """The command that searches settings of one kind."""
+    options = [option for option in trainer_options(kind, section) if option.name not in _COMPUTED]
+    protection = _protections(kind, section)[0]
+
+    def command(
+        out: SearchOut,
+        epsilon: SearchEpsilon,
+        trials: Trials = 5.0,
+        choose: Choose = None,
+        **values: Any,
+    ) -> None:
+        file, settings = values["config"], values["settings"] or ()
+        if file is None and not any(line.startswith("protection.kind") for line in settings):
+            values["protect"] = values["protect"] or protection
+        changes = changes_of([*options, EPSILON], {**values, "epsilon": epsilon})
+        config = resolved(kind, file, settings, changes)
+        _search(config, [*(choose or _CHOICES.get(kind, ()))], out=out, trials=trials, quiet=values["quiet"])
+
+    choice = "trainer.clip=0.35,0.5 --choose epochs=5,10" if kind == "convex" else "optimizer.lr=1,2,4"
+    return built(
+        kind,
+        with_signature(command, options),
+        help=f"{section.summary} Settings are chosen privately; --protect is {protection} by default.",
+        epilog=_EPILOG_OF_TUNE.format(kind=kind, choice=choice),
+    )
+
+
+def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: float, quiet: bool) -> None:
+    """Search, or resume, and print what was found at which epsilon."""
+    from opusim import checks
+    from opusim.training.sweeps.tuning import Search, parse_choices
+
+    checks.positive(trials=trials, remedy="take a number such as 5")
+    if not choose:
+        raise ValueError(
+            "--choose is missing: name a key and its values, such as --choose optimizer.lr=1,2,4"
+        )
+    search, release = Search(config, parse_choices(choose), mean=trials, folder=out), config.mode == "release"
+    if quiet:
+        search.run()
+        typer.echo(out)
+        return
+    if release:
+        typer.echo("the number of trials below is private: do not publish it", err=True)
+    with Progress("tune", "trials") as progress:
+
+        def tell(done: int, of: int) -> None:
+            if done:
+                progress.advance(done=done)
+            else:
+                progress.start(of, at_once=True)
+
+        found = search.run(tell)
+    from opusim.accounting.tables import guarantee_rows, print_rows
+
+    print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
+    if found.searches > 1:
+        typer.echo(
+            f"{found.searches} searches were paid for in this folder; this epsilon is that of all of them"
+        )
+    if found.run is None:
+        typer.echo("no trial was drawn: the search found nothing, and searching again costs again")
+        return
+    typer.echo(f"best: {', '.join(found.settings)}; score {100 * (found.score or 0):.2f} % (noised)")
+    typer.echo(f"run folder: {found.run.folder.path}")
+
+
+_EPILOG_OF_CURVE = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys of every run, \\[axes] with \
+lists of values, and any number of \\[\\[series]], each with a name, config and axes of its own. Runs take all \
+combinations. Ready ones are in benchmarks/curves.
+
+The same command resumes a sweep that was stopped or killed; no finished run is made twice. The exit code is 1 if \
+a run failed; the others are in the report."""
+
+
+SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="The sweep, a TOML file.")]
+SweepOut = Annotated[
+    Path | None, typer.Option(help="The sweep's folder; runs/ and the spec's name by default.")
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of parallel runs; one for each processor core by default, and one on a physical device.",
+    ),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="A Dask scheduler, such as tcp://10.0.0.5:8786, whose workers see the folder.",
+    ),
+]
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try failed runs again.")]
+DrawOnly = Annotated[
+    bool, typer.Option("--draw-only", help="Only draw the existing runs, such as after an audit.")
+]
+
+
+@curve_app.command("curve", epilog=_EPILOG_OF_CURVE)
+def curve(
+    spec: SpecArgument,
+    out: SweepOut = None,
+    jobs: Jobs = None,
+    cluster: Cluster = None,
+    retry_failed: RetryFailed = False,
+    draw_only: DrawOnly = False,
+) -> None:
+    """Train a table of runs, draw accuracy and epsilon against noise, and write one report."""
+    from opusim.training.sweeps.sweep import one_at_a_time, points_of, read_spec
+
+    if draw_only and (jobs is not None or cluster is not None or retry_failed):
+        raise ValueError("--draw-only trains nothing; leave --jobs, --cluster and --retry-failed out")
+    if cluster is not None and jobs is not None:
+        raise ValueError(
+            f"--jobs = {jobs} does nothing with --cluster, whose workers decide; leave one of them out"
+        )
+    read, origin = read_spec(spec)
+    text, points = read_text(spec), points_of(read, origin)
+    from opusim.accounting.tables import print_rows
+    from opusim.training.reports.sweep_report import setting_rows, write_sweep
+    from opusim.training.sweeps.execution import run_sweep
+    from opusim.training.sweeps.sweep import SweepFolder, SweepResult
+
+    folder = SweepFolder(out or Path("runs") / spec.stem)
+    if draw_only:
+        rows = folder.rows(points)
+    else:
+        with SweepProgress("curve", "runs") as progress:
+            rows = run_sweep(
+                points,
+                folder,
+                jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
+                cluster=cluster,
+                retry_failed=retry_failed,
+                on_forecast=progress.foretell,
+                on_start=lambda done, total: progress.start(total, done=done, at_once=True),
+                on_row=progress.count,
+            )
+    result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
+    report_file = write_sweep(result, text)
+    print_rows(setting_rows(result), without=("device energy", "device time"))
+    for row in rows.values():
+        if row.status == "failed":
+            typer.echo(f"failed: {row.identity}: {row.reason}")
+    typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")
+    if any(row.status == "failed" for row in rows.values()):
+        raise typer.Exit(code=1)
+
+
+class SweepProgress(Progress):
+    """Shows a sweep on standard error."""
+
+    def foretell(self, found: SweepForecast) -> None:
+        """Say what the runs will take of their devices, if some have one."""
+        from opusim.accounting.mechanisms import counted
+
+        silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
+        if found.runs:
+            more = silent and f"; without {silent}, not known before"
+            line = usage_line(found.usage, counted(found.runs, "run"), is_mean=found.is_mean, more=more)
+            self.say(line)
+        elif silent:
+            self.say(f"device: what {silent} will take is not known before they start")
+
+    def count(self, row: Row, seconds_left: float | None) -> None:
+        """Count one more run, and name it if it failed."""
+        if row.status == "failed":
+            self.say(f"failed: {row.identity}: {row.reason}")
+        self.advance(left_s=seconds_left)

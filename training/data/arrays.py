@@ -1,15 +1,23 @@
-"""Make a data set of user-supplied arrays; every array is checked before anything is computed with it."""
+"""Make a data set of user-supplied arrays, and hold records out without looking at labels: by index, content or ID.
+
+Every array is checked before anything is computed with it. By index, the split also depends on the number of records:
+adding a record can move another one to the other part. By content or ID, a record's part depends only on that record
+and a public key, so adding a record changes one part by that record and no other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
 import torch
 
 from opusim import checks
+from opusim.randomness.streams import derive_seed
 from opusim.training.config.data import SplitRule
 from opusim.training.data.dataset import (
     PADDING,
@@ -17,12 +25,169 @@ from opusim.training.data.dataset import (
     Split,
     Standardisation,
     Target,
+    is_mapped,
     is_text,
     numbered,
     numbers_and_names,
+    on_disk,
+    row_blocks,
 )
-from opusim.training.data.on_disk import is_mapped, on_disk, row_blocks
-from opusim.training.data.splits import Ids, split_records
+
+Ids = np.ndarray | torch.Tensor | Sequence[str] | Sequence[int]
+"""One ID per record: whole numbers or strings."""
+
+
+def seeded_permutation(n: int, seed: int) -> torch.Tensor:
+    """Return a uniformly random order of ``0 .. n - 1``.
+
+    The order sorts raw 64-bit words of PCG64. NumPy never changes the stream of a bit generator, but may change that of
+    ``Generator.permutation``, so this split is the same in all versions. Two equal words keep their order; the
+    probability of any is below n^2 / 2^65.
+
+    Args:
+        n: Number of items to order, at least 0.
+        seed: At least 0.
+
+    Returns:
+        Shape (n,), int64.
+    """
+    words = np.random.PCG64(seed).random_raw(n)
+    return torch.from_numpy(np.argsort(words, kind="stable"))
+
+
+def split_by_index(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split ``0 .. n - 1`` at random into a kept part and a held-out part.
+
+    The split depends only on the number of records and the seed. It is not stratified: with equal shares of classes, a
+    label would decide which part another record falls into, which no label guarantee covers. Both parts are in random
+    order, so consecutive blocks of the kept part are random batches.
+
+    Args:
+        n: Number of records, at least 1.
+        fraction: Share to hold out, in [0, 1); ``round(fraction * n)`` records are held out.
+        seed: At least 0.
+
+    Returns:
+        The positions kept and those held out, both int64 and one-dimensional.
+
+    Raises:
+        ValueError: `fraction` is outside its range, or a part would be empty.
+    """
+    _check_fraction(fraction)
+    n_out = round(fraction * n)
+    if n_out == n or (fraction > 0 and n_out == 0):
+        raise ValueError(
+            f"validation_fraction={fraction} of {n} records holds out {n_out} and leaves {n - n_out}; "
+            "use 0 for no validation, or another fraction"
+        )
+    order = seeded_permutation(n, seed)
+    return order[n_out:], order[:n_out]
+
+
+def split_by_content(features: torch.Tensor, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split records by a keyed hash of each one's features.
+
+    A record is held out if BLAKE2b-64 of its features as little-endian float32, under the key
+    ``derive_seed(seed, "split by content")``, is below ``fraction * 2^64``. -0.0 counts as 0.0, and all NaN as one.
+    Equal records fall into the same part, and either part may be empty.
+
+    Args:
+        features: Shape (n, d), float32.
+        fraction: Probability of being held out, in [0, 1).
+        seed: Public, in [0, 2^64).
+
+    Returns:
+        The positions kept and those held out, both int64, in the order of the records.
+
+    Raises:
+        ValueError: `fraction` is outside its range.
+    """
+    rows = features.detach().cpu().numpy().astype("<f4")  # a copy
+    rows[np.isnan(rows)] = np.nan
+    rows[rows == 0] = 0.0
+    return _split_by_hash((row.tobytes() for row in rows), fraction, derive_seed(seed, "split by content"))
+
+
+def split_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split records by a keyed hash of each one's ID; otherwise like `split_by_content`, with a key of its own.
+
+    A whole number is hashed as ``i`` and its decimal digits, a string as ``s`` and its UTF-8 bytes. Records that share
+    an ID fall into the same part.
+
+    Args:
+        ids: One ID per record.
+        fraction: Probability of being held out, in [0, 1).
+        seed: Public, in [0, 2^64).
+
+    Returns:
+        The positions kept and those held out, both int64, in the order of the records.
+
+    Raises:
+        TypeError: An ID is neither a whole number nor a string.
+        ValueError: `fraction` is outside its range.
+    """
+    return _split_by_hash(_id_bytes(ids), fraction, derive_seed(seed, "split by ID"))
+
+
+def split_records(
+    features: torch.Tensor, ids: Ids | None, split: SplitRule, fraction: float, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of training and validation records under a rule.
+
+    Raises:
+        ValueError: The rule is unknown, IDs are missing, superfluous or too few, or no record is left to train on.
+    """
+    checks.choice(("index", "content", "id"), split=split)
+    if (ids is not None) != (split == "id"):
+        raise ValueError(
+            f"split = {split!r} with{'out' if ids is None else ''} ids: split = 'id' needs ids, and only it takes them"
+        )
+    if split == "index":
+        return split_by_index(len(features), fraction, derive_seed(seed, "validation"))
+    if ids is None:
+        kept, held_out = split_by_content(features, fraction, seed)
+    else:
+        if len(ids) != len(features):
+            raise ValueError(
+                f"x has {len(features)} records and ids {len(ids)} entries; give one ID per record"
+            )
+        kept, held_out = split_by_id(ids, fraction, seed)
+    if not len(kept):
+        raise ValueError(
+            f"validation_fraction = {fraction:g} leaves no record for training under split = {split!r}; lower it, or "
+            "change split_seed"
+        )
+    return kept, held_out
+
+
+def _id_bytes(ids: Ids) -> Iterable[bytes]:
+    values = ids.tolist() if isinstance(ids, np.ndarray | torch.Tensor) else list(ids)
+    for position, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise TypeError(
+                f"ids must be whole numbers or strings, got {type(value).__name__} at position {position}; "
+                "use ids.astype(str)"
+            )
+        yield f"{'s' if isinstance(value, str) else 'i'}{value}".encode()
+
+
+def _split_by_hash(contents: Iterable[bytes], fraction: float, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions whose keyed hash is at least the fraction of 2^64, and the others."""
+    _check_fraction(fraction)
+    threshold = int(Fraction(fraction) * 2**64)  # exact: a double below 1 has at most 53 digits
+    public = key.to_bytes(8, "little")
+    held_out = [
+        int.from_bytes(hashlib.blake2b(content, digest_size=8, key=public).digest(), "little") < threshold
+        for content in contents
+    ]
+    marks = torch.tensor(held_out, dtype=torch.bool)
+    return torch.nonzero(~marks).reshape(-1), torch.nonzero(marks).reshape(-1)
+
+
+def _check_fraction(fraction: float) -> None:
+    if not 0 <= fraction < 1:
+        raise ValueError(f"validation_fraction must be at least 0 and below 1, got {fraction}")
+
 
 Array = np.ndarray | torch.Tensor
 Pair = tuple[Array, Array | None]
@@ -99,7 +264,13 @@ def from_arrays(
     checks.integer(split_seed=split_seed, minimum=0, maximum=2**64 - 1)
     kind = _target_of(x, y, target)
     y, names = numbers_and_names(y, classes, kind)
-    tokens = _holds_tokens(inputs, kind)
+    if kind == "tokens" and inputs == "features":
+        raise ValueError(
+            "data.inputs = 'features' has no next token; use 'tokens', or another data.target than 'tokens'"
+        )
+    tokens = "tokens" in (inputs, kind)
+    if tokens and standardise is not None:
+        raise ValueError("data.mean and data.std are for features, and x holds tokens; leave them out")
     features, labels, record_shape = _checked(x, y, kind, tokens=tokens, names=("x", "y"))
     vocabulary = _vocabulary(features, labels, kind, vocabulary, n_classes, tokens=tokens)
     form = RecordForm(
@@ -109,7 +280,7 @@ def from_arrays(
         vocabulary=vocabulary,
         classes=names,
     )
-    standardisation = _constants(standardise, tokens=tokens)
+    standardisation = standardise or Standardisation.identity()
     standardisation.require_fitting(features)
     test_split = None
     if test is not None:
@@ -220,19 +391,6 @@ def _chosen(whole: Split, records: torch.Tensor | slice, constants: Standardisat
     return Split(x, whole.y[numbers])
 
 
-def _holds_tokens(asked: AskedInputs, target: Target) -> bool:
-    """Return whether x holds tokens.
-
-    Raises:
-        ValueError: Features were asked for, and the next token is predicted.
-    """
-    if target == "tokens" and asked == "features":
-        raise ValueError(
-            "data.inputs = 'features' has no next token; use 'tokens', or another data.target than 'tokens'"
-        )
-    return asked == "tokens" or target == "tokens"
-
-
 def _target_of(x: Array, y: Array | None, asked: AskedTarget) -> Target:
     """Return what is predicted: what was asked for, or what the arrays look like."""
     if y is None and asked not in ("auto", "tokens"):
@@ -249,17 +407,6 @@ def _target_of(x: Array, y: Array | None, asked: AskedTarget) -> Target:
     return "tokens" if whole == [True, True] and arrays[0].shape == arrays[1].shape else "class"
 
 
-def _constants(wanted: Standardisation | None, *, tokens: bool) -> Standardisation:
-    """Return the map to apply to features, or the identity.
-
-    Raises:
-        ValueError: Tokens would be standardised.
-    """
-    if tokens and wanted is not None:
-        raise ValueError("data.mean and data.std are for features, and x holds tokens; leave them out")
-    return wanted or Standardisation.identity()
-
-
 def _checked(
     x: Array, y: Array | None, target: Target, *, tokens: bool, names: tuple[str, str]
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
@@ -270,7 +417,10 @@ def _checked(
             raise ValueError(f"{names[0]} has one token per record; the next token needs at least 2")
         return features[:, :-1], features[:, 1:], (features.shape[1] - 1,)
     labels = checked_target(y, target, names[1])
-    check_lengths(features, labels, *names)
+    if len(features) != len(labels):
+        raise ValueError(
+            f"{names[0]} has {len(features)} records and {names[1]} {len(labels)} labels; give one label per record"
+        )
     if target == "tokens" and labels.shape != features.shape:
         raise ValueError(
             f"{names[1]} has {labels.shape[1]} tokens per record and {names[0]} {features.shape[1]}; give one for each "
@@ -401,14 +551,6 @@ def _tensor(values: Array, name: str) -> torch.Tensor:
     return torch.from_numpy(values.astype(values.dtype.newbyteorder("="), order="C"))  # a copy
 
 
-def check_lengths(features: torch.Tensor, labels: torch.Tensor, x_name: str, y_name: str) -> None:
-    """Refuse features and labels of different lengths."""
-    if len(features) != len(labels):
-        raise ValueError(
-            f"{x_name} has {len(features)} records and {y_name} {len(labels)} labels; give one label per record"
-        )
-
-
 def _number_of_outputs(
     labels: torch.Tensor, target: Target, n_classes: int | None, classes: Sequence[str]
 ) -> int:
@@ -422,7 +564,12 @@ def _number_of_outputs(
             )
         return len(classes)
     if target == "class":
-        return _number_of_classes(labels, n_classes)
+        found = _distinct(labels) if n_classes is None else n_classes
+        checks.integer(
+            n_classes=found, minimum=2, remedy="it counts all classes, also those without a record"
+        )
+        check_range(labels, found, "y")
+        return found
     columns = labels.shape[1]
     if n_classes not in (None, columns):
         raise ValueError(
@@ -432,20 +579,12 @@ def _number_of_outputs(
     return columns
 
 
-def _number_of_classes(labels: torch.Tensor, n_classes: int | None) -> int:
-    """Return the stated number of classes, or the number of different labels, which are then 0 to that number less 1.
+def _distinct(labels: torch.Tensor) -> int:
+    """Return the number of different labels, all of 0 to that number less 1.
 
     Raises:
-        ValueError: A label is out of range, or none is stated and the labels leave numbers out, as codes do.
+        ValueError: The labels leave numbers out, as codes do.
     """
-    classes = _distinct(labels) if n_classes is None else n_classes
-    checks.integer(n_classes=classes, minimum=2, remedy="it counts all classes, also those without a record")
-    check_range(labels, classes, "y")
-    return classes
-
-
-def _distinct(labels: torch.Tensor) -> int:
-    """Return the number of different labels, all of 0 to that number less 1."""
     least, most = int(labels.min()), int(labels.max())
     if least >= 0 and most < len(labels) and bool(torch.bincount(labels).all()):
         return most + 1

@@ -1,14 +1,17 @@
 """Hold a data set: records with labels in parts that never mix, and the maps applied to their features.
 
 A map is public if it was fixed without the records that it is applied to. `Standardisation` says whether it is;
-`PrincipalComponents` are computed from the training records and need features that are public.
+`PrincipalComponents` are computed from the training records and need features that are public. Records that were mapped
+from a file stay on disk, a block of them in memory at a time.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeGuard
 
@@ -17,7 +20,58 @@ import torch
 from torch import Tensor
 
 from opusim import checks
-from opusim.training.data.on_disk import changed_on_disk, row_blocks
+from opusim.training.errors import DataError
+
+NUMBERS_AT_ONCE = 2**20
+"""Numbers in memory at a time."""
+
+
+def is_mapped(values: object) -> TypeGuard[np.ndarray]:
+    """Return whether an array's numbers lie in a file, as those of ``numpy.load(file, mmap_mode="r")`` do."""
+    base = values
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, mmap.mmap)
+
+
+def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Yield slices of consecutive records, each of about a million numbers; one, if there is no record."""
+    n, width = shape[0], int(np.prod(shape[1:]))
+    size = max(1, NUMBERS_AT_ONCE // max(width, 1))
+    for start in range(0, max(n, 1), size):
+        yield slice(start, min(start + size, n))
+
+
+def on_disk(blocks: Iterable[Tensor]) -> Tensor:
+    """Return rows as one float32 tensor, mapped from a temporary file that has no name and ends with its last user.
+
+    Args:
+        blocks: The rows in order, shapes (some, d).
+
+    Raises:
+        DataError: The folder of temporary files has too little room.
+    """
+    n, width = 0, 0
+    try:
+        with tempfile.TemporaryFile() as file:
+            for block in blocks:
+                file.write(block.contiguous().numpy().astype("=f4", copy=False).data)
+                n, width = n + len(block), block.shape[1]
+            file.flush()
+            if not n * width:
+                return torch.empty(n, width)
+            return torch.from_numpy(np.memmap(file, np.float32, "r+", shape=(n, width)))
+    except OSError as error:
+        raise DataError(
+            f"the records do not fit into the temporary folder {tempfile.gettempdir()} ({error.strerror}); name "
+            "another by the environment variable TMPDIR"
+        ) from error
+
+
+def changed_on_disk(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return change(x) of records on disk, on disk."""
+    return on_disk(change(x[part]) for part in row_blocks(tuple(x.shape)))
+
 
 Target = Literal["class", "tokens", "real", "labels"]
 """What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""
@@ -204,7 +258,7 @@ class Dataset:
         standardisation: The map already applied to all parts.
         components: The map that replaced the standardised features by fewer ones, or None if there was none.
         public_map: What `config.json` says of the public map that replaced the standardised features
-            (`opusim.training.data.features`), or None if there was none.
+            (`opusim.training.data.public_maps`), or None if there was none.
         split: The rule that separated train from validation: index, content or id (see `from_arrays`); tail if
             validation is the last part of a text; given if the caller supplied both parts, so that a guarantee covers
             only the records of `train`.
@@ -246,9 +300,17 @@ class Dataset:
                 f"vocabulary = {self.vocabulary} with x of {self.train.x.dtype}; give the number of token values for "
                 "int64 x, and none with float32 x"
             )
+        dtype = torch.int64 if self.target in ("class", "tokens") else torch.float32
         for part in (self.train, self.validation, self.test):
-            if part is not None:
-                _check_target(part, self.target, self.n_classes)
+            if part is None:
+                continue
+            n, y = len(part), part.y
+            shape = {"class": (n,), "tokens": tuple(part.x.shape)}.get(self.target, (n, self.n_classes))
+            if tuple(y.shape) != shape or y.dtype != dtype:
+                raise ValueError(
+                    f"target = {self.target!r} takes y of {dtype} and shape {shape}, got {y.dtype} of shape "
+                    f"{tuple(y.shape)}"
+                )
 
     @property
     def n_features(self) -> int:
@@ -259,17 +321,6 @@ class Dataset:
     def holds_tokens(self) -> bool:
         """Whether x holds tokens instead of features."""
         return self.train.x.dtype == torch.int64
-
-
-def _check_target(part: Split, target: Target, n_outputs: int) -> None:
-    """Refuse y of another shape or type than its target has."""
-    x, y = part.x, part.y
-    shape = {"class": (len(x),), "tokens": tuple(x.shape)}.get(target, (len(x), n_outputs))
-    dtype = torch.int64 if target in ("class", "tokens") else torch.float32
-    if tuple(y.shape) != shape or y.dtype != dtype:
-        raise ValueError(
-            f"target = {target!r} takes y of {dtype} and shape {shape}, got {y.dtype} of shape {tuple(y.shape)}"
-        )
 
 
 def is_text(y: object) -> TypeGuard[np.ndarray]:

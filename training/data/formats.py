@@ -158,7 +158,19 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
                     f"{path} holds one array; write both with numpy.savez({str(path)!r}, x=x, y=y)"
                 )
             with zipfile.ZipFile(file) as archive:
-                members = _members(path, archive, names, optional, most)
+                held = {info.filename: info for info in archive.infolist()}
+                missing = sorted(name for name in names if f"{name}.npy" not in held)
+                if missing:
+                    raise DataError(
+                        f"{path} has no array {' and '.join(missing)}; write numpy.savez(FILE, x=x, y=y)"
+                    )
+                members = [held[f"{name}.npy"] for name in (*names, *optional) if f"{name}.npy" in held]
+                total = sum(info.file_size for info in members)
+                if total > most:
+                    raise DataError(
+                        f"{path} would take {total:,} bytes in memory, more than the {most:,} that its length makes "
+                        "plausible; write it with numpy.savez, which does not compress"
+                    )
                 return [_read(archive, member) for member in members]
     except DataError:
         raise
@@ -170,46 +182,23 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
         ) from error
 
 
-def _members(
-    path: Path, archive: zipfile.ZipFile, names: Sequence[str], optional: Sequence[str], most: int
-) -> list[zipfile.ZipInfo]:
-    held = {info.filename: info for info in archive.infolist()}
-    missing = sorted(name for name in names if f"{name}.npy" not in held)
-    if missing:
-        raise DataError(f"{path} has no array {' and '.join(missing)}; write numpy.savez(FILE, x=x, y=y)")
-    found = [held[f"{name}.npy"] for name in (*names, *optional) if f"{name}.npy" in held]
-    total = sum(info.file_size for info in found)
-    if total > most:
-        raise DataError(
-            f"{path} would take {total:,} bytes in memory, more than the {most:,} that its length makes plausible; "
-            "write it with numpy.savez, which does not compress"
-        )
-    return found
-
-
 def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     """Read one array; its header must promise exactly the bytes that the archive holds."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # numpy tells of headers that Python 2 wrote, and Python of odd literals
+        # numpy warns of headers that Python 2 wrote, and Python of odd literals
+        warnings.simplefilter("ignore")
         with archive.open(info) as member:
-            promised = _promised(member) + member.tell()
+            version = np.lib.format.read_magic(member)
+            if version not in _HEADERS:
+                raise ValueError(f"arrays of format {version} are not supported")
+            shape, _, dtype = _HEADERS[version](member)
+            if dtype.hasobject:
+                raise ValueError("it holds Python objects, not numbers")
+            promised = math.prod(shape) * dtype.itemsize + member.tell()
         if promised != info.file_size:
             raise ValueError(f"{info.filename} promises {promised:,} bytes and has {info.file_size:,}")
         with archive.open(info) as member:
             return np.asarray(np.lib.format.read_array(member, allow_pickle=False))
-
-
-def _promised(member: IO[bytes]) -> int:
-    """Return the bytes that an array's header promises, and leave the member behind the header."""
-    version = np.lib.format.read_magic(member)
-    if version not in _HEADERS:
-        raise ValueError(f"arrays of format {version} are not supported")
-    shape, _, dtype = _HEADERS[version](member)
-    if dtype.hasobject:
-        raise ValueError("it holds Python objects, not numbers")
-    return math.prod(shape) * dtype.itemsize
 
 
 IMAGE_FILES = tuple(
@@ -234,7 +223,17 @@ def read_labelled_images(root: Path, folder: str) -> Parts:
         DataError: A file is missing or damaged, or two files belong to different data sets.
     """
     raw = root / folder / "raw"
-    parts = {"train": _read_part(raw, "train"), "test": _read_part(raw, "t10k")}
+    parts = {}
+    for part, prefix in (("train", "train"), ("test", "t10k")):
+        images_path = _find(raw, f"{prefix}-images-idx3-ubyte")
+        labels_path = _find(raw, f"{prefix}-labels-idx1-ubyte")
+        images, labels = read_idx(images_path, n_dimensions=3), read_idx(labels_path, n_dimensions=1)
+        if len(images) != len(labels):
+            raise DataError(
+                f"{images_path} holds {len(images)} images and {labels_path.name} {len(labels)} labels; "
+                "one of them is of another data set: delete both and download them again"
+            )
+        parts[part] = images.reshape(len(images), int(np.prod(images.shape[1:]))), labels
     widths = {part: pixels.shape[1] for part, (pixels, _) in parts.items()}
     if widths["train"] != widths["test"]:
         raise DataError(
@@ -242,20 +241,6 @@ def read_labelled_images(root: Path, folder: str) -> Parts:
             "put the files of one data set there"
         )
     return parts
-
-
-def _read_part(raw: Path, prefix: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pixels (n, d) and labels (n,) of the files with one prefix."""
-    images_path = _find(raw, f"{prefix}-images-idx3-ubyte")
-    labels_path = _find(raw, f"{prefix}-labels-idx1-ubyte")
-    images = read_idx(images_path, n_dimensions=3)
-    labels = read_idx(labels_path, n_dimensions=1)
-    if len(images) != len(labels):
-        raise DataError(
-            f"{images_path} holds {len(images)} images and {labels_path.name} {len(labels)} labels; "
-            "one of them is of another data set: delete both and download them again"
-        )
-    return images.reshape(len(images), int(np.prod(images.shape[1:]))), labels
 
 
 def _find(raw: Path, name: str) -> Path:
@@ -311,7 +296,13 @@ def read_cifar10(root: Path) -> Parts:
             if all(_fits(*part) for part in parts.values()):
                 return parts
     parts = _decode(archive)
-    _keep(cache, parts)
+    if cache.parent.stat().st_mode & 0o222:  # not marked read-only: cache them, whole or not at all
+        partial = cache.with_name(f"{_CACHE_NAME}.{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            with partial.open("wb") as file:
+                (train_x, train_y), (test_x, test_y) = parts["train"], parts["test"]
+                np.savez(file, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
+            partial.replace(cache)
     return parts
 
 
@@ -336,7 +327,17 @@ def _decode(archive: Path) -> Parts:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{archive} is damaged ({error}); copy it again") from error
-    return {part: _stacked(found, f"{archive}: {part}") for part, found in images.items()}
+    parts = {}
+    for part, found in images.items():
+        names = sorted(found)
+        classes = [name.split("/")[0] for name in names]
+        if set(classes) != set(CLASSES):
+            raise DataError(
+                f"{archive}: {part} holds the classes {sorted(set(classes))}, not those of CIFAR-10: {CLASSES}"
+            )
+        numbers = np.array([CLASSES.index(name) for name in classes], dtype=np.uint8)
+        parts[part] = np.stack([found[name] for name in names]), numbers
+    return parts
 
 
 class _Limited(io.RawIOBase):
@@ -361,7 +362,10 @@ class _Limited(io.RawIOBase):
 
 
 def _image(files: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> np.ndarray:
-    """Decode one image of the archive, channels first, shape (3 * 32 * 32,), uint8."""
+    """Decode one JPEG image of the archive, channels first, shape (3 * 32 * 32,), uint8.
+
+    Other formats are refused by their first bytes, and other sizes before they are decoded.
+    """
     if member.size > _IMAGE_LIMIT:
         raise DataError(
             f"{where} has {member.size:,} bytes, more than {_IMAGE_LIMIT:,}; this is not CIFAR-10"
@@ -369,17 +373,12 @@ def _image(files: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> np.nd
     content = files.extractfile(member)
     if content is None:
         raise DataError(f"{where} is no regular file; copy the archive again")
-    return _pixels(content.read(), where)
-
-
-def _pixels(content: bytes, where: str) -> np.ndarray:
-    """Decode a JPEG image; refuse other formats by their first bytes, and other sizes before they are decoded."""
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+            with Image.open(io.BytesIO(content.read()), formats=["JPEG"]) as image:
                 if image.size != (_SIDE, _SIDE):
                     width, height = image.size
                     raise DataError(
@@ -391,29 +390,7 @@ def _pixels(content: bytes, where: str) -> np.ndarray:
     return pixels.transpose(2, 0, 1).reshape(-1)
 
 
-def _stacked(found: dict[str, np.ndarray], where: str) -> tuple[np.ndarray, np.ndarray]:
-    names = sorted(found)
-    classes = [name.split("/")[0] for name in names]
-    if set(classes) != set(CLASSES):
-        raise DataError(f"{where} holds the classes {sorted(set(classes))}, not those of CIFAR-10: {CLASSES}")
-    return np.stack([found[name] for name in names]), np.array(
-        [CLASSES.index(c) for c in classes], dtype=np.uint8
-    )
-
-
 def _fits(x: np.ndarray, y: np.ndarray) -> bool:
     """Whether cached arrays are what `_decode` returns."""
     shapes = x.shape == (len(y), 3 * _SIDE**2) and y.ndim == 1
     return shapes and x.dtype == y.dtype == np.uint8 and bool((y < len(CLASSES)).all())
-
-
-def _keep(cache: Path, parts: Parts) -> None:
-    """Cache the decoded images, whole or not at all, unless the folder is marked read-only."""
-    if not cache.parent.stat().st_mode & 0o222:
-        return
-    partial = cache.with_name(f"{_CACHE_NAME}.{os.getpid()}.part")
-    with contextlib.suppress(OSError):
-        with partial.open("wb") as file:
-            (train_x, train_y), (test_x, test_y) = parts["train"], parts["test"]
-            np.savez(file, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
-        partial.replace(cache)

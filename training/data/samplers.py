@@ -354,39 +354,32 @@ def make_sampler(
     checks.integer(n_records=n_records, minimum=1)
     kind = SCHEMES[scheme]
     given = {name: value for name, value in options.items() if value is not None}
-    _check_options(kind, given)
-    arguments = {"n_records": n_records, "seed": seed, **_size(kind, n_records, batch_size), **given}
-    return kind(**arguments)
-
-
-def _size(kind: type[Sampler], n_records: int, batch_size: int | None) -> dict[str, Any]:
-    """Return the argument that sets the batch size of a scheme."""
+    # the scheme's options are its fields other than size and seed
+    size_fields = ("n_records", "seed", "sampling_probability", "batch_size")
+    own = {f.name: f for f in fields(kind) if f.init and f.name not in size_fields}
+    for name in given:
+        if name not in own:
+            takes = ", ".join(own) or "none"
+            raise TypeError(f"scheme {scheme!r} has no option {name!r}; its options: {takes}")
+    for name, option in own.items():
+        if option.default is MISSING and name not in given:
+            raise TypeError(f"scheme {scheme!r} needs the option {name!r}")
+    # the argument that sets the size
     if kind is FullBatchSampler:
         if batch_size not in (None, n_records):
             raise ValueError(
                 f"batch_size = {batch_size}: must be None or n_records = {n_records} for full-batch; "
                 "leave it out, or choose another scheme"
             )
-        return {}
-    if batch_size is None:
-        raise TypeError(f"batch_size = None: scheme {kind.scheme!r} needs a batch size")
-    checks.integer(batch_size=batch_size, minimum=1, maximum=n_records)
-    if issubclass(kind, PoissonSampler):
-        return {"sampling_probability": batch_size / n_records}
-    return {"batch_size": batch_size}
-
-
-def _check_options(kind: type[Sampler], options: dict[str, Any]) -> None:
-    """Refuse unknown and missing options; a scheme's options are its fields other than size and seed."""
-    size_fields = ("n_records", "seed", "sampling_probability", "batch_size")
-    own = [f for f in fields(kind) if f.init and f.name not in size_fields]
-    for name in options:
-        if name not in [f.name for f in own]:
-            takes = ", ".join(f.name for f in own) or "none"
-            raise TypeError(f"scheme {kind.scheme!r} has no option {name!r}; its options: {takes}")
-    for option in own:
-        if option.default is MISSING and option.name not in options:
-            raise TypeError(f"scheme {kind.scheme!r} needs the option {option.name!r}")
+    elif batch_size is None:
+        raise TypeError(f"batch_size = None: scheme {scheme!r} needs a batch size")
+    else:
+        checks.integer(batch_size=batch_size, minimum=1, maximum=n_records)
+        if issubclass(kind, PoissonSampler):
+            given["sampling_probability"] = batch_size / n_records
+        else:
+            given["batch_size"] = batch_size
+    return kind(n_records=n_records, seed=seed, **given)
 
 
 def _binomial_at_least(least: int, trials: int, probability: float) -> float:

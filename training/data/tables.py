@@ -22,10 +22,9 @@ from typing_extensions import TypeIs
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from opusim.training.config.data import DataConfig, SplitRule
-from opusim.training.data.arrays import Array, Pair, from_arrays
+from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
 from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
 from opusim.training.data.formats import required_library
-from opusim.training.data.splits import Ids
 from opusim.training.errors import DataError
 
 TABLE_LIMIT = 2**30
@@ -151,20 +150,31 @@ def read_frame(path: Path, options: DataConfig) -> Frame:
         ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
     """
     kind = str(options.file_kind)
-    pandas = _table_library("pandas", f"{kind}:{path}")
+
+    def library(name: str) -> Any:
+        missing = f"{kind}:{path} needs the library {name}, which is missing: pip install 'opusim[data]'"
+        return required_library(name, missing)
+
+    pandas = library("pandas")
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
+            cells = 0
             if kind == "parquet":
-                arrow = _table_library("pyarrow.parquet", f"{kind}:{path}")
-                facts = arrow.ParquetFile(file).metadata
+                facts = library("pyarrow.parquet").ParquetFile(file).metadata
                 size = sum(facts.row_group(group).total_byte_size for group in range(facts.num_row_groups))
-                _require_small(path, size, facts.num_rows * facts.num_columns)
-                frame: Frame = pandas.read_parquet(file, engine="pyarrow")
-                return frame
-            _require_small(path, size, 0)
+                cells = facts.num_rows * facts.num_columns
+            for found, limit, what in ((size, TABLE_LIMIT, "bytes"), (cells, _CELL_LIMIT, "cells")):
+                if found > limit:
+                    raise DataError(
+                        f"{path} holds {found:,} {what}, more than the limit of {limit:,}; give a part of it"
+                    )
             separator = "\t" if path.suffix == ".tsv" else ","
-            frame = pandas.read_csv(file, sep=separator)
+            frame: Frame = (
+                pandas.read_parquet(file, engine="pyarrow")
+                if kind == "parquet"
+                else pandas.read_csv(file, sep=separator)
+            )
             return frame
     except DataError:
         raise
@@ -173,15 +183,6 @@ def read_frame(path: Path, options: DataConfig) -> Frame:
     except (ValueError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(f"{path} is no {kind} file with a table ({reason}); write it again") from error
-
-
-def _require_small(path: Path, size: int, cells: int) -> None:
-    """Refuse a table that would take too much memory."""
-    for found, limit, what in ((size, TABLE_LIMIT, "bytes"), (cells, _CELL_LIMIT, "cells")):
-        if found > limit:
-            raise DataError(
-                f"{path} holds {found:,} {what}, more than the limit of {limit:,}; give a part of it"
-            )
 
 
 def table_of(
@@ -218,10 +219,14 @@ def table_of(
                 f"data.label = {column!r} is no column of {what}, which has {_listed(found)}{hint}"
             )
     features = [column for column in found if column not in label]
-    if columns is not None and set(columns) != set(features):
-        _refuse_columns(columns, features, what)
     if columns is None:
         _refuse_index(renamed, features, what)
+    for column in columns or ():
+        if column not in features:
+            raise ValueError(f"{what} has no column {column!r}, which the training records have; add it")
+    more = [column for column in features if columns is not None and column not in columns]
+    if more:
+        raise ValueError(f"{what} has a column {more[0]!r}, which the training records lack; drop it")
     features = list(features if columns is None else columns)
     if not features:
         raise ValueError(f"{what} has no column besides the labels; give at least one feature")
@@ -329,14 +334,6 @@ def _refuse_index(frame: Any, features: Sequence[str], what: str) -> None:
         )
 
 
-def _refuse_columns(wanted: Sequence[str], found: Sequence[str], what: str) -> None:
-    missing = [column for column in wanted if column not in found]
-    if missing:
-        raise ValueError(f"{what} has no column {missing[0]!r}, which the training records have; add it")
-    more = [column for column in found if column not in wanted]
-    raise ValueError(f"{what} has a column {more[0]!r}, which the training records lack; drop it")
-
-
 def _as_tuple(data: object, name: str) -> tuple[Any, ...]:
     """Return arrays that were given as a tuple or a TensorDataset."""
     if isinstance(data, TensorDataset):
@@ -396,8 +393,3 @@ def _listed(names: Sequence[str]) -> str:
     """Return names for a message, at most eight of them."""
     shown = ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
-
-
-def _table_library(name: str, what: str) -> Any:
-    missing = f"{what} needs the library {name}, which is missing: pip install 'opusim[data]'"
-    return required_library(name, missing)

@@ -35,7 +35,7 @@ from opusim.training.runs.checkpoints import (
 )
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import evaluate_split
-from opusim.training.runs.seal import Seal, read_header
+from opusim.training.runs.storage import Seal, read_header
 
 
 class Engine:

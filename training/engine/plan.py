@@ -27,10 +27,13 @@ from opusim.training.config.run import RunConfig, require_offered
 from opusim.training.data import Dataset, Split
 from opusim.training.data.catalogue import build_dataset
 from opusim.training.data.dataset import PrincipalComponents, reduced
-from opusim.training.data.features import map_from_facts, named_map
-from opusim.training.data.public_map import with_public_features
+from opusim.training.data.public_maps import (
+    map_from_facts,
+    named_map,
+    synthetic_components,
+    with_public_features,
+)
 from opusim.training.data.samplers import PoissonSampler, Sampler, make_sampler
-from opusim.training.data.synthetic_images import synthetic_components
 from opusim.training.data.tables import OwnData, OwnTest, own_dataset
 from opusim.training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from opusim.training.engine.certified import certificate_of, monitored

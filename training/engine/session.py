@@ -28,7 +28,7 @@ from opusim.training.config.reading import flat, load_config
 from opusim.training.config.run import RunConfig
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import wide_feature
-from opusim.training.data.optical_map import expected_usage as features_usage
+from opusim.training.data.public_maps import expected_usage as features_usage
 from opusim.training.data.tables import OwnData, OwnTest
 from opusim.training.engine.callbacks import Callback, Watchers
 from opusim.training.engine.certified import facts_of, noted_alarms, require_undoubted

@@ -20,7 +20,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.randomness.seeds import derive_seed
 from opusim.training.data import Dataset
-from opusim.training.data.image_maps import Augmentation
+from opusim.training.data.public_maps import Augmentation
 from opusim.training.feedback.config import (
     BpConfig,
     DfaConfig,

@@ -21,7 +21,7 @@ from opusim.noise import GaussianNoise, NoiseModel
 from opusim.training.config.run import RunConfig, split_refusal
 from opusim.training.config.sections import ProtectionSection
 from opusim.training.data import Dataset
-from opusim.training.data.features import map_from_facts
+from opusim.training.data.public_maps import map_from_facts
 from opusim.training.data.samplers import Sampler
 
 

@@ -36,7 +36,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.files import make_folder
 from opusim.randomness.rounded import toward_zero
-from opusim.training.data.public_map import cache_folder
+from opusim.training.data.public_maps import cache_folder
 from opusim.training.protections.base import calibrated_once
 from opusim.training.protections.metric import Metric
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import shlex
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -20,15 +21,27 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from opusim.accounting.audit import AuditPlan
-from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.tables import number
+from opusim.accounting.guarantee import Guarantee, to_json
+from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
+from opusim.accounting.tables import guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import data_url, html_page, png_bytes
-from opusim.training.attacks.findings import LOW, LOW_RATE, Audit, Curve, Played, Role, audit_rows
-from opusim.training.attacks.words import paragraphs, perfect_guesses, verdict
+from opusim.training.attacks.findings import (
+    LOW,
+    LOW_RATE,
+    Audit,
+    Curve,
+    Played,
+    Role,
+    audit_rows,
+    paragraphs,
+    perfect_guesses,
+    verdict,
+)
+from opusim.training.private_loop.settings import PrivacySettings
 from opusim.training.reports.drawing import new_figure, style
-from opusim.training.reports.run_report import NOT_FOR_RELEASE, run_name
-from opusim.training.runs.stored_run import StoredRun
+from opusim.training.reports.run_report import NOT_FOR_RELEASE, kept_audits, run_name, shown_values
+from opusim.training.runs.folder import RunFolder, StoredRun
 
 _A4 = (8.27, 11.69)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.07, 0.93, 0.965, 0.025
@@ -302,3 +315,42 @@ def draw_sheet(sheet: Sheet, size: float = 8.0) -> Figure:
     page.heading("To repeat it")
     page.pairs(sheet.facts)
     return page.figure if page.y >= _BOTTOM or size <= 5.0 else draw_sheet(sheet, size - 0.5)
+
+
+def write_loop_report(path: Path) -> Path:
+    """Write `report.html` of a private loop, and the pages of the audits in its folder.
+
+    Args:
+        path: The folder that `make_private` wrote.
+
+    Returns:
+        The HTML file.
+
+    Raises:
+        RunFolderError: The settings or an audit were changed, or are something else.
+        LedgerCorrupt: The ledger was changed, cut or reordered.
+        OSError: The folder is not writable.
+    """
+    settings, ledger, folder = PrivacySettings.stored(path), read_ledger(path / LEDGER_FILE), RunFolder(path)
+    name, audits = f"private loop {path.resolve().name}", kept_audits(folder, settings.mode)
+    steps = sum(payment.steps for payment in ledger.payments)
+    stated = guarantee_rows(ledger.guarantees(), seed_stored=settings.mode == "experiment")
+    absent = dict.fromkeys(
+        ("pictures", "devices", "takes", "data_sets", "device_notes", "commands", "versions"), ()
+    )
+    page = html_page(
+        "report.html",
+        **absent,
+        title=name,
+        rows=[{"loop": name, "steps paid for": f"{steps:,}", "planned": str(settings.total_steps or "–")}],
+        guarantees=[{"run": name, **row} for row in stated],
+        folders=[shlex.quote(str(path))],
+        audits=[(f"{name}, {each.played}", audit_rows(each), paragraphs(each)) for each in audits.values()],
+        modes=[settings.mode],
+        dashes="A private loop keeps no accuracies or times: they depend on the private records.",
+        configurations=[(name, shown_values(to_json(settings)))],
+    )
+    write_file(folder.report_file, page.encode())
+    for each in audits.values():
+        write_audit_page(Audited(name, path.resolve().name, settings.mode, {}), each, path)
+    return folder.report_file

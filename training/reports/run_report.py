@@ -14,13 +14,11 @@ from typing import Any
 from opusim.accounting.tables import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
-from opusim.training.attacks.findings import Audit, Played, audit_rows, read_audit
-from opusim.training.attacks.words import paragraphs
+from opusim.training.attacks.findings import Audit, Played, audit_rows, paragraphs, read_audit
 from opusim.training.config.data import OWN_ARRAYS
 from opusim.training.config.reading import flat
 from opusim.training.reports.drawing import Line, LineChart
-from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.stored_run import StoredRun
+from opusim.training.runs.folder import RunFolder, StoredRun
 from opusim.training.zeroth_order.config import ZoConfig
 
 _NOT_WRITTEN = "–"
@@ -181,7 +179,11 @@ def _page(
         device_notes=dict.fromkeys(run.device_note for run in runs if run.device_note is not None),
         folders=[shlex.quote(str(run.folder.path)) for run in runs],
         audits=[
-            (f"{name}, {each.played}", audit_rows(each), [*paragraphs(each), *_warning(run)])
+            (
+                f"{name}, {each.played}",
+                audit_rows(each),
+                [*paragraphs(each), *([NOT_FOR_RELEASE] if run.config.mode == "release" else [])],
+            )
             for (name, run), found in zip(named, audits, strict=True)
             for each in found.values()
         ],
@@ -196,10 +198,6 @@ def kept_audits(run: RunFolder, mode: str) -> dict[str, Audit]:
     """Read the audits in a run folder, by file; an audit never writes into the folder of a release run."""
     files = [run.path / name for name in dict.fromkeys(kind.file for kind in Played)]
     return {file.name: read_audit(file) for file in files if mode == "experiment" and file.exists()}
-
-
-def _warning(run: StoredRun) -> list[str]:
-    return [NOT_FOR_RELEASE] if run.config.mode == "release" else []
 
 
 def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -26,17 +26,17 @@ from opusim.training.reports.drawing import COLOURS, LINES, new_figure, save_fig
 from opusim.training.reports.run_report import distinct
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import record_json, write_json
-from opusim.training.sweeps import results as curves
-from opusim.training.sweeps.results import (
+from opusim.training.sweeps import sweep as curves
+from opusim.training.sweeps.sweep import (
     SCHEMA_VERSION,
     Curve,
+    Point,
     Row,
     SweepResult,
     audited_epsilon,
     axis_label,
     curve_rows,
 )
-from opusim.training.sweeps.spec import Point
 
 _NOTHING = "–"
 _LOG_SCALE_RATIO = 20.0
@@ -117,14 +117,16 @@ def setting_rows(result: SweepResult) -> list[dict[str, str]]:
     for setting, found in groups.items():
         done = [row for _, row in found if row is not None and row.status != "failed"]
         audited = [audited_epsilon(result.folder.path / "runs" / row.identity) for row in done]
+        accuracies = [100 * row.accuracy for row in done if row.accuracy is not None]
+        accuracy = f"{statistics.fmean(accuracies):.2f}" if accuracies else _NOTHING
+        if len(accuracies) > 1:
+            accuracy += f" ± {statistics.stdev(accuracies) / len(accuracies) ** 0.5:.2f}"
         rows.append(
             {
                 "series": setting[0],
                 **dict(zip(keys, setting[1:], strict=True)),
                 "runs": f"{len(done)}/{len(found)}",
-                "accuracy [%]": _mean_and_error(
-                    [100 * row.accuracy for row in done if row.accuracy is not None]
-                ),
+                "accuracy [%]": accuracy,
                 "ε proven": _epsilons([row.proven_epsilon for row in done]),
                 "ε claimed": _epsilons([row.claimed_epsilon for row in done]),
                 "ε audited": _epsilons(audited),
@@ -210,11 +212,20 @@ def _write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 def _guarantees(result: SweepResult) -> list[dict[str, str]]:
     """Return the statements about each series at its weakest setting, the one with the least noise."""
+
+    def weakness(run: tuple[Point, Row]) -> tuple[float, float]:
+        """Order runs by proven epsilon, then by decreasing noise of the run's setting."""
+        point, row = run
+        values = {key.split(".")[-1]: value for key, value in point.values.items()}
+        keys = ("sigma", "noise_multiplier", "temperature_c")
+        noise = next((float(values[key]) for key in keys if key in values), 0.0)
+        return row.proven_epsilon or 0.0, -(noise if row.noise_std is None else row.noise_std)
+
     found = []
     for name in [*result.series, *result.references]:
         runs = result.finished(name)
         if runs:
-            point, row = max(runs, key=_weakness)
+            point, row = max(runs, key=weakness)
             stored = point.config.mode == "experiment"
             setting = ", ".join(f"{key} = {value}" for key, value in point.values.items() if key != "seed")
             found += [
@@ -222,23 +233,6 @@ def _guarantees(result: SweepResult) -> list[dict[str, str]]:
                 for statement in guarantee_rows(row.guarantees, seed_stored=stored)
             ]
     return found
-
-
-def _weakness(run: tuple[Point, Row]) -> tuple[float, float]:
-    """Order runs by proven epsilon, then by decreasing noise of the run's setting."""
-    point, row = run
-    values = {key.split(".")[-1]: value for key, value in point.values.items()}
-    noise = next(
-        (float(values[key]) for key in ("sigma", "noise_multiplier", "temperature_c") if key in values), 0.0
-    )
-    return row.proven_epsilon or 0.0, -(noise if row.noise_std is None else row.noise_std)
-
-
-def _mean_and_error(values: Sequence[float]) -> str:
-    if not values:
-        return _NOTHING
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{error}"
 
 
 def _mean(values: Sequence[float | None], shown: Callable[[float], str]) -> str:

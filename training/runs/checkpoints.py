@@ -1,7 +1,8 @@
 """Checkpoints: one safetensors file each, replaced at once, with its facts as JSON in the header.
 
-Nothing in a checkpoint executes when it is read. The header (`opusim.training.runs.seal`) holds the schema version, the
-step, the engine's running sums, a digest of the tensors, a seal of the run's other files, and a digest of all these.
+Nothing in a checkpoint executes when it is read. The header (`opusim.training.runs.storage`) holds the schema version,
+the step, the engine's running sums, a digest of the tensors, a seal of the run's other files, and a digest of all
+these.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from opusim.files import require_regular, write_file
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.seal import REMEDY, Header, Seal, checkpoint_path, list_checkpoints, read_header
+from opusim.training.runs.storage import REMEDY, Header, Seal, checkpoint_path, list_checkpoints, read_header
 
 
 class Trained(Protocol):

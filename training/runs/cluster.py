@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from opusim.training.errors import SweepStopped
@@ -29,13 +29,29 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
             answers, or the scheduler died.
     """
     try:  # an extra that most installations lack
-        from distributed import Client
+        from distributed import Client, Security
         from distributed.client import CancelledError
         from distributed.comm import CommClosedError
     except ModuleNotFoundError as error:
         raise SweepStopped("--cluster needs the extra 'cluster': pip install 'opusim[cluster]'") from error
-    with _quiet("distributed.client"):
-        _require_encryption(address)
+    with ExitStack() as stack:
+        logger = logging.getLogger("distributed.client")  # its tracebacks would hide our one line
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
+        # refuse an address that does not fit Dask's settings, before a client of it starts threads
+        encrypted = address.startswith("tls:")
+        try:
+            found = Security().get_connection_args("client")
+            reason = "they name no certificate" if encrypted and found.get("ssl_context") is None else ""
+            if found.get("require_encryption") and not encrypted:
+                reason = "they require it"
+        except OSError as error:  # files that are missing or hold something else
+            reason = " ".join(str(error).split())
+        if reason:
+            raise SweepStopped(
+                f"{address} does not fit Dask's settings of encryption: {reason}; give certificate and key as "
+                "docs/sweeps.md tells, and an address tls://..."
+            )
         try:
             client = Client(address, timeout=patience_s)
         except (OSError, TimeoutError, ValueError) as error:
@@ -49,38 +65,3 @@ def connected(address: str, *, patience_s: float = PATIENCE_S) -> Iterator[Clien
             raise SweepStopped(
                 f"the cluster at {address} was lost; finished runs are kept, and the same command resumes the sweep"
             ) from error
-
-
-def _require_encryption(address: str) -> None:
-    """Refuse an address that does not fit Dask's settings, before a client of it starts threads.
-
-    Raises:
-        SweepStopped: The address is encrypted and the settings are not, or the reverse, or a file cannot be used.
-    """
-    from distributed import Security
-
-    encrypted = address.startswith("tls:")
-    try:
-        found = Security().get_connection_args("client")
-        reason = "they name no certificate" if encrypted and found.get("ssl_context") is None else ""
-        if found.get("require_encryption") and not encrypted:
-            reason = "they require it"
-    except OSError as error:  # files that are missing or hold something else
-        reason = " ".join(str(error).split())
-    if reason:
-        raise SweepStopped(
-            f"{address} does not fit Dask's settings of encryption: {reason}; give certificate and key as "
-            "docs/sweeps.md tells, and an address tls://..."
-        )
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Silence a logger whose tracebacks would hide our one line."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from opusim import checks, plugins
 from opusim.accounting.errors import LedgerCorrupt
+from opusim.accounting.guarantee import Guarantee
 from opusim.accounting.ledger.content import LedgerContent
 from opusim.accounting.ledger.journal import Position, Witness
 from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
@@ -22,14 +23,19 @@ from opusim.processes import launched_rank
 from opusim.training.config.reading import stored_config
 from opusim.training.config.run import RunConfig
 from opusim.training.errors import RunFolderError
-from opusim.training.runs.seal import SIZE_LIMIT, GrowingFile, Header, Seal, list_checkpoints, read_header
 from opusim.training.runs.storage import (
     LOCK_FILE,
+    SIZE_LIMIT,
+    GrowingFile,
+    Header,
+    Seal,
     append_line,
     digest_of,
     json_content,
     kind_of,
+    list_checkpoints,
     only_writer,
+    read_header,
     read_json,
     read_lines,
     require_kind,
@@ -37,6 +43,9 @@ from opusim.training.runs.storage import (
     unsealed,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from opusim.training.data.dataset import Target
 
 CONFIG_VERSION = 2
 """Schema of `config.json`."""
@@ -155,19 +164,19 @@ class RunFolder:
         self._made_here |= new and not self.path.exists()
         with only_writer(self.path, "run folder", private=private):
             try:
-                self._check_new() if new else self._check_unfinished()
+                if new:
+                    self._check_new()
+                elif self.finished:
+                    raise RunFolderError(
+                        f"run folder {self.path} holds a finished run; there is nothing to resume"
+                    )
                 yield
             finally:
-                if new:
-                    self._remove_if_empty()
-
-    def _remove_if_empty(self) -> None:
-        """Remove the lock of a refused run, which is still held, and the folder if this process made it."""
-        if {path.name for path in self.path.iterdir()} != {LOCK_FILE}:
-            return
-        (self.path / LOCK_FILE).unlink()
-        if self._made_here:
-            self.path.rmdir()
+                # remove the lock of a refused run, which is still held, and the folder if this process made it
+                if new and {path.name for path in self.path.iterdir()} == {LOCK_FILE}:
+                    (self.path / LOCK_FILE).unlink()
+                    if self._made_here:
+                        self.path.rmdir()
 
     def _check_new(self) -> None:
         """Refuse a folder that holds anything but what a killed start leaves."""
@@ -186,10 +195,6 @@ class RunFolder:
             raise RunFolderError(
                 f"run folder {self.path} holds other files ({', '.join(sorted(others)[:3])}); choose an empty folder"
             )
-
-    def _check_unfinished(self) -> None:
-        if self.finished:
-            raise RunFolderError(f"run folder {self.path} holds a finished run; there is nothing to resume")
 
     def configuration(self, config: RunConfig, facts: dict[str, Any]) -> bytes:
         """Return the content of `config.json` for a new run.
@@ -373,12 +378,22 @@ class RunFolder:
         found = self.digests()
         if header.step == 0 and header.seal.files[self.labels_file.name] is None:
             del found[self.labels_file.name]  # labels are drawn after this checkpoint
+        checkpoint = f"checkpoint step-{header.step:010d}"
         for name, digest in found.items():
-            if digest != header.seal.files[name]:
-                state = _state(digest, header.seal.files[name], f"checkpoint step-{header.step:010d}")
-                raise RunFolderError(
-                    f"{self.path / name} {state}; restore the folder from a copy, or start a new one"
-                )
+            sealed = header.seal.files[name]
+            if digest == sealed:
+                continue
+            state = (
+                f"is not the file that {checkpoint} was written under: it was changed, or the checkpoint is of another "
+                "run"
+            )
+            if digest is None:
+                state = f"is missing, and {checkpoint} was written under it"
+            elif sealed is None:
+                state = f"was added after {checkpoint} was written"
+            raise RunFolderError(
+                f"{self.path / name} {state}; restore the folder from a copy, or start a new one"
+            )
         return header
 
     def require_resumable(self, *, moved: bool) -> Header:
@@ -452,15 +467,6 @@ def _content(file: Path) -> bytes:
     return read_bytes(file, at_most=SIZE_LIMIT)
 
 
-def _state(found: str | None, sealed: str | None, checkpoint: str) -> str:
-    """Say what became of a file whose digest differs from the sealed one."""
-    if found is None:
-        return f"is missing, and {checkpoint} was written under it"
-    if sealed is None:
-        return f"was added after {checkpoint} was written"
-    return f"is not the file that {checkpoint} was written under: it was changed, or the checkpoint is of another run"
-
-
 def own_folder(path: Path) -> Path:
     """Return the folder of a process that keeps the run itself: `path` for rank 0, `path.rankN` for the others."""
     rank = launched_rank()
@@ -481,3 +487,130 @@ def versions(kinds: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
 def facts_equal(left: Any, right: Any) -> bool:
     """Whether two values are equal once written as JSON."""
     return bool(json.loads(json.dumps(left)) == json.loads(json.dumps(right)))
+
+
+class StoredRun:
+    """What a run folder holds of a run besides its parameters: what reports need, and neither torch nor user code.
+
+    Attributes:
+        folder: The run folder.
+        config: The resolved configuration.
+        facts: The whole of `config.json`: network, data, device, package versions.
+        step: Number of steps that the model was trained for.
+    """
+
+    def __init__(self, folder: RunFolder, step: int) -> None:
+        self.folder = folder
+        self.config: RunConfig = folder.read_config()
+        self.facts: dict[str, Any] = folder.read_facts()
+        self.step = step
+
+    @property
+    def target(self) -> Target:
+        """What the model predicts of a record."""
+        found: Target = self.facts["data"].get("target", "class")  # older runs know only classes
+        return found
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One mapping per epoch, as in `metrics.jsonl`."""
+        return self.folder.read_metrics()
+
+    @property
+    def guarantees(self) -> list[Guarantee]:
+        """Privacy guarantees of everything released so far, computed from the ledger.
+
+        Raises:
+            LedgerCorrupt: The ledger was changed, cut or reordered, is older than the newest checkpoint, or is missing.
+        """
+        return self.folder.read_ledger().guarantees()
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Final figures, or None if the run is not finished."""
+        return self.folder.read_summary()
+
+    @property
+    def advice(self) -> str | None:
+        """What to do about a run that learned nothing: R^2 < 0, or an accuracy that guessing reaches; else None.
+
+        Guessing reaches 1 / k of k classes, plus two standard errors of a share of so many records.
+        """
+        figures = {**(self.metrics[-1] if self.metrics else {}), **(self.summary or {})}
+        for part in ("test", "validation"):
+            r2, accuracy = figures.get(f"{part}_r2"), figures.get(f"{part}_accuracy")
+            if r2 is not None and r2 < 0:
+                return (
+                    f"R^2 of {r2:.3g} on {part} records is below 0, so their mean predicts better; "
+                    f"standardise the targets, or lower optimizer.lr = {self.config.optimizer.lr:g}"
+                )
+            if accuracy is None or self.target != "class":
+                continue
+            facts, protection = self.facts["data"], self.config.protection
+            chance, records = 1 / facts["n_classes"], facts.get(f"n_{part}") or 1
+            if accuracy <= chance + 2 * math.sqrt(chance * (1 - chance) / records):
+                remedy = f"train longer, or change optimizer.lr = {self.config.optimizer.lr:g}"
+                if protection.protects != "nothing":
+                    remedy = (
+                        f"protection.kind = {protection.kind!r} adds more noise than these records can outweigh: use "
+                        "more records, a larger epsilon or another protection"
+                    )
+                return (
+                    f"accuracy of {100 * accuracy:.1f} % on {part} records is no better than guessing among "
+                    f"{facts['n_classes']} classes; {remedy}"
+                )
+        return None
+
+    @property
+    def device_note(self) -> str | None:
+        """That the device's noise counts for nothing in a finite epsilon, if the protection's is digital; else None."""
+        protection = self.config.protection
+        digital = getattr(protection, "noise", None) == "digital"
+        if self.facts["device"] is None or not digital:
+            return None
+        if not any(math.isfinite(guarantee.epsilon) for guarantee in self.guarantees):
+            return None
+        return (
+            f"The noise of device {self.facts['device']['name']!r} earns no privacy here (protection.noise = "
+            "'digital'): epsilon counts only the noise that the protection draws in software."
+        )
+
+
+def read_run(path: str | Path) -> StoredRun:
+    """Read a run from its folder without its model; nothing in a folder is executed.
+
+    Args:
+        path: The run folder.
+
+    Raises:
+        RunFolderError: As `opusim.training.runs.run.load_run`, except that code and parameters are not read.
+    """
+    folder = RunFolder(path)
+    folder.read_facts()
+    folder.require_sealed()
+    return StoredRun(folder, read_header(newest_checkpoint(folder)).step)
+
+
+def newest_checkpoint(folder: RunFolder) -> Path:
+    """Return the newest checkpoint of a run, whose model its guarantees cover.
+
+    Raises:
+        RunFolderError: There is no checkpoint, or the run is an unfinished release run whose guarantee covers only the
+            final model.
+    """
+    config = folder.read_config()
+    only_last = config.mode == "release" and config.protection.last_iterate
+    if only_last and not folder.finished:
+        raise RunFolderError(
+            f"run folder {folder.path} holds an unfinished run whose guarantee covers only the final model; finish it "
+            f"with: {folder.resume_command}"
+        )
+    checkpoints = list_checkpoints(folder.checkpoints)
+    if not checkpoints:
+        raise RunFolderError(
+            f"run folder {folder.path} holds a finished run without its checkpoints, and so without a model; train it "
+            "again"
+            if folder.finished
+            else f"run folder {folder.path} has no checkpoint yet; resume it with: {folder.resume_command}"
+        )
+    return checkpoints[-1]

@@ -31,10 +31,10 @@ from opusim.training.runs.storage import LOCK_FILE, kind_of, only_writer
 SCHEMA = "opusim-runs"
 VERSION = 1
 
-State = Literal["finished", "unfinished", "being written", "damaged", ""]
+State = Literal["finished", "unfinished", "being written", "damaged"]
 
 WRITTEN = frozenset(
-    {
+    (
         *(
             "config.json",
             "metrics.jsonl",
@@ -43,16 +43,10 @@ WRITTEN = frozenset(
             "ledger.head",
             "ledger.head.partial",
         ),
-        *(
-            "labels.safetensors",
-            "baseline.safetensors",
-            "components.safetensors",
-            "summary.json",
-            "audit.json",
-            "one-run.json",
-        ),
-        *("report.html", "steps.zo", "steps.mark.json", "base.safetensors", LOCK_FILE),
-    }
+        *("labels.safetensors", "baseline.safetensors", "components.safetensors", "summary.json"),
+        *("audit.json", "one-run.json", "report.html", "steps.zo", "steps.mark.json", "base.safetensors"),
+        LOCK_FILE,
+    )
 )
 """Files that training, audits and reports write into a run folder."""
 _FOLDERS = ("checkpoints", "figures")
@@ -66,8 +60,8 @@ class Entry:
         path: The folder.
         kind: run, search, sweep or audit.
         size: Bytes of its files; links are not followed.
-        started: Day on which its configuration was written, such as 2026-01-31; "" if unknown.
-        state: Of a run; "" for other kinds.
+        started: Day on which its configuration was written, such as 2026-01-31; None if unknown, as all below.
+        state: Of a run; None for other kinds.
         trainer: Kind of its trainer.
         data: Name of its data set.
         model: model.name of its configuration.
@@ -77,73 +71,65 @@ class Entry:
         guarantee: The proven one of least epsilon, or another if none is proven; None if nothing was paid for.
         accuracy: On test records, else on validation records, in [0, 1]; None if it is not known.
         rmse: The same of real numbers; None for other targets.
-        measured_on: test, validation or "".
+        measured_on: test or validation.
         problem: Why it is damaged, in one line.
     """
 
     path: Path
     kind: str
     size: int
-    started: str = ""
-    state: State = ""
-    trainer: str = ""
-    data: str = ""
-    model: str = ""
-    mode: str = ""
+    started: str | None = None
+    state: State | None = None
+    trainer: str | None = None
+    data: str | None = None
+    model: str | None = None
+    mode: str | None = None
     step: int | None = None
     steps: int | None = None
     guarantee: Guarantee | None = None
     accuracy: float | None = None
     rmse: float | None = None
-    measured_on: str = ""
-    problem: str = ""
+    measured_on: str | None = None
+    problem: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; what is not known is null."""
         stated = None if self.guarantee is None else self.guarantee.to_json()
         keys = ("epsilon", "delta", "unit", "adjacency", "release", "status")
-        return {
-            "path": str(self.path),
-            "kind": self.kind,
-            "state": self.state or None,
-            "trainer": self.trainer or None,
-            "data": self.data or None,
-            "model": self.model or None,
-            "mode": self.mode or None,
-            "step": self.step,
-            "steps": self.steps,
-            "guarantee": None if stated is None else {key: stated[key] for key in keys},
-            "accuracy": self.accuracy,
-            "rmse": self.rmse,
-            "measured_on": self.measured_on or None,
-            "started": self.started or None,
-            "bytes": self.size,
-            "problem": self.problem or None,
-        }
+        found: dict[str, Any] = {"path": str(self.path), "kind": self.kind}
+        for name in ("state", "trainer", "data", "model", "mode", "step", "steps"):
+            found[name] = getattr(self, name)
+        found["guarantee"] = None if stated is None else {key: stated[key] for key in keys}
+        for name in ("accuracy", "rmse", "measured_on", "started"):
+            found[name] = getattr(self, name)
+        return found | {"bytes": self.size, "problem": self.problem}
 
     def to_row(self) -> dict[str, str]:
         """Return the entry as text, in columns that fit a narrow page."""
         what = f"{self.trainer} on {self.data}" if self.trainer else self.kind
-        if self.model not in ("", "mlp"):
+        if self.model not in (None, "mlp"):
             what = f"{self.trainer}, {self.model}, on {self.data}"
         if self.mode == "release":
             what += ", release"
         share = "–" if self.rmse is None else f"RMSE {self.rmse:.4g} {self.measured_on}"
         if self.accuracy is not None:
             share = f"{100 * self.accuracy:.1f} % {self.measured_on}"
+        stated, epsilon = self.guarantee, "–"
+        if stated is not None:
+            epsilon = stated.status.value
+            if stated.is_proven:
+                epsilon = f"{number(stated.epsilon)} {stated.unit.value}, {epsilon}"
+        state: str = self.state or "–"
+        if self.state in ("unfinished", "being written") and self.step is not None:
+            total = "" if self.steps is None else f" of {self.steps:,}"
+            state += f" at step {self.step:,}{total}"
         return {
             "run": f"{self.path.name}: {what}" + (f", {self.started}" if self.started else ""),
-            "state": self._state(),
-            "epsilon": _epsilon(self.guarantee),
+            "state": state,
+            "epsilon": epsilon,
             "accuracy": share,
             "size": data_size(self.size),
         }
-
-    def _state(self) -> str:
-        if self.state in ("finished", "damaged", "") or self.step is None:
-            return self.state or "–"
-        total = "" if self.steps is None else f" of {self.steps:,}"
-        return f"{self.state} at step {self.step:,}{total}"
 
 
 def list_runs(folder: Path) -> list[Entry]:
@@ -242,12 +228,10 @@ def _others(path: Path) -> Iterator[str]:
                 for inner in entry.iterdir()
                 if not stat.S_ISREG(inner.lstat().st_mode)
             )
-        elif not stat.S_ISREG(mode) or not _is_written(entry.name):
-            yield entry.name
-
-
-def _is_written(name: str) -> bool:
-    return name in WRITTEN or name.removeprefix(".").removesuffix(".partial") in WRITTEN
+        else:
+            whole = entry.name.removeprefix(".").removesuffix(".partial")
+            if not stat.S_ISREG(mode) or not {entry.name, whole} & WRITTEN:
+                yield entry.name
 
 
 def _has_account(ledger: Path) -> bool:
@@ -286,8 +270,17 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
     done = summary.get("steps", header.step if header is not None else 0)
     figures: Mapping[str, Any] = {**last, **summary}
     measured_on = next(
-        (name for name in ("test", "validation") if figures.keys() & {f"{name}_accuracy", f"{name}_rmse"}), ""
+        (name for name in ("test", "validation") if figures.keys() & {f"{name}_accuracy", f"{name}_rmse"}),
+        None,
     )
+    strongest = None  # the proven guarantee of least epsilon, else one of another status
+    with suppress(NoGuarantee):
+        content = folder.read_ledger()
+        stated = content.guarantees()
+        # if there are doubts, a proven one is about the part of the run before an alarm
+        strongest = (
+            stated[0] if content.doubts else min(stated, key=lambda one: (not one.is_proven, one.epsilon))
+        )
     return {
         "started": time.strftime("%Y-%m-%d", time.localtime(folder.config_file.stat().st_mtime)),
         "trainer": config.trainer.kind,
@@ -296,31 +289,11 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
         "mode": config.mode,
         "step": done,
         "steps": round(config.epochs * last["step"] / last["epoch"]) if last.get("epoch") else None,
-        "guarantee": _strongest(folder),
+        "guarantee": strongest,
         "accuracy": figures.get(f"{measured_on}_accuracy"),
         "rmse": figures.get(f"{measured_on}_rmse"),
         "measured_on": measured_on,
     }
-
-
-def _strongest(folder: RunFolder) -> Guarantee | None:
-    """Return the proven guarantee of least epsilon, else one of another status; None if nothing was paid for."""
-    try:
-        content = folder.read_ledger()
-        found = content.guarantees()
-    except NoGuarantee:
-        return None
-    if content.doubts:  # a proven one is about the part of the run before an alarm
-        return found[0]
-    return min(found, key=lambda guarantee: (not guarantee.is_proven, guarantee.epsilon))
-
-
-def _epsilon(guarantee: Guarantee | None) -> str:
-    if guarantee is None:
-        return "–"
-    if not guarantee.is_proven:
-        return guarantee.status.value
-    return f"{number(guarantee.epsilon)} {guarantee.unit.value}, {guarantee.status.value}"
 
 
 def _size(path: Path) -> int:

@@ -6,7 +6,8 @@ user-supplied arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,12 +21,11 @@ from opusim.training.config.run import LossName
 from opusim.training.config.sections import is_import_path
 from opusim.training.data import Dataset, Split
 from opusim.training.data.arrays import RecordForm, standardised
-from opusim.training.data.catalogue import build_dataset
+from opusim.training.data.catalogue import bits_per_byte, build_dataset
 from opusim.training.data.dataset import PrincipalComponents, Standardisation, Target, in_single_precision
-from opusim.training.data.features import map_from_facts
 from opusim.training.data.formats import read_arrays
+from opusim.training.data.public_maps import map_from_facts
 from opusim.training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
-from opusim.training.data.texts import bits_per_byte
 from opusim.training.errors import DataError
 from opusim.training.networks.base import Network
 from opusim.training.networks.memory import preserved_state
@@ -37,9 +37,8 @@ from opusim.training.networks.user_code import (
     warn_if_changed,
 )
 from opusim.training.runs.checkpoints import copy_parameters, read_checkpoint
-from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.folder import RunFolder, StoredRun, newest_checkpoint
 from opusim.training.runs.storage import read_array
-from opusim.training.runs.stored_run import StoredRun, newest_checkpoint
 
 if TYPE_CHECKING:
     from opusim.crossbar.conversion import DeviceModel
@@ -60,12 +59,7 @@ def model_outputs(model: nn.Module | Network, x: Tensor) -> Tensor:
     Returns:
         Shape (n, n_outputs), for tokens (n, T, n_outputs).
     """
-    compute, at_once = _evaluated(model)
-    module = model.model if isinstance(model, Network) else model
-    with (
-        torch.no_grad(),
-        preserved_state(module, follow_hooks=False),
-    ):  # a checkpoint must hold nothing of the records
+    with _evaluated(model) as (compute, at_once):
         return torch.cat([compute(chunk) for chunk in x.split(at_once)])
 
 
@@ -84,18 +78,20 @@ def evaluate_split(
         "loss", the mean over records, and the figures of the target, such as "accuracy", the share of correct classes,
         in [0, 1]; see `opusim.training.networks.objectives.measure`.
     """
-    compute, at_once = _evaluated(model)
-    module = model.model if isinstance(model, Network) else model
-    with (
-        torch.no_grad(),
-        preserved_state(module, follow_hooks=False),
-    ):  # a checkpoint must hold nothing of the records
+    with _evaluated(model) as (compute, at_once):
         return measure(Objective.named(loss, target), compute, split.x, split.y, at_once=at_once)
 
 
-def _evaluated(model: nn.Module | Network) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Return what computes outputs, and for how many records at once."""
-    return (model.outputs, model.records_at_once) if isinstance(model, Network) else (model, _CHUNK)
+@contextmanager
+def _evaluated(model: nn.Module | Network) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
+    """Yield what computes outputs, and for how many records at once; a checkpoint must hold nothing of them."""
+    own = (
+        (model.model, model.outputs, model.records_at_once)
+        if isinstance(model, Network)
+        else (model, model, _CHUNK)
+    )
+    with torch.no_grad(), preserved_state(own[0], follow_hooks=False):
+        yield own[1:]
 
 
 class Run(StoredRun):
@@ -363,8 +359,19 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
         )
     name = data or run.config.data.name
     options = DataConfig(name=name, split_seed=run.config.data.split_seed)
+    own = run.config.data
     if options.file_kind in ("csv", "parquet"):
-        return _evaluate_table(run, options)
+        # a file, or that of the run's own data.test if the file is the one that it was trained on
+        path = options.file
+        if options.name == own.name:
+            if own.test is None:
+                raise DataError(
+                    f"run {run.folder.path} has no test records; give some with --data {options.file_kind}:PATH, or "
+                    "train with data.test"
+                )
+            path = Path(own.test)
+        frame = read_frame(path, options)
+        return path.name, len(frame), run.evaluate(frame)
     dataset, part = _other_records(run, name)
     split = getattr(dataset, part)
     figures = run.evaluate(split.x, split.y)
@@ -372,29 +379,16 @@ def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[s
         figures["bits_per_byte"] = bits_per_byte(figures["loss"], dataset.origin["bytes_per_token"][part])
     shown = dataset.name
     if options.file_kind is not None:
-        shown = Path(str(run.config.data.test)).name if part == "test" else options.file.name
+        shown = Path(str(own.test)).name if part == "test" else options.file.name
     return shown, len(split), figures
-
-
-def _evaluate_table(run: Run, options: DataConfig) -> tuple[str, int, dict[str, float]]:
-    """Measure a run on a file, or on that of its own data.test if the file is the one that it was trained on."""
-    path, own = options.file, run.config.data
-    if options.name == own.name:
-        if own.test is None:
-            raise DataError(
-                f"run {run.folder.path} has no test records; give some with --data {options.file_kind}:PATH, or train "
-                "with data.test"
-            )
-        path = Path(own.test)
-    frame = read_frame(path, options)
-    return path.name, len(frame), run.evaluate(frame)
 
 
 def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test"]]:
     """Load records to evaluate a run on, with features as its standardisation expects them, and say which part it is.
 
     Raises:
-        DataError: They cannot be read, have another number of features, or hold no test records.
+        DataError: They cannot be read, have another number of features, hold no test records, or are a text whose
+            tokens have other numbers than those that the run was trained on.
     """
     own, part = run.config.data, "test"
     options = DataConfig(name=name, split_seed=own.split_seed)
@@ -411,7 +405,13 @@ def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test
             f"data set {name} has {dataset.n_features} features, the run's network takes "
             f"{run.n_features}; evaluate it on data with as many features"
         )
-    _require_same_tokenizer(run, dataset)
+    origin, path = run.facts["data"].get("origin"), own.tokenizer
+    # a run that does not say where its records come from is not checked
+    if origin and dataset.origin and origin.get("tokenizer") != dataset.origin.get("tokenizer"):
+        raise DataError(
+            f"data.tokenizer = {str(path)!r} is not the file that run {run.folder.path} was trained with, so that "
+            "tokens have other numbers; restore it"
+        )
     if part == "train":
         return dataset, "train"
     if dataset.test is None:
@@ -422,20 +422,6 @@ def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test
             else f"data set {name} has no test records; give some with --arrays FILE.npz"
         )
     return dataset, "test"
-
-
-def _require_same_tokenizer(run: Run, dataset: Dataset) -> None:
-    """Refuse a text whose tokens have other numbers than those that the run was trained on.
-
-    Raises:
-        DataError: The tokenizer's file was changed. A run that does not say where its records come from is not checked.
-    """
-    origin, path = run.facts["data"].get("origin"), run.config.data.tokenizer
-    if origin and dataset.origin and origin.get("tokenizer") != dataset.origin.get("tokenizer"):
-        raise DataError(
-            f"data.tokenizer = {str(path)!r} is not the file that run {run.folder.path} was trained with, so that "
-            "tokens have other numbers; restore it"
-        )
 
 
 def read_npz(

@@ -34,10 +34,9 @@ from opusim.training.errors import FolderBusy, RunInterrupted, SweepStopped
 from opusim.training.networks.user_code import require_trusted
 from opusim.training.runs.cluster import connected
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.run import Run, load_run
+from opusim.training.runs.run import load_run
 from opusim.training.runs.storage import only_writer, require_kind
-from opusim.training.sweeps.results import Row, SweepFolder, failed_row, row_of, write_row
-from opusim.training.sweeps.spec import Point
+from opusim.training.sweeps.sweep import Point, Row, SweepFolder, failed_row, row_of, write_row
 
 _MAX_DEATHS = 3
 """Worker processes that may die over one run before it counts as failed. If so many die before they start any run, the
@@ -147,7 +146,16 @@ def run_sweep(
                         on_row(row, _seconds_left(rows, distinct, jobs))
             except TerminatedWorkerError as error:
                 rows |= folder.rows(missing)
-                rows |= _given_up(missing, rows, folder, deaths)
+                for point in missing:  # over which did processes die too often, usually out of memory?
+                    if point.identity in rows or not folder.run_path(point).exists():
+                        continue
+                    deaths[point.identity] += 1
+                    if deaths[point.identity] >= _MAX_DEATHS:
+                        reason = (
+                            f"its process died {_MAX_DEATHS} times (out of memory?); try it with --jobs 1"
+                        )
+                        rows[point.identity] = row = failed_row(point.identity, reason)
+                        write_row(folder.row_path(point), row)
                 idle = idle + 1 if (len(rows), deaths.total()) == before else 0
                 if idle == _MAX_DEATHS:
                     raise SweepStopped(
@@ -170,7 +178,22 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
     folder = RunFolder(run_path)
     started = time.perf_counter()
     try:
-        run = _finished(config, folder)
+        names_code = is_import_path(config.model.name) or is_import_path(
+            config.loss
+        )  # the sweep itself names it
+        run = None
+        while run is None and not folder.finished:
+            try:
+                dataset = _dataset(config.data, config.split)
+                resume = folder.started
+                if resume:
+                    require_trusted(folder.read_facts(), trust_code=names_code)
+                run = train_on(folder.read_config() if resume else config, dataset, folder, resume=resume)
+            except FolderBusy:
+                time.sleep(_POLL_S)
+            except BudgetExceeded:
+                break  # the folder is finished, and its summary holds the reason
+        run = run or load_run(folder.path, trust_code=names_code)
         # the seconds of training in all processes that wrote the folder, at least those of this call
         written = sum(record["wall_s"] for record in folder.read_timing())
         row = row_of(run, config, wall_s=max(time.perf_counter() - started, written))
@@ -180,22 +203,6 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
         row = failed_row(run_path.name, error)
     write_row(row_path, row)
     return row
-
-
-def _finished(config: RunConfig, folder: RunFolder) -> Run:
-    names_code = is_import_path(config.model.name) or is_import_path(config.loss)  # the sweep itself names it
-    while not folder.finished:
-        try:
-            dataset = _dataset(config.data, config.split)
-            resume = folder.started
-            if resume:
-                require_trusted(folder.read_facts(), trust_code=names_code)
-            return train_on(folder.read_config() if resume else config, dataset, folder, resume=resume)
-        except FolderBusy:
-            time.sleep(_POLL_S)
-        except BudgetExceeded:
-            break  # the folder is finished, and its summary holds the reason
-    return load_run(folder.path, trust_code=names_code)
 
 
 @lru_cache(maxsize=1)
@@ -225,23 +232,6 @@ def _on_cluster(
 
 def _arguments(point: Point, folder: SweepFolder) -> tuple[RunConfig, Path, Path]:
     return point.config, folder.run_path(point).absolute(), folder.row_path(point).absolute()
-
-
-def _given_up(
-    points: Sequence[Point], rows: dict[str, Row], folder: SweepFolder, deaths: Counter[str]
-) -> dict[str, Row]:
-    """Write rows for the runs over which processes died too often (usually out of memory)."""
-    given_up = {}
-    for point in points:
-        if point.identity in rows or not folder.run_path(point).exists():
-            continue
-        deaths[point.identity] += 1
-        if deaths[point.identity] >= _MAX_DEATHS:
-            reason = f"its process died {_MAX_DEATHS} times (out of memory?); try it with --jobs 1"
-            row = failed_row(point.identity, reason)
-            write_row(folder.row_path(point), row)
-            given_up[point.identity] = row
-    return given_up
 
 
 def _seconds_left(rows: dict[str, Row], distinct: dict[str, Point], jobs: int) -> float | None:

@@ -18,7 +18,7 @@ _MAKERS = (
     "opusim.training.zeroth_order.algorithm:noise_stream",
     "opusim.training.protections.noisy_labels:noise_stream",
     "opusim.training.private_loop.start:noise_stream",
-    "opusim.training.tuning:noise_stream",
+    "opusim.training.sweeps.tuning:noise_stream",
 )
 
 

@@ -17,9 +17,9 @@ from opusim.accounting.errors import NoGuarantee
 from opusim.accounting.guarantee import Adjacency
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
-from opusim.training.attacks import record_terms
+from opusim.training.attacks import base
+from opusim.training.attacks.base import KeptTerms, NotedTerms, OuterProducts
 from opusim.training.attacks.findings import Audit, Finding, Role
-from opusim.training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts
 from opusim.training.attacks.replay import MembershipGame, noiseless_steps, replayed_step
 from opusim.training.attacks.run_audit import audit_run, read_run
 from opusim.training.attacks.update_attacks import DifferenceAttack
@@ -156,7 +156,7 @@ def _weaken_terms(patch: pytest.MonkeyPatch) -> None:
 def test_terms_that_do_not_fit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for four of ten records, every batch of four still gets its own rows, and one of five gets none."""
     network = FullyConnected(nn.Sequential(nn.Linear(2, 3)))
-    monkeypatch.setattr(record_terms, "_MOST_NUMBERS", 4 * 6)
+    monkeypatch.setattr(base, "_MOST_NUMBERS", 4 * 6)
     kept = KeptTerms({}, network, 10)
     for first in (0, 2, 6, 1):
         numbers = torch.arange(first, first + 4)

@@ -12,7 +12,7 @@ from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.networks.network import FullyConnected
 from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
-from tests.support.canaries import Canaries, auc_error, own_features, pooled, record_losses
+from tests.support.canaries import Canaries, Scores, auc_error, own_features, pooled, record_losses
 
 RECORDS, OTHERS, STEPS = 40, 4, 300
 
@@ -89,8 +89,6 @@ def test_scores_are_split_by_coin() -> None:
 
 def test_the_error_of_the_area_is_that_of_ranks(seed: int) -> None:
     """Against the spread of areas of scores of one law."""
-    from opusim.training.attacks.base import Scores
-
     generator = np.random.default_rng(seed)
     areas = [
         Scores(first=generator.normal(size=30), second=generator.normal(size=20)).auc for _ in range(4000)

@@ -18,10 +18,18 @@ from opusim.accounting.errors import NoGuarantee
 from opusim.accounting.mechanisms.labels import StagedResponse
 from opusim.accounting.mechanisms.observations import UniformSource
 from opusim.errors import ConfigError
-from opusim.training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked, shared
-from opusim.training.attacks.mechanism.contributions import Amounts, single_record_checks
-from opusim.training.attacks.mechanism.counted import staged_checks
-from opusim.training.attacks.mechanism.report import Check, MechanismAudit, report_text
+from opusim.training.attacks.mechanism.audit import staged_checks
+from opusim.training.attacks.mechanism.checks import (
+    BatchLaw,
+    Check,
+    MechanismAudit,
+    Released,
+    Sums,
+    checked,
+    report_text,
+    shared,
+)
+from opusim.training.attacks.mechanism.readings import Amounts, single_record_checks
 from opusim.training.cli.app import app
 from opusim.training.protections import noisy_labels, staged_responses
 from opusim.training.zeroth_order.trainer import Differences
@@ -218,12 +226,12 @@ def test_responses_from_sets_without_a_common_class_are_no_evidence(seed: int) -
 
     mechanism = StagedResponse(steps=1, step_epsilon=epsilon, n_classes=4, stages=2)
     runs = [responses(False), responses(True)]
-    checks = {check.name: check for check in staged_checks(runs, labels, mechanism, 1e-4)}
+    checks = {check.name: check for check in shared(staged_checks(runs, labels, mechanism), 1e-4)}
     equal = checks["response: equal in two runs"]
     assert not any(check.alarm for check in checks.values()), checks
     assert equal.standard_error == pytest.approx(1 / math.sqrt(n // 2))
     runs[1][: n // 2] = runs[0][: n // 2]
-    copied = {check.name: check for check in staged_checks(runs, labels, mechanism, 1e-4)}
+    copied = {check.name: check for check in shared(staged_checks(runs, labels, mechanism), 1e-4)}
     assert copied["response: equal in two runs"].alarm
 
 
@@ -366,7 +374,9 @@ def test_synthetic_updates_alarm_where_they_must(fault: str, z: float, seed: int
     generator = np.random.default_rng(seed)
     for _ in range(20):
         alarms = [
-            check.name for check in checked(synthetic(generator, z=z, fault=fault), 1e-6) if check.alarm
+            check.name
+            for check in shared(checked(synthetic(generator, z=z, fault=fault)), 1e-6)
+            if check.alarm
         ]
         assert bool(alarms) == bool(fault), alarms
 
@@ -431,7 +441,7 @@ def test_p_values_of_synthetic_updates_are_uniform_enough(seed: int) -> None:
     generator = np.random.default_rng(seed)
     n, share = 200, 0.05
     found = [
-        [check.p_value for check in checked(synthetic(generator, z=1.0), 1e-6)] for _ in range(n)
+        [check.p_value for check in checked(synthetic(generator, z=1.0))] for _ in range(n)
     ]  # (n, checks)
     below = np.mean(np.array(found) < share, axis=0)
     limit = share + 5 * math.sqrt(share * (1 - share) / n)

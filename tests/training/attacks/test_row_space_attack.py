@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opusim.accounting.audit import area_under_curve
 from opusim.errors import ConfigError
-from opusim.training.attacks.base import EarlierSteps, Scores, steps_needed
+from opusim.training.attacks.base import EarlierSteps, steps_needed
 from opusim.training.attacks.update_attacks import Rows, residual, row_space
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.networks.optimizers import make_optimizer
@@ -115,10 +116,10 @@ def test_the_covariance_tells_members_without_any_signal_at_any_noise(seed: int)
 
 def _auc(scores: list[float], coins: list[bool]) -> float:
     values, present = np.array(scores), np.array(coins)
-    return Scores(first=values[present], second=values[~present]).auc
+    return area_under_curve(values[present], values[~present])
 
 
 def test_auc_counts_pairs() -> None:
     first, second = np.array([3.0, 1.0, 2.0]), np.array([2.0, 0.0])
     pairs = [(a > b) + (a == b) / 2 for a in first for b in second]
-    assert Scores(first=first, second=second).auc == pytest.approx(np.mean(pairs))
+    assert area_under_curve(first, second) == pytest.approx(np.mean(pairs))

@@ -18,8 +18,7 @@ from opusim.processes.ranks import Ranks
 from opusim.training.cli import app
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.seal import GrowingFile, Prefix
-from opusim.training.runs.storage import append_line, digest_of, only_writer
+from opusim.training.runs.storage import GrowingFile, Prefix, append_line, digest_of, only_writer
 from tests.support import run_folders
 from tests.support.command import ROOT, opusim
 
@@ -213,7 +212,7 @@ def test_a_seal_reads_only_what_was_added(tmp_path: Path, monkeypatch: pytest.Mo
         read.append(len(content))
         return content
 
-    monkeypatch.setattr("opusim.training.runs.seal.read_bytes", counted)
+    monkeypatch.setattr("opusim.training.runs.storage.read_bytes", counted)
     for epoch in range(50):
         append_line(path, {"epoch": epoch})
         found, content = file.prefix(), original(path)

@@ -21,7 +21,7 @@ from opusim.training.config.reading import flat, merged, nested, stored_config
 from opusim.training.config.run import effects_of, unused
 from opusim.training.data import from_arrays
 from opusim.training.engine import session
-from opusim.training.sweeps.spec import points_of, read_spec
+from opusim.training.sweeps.sweep import points_of, read_spec
 
 ALWAYS = {
     *(

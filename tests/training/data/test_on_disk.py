@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import opusim
+from opusim.training.data import dataset as disk
 from opusim.training.data import from_arrays
-from opusim.training.data import on_disk as disk
 from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
 from opusim.training.errors import DataError
 
@@ -23,7 +23,7 @@ from opusim.training.errors import DataError
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of some records, so that small arrays have several."""
-    monkeypatch.setattr(disk, "_BLOCK", 64)
+    monkeypatch.setattr(disk, "NUMBERS_AT_ONCE", 64)
 
 
 def mapped(folder: Path, values: np.ndarray) -> np.ndarray:
@@ -77,7 +77,7 @@ def test_they_are_standardised_by_records_as_in_memory(
     found = standardised_by_records(
         from_arrays(mapped(tmp_path, x), y, validation_fraction=0.2, split_seed=1)
     )
-    monkeypatch.setattr(disk, "_BLOCK", 2**22)
+    monkeypatch.setattr(disk, "NUMBERS_AT_ONCE", 2**22)
     memory = standardised_by_records(from_arrays(x, y, validation_fraction=0.2, split_seed=1))
     assert found.train.on_disk
     for a, b in zip(parts(found), parts(memory), strict=True):

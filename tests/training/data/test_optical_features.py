@@ -20,8 +20,8 @@ from opusim.description.loading import load_description
 from opusim.errors import ConfigError
 from opusim.files import to_toml
 from opusim.training.config.reading import load_config
-from opusim.training.data import load_dataset, public_map
-from opusim.training.data.optical_map import OpticalMap
+from opusim.training.data import load_dataset, public_maps
+from opusim.training.data.public_maps import OpticalMap
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan, load_data, with_own_inputs
 
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(public_map.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(public_maps.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "features"
 
 
@@ -90,7 +90,7 @@ def test_the_same_records_are_mapped_once(
     assert second.summary == first.summary
     files[0].write_bytes(b"cut")
     monkeypatch.undo()
-    monkeypatch.setenv(public_map.CACHE_VARIABLE, str(cache.parent))
+    monkeypatch.setenv(public_maps.CACHE_VARIABLE, str(cache.parent))
     third = training.train(CONFIG, folder=tmp_path / "third")
     assert third.summary == first.summary
 

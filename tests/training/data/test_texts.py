@@ -18,8 +18,8 @@ from opusim.accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.config import load_config
-from opusim.training.data import Dataset, texts
-from opusim.training.data.texts import bits_per_byte, load_text
+from opusim.training.data import Dataset, catalogue
+from opusim.training.data.catalogue import bits_per_byte, load_text
 from opusim.training.engine.plan import load_data
 from opusim.training.errors import DataError
 from opusim.training.protections.planning import require_covered
@@ -119,7 +119,7 @@ class TestTokenizer:
     ) -> None:
         pytest.importorskip("tokenizers")
         whole = load_text(text, context=5, tokenizer=tokenizer)
-        monkeypatch.setattr(texts, "_PIECE", 40)
+        monkeypatch.setattr(catalogue, "_PIECE", 40)
         assert torch.equal(load_text(text, context=5, tokenizer=tokenizer).train.x, whole.train.x)
 
     def test_another_tokenizer_is_another_origin(self, text: Path, tokenizer: Path) -> None:
@@ -222,7 +222,7 @@ class TestRefusals:
         for changes, message in refused:
             with pytest.raises(DataError, match=re.escape(message)):
                 load_text(**({"path": text} | changes))
-        monkeypatch.setattr(texts, "TEXT_LIMIT", 1000)
+        monkeypatch.setattr(catalogue, "TEXT_LIMIT", 1000)
         with pytest.raises(DataError, match="has 1,550 bytes, more than the limit of 1,000"):
             load_text(text)
 

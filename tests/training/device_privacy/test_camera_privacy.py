@@ -22,11 +22,16 @@ from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of, l
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.training.cli.app import app
-from opusim.training.device_privacy.camera import MIN_SHARE, LabelCounts, label_counts
-from opusim.training.device_privacy.camera_tables import target_rows, temperature_rows
 from opusim.training.protections.argmax_labels import ArgmaxReadout
 from opusim.training.protections.counted_labels import CountsReadout
 from opusim.training.protections.label_frames import LabelFrames
+from opusim.training.reports.device_privacy import (
+    MIN_SHARE,
+    LabelCounts,
+    label_counts,
+    target_rows,
+    temperature_rows,
+)
 
 DELTA = 1e-2
 HOT = OperatingPoint(temperature_c=60.0, light=0.01)

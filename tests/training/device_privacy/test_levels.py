@@ -16,8 +16,8 @@ from opusim.description.loading import load_description
 from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
-from opusim.training.device_privacy.levels import device_levels
 from opusim.training.engine.session import train
+from opusim.training.reports.device_privacy import device_levels
 from opusim.training.runs.run import load_run
 
 OUTPUTS, BETA, DELTA = 40, 1e-6, 1e-5

@@ -40,7 +40,7 @@ from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.listing import list_runs
 from opusim.training.runs.run import Run, load_run
-from opusim.training.tuning import Search
+from opusim.training.sweeps.tuning import Search
 
 TODAY, BETA, SIGMA, OUTPUTS = datetime.date.today(), 1e-7, 0.5, 64
 

@@ -16,7 +16,7 @@ from opusim import files
 from opusim.processes import memory
 from opusim.training.config import load_config
 from opusim.training.data.arrays import from_arrays
-from opusim.training.data.image_maps import HogMap
+from opusim.training.data.public_maps import HogMap
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.network import FullyConnected
 

@@ -31,9 +31,8 @@ from opusim.training.networks.objectives import Objective, measure
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.networks.user_code import require_trusted
 from opusim.training.reports.run_report import write_report
-from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.folder import RunFolder, read_run
 from opusim.training.runs.listing import list_runs
-from opusim.training.runs.stored_run import read_run
 
 CONFIG: dict[str, Any] = {
     "threads": 1,

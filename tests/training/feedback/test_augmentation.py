@@ -15,7 +15,7 @@ from opusim import training
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 from opusim.training.config.reading import merged
-from opusim.training.data.image_maps import Augmentation
+from opusim.training.data.public_maps import Augmentation
 from opusim.training.feedback.modules import ModuleGradients
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.any_module import AnyModule

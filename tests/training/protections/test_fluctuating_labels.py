@@ -22,7 +22,6 @@ from opusim.description.loading import load_description
 from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.noise import LightPower
-from opusim.training.device_privacy.camera import OperatingPoint, label_counts
 from opusim.training.protections.argmax_labels import (
     ArgmaxReadout,
     Cell,
@@ -32,6 +31,7 @@ from opusim.training.protections.argmax_labels import (
 )
 from opusim.training.protections.counted_labels import CountsReadout
 from opusim.training.protections.label_frames import POWER_SHARE, LabelFrames
+from opusim.training.reports.device_privacy import OperatingPoint, label_counts
 
 K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
 POWER = {"law": "log_normal", "rms": 0.3}

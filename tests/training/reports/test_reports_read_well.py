@@ -19,8 +19,7 @@ from opusim.training.reports.drawing import Line, LineChart
 from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
 from opusim.training.reports.sweep_report import setting_rows, write_sweep
 from opusim.training.runs.run import Run
-from opusim.training.sweeps.results import SweepFolder, SweepResult, row_of
-from opusim.training.sweeps.spec import SpecText, parse_spec, points_of
+from opusim.training.sweeps.sweep import SweepFolder, SweepResult, parse_spec, points_of, row_of
 
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
 RELEASED = {
@@ -75,7 +74,7 @@ def test_a_report_names_the_command_that_lists_assumptions_and_what_the_devices_
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
     folder = SweepFolder(tmp_path_factory.mktemp("sweep"))
-    spec, text = parse_spec(SPEC, SpecText("", "spec"))
+    spec, text = parse_spec(SPEC, "spec")
     points = points_of(spec, text)
     rows = {}
     for point in points:

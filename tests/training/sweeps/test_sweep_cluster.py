@@ -15,8 +15,7 @@ import pytest
 
 from opusim.training.errors import SweepStopped
 from opusim.training.sweeps.execution import run_sweep
-from opusim.training.sweeps.results import SweepFolder
-from opusim.training.sweeps.spec import Point, points_of, read_spec
+from opusim.training.sweeps.sweep import Point, SweepFolder, points_of, read_spec
 from tests.support.ports import free_port
 
 dask = pytest.importorskip("dask")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opusim.errors import ConfigError
-from opusim.training.sweeps.spec import Point, one_at_a_time, points_of, read_spec
+from opusim.training.sweeps.sweep import Point, one_at_a_time, points_of, read_spec
 
 SPEC = """\
 title = "t"

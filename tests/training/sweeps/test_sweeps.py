@@ -26,10 +26,19 @@ from opusim.training.reports.sweep_report import accuracy_epsilon, write_sweep
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import evaluate_run, load_run
 from opusim.training.sweeps import execution
-from opusim.training.sweeps import results as curves
+from opusim.training.sweeps import sweep as curves
 from opusim.training.sweeps.execution import SweepForecast, run_point, run_sweep
-from opusim.training.sweeps.results import Row, SweepFolder, SweepResult, read_row, write_row
-from opusim.training.sweeps.spec import Point, SweepSpec, points_of, read_spec
+from opusim.training.sweeps.sweep import (
+    Point,
+    Row,
+    SweepFolder,
+    SweepResult,
+    SweepSpec,
+    points_of,
+    read_row,
+    read_spec,
+    write_row,
+)
 
 SPEC = """\
 title = "Digits at three noises"
@@ -68,8 +77,8 @@ def written(tmp_path: Path, *, epochs: int = 1, seeds: str = "[0, 1]", text: str
 
 
 def swept(file: Path, folder: SweepFolder) -> tuple[SweepSpec, list[Point], dict[str, Row]]:
-    spec, text = read_spec(file)
-    points = points_of(spec, text)
+    spec, origin = read_spec(file)
+    points = points_of(spec, origin)
     return spec, points, run_sweep(points, folder, jobs=1)
 
 

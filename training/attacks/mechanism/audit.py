@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.stats
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from opusim import checks
-from opusim.accounting.ledger.ledger import read_ledger
 from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from opusim.training.attacks.mechanism.checks import Released, checked, shared
-from opusim.training.attacks.mechanism.contributions import (
+from opusim.training.attacks.mechanism.checks import LAGS, Check, MechanismAudit, checked, shared
+from opusim.training.attacks.mechanism.readings import (
     STEPS,
-    Weights,
+    FinishedRun,
     read_amounts,
+    released_steps,
     single_record_checks,
     small_batches,
 )
-from opusim.training.attacks.mechanism.counted import (
-    answer_checks,
-    count_checks,
-    response_checks,
-    staged_checks,
-)
-from opusim.training.attacks.mechanism.readings import (
-    kept_scores,
-    kept_states,
-    released_steps,
-    responses,
-)
-from opusim.training.attacks.mechanism.report import Check, MechanismAudit
 from opusim.training.attacks.mechanism.subjects import (
     COUNTED,
     MODULES,
@@ -61,9 +52,239 @@ from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import ProtectionSection
 from opusim.training.data import Dataset
 from opusim.training.engine.callbacks import Callback
+from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train
+from opusim.training.networks.network import FullyConnected
 from opusim.training.private_loop.start import make_private
+from opusim.training.protections.counted_labels import equidistant_pixels
+from opusim.training.protections.label_frames import LabelFrames
+from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.storage import read_array
+
+# Labels that a camera counts, or that answer in stages: what is kept has the law that the ledger pays for. Kept counts
+# are stored as the log-likelihood of every class. For identical records of label a, the losses log p(counts | a) - log
+# p(counts | b) over the other labels b are sums over independent pixels, whose exact mean and covariance follow from
+# the law of the digital numbers. An answer of the argmax is a randomized response. One in stages is standardised by the
+# law that its own set gives it; the sum of many is normal.
+
+_SAME = 1e-6
+"""Relative difference of rates, paid for against the device's, that is rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossLaw:
+    """The accounted law of a label's losses.
+
+    Attributes:
+        mean: Mean loss against each other label, shape (k - 1,).
+        covariance: Their covariance, shape (k - 1, k - 1).
+        rates_off: Largest relative difference of the rates that were paid for from those of the device.
+    """
+
+    mean: np.ndarray
+    covariance: np.ndarray
+    rates_off: float
+
+    @classmethod
+    def of(cls, folder: RunFolder, dataset: Dataset, mechanism: LabelCounts) -> LossLaw:
+        """Return the law of a run's device at the light that its ledger names."""
+        label, k = int(dataset.train.y[0]), dataset.n_classes
+        with RunPlan.checked(folder.read_config(), dataset).opened_device() as device:
+            if device is None:
+                raise ConfigError("configuration", "device", "is missing; labels are counted by a camera")
+            frames = LabelFrames.of(device, k)
+            pixels = equidistant_pixels(frames.light)
+            paid = np.asarray(mechanism.light)
+            own = frames.light[:, pixels]
+            off = math.inf if paid.shape != own.shape else float(np.max(np.abs(paid - own) / np.max(own)))
+            law = frames.numbers(frames.rates(mechanism.brightest), pixels)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            loss = np.log(law.masses[label]) - np.log(np.delete(law.masses, label, axis=0))
+        loss, masses = np.where(np.isfinite(loss), loss, 0.0), law.masses[label]  # (k - 1, pixels, codes)
+        means = np.einsum("pc,bpc->bp", masses, loss)
+        second = np.einsum("pc,apc,bpc->ab", masses, loss, loss, optimize=True)
+        return cls(mean=means.sum(axis=1), covariance=second - means @ means.T, rates_off=off)
+
+    def whitened(self, scores: np.ndarray, label: int) -> np.ndarray:
+        """Return each record's losses with mean 0 and covariance I under the law, shape (records, k - 1)."""
+        losses = scores[:, [label]] - np.delete(scores, label, axis=1)
+        root = np.linalg.cholesky(self.covariance)
+        return np.asarray(np.linalg.solve(root, (losses - self.mean).T).T)
+
+
+def count_checks(finished: Sequence[FinishedRun], mechanism: LabelCounts) -> list[Check]:
+    """Check kept counts of identical records: rates, mean and spread of the losses, independence (normal limits)."""
+    law = LossLaw.of(finished[0].folder, finished[0].dataset, mechanism)
+    label = int(finished[0].dataset.train.y[0])
+    runs = np.stack(
+        [law.whitened(read_array(run.folder.labels_file).astype(np.float64), label) for run in finished]
+    )
+    records, freedom = runs.shape[0] * runs.shape[1], runs.shape[2]
+    total = records * float(np.sum(np.square(runs.mean(axis=(0, 1)))))
+    squares = np.mean(np.square(runs), axis=2).ravel()
+    spread = float(squares.std(ddof=1) / math.sqrt(squares.size))
+    # one frame for several records: products of records up to four apart, of which the largest counts
+    lagged = [np.mean(runs[:, :-lag] * runs[:, lag:], axis=2) for lag in LAGS]
+    apart = max(lagged, key=lambda products: abs(products.sum()) / math.sqrt(products.size))
+    products = np.mean(runs[0] * runs[1], axis=1)
+    return [
+        Check(
+            name="counts: rates paid for",
+            observed=law.rates_off,
+            expected=0.0,
+            standard_error=_SAME,
+            p_value=1.0 if law.rates_off <= _SAME else 0.0,
+            finds="light or pixels other than those accounted for",
+        ),
+        Check(
+            name="counts: mean losses",
+            observed=total,
+            expected=float(freedom),
+            standard_error=math.sqrt(2 * freedom),
+            p_value=float(2 * min(scipy.stats.chi2.sf(total, freedom), 0.5)),
+            finds="more light than accounted",
+        ),
+        Check.normal(
+            "counts: spread of losses", float(squares.mean()), 1.0, spread, "noise weaker than accounted"
+        ),
+        Check.normal(
+            "counts: records apart",
+            float(apart.mean()),
+            0.0,
+            1 / math.sqrt(apart.size * freedom),
+            "one frame for several records",
+            comparisons=len(LAGS),
+        ),
+        Check.normal(
+            "counts: the same in two runs",
+            float(products.mean()),
+            0.0,
+            1 / math.sqrt(products.size * freedom),
+            "frames that do not change from run to run",
+        ),
+    ]
+
+
+def staged_checks(scores: Sequence[np.ndarray], labels: np.ndarray, mechanism: StagedResponse) -> list[Check]:
+    """Check responses in stages: every answer has the law that its set and the accounted epsilon give it.
+
+    Args:
+        scores: The log-likelihoods that a run keeps, shape (records, k), for each of two runs.
+        labels: The true classes, shape (records,).
+        mechanism: The accounted mechanism.
+    """
+    first, second = (_Answers(each, labels, mechanism.step_epsilon) for each in scores)
+    kept = np.stack([first.kept, second.kept])
+    neighbours = kept[:, :-1] * kept[:, 1:]
+    same = np.sum(first.law * second.law, axis=1)
+    free = (same > 0) & (same < 1)
+    equal = ((first.observed == second.observed) - same)[free] / np.sqrt((same * (1 - same))[free])
+    moved = np.concatenate([first.moved, second.moved])
+    parts = (
+        ("response: share of labels kept", kept[kept != 0], "labels that stay more often than accounted"),
+        ("response: classes moved to", moved, "moves that depend on the label"),
+        ("response: records apart", neighbours[neighbours != 0], "one draw for several records"),
+        ("response: equal in two runs", equal, "answers that do not change from run to run"),
+    )
+    # many independent numbers of variance 1, of mean 0
+    means = [
+        (name, float(values.mean()) if len(values) else 0.0, 0.0, 1 / math.sqrt(max(len(values), 1)), finds)
+        for name, values, finds in parts
+    ]
+    return [Check.normal(*each) for each in means]
+
+
+class _Answers:
+    """Answers of one run, read off its log-likelihoods: the answer has the largest, the others of its set the least.
+
+    Attributes:
+        observed: The answers, shape (n,).
+        law: Accounted probability of every answer under the true label, shape (n, k).
+        kept: (kept - p) / sqrt(p (1 - p)) of labels inside their set, 0 for the others, shape (n,).
+        moved: Places of answers among the classes of their set that a label moved to, standardised.
+    """
+
+    def __init__(self, scores: np.ndarray, labels: np.ndarray, epsilon: float) -> None:
+        rows, own = np.arange(len(labels)), np.eye(scores.shape[1], dtype=bool)[labels]
+        self.observed = np.argmax(scores, axis=1)
+        among = scores == scores.min(axis=1, keepdims=True)
+        among[rows, self.observed] = True
+        sizes, inside = among.sum(axis=1), among[rows, labels]
+        stays = 1 / (1 + (sizes - 1) * math.exp(-epsilon))
+        answers = np.where(own, stays[:, None], stays[:, None] * math.exp(-epsilon))
+        self.law = among * np.where(inside[:, None], answers, 1 / sizes[:, None])
+        stayed = self.observed == labels
+        self.kept = np.where(inside, (stayed - stays) / np.sqrt(stays * (1 - stays)), 0.0)
+        choices = sizes - inside
+        place = np.cumsum(among & ~own, axis=1)[rows, self.observed] - 1
+        free = ~stayed & (choices > 1)
+        self.moved = ((place - (choices - 1) / 2)[free]) / np.sqrt((choices[free] ** 2 - 1) / 12)
+
+
+# Randomized responses
+
+
+def response_checks(shifts: Sequence[np.ndarray], mechanism: RandomizedResponse | LabelArgmax) -> list[Check]:
+    """Check randomized response: each label is kept with probability p, else replaced uniformly by another class.
+
+    Args:
+        shifts: Shift of each record's class, shape (records,), for each run.
+        mechanism: The accounted mechanism.
+    """
+    k = int(mechanism.n_classes)
+    stays = 1 / (1 + (k - 1) * math.exp(-float(mechanism.step_epsilon)))
+    runs = np.stack(shifts)
+    kept = runs == 0
+    exact = scipy.stats.binomtest(int(kept.sum()), kept.size, stays)
+    # the classes of replaced labels by Pearson's chi-squared
+    counts = np.bincount(runs[runs > 0], minlength=k)[1:]
+    each = max(float(counts.sum()) / (k - 1), 1e-300)
+    total, degrees = float(np.sum(np.square(counts - each)) / each), k - 2
+    # labels kept in records up to four apart, and equal answers in two runs (normal approximations)
+    n = kept.shape[1]
+    values = (kept - kept.mean()) / math.sqrt(stays * (1 - stays))
+    lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in LAGS]
+    apart, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
+    same = stays**2 + (1 - stays) ** 2 / (k - 1)
+    equal = max(
+        (float(np.mean(a == b)) for a, b in combinations(runs, 2)), key=lambda found: abs(found - same)
+    )
+    return [
+        Check(
+            name="response: share of labels kept",
+            observed=float(kept.mean()),
+            expected=stays,
+            standard_error=math.sqrt(stays * (1 - stays) / kept.size),
+            p_value=float(exact.pvalue),
+            finds="labels that stay more often than accounted",
+        ),
+        Check(
+            name="response: classes moved to",
+            observed=total,
+            expected=float(degrees),
+            standard_error=math.sqrt(2 * degrees),
+            p_value=1.0 if not degrees else float(scipy.stats.chi2.sf(total, degrees)),
+            finds="moves that depend on the label",
+        ),
+        Check.normal(
+            "response: records apart",
+            apart / pairs,
+            0.0,
+            1 / math.sqrt(pairs),
+            "one draw for several records",
+            comparisons=len(LAGS),
+        ),
+        Check.normal(
+            "response: equal in two runs",
+            equal,
+            same,
+            math.sqrt(same * (1 - same) / n),
+            "answers that do not change from run to run",
+            comparisons=len(runs) * (len(runs) - 1) // 2,
+        ),
+    ]
+
 
 RUNS = 2
 MIN_STEPS = 40
@@ -139,10 +360,9 @@ def audit_mechanism(
     with tempfile.TemporaryDirectory(prefix="opusim-mechanism-") as scratch:
         folders = [RunFolder(Path(scratch) / str(number)) for number in range(2 * RUNS)]
         runs = [_trained(config, subject, dataset, folder, seed, on_step) for folder in folders[:RUNS]]
-        found, shape, accounted = _compared(runs, subject, dataset, level)
+        found, shape, accounted = _compared(runs)
         if small is not None:
-            more = _small_batches(small, subject, folders[RUNS:], seed, on_step)
-            found = shared([*found, *more], level)
+            found += _small_batches(small, subject, folders[RUNS:], seed, on_step)
     return MechanismAudit(
         kind=kind,
         model=model,
@@ -156,26 +376,11 @@ def audit_mechanism(
         seed=seed,
         level=level,
         cpu_s=time.process_time() - started,
-        checks=found,
+        checks=shared(found, level),
         one_look=config.protection.labels_read_once,
         single_records=small is not None and config.protection.protects == "records",
         quiet_device=config.trainer.kind == "pdfa" and config.protection.protects == "records",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    """A finished run.
-
-    Attributes:
-        folder: Its folder.
-        config: Its configuration.
-        states: The parameters before the first step and after each step; empty if labels are read once.
-    """
-
-    folder: RunFolder
-    config: RunConfig
-    states: Sequence[Weights]
 
 
 def _trained(
@@ -187,7 +392,7 @@ def _trained(
     on_step: Callable[[], None],
     *,
     single: bool = False,
-) -> _Made:
+) -> FinishedRun:
     """Make one run in its folder; the folder's name keys its seed.
 
     A run that releases the last model only keeps no other, so its models are read while it trains.
@@ -199,11 +404,12 @@ def _trained(
     if subject is SUBJECTS[PRIVATE_LOOP]:
         states = _private_loop(config, model, dataset, folder, own, on_step)
         config = config.unchecked(data={"name": dataset.name})
-        return _Made(folder=folder, config=config, states=states)
-    watcher = _Steps(on_step, model if config.protection.last_iterate else None)
-    train(config.replaced(seed=own), data=dataset, model=model, folder=folder.path, watcher=watcher)
-    states = watcher.states or kept_states(folder)
-    return _Made(folder=folder, config=folder.read_config(), states=states)
+    else:
+        watcher = _Steps(on_step, model if config.protection.last_iterate else None)
+        train(config.replaced(seed=own), data=dataset, model=model, folder=folder.path, watcher=watcher)
+        kept = (read_checkpoint(path).named("model.") for path in list_checkpoints(folder.checkpoints))
+        states, config = watcher.states or list(kept), folder.read_config()
+    return FinishedRun(folder=folder, config=config, subject=subject, dataset=dataset, states=states)
 
 
 def _private_loop(
@@ -218,17 +424,10 @@ def _private_loop(
     if model is None:
         raise TypeError("protection: a private loop protects whole records only")
     train_split, states = dataset.train, []
+    named = FullyConnected(model).tensors  # by the names that a trainer gives them
 
     def keep() -> None:
-        """Keep the parameters, by the names that a trainer gives them."""
-        linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
-        states.append(
-            {
-                f"layer{number}.{name}": parameter.detach().clone()
-                for number, linear in enumerate(linears, start=1)
-                for name, parameter in linear.named_parameters()
-            }
-        )
+        states.append({name: tensor.detach().clone() for name, tensor in named.items()})
 
     private = make_private(
         module=model,
@@ -269,9 +468,8 @@ def _small_batches(
     dataset = _dataset(subject, config, few=True, single=single)
     runs = [_trained(config, subject, dataset, folder, seed, on_step, single=single) for folder in folders]
     if single:
-        amounts = [read_amounts(run.folder, run.config, subject, dataset, run.states) for run in runs]
-        return single_record_checks(amounts)
-    found = [_released(run, subject, dataset) for run in runs]
+        return single_record_checks([read_amounts(run) for run in runs])
+    found = [released_steps(run) for run in runs]
     parts = [
         run.noise if run.signal_noise is None else np.hstack([run.noise, run.signal_noise]) for run in found
     ]
@@ -279,41 +477,39 @@ def _small_batches(
     return [Check.variance("small batches: noise of a step", list(np.concatenate(parts)), finds)]
 
 
-def _compared(
-    runs: Sequence[_Made], subject: Subject, dataset: Dataset, level: float
-) -> tuple[tuple[Check, ...], tuple[int, int], str]:
+def _compared(runs: Sequence[FinishedRun]) -> tuple[list[Check], tuple[int, int], str]:
     """Return the checks of finished runs, their steps (or records) and noise-only components, and the mechanism."""
-    folders, records = [run.folder for run in runs], len(dataset.train)
-    mechanism = read_ledger(folders[0].ledger_file).mechanisms[0]
-    shape = (records, 1)
+    mechanism, dataset = runs[0].mechanism, runs[0].dataset
+    shape = (len(dataset.train), 1)
     if isinstance(mechanism, RandomizedResponse):
-        found = response_checks([responses(folder, dataset) for folder in folders], mechanism, level)
+        found = response_checks([run.shifts for run in runs], mechanism)
     elif isinstance(mechanism, StagedResponse):
-        scores = [kept_scores(folder, dataset) for folder in folders]
-        found = staged_checks(scores, dataset.train.y.numpy(), mechanism, level)
-    elif isinstance(mechanism, LabelArgmax):
-        shifts = [responses(folder, dataset) for folder in folders]
-        found = answer_checks(folders, shifts, mechanism, level)
+        found = staged_checks([run.scores for run in runs], dataset.train.y.numpy(), mechanism)
+    elif isinstance(mechanism, LabelArgmax):  # a randomized response, and nothing of the counts besides it
+        values = max(len(np.unique(read_array(run.folder.labels_file))) for run in runs)
+        discarded = Check(
+            name="argmax: values kept of the labels",
+            observed=float(values),
+            expected=2.0,
+            standard_error=0.0,
+            p_value=1.0 if values <= 2 else 0.0,
+            finds="counts that are not discarded",
+        )
+        found = [discarded, *response_checks([run.shifts for run in runs], mechanism)]
     elif isinstance(mechanism, LabelCounts):
-        found = count_checks(folders, dataset, mechanism, level)
-        shape = (records, dataset.n_classes - 1)
+        found = count_checks(runs, mechanism)
+        shape = (len(dataset.train), dataset.n_classes - 1)
     else:
-        released = [_released(run, subject, dataset) for run in runs]
-        found, shape = checked(released, level), released[0].noise.shape
+        released = [released_steps(run) for run in runs]
+        found, shape = checked(released), released[0].noise.shape
     return found, shape, mechanism.repeated(1).describe()
-
-
-def _released(run: _Made, subject: Subject, dataset: Dataset) -> Released:
-    return released_steps(run.folder, run.config, subject, dataset, run.states)
 
 
 def _dataset(subject: Subject, config: RunConfig, *, few: bool = False, single: bool = False) -> Dataset:
     perturbation = float(getattr(config.trainer, "perturbation", 0.0))
-    clip, count = _clip(config, subject), SINGLE_RECORDS if few else config.protection.tested_records
-    if single:
-        dataset = subject.single_records(clip=clip, perturbation=perturbation)
-    else:
-        dataset = subject.dataset(count, clip=clip, perturbation=perturbation)
+    count = SINGLE_RECORDS if few else config.protection.tested_records
+    clip = _clip(config, subject)
+    dataset = subject.dataset(None if single else count, clip=clip, perturbation=perturbation)
     return replace(dataset, n_classes=config.data.n_classes or subject.n_classes)
 
 
@@ -322,26 +518,19 @@ def _total_steps(config: RunConfig, records: int) -> int:
 
 
 class _Steps(Callback):
-    """A watcher that reports every step.
-
-    Attributes:
-        states: Parameters of the model before the first step and after each step; empty without a model.
-
-    Args:
-        on_step: Called after each step.
-        model: The model that is trained in place, or None.
-    """
+    """A watcher that reports every step, and keeps the parameters of a model that is trained in place."""
 
     def __init__(self, on_step: Callable[[], None], model: nn.Module | None) -> None:
         self._on_step, self._model = on_step, model
         self.states: list[dict[str, Tensor]] = []
+        """The parameters before the first step and after each step; empty without a model."""
 
+    @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback."""
         self._keep()
 
+    @override
     def on_step(self, *, step: int) -> None:
-        """See Callback."""
         self._keep()
         self._on_step()
 
@@ -380,7 +569,13 @@ def _configured(
             f"{options['protection']['kind']!r} is tested on model = 'mlp' only; take 'record' with {model!r}"
         )
         raise ConfigError("--set", "protection.kind", reason)
-    defaults = _defaults(subject, protection, options["protection"])
+    # the subject's keys, and the strength at which the protection is tested, if its section has those keys
+    strength = dict(protection.tested_with)
+    if "epsilon" in options["protection"] and "epsilon" not in strength:
+        strength.pop("noise_multiplier", None)  # the calibration sets it
+    defaults = merged(subject.defaults, {"protection": strength})
+    own = defaults["protection"].items()
+    defaults["protection"] = {key: value for key, value in own if key in protection.model_fields}
     if options["protection"].get("noise") in COUNTED:
         defaults = merged(defaults, COUNTED[options["protection"]["noise"]])
     elif "device" not in asked and kind == "pdfa":
@@ -393,20 +588,14 @@ def _configured(
         return subject, config, None
     descent = _descent(config, subject, steps, config.protection.tested_records)
     found = load_config(values, changes=descent)
-    if not _has_small_batches(subject, config):
+    # runs with small batches can be read: of records that differ, or of labels in secret batches
+    differ = subject.single_rows is not None and "noise_multiplier" in type(config.protection).model_fields
+    readable = config.protection.poisson and config.protection.bands <= 1
+    if not readable or (config.protection.protects == "records" and not differ):
         return subject, found, None
     few = load_config(small_batches(values, single=config.protection.protects == "records"))
     changes = _descent(few, subject, STEPS, SINGLE_RECORDS)
     return subject, found, load_config(few, changes=changes)
-
-
-def _has_small_batches(subject: Subject, config: RunConfig) -> bool:
-    """Whether runs with small batches can be read: of records that differ, or of labels in secret batches."""
-    protection = config.protection
-    if not protection.poisson or protection.bands > 1:
-        return False
-    single = subject.single_rows is not None and "noise_multiplier" in type(protection).model_fields
-    return single if protection.protects == "records" else True
 
 
 def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: Subject) -> dict[str, Any]:
@@ -433,23 +622,6 @@ def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: 
     if protection.poisson:
         values["sampler"]["scheme"] = "poisson"
     return values | ({"model": {"hidden": [8]}} if once else {})
-
-
-def _defaults(
-    subject: Subject, protection: type[ProtectionSection], asked: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the subject's keys and the strength at which the protection is tested, if its section has those keys.
-
-    A noise multiplier is left to the calibration if only an epsilon is asked for.
-    """
-    strength = dict(protection.tested_with)
-    if "epsilon" in asked and "epsilon" not in strength:
-        strength.pop("noise_multiplier", None)
-    found = merged(subject.defaults, {"protection": strength})
-    found["protection"] = {
-        key: value for key, value in found["protection"].items() if key in protection.model_fields
-    }
-    return found
 
 
 def _descent(config: RunConfig, subject: Subject, steps: int, records: int) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from opusim.accounting.errors import NoGuarantee
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
+from opusim.training.attacks.base import crafted
 from opusim.training.config.reading import flat
 from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import ProtectionSection
 from opusim.training.convex.gated import GatedRelu
-from opusim.training.data import Dataset, Split
-from opusim.training.data.dataset import Standardisation
+from opusim.training.data import Dataset
 from opusim.training.networks.sequence_models import encoder_block
 from opusim.training.zeroth_order.config import ZoConfig
 
@@ -65,19 +65,20 @@ class Subject:
     single_rows: Callable[[float, float], Tensor] | None = None
     single_model: Callable[[float], nn.Module] | None = None
 
-    def dataset(self, n_records: int, *, clip: float, perturbation: float) -> Dataset:
-        """Return a data set of identical records."""
-        return self._of_rows(self.record(clip, perturbation).repeat(n_records, 1))
-
-    def single_records(self, *, clip: float, perturbation: float) -> Dataset:
-        """Return a data set of records that differ.
+    def dataset(self, n_records: int | None, *, clip: float, perturbation: float) -> Dataset:
+        """Return a data set of so many identical records, or for None of records that differ.
 
         Raises:
             TypeError: The trainer is not tested on such records.
         """
-        if self.single_rows is None:
+        if n_records is not None:
+            x = self.record(clip, perturbation).repeat(n_records, 1)
+        elif self.single_rows is not None:
+            x = self.single_rows(clip, perturbation)
+        else:
             raise TypeError("subject: has no records that differ")
-        return self._of_rows(self.single_rows(clip, perturbation))
+        y = torch.full((len(x),), self.label)
+        return crafted(x, y, n_classes=self.n_classes, vocabulary=self.vocabulary)
 
     def new_model(self, clip: float, *, single: bool = False) -> nn.Module:
         """Return a new model, of records that differ if `single`.
@@ -89,19 +90,6 @@ class Subject:
         if make is None:
             raise TypeError("subject: has no model of records that differ")
         return make(clip)
-
-    def _of_rows(self, x: Tensor) -> Dataset:
-        y = torch.full((len(x),), self.label)
-        empty = Split(x[:0], y[:0])
-        return Dataset(
-            name="arrays",
-            n_classes=self.n_classes,
-            train=Split(x, y),
-            validation=empty,
-            test=None,
-            standardisation=Standardisation.identity(),
-            vocabulary=self.vocabulary,
-        )
 
 
 class AffineTail(nn.Module):
@@ -187,10 +175,6 @@ def _single_feedback_model(clip: float) -> nn.Module:
     return model
 
 
-def _ulr_record(clip: float, perturbation: float) -> Tensor:
-    return _padded(torch.full((_TOUCHED,), _TOUCHED**-0.5), 64)
-
-
 def _ulr_model(clip: float) -> nn.Module:
     """Return v_1 = w_1 . x, v_2 = w_2 (1 + v_1), loss b (20 + v_2): linear, so that estimates keep their sign.
 
@@ -216,13 +200,9 @@ def _zo_record(clip: float, perturbation: float) -> Tensor:
     return (size * places).float()
 
 
-def _convex_record(clip: float, perturbation: float) -> Tensor:
-    return _padded(torch.ones(_TOUCHED), 16)
-
-
-def _convex_model(clip: float) -> nn.Module:
+def _convex_model(n_inputs: int) -> nn.Module:
     """Return a model whose four gates are open for records without negative features."""
-    return GatedRelu(_TOUCHED + 16, 3, torch.ones(4, _TOUCHED + 16), centre=False)
+    return GatedRelu(n_inputs, 3, torch.ones(4, n_inputs), centre=False)
 
 
 class MeanOverPositions(nn.Module):
@@ -313,7 +293,7 @@ SUBJECTS: dict[str, Subject] = {
         defaults={"protection": {"clip_norm": 0.05}, "trainer": {"copies": 16}},
         rate=1e-6,
         n_classes=2,
-        record=_ulr_record,
+        record=lambda clip, perturbation: _padded(torch.full((_TOUCHED,), _TOUCHED**-0.5), 64),
         label=0,
         model=_ulr_model,
         single_rows=lambda clip, perturbation: _apart(2e4, 60),
@@ -333,13 +313,11 @@ SUBJECTS: dict[str, Subject] = {
         defaults={"trainer": {"hyperplanes": 4, "centre": False}},
         rate=1e-4,
         n_classes=3,
-        record=_convex_record,
+        record=lambda clip, perturbation: _padded(torch.ones(_TOUCHED), 16),
         label=0,
-        model=_convex_model,
+        model=lambda clip: _convex_model(_TOUCHED + 16),
         single_rows=lambda clip, perturbation: _apart(1.0, 16),
-        single_model=lambda clip: GatedRelu(
-            SINGLE_RECORDS + 16, 3, torch.ones(4, SINGLE_RECORDS + 16), centre=False
-        ),
+        single_model=lambda clip: _convex_model(SINGLE_RECORDS + 16),
     ),
 }
 """By trainer.kind."""

@@ -6,14 +6,16 @@ import functools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, Subset
+from typing_extensions import override
 
 from opusim import checks
 from opusim.accounting import numerics
@@ -21,28 +23,34 @@ from opusim.accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from opusim.accounting.composition import guarantees as composed
 from opusim.accounting.errors import NoGuarantee
 from opusim.accounting.guarantee import Adjacency, Guarantee, Unit
-from opusim.accounting.ledger.content import LedgerContent
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.randomness.streams import derive_seed
+from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
-from opusim.training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
 from opusim.training.attacks.one_run.observers import (
+    Canaries,
+    CraftedGradients,
     EntryObserver,
     FirstLayerObserver,
+    GradientObserver,
     Observer,
-    Sight,
+    weight_layers,
 )
 from opusim.training.attacks.replay import AuditedRun
 from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run, update_clipping
+from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data import Dataset, Split
 from opusim.training.engine.algorithm import Arrays
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train_planned
 from opusim.training.feedback.config import FeedbackConfig
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.layers import LayeredNetwork
 from opusim.training.networks.network import FullyConnected
+from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import RunFolder
 from opusim.training.ulr.config import UlrConfig
@@ -52,10 +60,10 @@ CONFIDENCE = 0.95
 """Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni).
 
 n counts the bounds that are reported, no others: seven under a Gaussian law, since the counts of the consecutive
-updates are read by one bound (`Sight.readings`).
+updates are read by one bound (`Adversary.readings`).
 """
 _WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
-"""Deltas at which a claim must be at most that of the Gaussian mechanism; see `Claim.of`."""
+"""Deltas at which a claim must be at most that of the Gaussian mechanism; see `reading_plans`."""
 _WRITERS = (
     "its updates do not pass the writer of private gradients; play the game of single steps: opusim audit RUN"
 )
@@ -124,21 +132,8 @@ def started_again(run: AuditedRun, seed: int) -> RunPlan:
     return plan.on_network(built) if built.facts == run.network_facts else run.on_own_network(plan)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Game:
-    """A run that is ready to be trained with its canaries.
-
-    Attributes:
-        plan: The run with the canaries among its records.
-        observer: Watches it.
-        inside: The coins, bool, shape (m,).
-        relation: The data sets of which a coin chooses one.
-    """
-
-    plan: RunPlan
-    observer: Observer
-    inside: np.ndarray
-    relation: Adjacency
+Game: TypeAlias = tuple[RunPlan, Observer, np.ndarray, Adjacency]
+"""The run with the canaries among its records, what watches it, the coins, bool, shape (m,), and the relation."""
 
 
 def play_one_run(
@@ -170,98 +165,76 @@ def play_one_run(
             "play the game of single steps: opusim audit RUN"
         )
     protected = protects == "records"
-    game = (_crafted if protected else _planted)(plan, canaries, seed)
+    played, observer, inside, relation = (_crafted if protected else _planted)(plan, canaries, seed)
     delta = plan.config.protection.delta if delta is None else delta
-    on_start(game.plan.total_steps)
+    on_start(played.total_steps)
     started = time.process_time()
     with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
         folder = RunFolder(Path(scratch) / "run")
-        game.observer.after_step = on_step
-        train_planned(game.plan, folder, watcher=game.observer)
+        observer.after_step = on_step
+        train_planned(played, folder, watcher=observer)
         ledger = read_ledger(folder.ledger_file)
     spent = time.process_time() - started
-    return read_canaries(
-        game.observer,
-        game.inside,
-        game.relation,
-        ledger,
-        seed=seed,
+    mechanism = ledger.mechanisms[0]
+    return audit_of_scores(
+        observer.scores(mechanism),
+        observer.with_half_the_noise(mechanism),
+        inside,
+        relation,
+        ledger.mechanisms,
+        ledger.guarantees(delta=delta),
         delta=delta,
+        seed=seed,
+        played=Played.TRAINING,
         crafted="gradients" if protected else "records",
+        steps=observer.steps,
         cpu_s=spent,
     )
 
 
-def read_canaries(
-    observer: Observer,
+def audit_of_scores(
+    scores: Mapping[Adversary, np.ndarray],
+    weaker: Mapping[Adversary, np.ndarray],
     inside: np.ndarray,
     relation: Adjacency,
-    ledger: LedgerContent,
+    mechanisms: Sequence[Mechanism],
+    stated: Sequence[Guarantee],
     *,
-    seed: int,
     delta: float,
-    crafted: str,
-    cpu_s: float,
+    seed: int,
+    **facts: Any,
 ) -> Audit:
-    """Return what the scores of a training's canaries say.
+    """Return what each adversary's scores of canaries, or of trainings, say.
 
     Args:
-        observer: Watched the training.
+        scores: One for each canary, shape (m,).
+        weaker: Those that half of the noise would have given, if they are known.
         inside: The coins, bool, shape (m,).
         relation: The data sets of which a coin chooses one.
-        ledger: What the training paid for.
-        seed: Of coins and canaries.
+        mechanisms: What one training released.
+        stated: Its guarantees at delta.
         delta: Of the bounds.
-        crafted: "gradients" or "records".
-        cpu_s: Processor seconds of the training.
+        seed: Of the audit.
+        **facts: Other attributes of the audit.
     """
-    guarantees, mechanism = ledger.guarantees(delta=delta), ledger.mechanisms[0]
-    claim = Claim.of(ledger.mechanisms, guarantees, relation, delta)
-    scores, weaker = observer.scores(mechanism), observer.with_half_the_noise(mechanism)
-    canaries = len(inside)
-    null, proven = null_coins(seed, canaries), next((one for one in guarantees if one.is_proven), None)
-    plans = claim.plans(list(scores), canaries)
+    count = len(inside)
+    # coins that no training followed, for the null control
+    null = np.random.default_rng(derive_seed(seed, "null")).random(count) < 0.5
+    proven = next((one for one in stated if one.is_proven), None)
+    plans, findings = reading_plans(list(scores), count, mechanisms, stated, relation, delta), []
+    for role, found, coins in (
+        (Role.RUN, scores, inside),
+        (Role.NULL, scores, null),
+        (Role.BROKEN, weaker, inside),
+    ):
+        for adversary, own in found.items():
+            result = audit_one_run(own, coins, plans[adversary])
+            parts = own[coins], own[~coins]
+            findings.append(Finding.of(role, adversary.name, parts, result, scope="run", claim=proven))
+    game = mechanisms[0].describe()
     return Audit(
-        findings=tuple(
-            finding_of_scores(role, sight.name, own, coins, plans[sight], proven)
-            for role, found, coins in (
-                (Role.RUN, scores, inside),
-                (Role.NULL, scores, null),
-                (Role.BROKEN, weaker, inside),
-            )
-            for sight, own in found.items()
-        ),
-        guarantees=tuple(guarantees),
-        played=Played.TRAINING,
-        game=mechanism.describe(),
-        trials=canaries,
-        crafted=crafted,
-        steps=observer.steps,
-        seed=seed,
-        cpu_s=cpu_s,
+        findings=tuple(findings), guarantees=tuple(stated), game=game, trials=count, seed=seed, **facts
     )
-
-
-def finding_of_scores(
-    role: Role,
-    attack: str,
-    scores: np.ndarray,
-    inside: np.ndarray,
-    plan: OneRunPlan,
-    proven: Guarantee | None,
-) -> Finding:
-    """Return what an adversary's scores of the canaries say.
-
-    Args:
-        role: The subject.
-        attack: Its name.
-        scores: One for each canary, shape (m,).
-        inside: The coins, bool, shape (m,).
-        plan: How the scores are read.
-        proven: What a theorem says of the training, or None.
-    """
-    result = audit_one_run(scores, inside, plan)
-    return Finding.of(role, attack, (scores[inside], scores[~inside]), result, scope="run", claim=proven)
 
 
 def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> float | None:
@@ -278,86 +251,57 @@ def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> flo
     return max(min(finite), 1e-6) if finite else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What an audit puts to the test.
+def reading_plans(
+    adversaries: Sequence[Adversary],
+    canaries: int,
+    mechanisms: Sequence[Mechanism],
+    stated: Sequence[Guarantee],
+    relation: Adjacency,
+    delta: float,
+) -> dict[Adversary, OneRunPlan]:
+    """Return how the scores of each adversary are read; all bounds together hold with `CONFIDENCE`.
 
-    Attributes:
-        epsilon: The smallest epsilon that is proven at delta, or else that of a formula; None if none is finite.
+    Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes the
+    claim only if what is claimed at the deltas that bound frequent errors implies that mechanism: epsilon(d) <=
+    epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
+
+    Args:
+        adversaries: Who attacks.
+        canaries: Number of scores.
+        mechanisms: What the audited training released.
+        stated: Its guarantees at delta.
+        relation: That of the game.
         delta: Of the bounds.
-        law: Gaussian if the claim is nowhere above that of the Gaussian mechanism with the same epsilon at delta.
-        elsewhere: The claim at other deltas, as (delta, epsilon).
-        weaker_mu: mu of ideal scores with half of the noise, or None.
     """
-
-    epsilon: float | None
-    delta: float
-    law: Law = Law.ANY
-    elsewhere: tuple[tuple[float, float], ...] = ()
-    weaker_mu: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        mechanisms: Sequence[Mechanism],
-        stated: Sequence[Guarantee],
-        relation: Adjacency,
-        delta: float,
-    ) -> Claim:
-        """Return what is claimed of one training, and the law that its noise has.
-
-        Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes
-        the claim only if what is claimed at the deltas that bound frequent errors implies that mechanism: epsilon(d) <=
-        epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
-
-        Args:
-            mechanisms: What the audited training released.
-            stated: Its guarantees at delta.
-            relation: That of the game.
-            delta: Of the bounds.
-        """
-        epsilon = claimed_epsilon(stated, relation)
-        if not isinstance(mechanisms[0], ClippedRecords) or delta == 0:
-            return cls(epsilon=epsilon, delta=delta)
+    epsilon, law = claimed_epsilon(stated, relation), Law.ANY
+    facts: dict[str, Any] = {}
+    if isinstance(mechanisms[0], ClippedRecords) and delta != 0:
         at_wider = _at_wider(tuple(mechanisms), relation)
         mu = math.inf if epsilon is None else gaussian_mu(epsilon, delta)
-        implied = epsilon is None or all(
+        if epsilon is None or all(
             found is not None and found <= 1.01 * numerics.gaussian_bounds(mu, wider).upper + 1e-3
             for wider, found in at_wider
-        )
-        if not implied:
-            return cls(epsilon=epsilon, delta=delta)
-        halved = tuple(one.with_noise(one.noise / 2) for one in mechanisms)
-        weaker = [
-            gaussian_mu(found, wider)
-            for wider, found in _at_wider(halved, relation, (delta, _WIDER[-1]))
-            if found
-        ]
-        return cls(
-            epsilon=epsilon,
+        ):
+            law = Law.GAUSSIAN
+            halved = tuple(one.with_noise(one.noise / 2) for one in mechanisms)
+            weaker = _at_wider(halved, relation, (delta, _WIDER[-1]))
+            mus = [gaussian_mu(found, wider) for wider, found in weaker if found]
+            elsewhere = tuple((wider, found) for wider, found in at_wider if found and wider != delta)
+            facts = {"elsewhere": elsewhere, "weaker_mu": min(mus, default=None)}
+    bounds = sum(method.is_bound for one in adversaries for method in one.readings(law))
+    return {
+        one: OneRunPlan(
+            adversary=one.threat_model,
+            canaries=canaries,
             delta=delta,
-            law=Law.GAUSSIAN,
-            elsewhere=tuple((wider, found) for wider, found in at_wider if found and wider != delta),
-            weaker_mu=min(weaker, default=None),
+            claimed=epsilon,
+            confidence=1 - (1 - CONFIDENCE) / bounds,
+            law=law,
+            readings=one.readings(law),
+            **facts,
         )
-
-    def plans(self, sights: Sequence[Sight], canaries: int) -> dict[Sight, OneRunPlan]:
-        """Return how the scores of each adversary are read; all bounds together hold with `CONFIDENCE`."""
-        bounds = sum(method.is_bound for sight in sights for method in sight.readings(self.law))
-        return {
-            sight: OneRunPlan(
-                adversary=f"sees {sight.sees}, knows {sight.knows}",
-                canaries=canaries,
-                delta=self.delta,
-                claimed=self.epsilon,
-                confidence=1 - (1 - CONFIDENCE) / bounds,
-                law=self.law,
-                readings=sight.readings(self.law),
-                elsewhere=self.elsewhere,
-                weaker_mu=self.weaker_mu,
-            )
-            for sight in sights
-        }
+        for one in adversaries
+    }
 
 
 @functools.lru_cache(maxsize=32)
@@ -366,16 +310,6 @@ def _at_wider(
 ) -> tuple[tuple[float, float | None], ...]:
     """Return what is claimed at other deltas; kept, since the audits of a table share their mechanism."""
     return tuple((d, claimed_epsilon(composed(mechanisms, delta=d), relation)) for d in deltas)
-
-
-def null_coins(seed: int, count: int) -> np.ndarray:
-    """Return coins that no training followed, for the null control, bool, shape (count,).
-
-    Args:
-        seed: Of the audit.
-        count: How many.
-    """
-    return np.random.default_rng(derive_seed(seed, "null")).random(count) < 0.5
 
 
 def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
@@ -416,12 +350,8 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
         )
         return observer.writer
 
-    return Game(
-        plan=replace(joined, wrap_writer=wrap),
-        observer=observer,
-        inside=canaries.inside.numpy(),
-        relation=config.relation or Adjacency.REPLACE_ONE,
-    )
+    relation = config.relation or Adjacency.REPLACE_ONE
+    return replace(joined, wrap_writer=wrap), observer, canaries.inside.numpy(), relation
 
 
 def _planted(plan: RunPlan, count: int, seed: int) -> Game:
@@ -443,12 +373,8 @@ def _planted(plan: RunPlan, count: int, seed: int) -> Game:
     observer, replaces = _first_layer_observer(plan, x)
     coins = torch.from_numpy(inside)
     chosen = torch.where(coins[:, None], x, stand_ins) if replaces else x[coins]
-    return Game(
-        plan=with_records(plan, chosen.view(-1, *train.x.shape[1:]), y if replaces else y[coins]),
-        observer=observer,
-        inside=inside,
-        relation=Adjacency.REPLACE_ONE if replaces else Adjacency.ADD_OR_REMOVE_ONE,
-    )
+    joined = with_records(plan, chosen.view(-1, *train.x.shape[1:]), y if replaces else y[coins])
+    return joined, observer, inside, Adjacency.REPLACE_ONE if replaces else Adjacency.ADD_OR_REMOVE_ONE
 
 
 def _first_layer_observer(plan: RunPlan, x: Tensor) -> tuple[Observer, bool]:
@@ -492,3 +418,142 @@ def with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
     joined = Split(torch.cat([train.x, x.to(train.x.device)]), torch.cat([train.y, y.to(train.y.device)]))
     sampler = replace(plan.sampler, n_records=len(joined))
     return replace(plan, dataset=replace(plan.dataset, train=joined), sampler=sampler)
+
+
+def audit_private_loop(
+    build: Callable[[Callable[[Any], Any]], PrivateTraining],
+    loop: Callable[[PrivateTraining], object],
+    *,
+    canaries: int = DEFAULT_CANARIES,
+    seed: int | None = None,
+    delta: float | None = None,
+) -> Audit:
+    """Run a private loop once with canaries, bound epsilon from their scores, and keep it there as `one-run.json`.
+
+    An independent fair coin puts each canary in or leaves it out. A canary has a crafted gradient at every step, far
+    longer than the clip. Batches, clip, noise and ledger are the loop's own::
+
+        def build(plant):
+            loader = DataLoader(plant(records), batch_size=64)
+            return opusim.make_private(module=model, data_loader=loader, folder="audited", ...)
+
+        found = opusim.audit_private_loop(build, train)
+
+    Args:
+        build: Makes module, optimizer, criterion, loader and private loop as for training, in experiment mode and in a
+            new folder. It calls the function that it is given on the data set, once, and takes what this returns.
+        loop: The user's own loop, to its end, on what `build` returned.
+        canaries: m, at least 20.
+        seed: Of coins and canaries, in [0, 2^63); None draws one, which the result keeps.
+        delta: Of the bounds; None takes the loop's.
+
+    Raises:
+        ConfigError: There are more canaries than weights.
+        ValueError: A number out of range, a loop in release mode or in several parts or processes, or `build` did not
+            plant the canaries.
+    """
+    checks.integer(canaries=canaries, minimum=20)
+    seed = drawn_seed(seed)
+    # the same coins as `Canaries.drawn` draws
+    inside = np.random.default_rng(derive_seed(seed, "canaries")).random(canaries) < 0.5
+    sizes: list[int] = []
+
+    def plant(records: Any) -> Any:
+        """Return the records, then a blank one for each canary that is in."""
+        sizes.append(len(records))
+        return ConcatDataset([records, Subset(records, [0] * int(inside.sum()))])
+
+    private = build(plant)
+    checks.instance(PrivateTraining, build=private)
+    with private:
+        planted: Any = private.data_loader.dataset
+        if len(sizes) != 1 or len(planted) != sizes[0] + inside.sum():
+            raise ValueError(
+                "build: must call the function that it is given once, on the data set, and give what this returns to "
+                "its loader"
+            )
+        settings = private.settings
+        if settings.mode != "experiment":
+            raise ValueError(
+                "mode = 'release': an audit must know the batches, which come from the operating system; audit the "
+                "loop in mode = 'experiment'"
+            )
+        network = _view(private.module)
+        drawn = Canaries.drawn(network, canaries, n_records=sizes[0], replaces=False, seed=seed)
+        observer = GradientObserver(
+            network,
+            drawn,
+            OptimizerConfig(),
+            scale=settings.batch_size / settings.max_grad_norm,
+            sampler=private.data_loader.sampler,
+        )
+
+        def wrap(writer: PrivateGradients) -> PrivateGradients:
+            observer.writer = _Watched(writer, network, drawn, settings.max_grad_norm, observer, private)
+            return observer.writer
+
+        private.wrap_writer(wrap)
+        started = time.process_time()
+        observer.on_start(step=0, total_steps=settings.total_steps or 0)
+        loop(private)
+        observer.finish()
+        spent = time.process_time() - started
+    ledger = read_ledger(private.folder / LEDGER_FILE)
+    mechanism, delta = ledger.mechanisms[0], settings.target_delta if delta is None else delta
+    found = audit_of_scores(
+        observer.scores(mechanism),
+        observer.with_half_the_noise(mechanism),
+        inside,
+        settings.relation,
+        ledger.mechanisms,
+        ledger.guarantees(delta=delta),
+        delta=delta,
+        seed=seed,
+        played=Played.TRAINING,
+        crafted="gradients",
+        steps=observer.steps,
+        cpu_s=spent,
+    )
+    found.keep(Path(private.folder))
+    return found
+
+
+def _view(module: nn.Module) -> AnyModule:
+    """Return a view of a module, which stays in its modes."""
+    modes = {part: part.training for part in module.modules()}
+    network = AnyModule(module, n_inputs=1)  # puts it into evaluation mode
+    for part, training in modes.items():
+        part.training = training
+    return network
+
+
+class _Watched(CraftedGradients):
+    """Plants the canaries in the batches of a private loop, and shows each written gradient to the observer."""
+
+    def __init__(
+        self,
+        writer: PrivateGradients,
+        network: AnyModule,
+        canaries: Canaries,
+        clip_norm: float,
+        observer: GradientObserver,
+        private: PrivateTraining,
+    ) -> None:
+        super().__init__(writer, network, canaries, clip_norm=clip_norm, by_layer=False)
+        self._observer, self._sampler, self._step = observer, private.data_loader.sampler, 0
+
+    @override
+    def seek(self, step: int) -> None:
+        super().seek(step)
+        self._step = step
+
+    @override
+    def _write(
+        self,
+        parts: Iterable[Contributions],
+        *,
+        records: Tensor | None = None,
+        public_inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        super()._write(parts, records=self._sampler.indices(self._step), public_inputs=public_inputs)
+        self._observer.on_step(step=self._step + 1)

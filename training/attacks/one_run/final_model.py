@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,16 +44,14 @@ from opusim.accounting.guarantee import Adjacency, from_json
 from opusim.accounting.mechanisms import Mechanism
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
-from opusim.training.attacks.findings import Audit, Played, Role
+from opusim.training.attacks.base import Adversary
+from opusim.training.attacks.findings import Audit, Played
 from opusim.training.attacks.one_run.audit import (
     CONFIDENCE,
-    Claim,
-    finding_of_scores,
-    null_coins,
+    audit_of_scores,
     started_again,
     with_records,
 )
-from opusim.training.attacks.one_run.observers import Sight
 from opusim.training.attacks.run_audit import audit_place, drawn_seed, read_run
 from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Arrays
@@ -74,8 +71,8 @@ _LENGTH = 32.0
 _SHADOW_NOISE = 1e-3
 """Noise multiplier of the attacker's own trainings."""
 _KNOWS = "the initial weights, all other records, the crafted record and every setting of the training"
-DRAWN = Sight(name="final model", sees="only the final model", knows=_KNOWS)
-WORST_CASE = Sight(
+DRAWN = Adversary(name="final model", sees="only the final model", knows=_KNOWS)
+WORST_CASE = Adversary(
     name="final model, worst-case initial weights",
     sees="only the final model",
     knows=f"{_KNOWS}; it chose the initial weights",
@@ -91,7 +88,7 @@ class FinalModelGame:
         present: The run with the record, from the game's initial weights.
         absent: The run without it, or with the opposite record if the audited relation replaces one.
         direction: D, by the name of the weight, float64.
-        sight: Who attacks.
+        adversary: Who attacks.
         mechanisms: What one training releases.
         seed: Of coins and trainings, in [0, 2^63).
     """
@@ -99,7 +96,7 @@ class FinalModelGame:
     present: RunPlan
     absent: RunPlan
     direction: Weights
-    sight: Sight
+    adversary: Adversary
     mechanisms: tuple[Mechanism, ...]
     seed: int
 
@@ -141,7 +138,7 @@ class FinalModelGame:
             present=with_records(plan, record, label),
             absent=absent,
             direction={},
-            sight=WORST_CASE if worst_case else DRAWN,
+            adversary=WORST_CASE if worst_case else DRAWN,
             mechanisms=tuple(mechanism.repeated(plan.total_steps) for mechanism in plan.mechanisms),
             seed=seed,
         )
@@ -269,7 +266,11 @@ def audit_final_model(
     on_start(trainings, min(len(scores.found), trainings))
     scores.warn_before(look)
     started = time.process_time()
-    keep = partial(scores.keep, on_training)
+
+    def keep() -> None:
+        scores.write()
+        on_training(len(scores.found))
+
     play(game, trainings, scores.found, jobs=jobs, cluster=cluster, on_score=keep)
     found = read_scores(game, scores.found[:trainings], delta=look.delta, cpu_s=time.process_time() - started)
     found = replace(found, looks=scores.looked(look))
@@ -341,11 +342,6 @@ class _Scores:
         self.seed, self.found = kept.seed, kept.scores
         self.looks = [Look(one, delta) if isinstance(one, int) else Look(*one) for one in kept.looks]
 
-    def keep(self, on_training: Callable[[int], None]) -> None:
-        """Write the scores and tell their number."""
-        self._write()
-        on_training(len(self.found))
-
     def warn_before(self, look: Look) -> None:
         """Warn if the scores were read before, but not like this."""
         if not self.looks or look in self.looks:
@@ -363,10 +359,11 @@ class _Scores:
         """Write that the outcome is read; returns how many different readings there are."""
         if look not in self.looks:
             self.looks.append(look)
-            self._write()
+            self.write()
         return len(self.looks)
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Replace the file of scores."""
         content = {"seed": self.seed, "asked": self._asked, "looks": self.looks, "scores": self.found}
         write_json(self._file, sealed(content))
 
@@ -414,25 +411,17 @@ def read_scores(game: FinalModelGame, scores: Sequence[float], *, delta: float, 
         delta: Of the bounds.
         cpu_s: Processor seconds that they took.
     """
-    relation = game.present.config.relation or Adjacency.REPLACE_ONE
-    stated, count = guarantees(list(game.mechanisms), delta=delta), len(scores)
-    claim = Claim.of(game.mechanisms, stated, relation, delta)
-    plan, found = claim.plans([game.sight], count)[game.sight], np.array(scores)
-    proven = next((one for one in stated if one.is_proven), None)
-    return Audit(
-        findings=tuple(
-            finding_of_scores(role, game.sight.name, found, coins, plan, proven)
-            for role, coins in (
-                (Role.RUN, game.coins(count)),
-                (Role.NULL, null_coins(game.seed, count)),
-            )
-        ),
-        guarantees=tuple(stated),
+    return audit_of_scores(
+        {game.adversary: np.array(scores)},
+        {},
+        game.coins(len(scores)),
+        game.present.config.relation or Adjacency.REPLACE_ONE,
+        game.mechanisms,
+        guarantees(list(game.mechanisms), delta=delta),
+        delta=delta,
+        seed=game.seed,
         played=Played.FINAL_MODELS,
-        game=game.mechanisms[0].describe(),
-        trials=count,
         crafted="records",
         steps=game.present.total_steps,
-        seed=game.seed,
         cpu_s=cpu_s,
     )

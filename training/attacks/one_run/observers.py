@@ -1,98 +1,315 @@
-"""What an attacker learns of the canaries from one training: observers that watch it and score at its end.
+"""Canaries with crafted gradients, the writer that plants them, and observers that score them from one training.
 
-Every step of descent is undone from the weights after each step: W' = W - rate b_t, so that momentum, weight decay and
-the schedule, which are public, leave the noisy sum G of clipped contributions. What the other records contribute is
-known to the strongest attacker and subtracted. Along canary i, in units of C, a step then shows
+A canary is a record whose gradient the adversary chooses at every step, the strongest choice that a theorem about
+clipped sums allows (Nasr et al. 2023; Cebere et al. 2024). Canary i has one entry of its own in the weights of every
+layer, and its gradient is far longer than the clip: after the run's own clip it is C / sqrt(L) in each of its L
+entries. So canaries are orthogonal, and a clip that bounds layers separately lets sqrt(L) C pass.
 
-    y_t = s_i B_t + z N(0, 1),    B_t ~ Bernoulli(q) if the canary is in,
-
-with z and q as the ledger accounts for them. Noise that is correlated over b steps is z inverse(C) Z for a public C
-with bands c. A canary of subset j is drawn at steps t = j mod b only, and what one draw tells is
-
-    <c, rows t .. t + b - 1 of C y> / |c|^2 = s_i B_t + z / |c| N(0, 1),    B_t ~ Bernoulli(b q),
-
-in which the noises of different draws are independent (theorem banded-records).
+The crafted signals enter where the signals of all records enter the writer of private gradients. The sampler, the
+clip, the noise, the divisor, the optimizer and the ledger are the run's own.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from opusim.accounting.audit import Law, Method
-from opusim.training.attacks.base import Descent
-from opusim.training.attacks.one_run.canaries import Canaries, CraftedGradients
+from opusim import checks
+from opusim.errors import ConfigError
+from opusim.randomness.streams import derive_seed
+from opusim.training.attacks.base import Adversary, Descent
 from opusim.training.attacks.update_attacks import row_space
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.samplers import Sampler
 from opusim.training.engine.callbacks import Callback
+from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.base import Network
+from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.contributions.uses import ConvolutionUse, LinearUse
+from opusim.training.networks.layers import LayeredNetwork, ModuleUse
 from opusim.training.networks.optimizers import make_optimizer, set_learning_rate
-from opusim.training.protections.base import with_constant
+from opusim.training.protections.base import PrivateGradients, WrappedGradients, with_constant
 from opusim.training.protections.record import CyclicPoissonSampler
+
+_EXCESS = 2.0**10
+"""Norm of a crafted gradient before the clip, in units of C."""
+_MODULE_EXCESS = 2.0**20
+"""The same in a module, whose blank records add gradients of their own, so that they change its direction little."""
+_STEEPNESS = 2.0**10
+"""Input of a canary at its own entry; the bias, whose input is 1, receives that much less than the weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerEntries:
+    """The entries of the canaries in one layer.
+
+    Attributes:
+        name: Name of the layer's weight among the network's tensors.
+        rows: Output of each canary's entry, shape (m,).
+        columns: Input of each canary's entry, shape (m,).
+        width: Inputs of the layer.
+        height: Its outputs.
+    """
+
+    name: str
+    rows: Tensor
+    columns: Tensor
+    width: int
+    height: int
+
+    @property
+    def flat(self) -> Tensor:
+        """Positions in the flattened weight, shape (m,)."""
+        return self.rows * self.width + self.columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canaries:
+    """Planted records with crafted gradients.
+
+    Attributes:
+        inside: The coins, bool, shape (m,).
+        entries: Their entries, layer by layer.
+        first: Number of the first canary among the training records.
+        replaces: Whether a canary that is out pushes the other way, instead of being left out.
+    """
+
+    inside: Tensor
+    entries: tuple[LayerEntries, ...]
+    first: int
+    replaces: bool
+
+    @property
+    def planted(self) -> Tensor:
+        """Numbers of the canaries that are among the training records, in their order, shape (n,)."""
+        return torch.arange(len(self.inside)) if self.replaces else torch.nonzero(self.inside).flatten()
+
+    @property
+    def signs(self) -> Tensor:
+        """Direction in which each canary pushes if it is in a batch, +1 or -1, shape (m,)."""
+        return torch.where(self.inside | (not self.replaces), 1.0, -1.0)
+
+    @classmethod
+    def drawn(cls, network: Network, count: int, *, n_records: int, replaces: bool, seed: int) -> Canaries:
+        """Draw coins and entries.
+
+        Args:
+            network: What is trained, a network of layers.
+            count: m, at most the entries of the largest layer.
+            n_records: Training records without canaries.
+            replaces: Whether the audited relation replaces a record.
+            seed: Of coins and entries, in [0, 2^64).
+
+        Raises:
+            ConfigError: No layer has so many weights.
+        """
+        checks.integer(minimum=1, count=count, n_records=n_records)
+        generator = np.random.default_rng(derive_seed(seed, "canaries"))
+        inside = torch.from_numpy(generator.random(count) < 0.5)
+        shapes = weight_layers(network)
+        largest = max((rows * columns for _, _, rows, columns in shapes), default=0)
+        if largest < count:
+            raise ConfigError(
+                "audit",
+                "canaries",
+                f"{count} exceeds the {largest} weights of the largest weight matrix, and each canary needs "
+                "an entry of its own; take fewer",
+            )
+        entries = []
+        for _, name, rows, columns in shapes:
+            if rows * columns >= count:
+                places = torch.from_numpy(generator.choice(rows * columns, count, replace=False))
+                own = {"rows": places // columns, "columns": places % columns}
+                entries.append(LayerEntries(name=name, width=columns, height=rows, **own))
+        return cls(inside=inside, entries=tuple(entries), first=n_records, replaces=replaces)
+
+
+def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
+    """Return number, name of the weight, outputs and inputs of every layer; of a module those of every matrix."""
+    if isinstance(network, AnyModule):
+        named = [(name, p) for name, p in network.model.named_parameters() if p.requires_grad and p.ndim == 2]
+        return [(number, name, *p.shape) for number, (name, p) in enumerate(named)]
+    if not isinstance(network, LayeredNetwork):
+        return []
+    names = {tensor.data_ptr(): name for name, tensor in network.tensors.items()}
+    found = []
+    for layer in range(network.depth):
+        weight = network.layer_parameters(layer)[0]
+        if weight.ndim == 2:
+            found.append((layer, names[weight.data_ptr()], weight.shape[0], weight.shape[1]))
+    return found
+
+
+class CraftedGradients(WrappedGradients):
+    """Replaces the canaries' signals by crafted ones, and notes what the other records contribute to the entries.
+
+    The adversary of a theorem knows all other records and which batches they are in. What it would compute from that,
+    their clipped sum at the canaries' entries, is noted here at every step, with a clip of this file's own.
+
+    Args:
+        writer: The run's own writer.
+        network: What is trained.
+        canaries: The canaries.
+        clip_norm: C.
+        by_layer: Whether each layer's contribution is clipped to C / sqrt(layers).
+    """
+
+    def __init__(
+        self,
+        writer: PrivateGradients,
+        network: Network,
+        canaries: Canaries,
+        *,
+        clip_norm: float,
+        by_layer: bool,
+    ) -> None:
+        super().__init__(writer)
+        self._network, self._canaries = network, canaries
+        self._clip_norm, self._by_layer = clip_norm, by_layer
+        self._planted = canaries.planted
+        self.others = np.zeros(len(canaries.inside))
+        """What other records contributed along each canary's direction in the last step, in units of C, shape (m,)."""
+        self.drawn = np.zeros(len(canaries.inside))
+        """What each canary contributed in the last step if the clip is sound: its sign or 0, shape (m,)."""
+
+    @override
+    def _write(
+        self,
+        parts: Iterable[Contributions],
+        *,
+        records: Tensor | None = None,
+        public_inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        if records is None:
+            raise ValueError(
+                "records is missing: the trainer must tell its writer which records a batch holds"
+            )
+        whole = list(parts)
+        if len(whole) != 1:
+            raise ValueError(
+                f"batch: was recorded in {len(whole)} parts, and canaries need one; leave max_physical_batch_size out"
+            )
+        (found,) = whole
+        rows = torch.nonzero(records >= self._canaries.first).flatten()
+        numbers = self._planted[records[rows].cpu() - self._canaries.first]
+        self.drawn = np.zeros(len(self.others))
+        self.drawn[numbers.numpy()] = self._canaries.signs[numbers].numpy()
+        if len(rows):
+            found = self._planting(found, rows, numbers)
+        self.others = self._others(found, rows)
+        self._writer.set_gradients([found], records=records, public_inputs=public_inputs)
+
+    def _planting(self, found: Contributions, rows: Tensor, numbers: Tensor) -> Contributions:
+        """Return what a batch contributes if the canaries of these numbers stand in some rows.
+
+        Their gradients replace those of the rows where each layer has one use, a linear map at the canaries' entries.
+        Elsewhere they are added to those of the blank records.
+        """
+        names = {tensor.data_ptr(): name for name, tensor in self._network.tensors.items()}
+        layers = [(parameters, list(uses)) for parameters, uses in found.layers]
+        at = {names[p.data_ptr()]: (p, uses) for parameters, uses in layers for p in parameters}
+        entries = self._canaries.entries
+        replaces = all(len(uses) == 1 and isinstance(uses[0], _REPLACED) for _, uses in layers)
+        replaces = replaces and all(isinstance(at[entry.name][1][0], LinearUse) for entry in entries)
+        for _, uses in layers if replaces else ():  # zeros in place of what some records contribute
+            shared, empty = {id(tensor) for tensor in uses[0].wrt}, copy(uses[0])
+            for name, value in vars(uses[0]).items():
+                if isinstance(value, Tensor) and id(value) not in shared:
+                    kept = value.clone()
+                    kept[rows] = 0.0
+                    setattr(empty, name, kept)
+            uses[0] = empty
+        excess = _EXCESS if replaces else _MODULE_EXCESS
+        share = excess * self._clip_norm / _STEEPNESS / math.sqrt(len(entries))
+        pushes = (share * self._canaries.signs[numbers]).float().to(rows.device)
+        for entry in entries:
+            weight, uses = at[entry.name]
+            signals, inputs = (
+                torch.zeros(found.records, n, device=rows.device) for n in (entry.height, entry.width)
+            )
+            use = LinearUse(signals, inputs, weight)
+            if replaces and isinstance(uses[0], LinearUse):
+                use = uses[0]
+            else:
+                uses.append(use)
+            use.delta[rows, 0, entry.rows[numbers].to(rows.device)] = pushes
+            use.h[rows, 0, entry.columns[numbers].to(rows.device)] = _STEEPNESS
+        planted = Contributions(layers, found.records, several_uses=found.several_uses)
+        if found.padding is not None:
+            planted.leave_out(found.padding)
+        return planted
+
+    def _others(self, found: Contributions, canaries: Tensor) -> np.ndarray:
+        """Return the clipped sum of the other records along each canary's direction, in units of C, shape (m,)."""
+        squares = found.squared_norms()
+        norms, bound = squares.sum(dim=0).sqrt().repeat(len(squares), 1), self._clip_norm
+        if self._by_layer:
+            norms, bound = squares.sqrt(), bound / math.sqrt(len(squares))
+        factors = (bound / norms.clamp_min(1e-300)).clamp(max=1.0)
+        factors = torch.where(torch.isfinite(norms), factors, 0.0)
+        factors[:, canaries] = 0.0
+        sums = {parameter.data_ptr(): total for parameter, total in found.totals(factors)}
+        along = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
+        for entry in self._canaries.entries:
+            total = sums[self._network.tensors[entry.name].data_ptr()].flatten()
+            along += total[entry.flat.to(total.device)].double().cpu()
+        return (along / math.sqrt(len(self._canaries.entries)) / self._clip_norm).numpy()
+
+
+_REPLACED = (LinearUse, ConvolutionUse, ModuleUse)
+"""Uses that keep nothing of the records but their signals and inputs."""
+
+
+# What an attacker learns of the canaries from one training. Every step of descent is undone from the weights after each
+# step: W' = W - rate b_t, so that momentum, weight decay and the schedule, which are public, leave the noisy sum G of
+# clipped contributions. What the other records contribute is known to the strongest attacker and subtracted. Along
+# canary i, in units of C, a step then shows
+#
+#     y_t = s_i B_t + z N(0, 1),    B_t ~ Bernoulli(q) if the canary is in,
+#
+# with z and q as the ledger accounts for them. Noise that is correlated over b steps is z inverse(C) Z for a public C
+# with bands c. A canary of subset j is drawn at steps t = j mod b only, and what one draw tells is
+#
+#     <c, rows t .. t + b - 1 of C y> / |c|^2 = s_i B_t + z / |c| N(0, 1),    B_t ~ Bernoulli(b q),
+#
+# in which the noises of different draws are independent (theorem banded-records).
 
 _SPIKE = 0.05
 """Two steps whose noise is the same differ by -1, 0 or 1 up to far less than this, in units of C."""
 _TINY = 1e-15
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What one adversary sees and knows.
-
-    Attributes:
-        name: In a word or two.
-        sees: What is released to it.
-        knows: What it knows besides.
-        counts: Whether its scores are small whole numbers. No normal law fits them, so that they are read by one
-            bound, the strongest that the mechanism's law allows.
-    """
-
-    name: str
-    sees: str
-    knows: str
-    counts: bool = False
-
-    def readings(self, law: Law) -> tuple[Method, ...]:
-        """Return how its scores are read, fixed before there are any.
-
-        Args:
-            law: What is known of the mechanism's noise.
-        """
-        if not self.counts:
-            return law.methods
-        return (Method.GAUSSIAN_TRADE_OFF if law is Law.GAUSSIAN else Method.ANY_MECHANISM,)
-
-
-ALL_UPDATES = Sight(
+ALL_UPDATES = Adversary(
     name="all updates",
     sees="the weights after every step",
     knows="the canaries' crafted gradients, and all other records with their batches",
 )
-CONSECUTIVE = Sight(
+CONSECUTIVE = Adversary(
     name="consecutive updates",
     sees="the weights after every step, of which it compares each two in a row",
     knows=ALL_UPDATES.knows,
     counts=True,
 )
-FINAL_MODEL = Sight(
+FINAL_MODEL = Adversary(
     name="final model",
     sees="only the final model",
     knows="the initial weights and the canaries' crafted gradients, no other record",
 )
-ROW_SPACE = Sight(
+ROW_SPACE = Adversary(
     name="row space",
     sees="the first layer's weights after every step of the first epoch",
     knows="the canaries' features and the expected batch size, but no other record, neither the device nor its noise",
 )
-QUIET_ROWS = Sight(
+QUIET_ROWS = Adversary(
     name="quiet rows",
     sees="the first layer's weights after every step",
     knows="the canaries' features, but no other record and no noise",
@@ -108,14 +325,14 @@ class Observer(Callback, ABC):
         """Called after each step."""
 
     @abstractmethod
-    def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+    def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         """Return each adversary's scores, shape (m,).
 
         Args:
             mechanism: What the ledger says that one step released.
         """
 
-    def with_half_the_noise(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+    def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         """Return the scores that half of the noise would have given; none if it cannot be told from the rest.
 
         Args:
@@ -127,20 +344,20 @@ class Observer(Callback, ABC):
     def look(self, step: int) -> None:
         """Look at the weights after so many steps."""
 
+    @override
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback."""
         self.total_steps = total_steps
         self.look(0)
 
+    @override
     def on_step(self, *, step: int) -> None:
-        """See Callback."""
         self.steps = step
         self.look(step)
         self.after_step()
 
 
-class Steps:
-    """Undoes descent from the first step on, at the learning rates of its schedule; see `Descent`.
+class Steps(Descent):
+    """Undoes descent from the first step on, at the learning rates of its schedule.
 
     Args:
         options: The optimizer.
@@ -150,19 +367,13 @@ class Steps:
     """
 
     def __init__(self, options: OptimizerConfig) -> None:
-        self._descent, self._options = Descent(options), options
+        super().__init__(options)
         self._rates = make_optimizer([nn.Parameter(torch.zeros(1))], options)
 
-    def gradient(self, before: Tensor, after: Tensor, progress: float) -> Tensor:
-        """Return the gradient of the next step, float64.
-
-        Args:
-            before: Weights before it.
-            after: Weights after it.
-            progress: Share of the run's steps done before it.
-        """
+    def gradient_at(self, before: Tensor, after: Tensor, progress: float) -> Tensor:
+        """Return `gradient` at a share of the run's steps done before it."""
         set_learning_rate(self._rates, self._options, progress)
-        return self._descent.gradient(before, after, float(self._rates.param_groups[0]["lr"]))
+        return self.gradient(before, after, float(self._rates.param_groups[0]["lr"]))
 
 
 class EntryObserver(Observer):
@@ -194,8 +405,8 @@ class EntryObserver(Observer):
         self._drawn: list[np.ndarray] = []
         self._first = self._before = torch.zeros(0)
 
+    @override
     def look(self, step: int) -> None:
-        """See Observer.look."""
         now = self._along()
         if step == 0:
             self._first = now
@@ -209,10 +420,10 @@ class EntryObserver(Observer):
 
     def _gradient(self, now: Tensor, step: int) -> Tensor:
         """Return the released gradient of a step along the canaries, undone from the weights after it."""
-        return self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
+        return self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
 
-    def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
-        """See Observer.scores."""
+    @override
+    def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         y = np.array(self._readings)
         jumps = np.abs(np.abs(np.diff(y, axis=0)) - 1) < _SPIKE
         return {
@@ -221,8 +432,9 @@ class EntryObserver(Observer):
             FINAL_MODEL: (self._first - self._before).numpy(),
         }
 
-    def with_half_the_noise(self, mechanism: Any) -> dict[Sight, np.ndarray]:
-        """See Observer; the auditor knows the coins and the batches, so it can tell a canary's draws from the noise."""
+    @override
+    def with_half_the_noise(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
+        # the auditor knows the coins and the batches, so it can tell a canary's draws from the noise
         drawn = np.array(self._drawn)
         return {ALL_UPDATES: self._log_ratios((np.array(self._readings) + drawn) / 2, mechanism)}
 
@@ -237,28 +449,23 @@ class EntryObserver(Observer):
         replaces = self._canaries.replaces
         if mechanism.bands == 1:
             return log_ratio(y, q=q, z=z, replaces=replaces).sum(axis=0)
-        found = np.zeros(y.shape[1])
-        subsets, c = self._subsets(mechanism.bands), np.array(mechanism.correlation)
-        independent = sum(c[k] * shifted(y, k) for k in range(len(c)))  # C y, whose noise is independent
+        canaries, bands = self._canaries, mechanism.bands
+        if not isinstance(self._sampler, CyclicPoissonSampler):
+            raise TypeError(
+                f"sampler: {self._sampler.scheme!r} has no subsets, and the ledger says that it has {bands}"
+            )
+        # the subset of each canary's coin, which the theorem takes for known; a canary that is out has such a coin as
+        # well, of which nothing depends
+        subsets = np.random.default_rng(canaries.first).integers(bands, size=len(canaries.inside))
+        subsets[canaries.planted.numpy()] = self._sampler.subset_of_records[canaries.first :]
+        c, independent, found = np.array(mechanism.correlation), np.zeros_like(y), np.zeros(y.shape[1])
+        for k in range(len(c)):  # C y, whose noise is independent
+            independent[k:] += c[k] * y[: len(y) - k]
         for start in range(len(y)):
             due = subsets == start % mechanism.bands
             block, own = independent[start : start + len(c), due], c[: len(y) - start]
             read, spread = own @ block / (own @ own), z / math.sqrt(own @ own)
             found[due] += log_ratio(read, q=mechanism.bands * q, z=spread, replaces=replaces)
-        return found
-
-    def _subsets(self, bands: int) -> np.ndarray:
-        """Return the subset of each canary's coin, 0 to bands - 1, shape (m,); the theorem takes it for known.
-
-        A canary that is out has such a coin as well, of which nothing depends.
-        """
-        canaries = self._canaries
-        if not isinstance(self._sampler, CyclicPoissonSampler):
-            raise TypeError(
-                f"sampler: {self._sampler.scheme!r} has no subsets, and the ledger says that it has {bands}"
-            )
-        found = np.random.default_rng(canaries.first).integers(bands, size=len(canaries.inside))
-        found[canaries.planted.numpy()] = self._sampler.subset_of_records[canaries.first :]
         return found
 
     def _along(self, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -274,19 +481,15 @@ class EntryObserver(Observer):
 class GradientObserver(EntryObserver):
     """Watches the canaries' entries of the gradients that a private loop releases, whatever optimizer takes them."""
 
+    @override
     def _gradient(self, now: Tensor, step: int) -> Tensor:
-        """See EntryObserver; the loop's writer has just written it."""
+        # the loop's writer has just written it
         named = self._network.model.named_parameters()
         return self._along({name: p.grad for name, p in named if p.grad is not None})
 
     def finish(self) -> None:
         """Look at the final model."""
         self._before = self._along()
-
-
-def shifted(y: np.ndarray, steps: int) -> np.ndarray:
-    """Return the rows some steps later, after rows of zeros, shape (n, m)."""
-    return y if steps == 0 else np.concatenate([np.zeros_like(y[:steps]), y[:-steps]])[: len(y)]
 
 
 def log_ratio(y: np.ndarray, *, q: float, z: float, replaces: bool) -> np.ndarray:
@@ -340,21 +543,21 @@ class FirstLayerObserver(Observer):
         self._before = torch.zeros(0)
         self._found = np.full(len(inputs), -math.inf)
 
+    @override
     def look(self, step: int) -> None:
-        """See Observer.look."""
         if step > self._most:
             return
         tensors, (weight, bias) = self._network.tensors, self._names
         parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
         now = torch.cat(parts, dim=1).double().cpu()
         if step:
-            gradient = self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
+            gradient = self._descent.gradient_at(self._before, now, (step - 1) / self.total_steps)
             score = self._quiet_rows if self._batch_size is None else self._row_space
             self._found = np.maximum(self._found, -score(gradient).clamp_min(_TINY).log10().numpy())
         self._before = now
 
-    def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
-        """See Observer.scores."""
+    @override
+    def scores(self, mechanism: Any) -> dict[Adversary, np.ndarray]:
         return {QUIET_ROWS if self._batch_size is None else ROW_SPACE: self._found}
 
     def _row_space(self, gradient: Tensor) -> Tensor:

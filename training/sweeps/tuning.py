@@ -284,16 +284,27 @@ class Search:
         self._check_asked(state)
         if state is None:
             self._require_empty()
-        else:
-            self._require_newest(state)
-        with self._ledger() as ledger:
+        else:  # trials of a state that is older than the result would be trained and scored a second time
+            for name in ("best", "result.json"):
+                lacks = state.scores.keys() != set(range(len(state.draw.trials)))
+                if (self._folder / name).exists() and lacks:
+                    raise RunFolderError(
+                        f"{self._folder / STATE_FILE} is older than {name}: it lacks scores of that search; restore "
+                        f"the newest one, or choose an empty folder: {_SECOND_SEARCH}"
+                    )
+        mode, delta = self._config.mode, self._config.protection.delta
+        with Ledger(self._folder / LEDGER_FILE, mode=mode, delta=delta, enforced=True) as ledger:
             if any(payment.name != _PAYMENT for payment in ledger.content.payments):
                 raise RunFolderError(
                     f"search folder {self._folder} holds the ledger of a run; choose an empty folder"
                 )
             if state is None:
                 ledger.pay_once(_PAYMENT, self._selection)  # release mode: a new payment each time
-                state = self._drawn(payment=len(ledger.content.payments))
+                seed = self._config.seed if mode == "experiment" else None
+                payment = len(ledger.content.payments)
+                draw = draw_trials(self._choices, self._selection.mean, seed=seed)
+                state = SearchState(asked=self._asked, payment=payment, draw=draw, started=[], scores={})
+                state.write(self._folder)
             searches = len(ledger.content.payments)
             if state.payment > searches:
                 raise RunFolderError(
@@ -321,22 +332,6 @@ class Search:
                 f"search folder {self._folder} holds other files ({', '.join(others[:3])}); choose an empty folder"
             )
 
-    def _require_newest(self, state: SearchState) -> None:
-        """Refuse a state that is older than the result: its trials would be trained and scored a second time."""
-        for name in ("best", "result.json"):
-            if (self._folder / name).exists() and state.scores.keys() != set(range(len(state.draw.trials))):
-                raise RunFolderError(
-                    f"{self._folder / STATE_FILE} is older than {name}: it lacks scores of that search; restore "
-                    f"the newest one, or choose an empty folder: {_SECOND_SEARCH}"
-                )
-
-    def _drawn(self, *, payment: int) -> SearchState:
-        seed = self._config.seed if self._config.mode == "experiment" else None
-        draw = draw_trials(self._choices, self._selection.mean, seed=seed)
-        state = SearchState(asked=self._asked, payment=payment, draw=draw, started=[], scores={})
-        state.write(self._folder)
-        return state
-
     def _score(self, state: SearchState, number: int) -> float:
         """Train or resume a trial, and score it."""
         folder = RunFolder(self._folder / f"trial-{number}")
@@ -350,7 +345,18 @@ class Search:
             state.started.append(number)
             state.write(self._folder)
         trial = self._trials[state.draw.trials[number]]
-        run = self._trained(state, number, folder)
+        source = state.draw.seed  # None in release mode, where nothing is seeded
+        seed = 0 if source is None else derive_seed(source, "trial", number) >> 1
+        if not folder.started:
+            run = train(trial.config.replaced(seed=seed), folder=folder.path)
+        else:
+            if not folder.finished:
+                try:
+                    train(folder=folder.path, resume=True)
+                except BudgetExceeded:  # before its last step, after a kill: the trial has the model so far
+                    if not folder.finished:
+                        raise
+            run = load_run(folder.path)
         _require_within(run, trial.whole)
         held_out = with_maps(run.config, _records(run.config), folder).validation
         right = 0
@@ -361,21 +367,8 @@ class Search:
             trial.held_out,
             self._selection.mu,
             mode=run.config.mode,
-            seed=_seed(state.draw, number),
+            seed=seed,
         )
-
-    def _trained(self, state: SearchState, number: int, folder: RunFolder) -> Run:
-        """Train or resume a trial. One whose budget ends before its last step, after a kill, has the model so far."""
-        if not folder.started:
-            config = self._trials[state.draw.trials[number]].config
-            return train(config.replaced(seed=_seed(state.draw, number)), folder=folder.path)
-        if not folder.finished:
-            try:
-                return train(folder=folder.path, resume=True)
-            except BudgetExceeded:
-                if not folder.finished:
-                    raise
-        return load_run(folder.path)
 
     def _keep_best(self, state: SearchState) -> tuple[Run | None, float | None, tuple[str, ...]]:
         """Copy the best trial to `best` with the ledger of the search, since its own epsilon ignores the choice."""
@@ -384,8 +377,19 @@ class Search:
             write_json(result_file, sealed({"schema_version": 1, "score": None, "settings": []}))
             return None, None, ()
         winner = best_of(state.scores)
-        if not best.exists():
-            self._copy_best(winner, best)
+        if not best.exists():  # copy it, completely or not at all
+            partial, trial = self._folder / "best.partial", self._folder / f"trial-{winner}"
+            if not trial.is_dir():
+                raise RunFolderError(
+                    f"{best} and {trial} are missing; restore one of them, or choose an empty folder: "
+                    f"{_SECOND_SEARCH}"
+                )
+            shutil.rmtree(partial, ignore_errors=True)
+            for path in sorted(trial.rglob("*")):
+                if path.is_file() and path.name not in (*_LEDGER_FILES, LOCK_FILE):
+                    write_file(partial / path.relative_to(trial), path.read_bytes())
+            adopt_ledger(RunFolder(partial), self._folder / LEDGER_FILE)
+            partial.rename(best)
         score, settings = state.scores[winner], state.draw.trials[winner]
         write_json(result_file, sealed({"schema_version": 1, "score": score, "settings": list(settings)}))
         if self._config.mode == "release":
@@ -395,34 +399,6 @@ class Search:
             state.scores = {0: score}
             state.write(self._folder)
         return load_run(best), score, settings
-
-    def _copy_best(self, winner: int, best: Path) -> None:
-        """Copy the best trial, completely or not at all."""
-        partial, trial = self._folder / "best.partial", self._folder / f"trial-{winner}"
-        if not trial.is_dir():
-            raise RunFolderError(
-                f"{best} and {trial} are missing; restore one of them, or choose an empty folder: "
-                f"{_SECOND_SEARCH}"
-            )
-        shutil.rmtree(partial, ignore_errors=True)
-        for path in sorted(trial.rglob("*")):
-            if path.is_file() and path.name not in (*_LEDGER_FILES, LOCK_FILE):
-                write_file(partial / path.relative_to(trial), path.read_bytes())
-        adopt_ledger(RunFolder(partial), self._folder / LEDGER_FILE)
-        partial.rename(best)
-
-    def _ledger(self) -> Ledger:
-        return Ledger(
-            self._folder / LEDGER_FILE,
-            mode=self._config.mode,
-            delta=self._config.protection.delta,
-            enforced=True,
-        )
-
-
-def _seed(draw: Draw, number: int) -> int:
-    """Return the seed of a trial; 0 in release mode, where nothing is seeded."""
-    return 0 if draw.seed is None else derive_seed(draw.seed, "trial", number) >> 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,13 +441,15 @@ def priced_trials(
         delta=options.delta,
         device_noise=options.noise != "digital",
     )
-    n_held_out, trials = len(dataset.validation), {}
+    trials = {}
     for (lines, each), whole in zip(plans.items(), priced.trials, strict=True):
-        trials[lines] = Trial(
-            config=each.config.replaced(protection=each.protection.keys_of(whole)),
-            whole=whole,
-            held_out=_public_number(each, n_held_out),
-        )
+        # what a count of held-out records is divided by: their number, or what public constants make of it
+        own, held_out = each.config, float(len(dataset.validation))
+        if not own.counts_are_public:
+            share = own.data.validation_fraction
+            held_out = max(1.0, own.divisor / each.sampling_probability * share / (1 - share))
+        protected = own.replaced(protection=each.protection.keys_of(whole))
+        trials[lines] = Trial(config=protected, whole=whole, held_out=held_out)
     return priced.selection, trials
 
 
@@ -489,15 +467,6 @@ def _records(config: RunConfig) -> Dataset:
             f"{dataset.target!r} has no number of right answers, which scores a trial; take records with classes",
         )
     return dataset
-
-
-def _public_number(plan: RunPlan, n_held_out: int) -> float:
-    """Return what a count of held-out records is divided by: their number, or what public constants make of it."""
-    config = plan.config
-    if config.counts_are_public:
-        return float(n_held_out)
-    share = config.data.validation_fraction
-    return max(1.0, config.divisor / plan.sampling_probability * share / (1 - share))
 
 
 def _require_within(run: Run, whole: Mechanism) -> None:

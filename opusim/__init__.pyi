@@ -43,10 +43,10 @@ from accounting import require_poisson as require_poisson
 from accounting.mechanisms.records import AdditiveNoise as AdditiveNoise
 from opusim.crossbar.conversion import DeviceModel as DeviceModel
 from opusim.crossbar.conversion import convert as convert
-from opusim.crossbar.converter import Converter as Converter
 from opusim.crossbar.layers import DeviceConv2d as DeviceConv2d
 from opusim.crossbar.layers import DeviceLinear as DeviceLinear
 from opusim.crossbar.noise_aware import noise_aware as noise_aware
+from opusim.crossbar.programmable import Converter as Converter
 from opusim.crossbar.programmable import ProgrammableDevice as ProgrammableDevice
 from opusim.description.loading import load_description as load_description
 from opusim.description.schema import DeviceDescription as DeviceDescription

@@ -26,8 +26,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from opusim import checks
+from opusim.crossbar.conversion import convertible_layers
 from opusim.crossbar.layers import LEAST_SCALE, zero_padding
-from opusim.crossbar.placement import convertible_layers
 from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
@@ -81,7 +81,18 @@ def noise_aware(
         if after_s:
             raise ValueError(f"after_s = {after_s:g}: a number does not change with time; name a device")
     for name, module in layers:
-        _require_usable(name, module, on_device=named)
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            raise ValueError(
+                f"model: layer {name!r} is a {type(module).__name__}, whose columns are outputs; replace it by "
+                f"nn.Linear, or leave it without noise by digital=[{name!r}]"
+            )
+        if parametrize.is_parametrized(module, "weight") and any(
+            isinstance(each, _WeightNoise)
+            for each in module.parametrizations["weight"]  # type: ignore[index]
+        ):
+            raise ValueError(f"model: layer {name!r} is noise-aware already; take the network from before")
+        if named and isinstance(module, nn.Conv2d):
+            zero_padding(module)
     for name, module in layers:
         stream = SeededStream(seed, f"weight noise of layer {name}")
         law: float | ProgrammableDevice = noise  # type: ignore[assignment]
@@ -94,22 +105,6 @@ def noise_aware(
             parametrize.register_parametrization(module, "weight", _Limited(clip))
         parametrize.register_parametrization(module, "weight", _WeightNoise(law, stream, after_s))
     return model
-
-
-def _require_usable(name: str, module: nn.Module, *, on_device: bool) -> None:
-    """Refuse a layer that has noise already, that no device takes, or whose weight holds no rows of outputs."""
-    if not isinstance(module, (nn.Linear, nn.Conv2d)):
-        raise ValueError(
-            f"model: layer {name!r} is a {type(module).__name__}, whose columns are outputs; replace it by nn.Linear, "
-            f"or leave it without noise by digital=[{name!r}]"
-        )
-    if parametrize.is_parametrized(module, "weight") and any(
-        isinstance(each, _WeightNoise)
-        for each in module.parametrizations["weight"]  # type: ignore[index]
-    ):
-        raise ValueError(f"model: layer {name!r} is noise-aware already; take the network from before")
-    if on_device and isinstance(module, nn.Conv2d):
-        zero_padding(module)
 
 
 class _Limited(nn.Module):
@@ -143,8 +138,11 @@ class _WeightNoise(nn.Module):
 
     def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
         super().__init__()
-        self._law = law if isinstance(law, float | int) else _DrawOfWeights(law, after_s)
-        self._stream = stream
+        self._law, self._stream = law, stream
+        if isinstance(law, ProgrammableDevice):
+            points = torch.linspace(-1, 1, 2 * _POINTS + 1)
+            mean, self._std = (row[0] for row in law.weight_moments(points[None], after_s))
+            self._shift = mean - points
 
     def forward(self, weight: Tensor) -> Tensor:
         if not self.training:
@@ -153,28 +151,22 @@ class _WeightNoise(nn.Module):
         scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
         with torch.no_grad():
             normal = self._stream.normal(rows.shape, device=weight.device)
-            change = (
-                normal.mul_(self._law)
-                if isinstance(self._law, float | int)
-                else self._law.change(rows / scale, normal)
-            )
+            if isinstance(self._law, ProgrammableDevice):
+                change = self._change(rows / scale, normal)
+            else:
+                change = normal.mul_(self._law)
         return weight + (scale * change.to(weight.dtype)).reshape(weight.shape)
 
+    def _change(self, relative: Tensor, normal: Tensor) -> Tensor:
+        """Return a draw of what the device holds minus the weights themselves, from the table of its moments.
 
-class _DrawOfWeights:
-    """What a device makes of weights after a time, from a table of its moments.
+        Mean and spread are multiplied by the factor that makes <w, mean> equal <w, w> over the layer, as `DeviceLinear`
+        compensates drift.
 
-    The device's mean and spread are multiplied by the factor that makes <w, mean> equal <w, w> over the layer, as
-    `DeviceLinear` compensates drift.
-    """
-
-    def __init__(self, device: ProgrammableDevice, after_s: float) -> None:
-        points = torch.linspace(-1, 1, 2 * _POINTS + 1)
-        mean, self._std = (row[0] for row in device.weight_moments(points[None], after_s))
-        self._shift = mean - points
-
-    def change(self, relative: Tensor, normal: Tensor) -> Tensor:
-        """Return a draw minus the weights themselves, for weights in [-1, 1] and standard normal numbers."""
+        Args:
+            relative: weights in [-1, 1].
+            normal: standard normal numbers.
+        """
         index = relative.float().add(1).mul_(_POINTS).round_().nan_to_num_().long()  # NaN stays one by `add_`
         mean = self._shift.to(relative.device)[index].add_(relative)
         factor = relative.square().sum() / (relative * mean).sum().clamp_min(LEAST_SCALE)
@@ -197,30 +189,21 @@ class _OutputNoise:
         if not module.training:
             return output
         with torch.no_grad():
-            rows = self._limited(module).flatten(1).abs().amax(dim=1)
-            if isinstance(module, nn.Conv2d):
-                largest = _largest_of_patches(module, inputs[0]).reshape(len(output), 1, *output.shape[2:])
+            chain: Any = module.parametrizations["weight"]  # type: ignore[index]
+            weight: Tensor = chain.original
+            for parametrization in list(chain)[:-1]:  # the last one is the noise
+                weight = parametrization(weight)
+            rows = weight.detach().flatten(1).abs().amax(dim=1)
+            if isinstance(module, nn.Conv2d):  # the largest magnitude of each patch
+                sizes: Any = (module.kernel_size, module.dilation, module.padding, module.stride)
+                patches = functional.unfold(inputs[0].abs().amax(dim=1, keepdim=True), *sizes)
+                largest = patches.amax(dim=1).reshape(len(output), 1, *output.shape[2:])
                 rows = rows[:, None, None]
             else:
                 largest = inputs[0].abs().amax(dim=-1, keepdim=True)
             noise = self._stream.normal(output.shape, device=output.device)
             noise = noise.mul_(self._std).mul_(rows).mul_(largest)
         return output + noise.to(output.dtype)
-
-    @staticmethod
-    def _limited(module: nn.Module) -> Tensor:
-        """Return the weights without noise: those before the last parametrization."""
-        chain: Any = module.parametrizations["weight"]  # type: ignore[index]
-        weight: Tensor = chain.original
-        for parametrization in list(chain)[:-1]:
-            weight = parametrization(weight)
-        return weight.detach()
-
-
-def _largest_of_patches(convolution: nn.Conv2d, x: Tensor) -> Tensor:
-    """Return the largest magnitude of each patch that the convolution sees, shape (batch, patches)."""
-    widths: Any = (convolution.kernel_size, convolution.dilation, convolution.padding, convolution.stride)
-    return functional.unfold(x.abs().amax(dim=1, keepdim=True), *widths).amax(dim=1)
 
 
 def _least_std(device: ProgrammableDevice) -> float:

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from typing_extensions import override
 
 from opusim import checks
-from opusim.crossbar.converter import Converter
+from opusim.crossbar.programmable import Converter
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem, flat
 from opusim.devices.access import patience_s

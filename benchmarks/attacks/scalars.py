@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
 from training.engine.plan import RunPlan
 from training.networks.network import FullyConnected

@@ -18,8 +18,7 @@ import torch
 from scipy.stats import chi2, norm
 
 from opusim import checks
-from opusim.calibration.count_certificate import certify_counts
-from opusim.calibration.count_law import readings_without_power
+from opusim.calibration.count_law import certify_counts, readings_without_power
 from opusim.calibration.estimates import (
     GROUPS,
     Estimate,

@@ -208,8 +208,9 @@ def fit_command(
 
     Exits with 3, and writes no description, if fewer than 1 % of data of the published forms would deviate as much.
     """
-    from opusim.calibration.conductance_fit import LEAST_P_VALUE, fit
-    from opusim.calibration.conductance_readings import (
+    from opusim.calibration.conductance_fit import (
+        LEAST_P_VALUE,
+        fit,
         fit_figure,
         fit_rows,
         fitted_description,

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from opusim import checks
-from opusim.camera.exposure import MOST_SATURATED, Exposure, Recovery
-from opusim.camera.holography import ReferenceBeam
+from opusim.camera.exposure import MOST_SATURATED, Exposure, Recovery, ReferenceBeam
 from opusim.camera.imperfect import (
     CrossTalk,
     ImperfectExposure,
@@ -34,11 +33,12 @@ from opusim.tables import unit_of
 _PRNU_PLANE, _DSNU_PLANE = 16, 17  # counter words that no medium uses
 
 
-def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
-    """Return the law of the fields for a window of n_inputs mirrors.
+def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) -> Speckle:
+    """Return the medium as the camera sees it in a window of n_inputs mirrors, with the faults of the mirrors.
 
     The reference mirrors are as many as give them their share of the window: share / (1 - share) n_inputs, rounded.
-    With a reference beam no pixel is masked.
+    With a reference beam no pixel is masked. With cross-talk, or an image that vibrates, its pixels are those of the
+    outputs and their neighbours (`with_neighbours`).
 
     Raises:
         ConfigError: the anchor would have fewer than two mirrors.
@@ -60,18 +60,7 @@ def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
             f"a window of {n_inputs} input has an anchor of one mirror; raise reference_share to 0.5 or more"
         )
         raise ConfigError(description.name, "camera.anchor.reference_share", reason)
-    return law
-
-
-def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) -> Speckle:
-    """Return the medium as the camera sees it, with the faults of the mirrors.
-
-    With cross-talk, or an image that vibrates, its pixels are those of the outputs and their neighbours
-    (`with_neighbours`).
-    """
-    camera, medium = camera_sections(description)
-    law, mirrors = speckle_law_of(description, n_inputs), camera.mirrors
-    pixels, vibration = None, camera.vibration
+    pixels, vibration, mirrors = None, camera.vibration, camera.mirrors
     spreads = camera.pixels is not None and camera.pixels.crosstalk > 0
     if spreads or (vibration is not None and vibration.pointing_rms_pixels):
         pixels, _ = with_neighbours(Speckle(law, n_outputs, description.name).pixels)

@@ -37,17 +37,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
+from typing_extensions import override
 
 from opusim.camera.exposure import FRAME_SIGNS, FRAMES_PER_TERNARY, Exposure
-from opusim.camera.kernels import fill_counts
 from opusim.camera.speckle import grid_point, medium_weights
-from opusim.camera.stages import pixel_normals
+from opusim.camera.stages import fill_counts, frame_normals, pixel_normals
 from opusim.description.camera import PixelSettings
 from opusim.noise import LightPower
-from opusim.plugins import Deferred
 from opusim.randomness.streams import NoiseStream, SeededStream
-
-signal = Deferred("scipy.signal")
 
 _DCNU_PLANE, _FAULT_PLANE = 18, 19  # counter words that no medium uses
 
@@ -130,21 +127,6 @@ class Laser:
         return np.asarray(self.mean**2 * np.expm1(self._fast.log_std**2 * shared))
 
 
-def frame_normals(frames: int, correlation: float, stream: NoiseStream) -> np.ndarray:
-    """Return standard normal numbers of frames that are exposed in turn, float64, shape (frames,).
-
-    Args:
-        frames: at least 1.
-        correlation: rho, in [0, 1); numbers of frames k apart correlate by rho^k.
-        stream: source of the noise; takes one reading of it.
-    """
-    g: np.ndarray = stream.normal((frames,)).double().numpy()
-    if correlation > 0:
-        g[1:] *= math.sqrt(1 - correlation**2)
-        g = signal.lfilter([1.0], [1.0, -correlation], g)
-    return g
-
-
 def dead_pixels(faults: PixelSettings, seed: int, pixels: np.ndarray) -> np.ndarray:
     """Return whether each pixel is dead; computed from the sensor's seed and the pixel's number."""
     return np.asarray(ndtr(pixel_normals(seed, _FAULT_PLANE, pixels)) > 1 - faults.dead_share)
@@ -222,17 +204,18 @@ class ImperfectExposure(Exposure):
     pointing: Pointing | None = None
 
     @property
+    @override
     def dark_charge_e(self) -> np.ndarray:
-        """Dark charge of each pixel."""
         return self.dark_current_e * self.dark_scale
 
     @property
+    @override
     def mean_power(self) -> float:
-        """Mean power of a frame now, relative to the described light."""
         return 1.0 if self.laser is None else self.laser.mean
 
+    @override
     def parts(self) -> Iterator[tuple[float, np.ndarray | slice, np.ndarray]]:
-        """See `Exposure.parts`; on average, if the image vibrates."""
+        """On average, if the image vibrates."""
         if self.pointing is not None:
             m = self.pointing.rms * math.sqrt(2 / math.pi)  # the mean of |D|
             for share, place in zip((1 - m, m / 2, m / 2), self.pointing.places, strict=True):
@@ -246,12 +229,13 @@ class ImperfectExposure(Exposure):
         for share, place in zip((1 - 2 * c, c, c), talk.places, strict=True):
             yield share, place, np.where(self.response > 0, gain[place], 0.0)
 
+    @override
     def power_covariance(self, frames: int) -> np.ndarray | None:
-        """See `Exposure.power_covariance`."""
         return None if self.laser is None else self.laser.covariance(frames)
 
+    @override
     def moments(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Exposure.moments`; with a nonlinear read-out, rounding counts as 1/12 DN^2 and no end is met.
+        """With a nonlinear read-out, rounding counts as 1/12 DN^2 and no end is met.
 
         With f(N) = N - c N^2 and N ~ Poisson(m): E f = m - c (m + m^2), Var f = m - 2 c (2 m^2 + m) + c^2 (4 m^3 +
         6 m^2 + m).
@@ -270,15 +254,18 @@ class ImperfectExposure(Exposure):
         """Least slope of the read-out below saturation: 1 - 2 q."""
         return 1.0 - 2.0 * self.nonlinearity
 
+    @override
     def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
-        """See `Exposure.expose`; takes up to three readings of the stream."""
+        """Takes up to three readings of the stream."""
         return torch.from_numpy(self._numbers(self._light_now(field.numpy()), stream))
 
+    @override
     def expose_uniform(self, photons: float, frames: int, stream: NoiseStream) -> np.ndarray:
-        """See `Exposure.expose_uniform`; the laser's power scales the photons, cross-talk leaves them uniform."""
+        """The laser's power scales the photons, cross-talk leaves them uniform."""
         light = self.light.quantum_efficiency * photons * self.response
         return self._numbers(np.broadcast_to(light, (frames, light.size)), stream)
 
+    @override
     def recover(
         self,
         y: torch.Tensor,
@@ -288,7 +275,7 @@ class ImperfectExposure(Exposure):
         shift: np.ndarray,
         stream: NoiseStream,
     ) -> None:
-        """See `Exposure.recover`; a row's frames are exposed in the order p, a - p, n, a - n."""
+        """A row's frames are exposed in the order p, a - p, n, a - n."""
         rows = y.shape[0]
         shown = field.numpy().reshape(2, 2, rows, -1)  # part, sign, row, pixel
         frames = np.stack([shown, total[:, None, None, :] - shown], axis=2)

@@ -230,7 +230,7 @@ class AnchorSettings(StrictSection):
 
 
 class ReferenceBeamSettings(StrictSection):
-    """A reference beam: readings come from phase-shifted holograms; see `opusim.camera.holography`.
+    """A reference beam: readings come from phase-shifted holograms; see `opusim.camera.exposure`.
 
     Attributes:
         flux_per_s: photons per second of the reference alone on every pixel.

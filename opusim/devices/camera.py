@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.camera.exposure import CountLaw, Exposure, Recovery, saturated_shares
+from opusim.camera.exposure import CountLaw, Exposure, HologramRecovery, Recovery, saturated_shares
 from opusim.camera.from_description import (
     camera_sections,
     count_boxes,
@@ -26,7 +26,6 @@ from opusim.camera.from_description import (
     speckle_of,
     under_power,
 )
-from opusim.camera.holography import HologramRecovery
 from opusim.camera.imperfect import ImperfectExposure
 from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
@@ -51,8 +50,8 @@ class CameraDevice(NoisyDevice):
     `project` shows four frames for each ternary vector and recovers B x from their intensities
     (`opusim.camera.exposure`), with the noise that the camera's stages make (`opusim.camera.stages`). `draw` does the
     same for the vector 0. `intensities` gives the digital numbers of binary frames: |R x|^2 through the stages. With a
-    section ``[camera.reference_beam]`` readings come from phase-shifted holograms instead (`opusim.camera.holography`);
-    `intensities`, frames of the anchor and flat frames are taken with that beam shut.
+    section ``[camera.reference_beam]`` readings come from phase-shifted holograms instead; `intensities`, frames of the
+    anchor and flat frames are taken with that beam shut.
 
     The noise is Poisson counts, whose rates depend on what is shown; read noise is added. `noise` is the
     law of the counts with a box for each rate; `reading_variance` is the variance of a reading of a given x. Opening

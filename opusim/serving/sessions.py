@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from opusim import checks
+from opusim.devices.kinds import CAPABILITIES
 from opusim.devices.usage import Usage
 from opusim.errors import CapabilityMissing, DeviceBusy
-from opusim.serving.instrument import SERVED, Instrument, require_capability
+from opusim.serving.connections import MIB, BadMessage, Message, raw_bytes
+from opusim.serving.instrument import Instrument, View, Window
 from opusim.serving.journal import Entry
-from opusim.serving.messages import MIB, BadMessage, Message, raw_bytes
-from opusim.serving.views import View, Window
 
 TURN_S = 0.5
 """Seconds of work after which another client has its turn."""
@@ -170,18 +170,21 @@ class Work:
             view.look_up_law()
             return ()
         if act == "compare":
-            if view.shared:  # its monitor speaks for all clients, and listens to none
+            if view.shared:  # its monitor reports to all clients, and takes a baseline from none
                 raise CapabilityMissing("compare: the server watches the device itself")
             self.session.has_compared = True
             view.compare(self._array())
             return ()
         if act == "programming_std":
             return (view.programming_std(self._array()),)
-        if act not in SERVED:
+        if act not in CAPABILITIES:
             raise BadMessage(
                 f"call: unknown act {act[:40]!r}; install the same version of opusim on both sides"
             )
-        require_capability(instrument.can, act)
+        if act not in instrument.can:
+            raise CapabilityMissing(
+                f"the served device lacks the capability {act!r}; it has {', '.join(instrument.can)}"
+            )
         if act in READ_BY_ROWS or (act == "draw" and view.shared):
             return self._read(act, view, instrument)
         if act == "draw":
@@ -219,14 +222,14 @@ class Work:
         rows = view.readings(self._shape()) if x is None else len(x)
         stop = rows
         if view.shared:
-            stop = min(rows, self._rows + instrument.pace.rows_within(TURN_S, act))
+            stop = min(rows, self._rows + instrument.rows_within(TURN_S, act))
         began = time.perf_counter()
         if x is None:
             self._done.append(view.draw_readings(stop - self._rows))
         else:
             self._done.append(view.read(act, x[self._rows : stop]))
-        if view.shared:
-            instrument.pace.note(act, stop - self._rows, time.perf_counter() - began)
+        if view.shared and stop > self._rows:
+            instrument.row_s[act] = (time.perf_counter() - began) / (stop - self._rows)
         self._saturated.append(view.saturated if act == "multiply" else None)
         self._rows = stop
         if stop < rows:

@@ -33,10 +33,10 @@ from opusim.calibration.calibrate import calibrate as calibrated
 from opusim.description.loading import load_description
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceError, OpusimError
+from opusim.serving.connections import told_error
 from opusim.serving.instrument import Instrument
 from opusim.serving.journal import Journal
 from opusim.serving.keys import Users
-from opusim.serving.messages import told_error
 from opusim.serving.server import Limits, Server
 from tests.support.killing import start_child
 from tests.support.ports import free_port

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chi2
 
 from opusim.calibration.calibrate import Plan, calibrate
-from opusim.camera.holography import ReferenceBeam
+from opusim.camera.exposure import ReferenceBeam
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseUnknown

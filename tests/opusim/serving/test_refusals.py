@@ -18,9 +18,8 @@ import zmq
 
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, DeviceUnavailable
-from opusim.serving.connections import _LINES, Door, Refusals
+from opusim.serving.connections import _LINES, Door, Message, Refusals, told_error
 from opusim.serving.keys import Users, own_key
-from opusim.serving.messages import Message, told_error
 from opusim.serving.server import Limits, Server
 from tests.support.killing import start_child
 from tests.support.patience import eventually
@@ -393,7 +392,7 @@ def test_a_small_answer_that_is_cut_from_a_large_reading_is_refused(lab: Laborat
         raw_socket(address) as dealer,
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("opusim.serving.views.View.draw", lambda *_: pytest.fail("it was drawn"))
+            patch.setattr("opusim.serving.instrument.View.draw", lambda *_: pytest.fail("it was drawn"))
             session = opened_session(dealer, outputs_from=999, n_outputs=1).values["session"]
             for number, shape in enumerate([[100_000], [1, -100_000], [10, 10, 1000], [0.5, 1e9]], start=1):
                 drawn = call(session, number, act="draw", shape=shape)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 from opusim.p_values import bonferroni
 from training.attacks.base import Records
 from training.attacks.controls import plain_descent

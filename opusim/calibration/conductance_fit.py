@@ -19,8 +19,6 @@ The same bootstrap says how often data that obey the fitted law deviate from it 
 residuals in groups of conductance and time.
 
 Sources of the forms: Nandakumar et al., ICECS 2019; Le Gallo et al., Nature Electronics 2023; Wan et al., Nature 2022.
-
-Measurements of memory devices from a file, and the device description, table and figure that a fit gives.
 """
 
 from __future__ import annotations
@@ -204,7 +202,13 @@ def fit(
     checks.integer(minimum=20, replicates=replicates)
     _check_units(data)
     shapes = _shapes(data) if shape is None else [shape]
-    law = min((_fitted(data, each) for each in shapes), key=lambda found: _criterion(found, data))
+    lines = len(data.target)
+
+    def criterion(found: FittedLaw) -> float:  # Akaike's, with its correction for few lines
+        constants = len(found.numbers())
+        return 2 * _loss(found, data) + 2 * constants * lines / max(1, lines - constants - 1)
+
+    law = min((_fitted(data, each) for each in shapes), key=criterion)
     generator = np.random.default_rng(seed)
     estimates = law.numbers()
     drawn, deviations = [], []
@@ -227,7 +231,7 @@ def fit(
         confidence=confidence,
         p_value=p_value,
         residuals=residuals,
-        lines=len(data.target),
+        lines=lines,
     )
 
 
@@ -260,12 +264,6 @@ def _shapes(data: Measurements) -> list[Shape]:
     ]
     most = max(3, len(data.target) // _LINES_PER_CONSTANT) + (data.factor is not None)  # noise of outputs
     return [shape for shape in found if len(_first_guess(data, shape)) <= most]
-
-
-def _criterion(law: FittedLaw, data: Measurements) -> float:
-    """Return Akaike's information criterion with its correction for few lines."""
-    lines, constants = len(data.target), len(law.numbers())
-    return 2 * _loss(law, data) + 2 * constants * lines / max(1, lines - constants - 1)
 
 
 def _fitted(data: Measurements, shape: Shape, start: np.ndarray | None = None) -> FittedLaw:
@@ -425,7 +423,9 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
     """
     name = str(path)
     try:
-        rows = list(csv.reader(io.StringIO(read_text(path)), delimiter=_delimiter(read_text(path))))
+        text = read_text(path)
+        delimiter = max(",;\t", key=text.partition("\n")[0].count)
+        rows = list(csv.reader(io.StringIO(text), delimiter=delimiter))
     except OSError as error:
         raise ConfigError(
             name, "path", f"cannot be read ({error.strerror or error}); check the path"
@@ -522,13 +522,10 @@ def fitted_description(
         f"crossbar.{key}": {"status": "fitted", "source": origin + _limits_text(found, key, scale)}
         for key in flat(fitted)
     }
-    kept = {key: value for key, value in content["provenance"].items() if key in _keys(content)}
-    content["provenance"] = kept | sources
+    earlier = content.pop("provenance")
+    present = flat(content)
+    content["provenance"] = {key: value for key, value in earlier.items() if key in present} | sources
     return parse_description(name, content)
-
-
-def _keys(content: dict[str, Any]) -> set[str]:
-    return set(flat({key: value for key, value in content.items() if key != "provenance"}))
 
 
 def _sections(law: FittedLaw, data: Measurements, g_max_us: float) -> dict[str, Any]:
@@ -668,11 +665,6 @@ def _place(name: str, header: list[str]) -> list[int]:
     for unit in _UNITS:
         plain = plain.removesuffix(unit)
     return [place for place, cell in enumerate(header) if cell in (name, plain)]
-
-
-def _delimiter(text: str) -> str:
-    head = text.partition("\n")[0]
-    return max(",;\t", key=head.count)
 
 
 def _numbers(path: str, lines: list[list[str]], column: int, name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Test the law of counts in frames: its shape beyond mean and variance, and a light whose power fluctuates.
+"""Certify the law of a camera's counts: limits of its dark charge and of its light, and the tests that they rest on.
 
 **Third cumulants.** Digital numbers of Poisson counts of gain K, with Gaussian noise of variance c behind them, have
 the third cumulant K (v - c) at the variance v, whatever the light. A straight line through the third cumulants of all
@@ -24,12 +24,10 @@ power, they are. Each frame of a reading has a power.
 The powers are tested by themselves: their law (logarithms, if it is log-normal), equal spread at all levels and at the
 anchor, and independence from frame to frame, on which the chi-squared limit of their spread rests.
 
-Certify the law of a camera's counts: limits of its dark charge and of its light, and the tests that they rest on.
-
-A certified count law scales the described light of every output by one ratio, so light that is spread over the outputs
-in another way would exceed it at some outputs. With a_j the mean of output j over F_a frames of the anchor, z_j where
-its line of means under uniform light starts (its own offset and response drop out), K the gain, r the ratio and L_j its
-described light,
+**Limits** (`certify_counts`). A certified count law scales the described light of every output by one ratio, so light
+that is spread over the outputs in another way would exceed it at some outputs. With a_j the mean of output j over F_a
+frames of the anchor, z_j where its line of means under uniform light starts (its own offset and response drop out), K
+the gain, r the ratio and L_j its described light,
     a_j - z_j = K r L_j + noise of variance v_j / F_a + (variance of z_j),
 whose squares add up to chi-squared. The temporal variance v_j lies on the flat frames' straight line v(m): other values
 show a gain that has changed, or light that varies at each output separately, as it does if the medium moves.
@@ -45,8 +43,7 @@ import torch
 from scipy.special import nbdtr, ndtri, pdtrc, stdtrit
 from scipy.stats import chi2, f
 
-from opusim.calibration.estimates import Estimate
-from opusim.calibration.flat_series import PIXELS_LOOKED_AT
+from opusim.calibration.frames import PIXELS_LOOKED_AT, Estimate
 from opusim.calibration.independence import (
     cut_tails,
     independence_p_values,
@@ -374,10 +371,6 @@ class NamedPower:
             found["the power of a frame does not follow from earlier ones"] = between[name]
         return found
 
-    def limits(self, share: float) -> tuple[float, float]:
-        """Return limits of rms, each passed with probability at most share, for Gaussian powers of frames."""
-        return self.noise.lower(share), self.noise.upper(share)
-
 
 _FULL = 0.7
 """Share of the saturation above which an output's described anchor is left out, since it may be clipped."""
@@ -500,7 +493,13 @@ def certify_counts(
         alarm=FAMILY_ALARM / 2,
         not_needed=() if power is None else (_STEADY,),
     )
-    trust = _trust(third.error, beside, tests[0].level, samples)
+    level = tests[0].level
+    trust = (
+        third_cumulant(third.error, level),
+        cut_tails(beside.limit, beside.frames, "frames"),
+        missing_numbers(max(beside.numbers, 1), beside.frames, level / 2, samples=2, of="frames"),
+        weak_inputs(TOLERANCE, samples[0].size, level / (2 * len(samples))),
+    )
 
     # Limits are certified if every needed test holds and nothing else forbids it.
     failed = [test.text for test in tests if test.needed and not test.holds]
@@ -515,18 +514,6 @@ def certify_counts(
         light_noise=Estimate(value=light.estimate, low=light.lower(share), high=light.upper(share)),
         remarks=_remarks(power, light.upper(share), ambient_e, failed),
         trust=trust,
-    )
-
-
-def _trust(
-    third_error: float, beside: Tails, level: float, samples: np.ndarray
-) -> tuple[TrustedProperty, ...]:
-    """Return the smallest faults that these frames and readings show, at the level of a property's test."""
-    return (
-        third_cumulant(third_error, level),
-        cut_tails(beside.limit, beside.frames, "frames"),
-        missing_numbers(max(beside.numbers, 1), beside.frames, level / 2, samples=2, of="frames"),
-        weak_inputs(TOLERANCE, samples[0].size, level / (2 * len(samples))),
     )
 
 
@@ -640,11 +627,10 @@ def _law(
     }
     if power is None:
         return PhotonCountLaw(**limits, light_ratio_high=float(highest) * (1 + _BRIGHTEST * limit))
-    rms_low, rms_high = power.limits(share)
     return FluctuatingCountLaw(
         **limits,
         light_ratio_high=float(highest),
         power_law=power.settings.law,
-        power_rms_low=rms_low,
-        power_rms_high=rms_high,
+        power_rms_low=power.noise.lower(share),
+        power_rms_high=power.noise.upper(share),
     )

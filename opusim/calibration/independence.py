@@ -13,18 +13,14 @@ d = sum over segments of (readings - 1):
 - the mean over outputs of a reading has chi-squared energy; so has the mean over pairs of outputs at one distance;
 - the cosine of two readings' vectors has the law of a correlation in p dimensions;
 - autocorrelations have the first two moments that they have over all orders of the readings, exactly;
-- the lowest frequencies hold their share of the noise, and no block of readings lacks it
-  (`opusim.calibration.independence`).
+- the lowest frequencies hold their share of the noise, and no block of readings lacks it.
 
 Sizes are tested as signed readings are: the same statistics of h(z) = Phi^-1(2 Phi(|z|) - 1), which is N(0, 1) too.
 Readings that are not Gaussian are tested by the normal scores of their ranks: permutations of one vector, of the same
 first two moments.
 
-Test noise for faults that are rare, slow or far out, and compute the smallest fault that a calibration finds.
-
-Readings are standardised within output and segment (`opusim.calibration.independence.standardised`): n numbers of mean
-0 and mean square 1. For independent Gaussian readings they are a uniform point on a sphere in n - 1 dimensions, for
-ranked ones a random order of fixed scores. So
+**Faults that are rare, slow or far out.** The n numbers of an output within a segment are a uniform point on a sphere
+in n - 1 dimensions if readings are independent and Gaussian, for ranked ones a random order of fixed scores. So
 
 - the sum of squares of a block of b readings, of one output or of p outputs, has a lower tail no heavier than
   chi-squared's with b or b p degrees of freedom: noise that is missing for a while, or in one reading, makes it small;
@@ -240,13 +236,6 @@ def slow_noise(readings: int, columns: int, level: float) -> TrustedProperty:
         fault="1/f noise of at least",
         size=min(1.0, float(np.min(_margin(level) / np.sqrt(counts * columns) / gains))),
         unit="of the variance",
-    )
-
-
-def repeats(readings: int) -> TrustedProperty:
-    """Return the longest period with which noise may repeat that so many readings show."""
-    return TrustedProperty(
-        text="noise does not repeat", fault="a repeat after up to", size=float(readings), unit="readings"
     )
 
 

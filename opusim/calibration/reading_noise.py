@@ -52,7 +52,6 @@ from opusim.calibration.independence import (
     missing_readings,
     near_mean,
     one_value,
-    repeats,
     slow_noise,
     standardised,
 )
@@ -131,7 +130,12 @@ class ReadingNoise:
         shape, level = (self.readings, self.n_outputs), self.tests[0].level
         found = (
             missing_readings(self.inputs * self.readings),
-            repeats(self.inputs * self.readings),
+            TrustedProperty(
+                text="noise does not repeat",
+                fault="a repeat after up to",
+                size=float(self.inputs * self.readings),
+                unit="readings",
+            ),
             slow_noise(self.readings, self.inputs * self.n_outputs, level / _STATISTICS_IN_TIME),
         )
         if not gaussian:

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 import opusim
-from opusim.calibration.calibrate import Plan
 from opusim.calibration.calibrate import calibrate as calibrated
+from opusim.calibration.photon_transfer import Plan
 from opusim.description.loading import load_description
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceError, OpusimError

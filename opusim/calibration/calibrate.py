@@ -215,7 +215,7 @@ def _of_camera(
         transfer,
         noise,
         {
-            "noise": found.law if noise.is_sound else None,
+            "noise": found.law if all(test.holds for test in noise.tests if test.needed) else None,
             "estimates": estimates | {"light_noise": found.light_noise},
             "tests": (*found.tests, *noise.tests),
             "remarks": [*remarks, _BIAS, _STUDENT, _SIMULATED],

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from opusim.files import FIGURES, output_folder, quoted, require_writable
+from opusim.errors import ConfigError
+from opusim.files import FIGURES, output_folder, quoted, require_writable, to_toml
 from opusim.progress import Progress
 from opusim.tables import print_table
 
@@ -33,7 +34,6 @@ def record_command(
     from opusim.calibration.frames import Recording, record, shape_of
     from opusim.devices.camera import CameraDevice
     from opusim.devices.registry import open_window
-    from opusim.errors import ConfigError
 
     with open_window(name, 2, outputs, seed) as device:
         camera = device.description.camera
@@ -85,7 +85,6 @@ def calibrate_command(
     from opusim.calibration.calibrate import calibrate, frames_of, print_calibration, write_report
     from opusim.calibration.photon_transfer import Plan
     from opusim.devices.registry import open_window
-    from opusim.errors import ConfigError
 
     with open_window(name, inputs, outputs, seed) as device:
         dark = None if device.description.camera is None else device.description.camera.dark
@@ -118,7 +117,6 @@ def check_command(
     from opusim.calibration.photon_transfer import Plan
     from opusim.devices.certificate import load_certificate
     from opusim.devices.registry import open_window
-    from opusim.errors import ConfigError
 
     old = load_certificate(certificate)
     with open_window(name, old.n_inputs, old.n_outputs, seed) as device:
@@ -162,7 +160,6 @@ def temperature_command(
     from opusim.calibration.calibrate import print_temperatures, temperature_figure
     from opusim.devices.camera import CameraDevice
     from opusim.devices.registry import open_window
-    from opusim.errors import ConfigError
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
@@ -217,7 +214,6 @@ def fit_command(
         fitted_description,
         read_measurements,
     )
-    from opusim.files import to_toml
 
     require_writable(out, "--out", (".toml",))
     if figure is not None:

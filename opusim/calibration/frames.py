@@ -446,7 +446,7 @@ def dark_noise_dn(frames: np.ndarray, *, confidence: float, is_rounded: bool = T
             f"frames: fewer than {_LEAST_TOGGLING} pixels show more than one code; take more frames or pixels, or a "
             "little constant light that moves means to a step"
         )
-    return _fitted(CodeCounts.of(frames), confidence)
+    return _fitted(frames, confidence)
 
 
 def root_mean(squares: np.ndarray, confidence: float) -> Estimate:
@@ -456,66 +456,39 @@ def root_mean(squares: np.ndarray, confidence: float) -> Estimate:
     return found["square"].root()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CodeCounts:
-    """How often each pixel gave each code; equal pixels are kept once.
+def _fitted(frames: np.ndarray, confidence: float) -> Estimate:
+    """Maximum likelihood, and Wald limits of log s from the sandwich covariance over pixels.
 
-    Attributes:
-        codes: the codes, shape (codes,), in steps of 1.
-        counts: frames with each code, shape (kinds, codes).
-        pixels: pixels of each kind, shape (kinds,).
+    Args:
+        frames: whole numbers, shape (frames, pixels).
+        confidence: of the limits.
     """
-
-    codes: np.ndarray
-    counts: np.ndarray
-    pixels: np.ndarray
-
-    @classmethod
-    def of(cls, frames: np.ndarray) -> CodeCounts:
-        """From frames of whole numbers, shape (frames, pixels)."""
-        dn = np.rint(frames).astype(np.int64)
-        codes = np.arange(dn.min(), dn.max() + 1)
-        kinds, pixels = np.unique(
-            np.stack([(dn == code).sum(axis=0) for code in codes], axis=1), axis=0, return_counts=True
-        )
-        return cls(codes=codes.astype(float), counts=kinds.astype(float), pixels=pixels.astype(float))
-
-    @property
-    def frames(self) -> int:
-        """Frames of each pixel."""
-        return int(self.counts[0].sum())
-
-    def start(self) -> np.ndarray:
-        """Return the rough mean, log of the fixed pattern's and log of the temporal standard deviation."""
-        means = self.counts @ self.codes / self.frames
-        temporal = self.counts @ np.square(self.codes) / self.frames - np.square(means)
-        total = self.pixels.sum()
-        mean, noise = self.pixels @ means / total, self.pixels @ temporal / total
-        pattern = self.pixels @ np.square(means - mean) / total - noise / self.frames
-        return np.array([mean, math.log(max(pattern, 0.05**2)) / 2, math.log(max(noise, 0.15**2)) / 2])
-
-    def log_likelihoods(self, parameters: np.ndarray, deviates: np.ndarray) -> np.ndarray:
-        """Return each kind's log-likelihood of a pixel: the mean over deviates z of the probability at o + tau z."""
-        mean, pattern, noise = parameters[0], math.exp(parameters[1]), math.exp(parameters[2])
-        edges = np.append(self.codes - 0.5, self.codes[-1] + 0.5)[:, None]
-        below = ndtr((edges - mean - pattern * deviates) / noise)  # (codes + 1, deviates)
-        logs = np.log(np.maximum(np.diff(below, axis=0), 1e-300))
-        weights = -np.square(deviates) / 2
-        return np.asarray(logsumexp(self.counts @ logs + weights, axis=1) - logsumexp(weights))
-
-
-def _fitted(counts: CodeCounts, confidence: float) -> Estimate:
-    """Maximum likelihood, and Wald limits of log s from the sandwich covariance over pixels."""
-    start = counts.start()
-    width = math.exp(start[2] - start[1]) / math.sqrt(counts.frames)  # of a pixel's likelihood, in deviates
+    # how often each pixel gave each code, (kinds, codes); equal pixels are kept once, as a kind
+    dn, repeats = np.rint(frames).astype(np.int64), len(frames)
+    codes = np.arange(dn.min(), dn.max() + 1).astype(float)
+    table = np.stack([(dn == code).sum(axis=0) for code in codes], axis=1)
+    counts, pixels = (each.astype(float) for each in np.unique(table, axis=0, return_counts=True))
+    # the rough mean, log of the fixed pattern's and log of the temporal standard deviation
+    means = counts @ codes / repeats
+    temporal = counts @ np.square(codes) / repeats - np.square(means)
+    mean, noise = pixels @ means / pixels.sum(), pixels @ temporal / pixels.sum()
+    pattern = pixels @ np.square(means - mean) / pixels.sum() - noise / repeats
+    start = np.array([mean, math.log(max(pattern, 0.05**2)) / 2, math.log(max(noise, 0.15**2)) / 2])
+    width = math.exp(start[2] - start[1]) / math.sqrt(repeats)  # of a pixel's likelihood, in deviates
     points = int(min(max(2 * _REACH / (0.5 * width), 60), 2000)) | 1
     deviates = np.linspace(-_REACH, _REACH, points)
+    weights = -np.square(deviates) / 2
+    edges = np.append(codes - 0.5, codes[-1] + 0.5)[:, None]
 
     def each(parameters: np.ndarray) -> np.ndarray:
-        return counts.log_likelihoods(parameters, deviates)
+        """Return each kind's log-likelihood of a pixel: the mean over deviates z of the probability at o + tau z."""
+        pattern, noise = math.exp(parameters[1]), math.exp(parameters[2])
+        below = ndtr((edges - parameters[0] - pattern * deviates) / noise)  # (codes + 1, deviates)
+        logs = np.log(np.maximum(np.diff(below, axis=0), 1e-300))
+        return np.asarray(logsumexp(counts @ logs + weights, axis=1) - logsumexp(weights))
 
     found = minimize(
-        lambda p: -float(counts.pixels @ each(p)),
+        lambda p: -float(pixels @ each(p)),
         start,
         method="Nelder-Mead",
         options={"xatol": 1e-5, "fatol": 1e-7, "maxiter": 2000},
@@ -527,7 +500,7 @@ def _fitted(counts: CodeCounts, confidence: float) -> Estimate:
     def scores(point: np.ndarray) -> np.ndarray:  # (kinds, parameters)
         return np.stack([(each(point + s) - each(point - s)) / (2 * _STEP) for s in steps], axis=1)
 
-    hessian = np.stack([counts.pixels @ (scores(found + s) - scores(found - s)) / (2 * _STEP) for s in steps])
+    hessian = np.stack([pixels @ (scores(found + s) - scores(found - s)) / (2 * _STEP) for s in steps])
     curvatures, directions = np.linalg.eigh(-(hessian + hessian.T) / 2)
     flat = curvatures < _FLAT * curvatures[-1]
     if np.any(np.abs(directions[2, flat]) > _FREE):
@@ -538,7 +511,7 @@ def _fitted(counts: CodeCounts, confidence: float) -> Estimate:
         )
     bent = directions[:, ~flat]  # without a pattern, log tau is free
     inverse, here = (bent / curvatures[~flat]) @ bent.T, scores(found)
-    error = math.sqrt((inverse @ (here.T * counts.pixels) @ here @ inverse)[2, 2])
+    error = math.sqrt((inverse @ (here.T * pixels) @ here @ inverse)[2, 2])
     margin = float(norm.isf((1 - confidence) / 2)) * error
     return Estimate(
         value=math.exp(found[2]), low=math.exp(found[2] - margin), high=math.exp(found[2] + margin)

@@ -112,11 +112,6 @@ class ReadingNoise:
     tests: tuple[PropertyTest, ...]
 
     @property
-    def is_sound(self) -> bool:
-        """Whether no test speaks against a property that the law needs."""
-        return all(test.holds for test in self.tests if test.needed)
-
-    @property
     def is_gaussian(self) -> bool:
         """Whether no test speaks against independent Gaussian readings, the same at every input."""
         return all(test.holds for test in self.tests)

@@ -130,6 +130,8 @@ class Exposure:
         dark_current_e: dark charge of a frame, electrons.
         response: relative sensitivity of each pixel (1 + PRNU), shape (n_outputs,).
         offset_e: fixed offset of each pixel, electrons, shape (n_outputs,).
+        dark_scale: dark current of each output's pixel as a multiple of the sensor's, shape (n_outputs,), or of all.
+        nonlinearity: q of the read-out (`opusim.camera.imperfect`), in [0, 0.25].
     """
 
     light: LightSettings
@@ -138,21 +140,18 @@ class Exposure:
     dark_current_e: float
     response: np.ndarray
     offset_e: np.ndarray
+    dark_scale: np.ndarray | float = 1.0
+    nonlinearity: float = 0.0
 
     @cached_property
     def gain_e(self) -> np.ndarray:
         """Electrons of a field of |u|^2 = 1 in mirror units, at each pixel: N_a / (2 mirrors) (1 + PRNU)."""
         return self.light.anchor_e / (2.0 * self.mirrors) * self.response
 
-    @property
-    def dark_charge_e(self) -> np.ndarray | float:
-        """Dark charge of a frame, electrons: of each pixel, or of all."""
-        return self.dark_current_e
-
     @cached_property
     def floor_e(self) -> np.ndarray:
         """Electrons that a law may credit, at each pixel: bias light (1 + PRNU) + dark charge."""
-        return np.asarray(self.light.bias_e * self.response + self.dark_charge_e)
+        return np.asarray(self.light.bias_e * self.response + self.dark_current_e * self.dark_scale)
 
     @cached_property
     def dark_e(self) -> np.ndarray:

@@ -12,11 +12,8 @@ import numpy as np
 from opusim import checks
 from opusim.camera.exposure import MOST_SATURATED, Exposure, Recovery, ReferenceBeam
 from opusim.camera.imperfect import (
-    CrossTalk,
     ImperfectExposure,
     Laser,
-    LaserLaw,
-    Pointing,
     dark_scale,
     dead_pixels,
     with_neighbours,
@@ -109,14 +106,14 @@ def laser_of(description: DeviceDescription, n_outputs: int, seed: int | None) -
     if power is None:
         return None
     drift_s = power.drift_s
-    law = LaserLaw(
-        law=power.law,
-        rms=power.rms,
+    return Laser(
+        power.law,
+        power.rms,
         correlation=_frame_correlation(description, n_outputs, power.correlation_us),
         drift_rms=power.drift_rms or 0.0,
         drift_per_step=0.0 if drift_s is None else (power.seconds_per_step or 0.0) / drift_s,
+        seed=seed,
     )
-    return Laser(law, seed)
 
 
 def exposure_of(
@@ -155,12 +152,15 @@ def exposure_of(
         "response": response(pixels),
         "offset_e": camera.sensor.dsnu_e * pixel_normals(seed, _DSNU_PLANE, pixels),
     }
-    vibration, pointing, crosstalk = camera.vibration, None, None
+    vibration = camera.vibration
+    faulty: dict[str, Any] = {}
     if vibration is not None and vibration.pointing_rms_pixels:
-        correlation = _frame_correlation(description, pixels.size, vibration.correlation_us)
-        places = with_neighbours(pixels)[1]
-        pointing = Pointing(rms=vibration.pointing_rms_pixels, correlation=correlation, places=places)
-    if laser is None and camera.pixels is None and camera.transfer is None and pointing is None:
+        faulty = {
+            "pointing_rms": vibration.pointing_rms_pixels,
+            "pointing_correlation": _frame_correlation(description, pixels.size, vibration.correlation_us),
+            "places": with_neighbours(pixels)[1],
+        }
+    if laser is None and camera.pixels is None and camera.transfer is None and not faulty:
         return Exposure(**stages)
     faults, transfer = camera.pixels or PixelSettings(), camera.transfer or TransferSettings()
     seed_of_faults = derive_seed(medium.seed, "pixel faults")
@@ -168,17 +168,16 @@ def exposure_of(
         # with the neighbours; a dead pixel collects nothing and gives nothing away
         wide, places = with_neighbours(pixels)
         sensitive = np.where(dead_pixels(faults, seed_of_faults, wide), 0.0, response(wide))
-        crosstalk = CrossTalk(share=faults.crosstalk, response=sensitive, places=places)
+        faulty = {"crosstalk": faults.crosstalk, "wide_response": sensitive, "places": places}
     stages["response"] = np.where(dead_pixels(faults, seed_of_faults, pixels), 0.0, stages["response"])
     return ImperfectExposure(
         **stages,
         laser=laser,
         dark_scale=dark_scale(faults, seed_of_faults, pixels),
-        crosstalk=crosstalk,
         nonlinearity=faults.nonlinearity,
         dropped=transfer.dropped,
         repeated=transfer.repeated,
-        pointing=pointing,
+        **faulty,
     )
 
 
@@ -294,7 +293,7 @@ def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarr
     high = exposure.dark_e + exposure.light_of(np.square(largest_fields))
     low = np.broadcast_to(exposure.floor_e, high.shape)
     scale, weight = recovery.decode()[0], count_weights(exposure, recovery)
-    slope = exposure.least_slope if isinstance(exposure, ImperfectExposure) else 1.0
+    slope = 1.0 - 2.0 * exposure.nonlinearity  # the least one below saturation
     frames = float(np.sum(np.square(recovery.weights)))
     # Least and largest variance of a number beyond K^2 rate, DN squared (`Sensor.rounding_limit_dn2`). Where dark
     # frames reach the converter's lower end, their exact variance is the least. It is below 0 where steps are so coarse

@@ -49,23 +49,37 @@ from opusim.randomness.streams import NoiseStream, SeededStream
 _DCNU_PLANE, _FAULT_PLANE = 18, 19  # counter words that no medium uses
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaserLaw:
-    """How a laser's power fluctuates.
+class Laser:
+    """A laser whose power fluctuates, and the state of its slow drift.
 
     Attributes:
+        mean: mean power at the training step of the last `seek`.
+
+    Args:
         law: name of the law of W, a key of `opusim.noise.POWER_LAWS`.
         rms: relative standard deviation from frame to frame, at least 0.
         correlation: rho of successive frames, in [0, 1).
         drift_rms: relative standard deviation of the slow part, at least 0; 0 is off.
         drift_per_step: time that passes in a step, in units of the slow part's correlation time.
+        seed: of the drift, or None to draw one from the operating system's entropy.
     """
 
-    law: str
-    rms: float
-    correlation: float = 0.0
-    drift_rms: float = 0.0
-    drift_per_step: float = 0.0
+    def __init__(
+        self,
+        law: str,
+        rms: float,
+        *,
+        correlation: float,
+        drift_rms: float,
+        drift_per_step: float,
+        seed: int | None,
+    ) -> None:
+        self._law, self._rms, self._correlation = law, rms, correlation
+        self._drift_rms, self._drift_per_step = drift_rms, drift_per_step
+        self._slow = SeededStream(int.from_bytes(os.urandom(8)) if seed is None else seed, "laser drift")
+        self._fast = LightPower(law=law, rms=rms)
+        self.mean = 1.0
+        self.seek(0)
 
     @property
     def power(self) -> LightPower:
@@ -74,37 +88,20 @@ class LaserLaw:
         Raises:
             ValueError: both parts together exceed the law's largest standard deviation.
         """
-        square = self.rms**2 + self.drift_rms**2
-        if self.law == "log_normal":
-            square += (self.rms * self.drift_rms) ** 2
-        return LightPower(law=self.law, rms=math.sqrt(square))
-
-
-class Laser:
-    """A laser with a state: where its slow drift is.
-
-    Args:
-        law: see `LaserLaw`.
-        seed: of the drift, or None to draw one from the operating system's entropy.
-    """
-
-    def __init__(self, law: LaserLaw, seed: int | None) -> None:
-        self.law = law
-        self._slow = SeededStream(int.from_bytes(os.urandom(8)) if seed is None else seed, "laser drift")
-        self._fast = LightPower(law=law.law, rms=law.rms)
-        self.mean = 1.0
-        self.seek(0)
+        square = self._rms**2 + self._drift_rms**2
+        if self._law == "log_normal":
+            square += (self._rms * self._drift_rms) ** 2
+        return LightPower(law=self._law, rms=math.sqrt(square))
 
     def seek(self, step: int) -> None:
         """Move the drift to a training step; `mean` is the mean power there."""
-        law = self.law
-        if law.drift_rms == 0:
+        if self._drift_rms == 0:
             return
         h = 0.0
-        for epoch, weight in medium_weights(grid_point(step * law.drift_per_step)):
+        for epoch, weight in medium_weights(grid_point(step * self._drift_per_step)):
             self._slow.seek(epoch)
             h += weight * float(self._slow.normal((1,)))
-        self.mean = float(LightPower(law=law.law, rms=law.drift_rms).of_normal(h))
+        self.mean = float(LightPower(law=self._law, rms=self._drift_rms).of_normal(h))
 
     def powers(self, frames: int, stream: NoiseStream) -> np.ndarray:
         """Return the powers of frames that are exposed in turn, float64, shape (frames,).
@@ -113,17 +110,17 @@ class Laser:
             frames: at least 1.
             stream: source of the noise; takes one reading of it.
         """
-        g = frame_normals(frames, self.law.correlation, stream)
-        if self.law.law == "gaussian":
-            return np.maximum(0.0, self.mean + self.law.rms * g)
+        g = frame_normals(frames, self._correlation, stream)
+        if self._law == "gaussian":
+            return np.maximum(0.0, self.mean + self._rms * g)
         return self.mean * self._fast.of_normal(g)
 
     def covariance(self, frames: int) -> np.ndarray:
         """Return the covariance of the powers of successive frames around the drift, shape (frames, frames)."""
         apart = np.abs(np.subtract.outer(np.arange(frames), np.arange(frames)))
-        shared = np.where(apart == 0, 1.0, self.law.correlation**apart)
-        if self.law.law == "gaussian":
-            return np.asarray(self.law.rms**2 * shared)
+        shared = np.where(apart == 0, 1.0, self._correlation**apart)
+        if self._law == "gaussian":
+            return np.asarray(self._rms**2 * shared)
         return np.asarray(self.mean**2 * np.expm1(self._fast.log_std**2 * shared))
 
 
@@ -140,36 +137,6 @@ def dark_scale(faults: PixelSettings, seed: int, pixels: np.ndarray) -> np.ndarr
     return np.where(dead_pixels(faults, seed, pixels), 0.0, scale)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CrossTalk:
-    """How electrons spread to the neighbouring pixels.
-
-    Attributes:
-        share: of a pixel's electrons that each of the two neighbours collects, in [0, 0.25].
-        response: relative sensitivity of all pixels that are looked at, shape (pixels,).
-        places: of each output, and of its left and right neighbour, among those pixels, shape (3, n_outputs).
-    """
-
-    share: float
-    response: np.ndarray
-    places: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Pointing:
-    """How the image is displaced from frame to frame.
-
-    Attributes:
-        rms: standard deviation of D, pixels, in (0, 0.2].
-        correlation: of D in successive frames, in [0, 1).
-        places: as for `CrossTalk`.
-    """
-
-    rms: float
-    correlation: float
-    places: np.ndarray
-
-
 def with_neighbours(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return pixels with their neighbours, increasing, and the places of each pixel and of its two neighbours there.
 
@@ -184,29 +151,30 @@ def with_neighbours(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class ImperfectExposure(Exposure):
     """An `Exposure` with the faults of a real instrument; those that are off change nothing.
 
+    The sensor's saturation is finite if the nonlinearity is above 0.
+
     Attributes:
         laser: the laser's power, or None if it is constant.
-        dark_scale: dark current of each output's pixel as a multiple of the sensor's, shape (n_outputs,).
-        crosstalk: cross-talk, or None if there is none; fields then have all its pixels on their last axis.
-        nonlinearity: q, in [0, 0.25]; the sensor's saturation is finite if it is above 0.
+        crosstalk: share of a pixel's electrons that each of the two neighbours collects, in [0, 0.25].
+
         dropped: probability that a frame is lost.
         repeated: probability that a frame repeats the one before.
-        pointing: displacement of the image, or None if it rests; not together with cross-talk; fields then have all its
-            pixels on their last axis.
+        pointing_rms: standard deviation of the image's displacement D, pixels, in [0, 0.2]; not together with
+            cross-talk.
+        pointing_correlation: of D in successive frames, in [0, 1).
+        places: with either of them, of each output, and of its left and right neighbour, among the pixels that fields
+            then have on their last axis, shape (3, n_outputs).
+        wide_response: with cross-talk, relative sensitivity of those pixels, shape (pixels,).
     """
 
     laser: Laser | None = None
-    dark_scale: np.ndarray
-    crosstalk: CrossTalk | None = None
-    nonlinearity: float = 0.0
+    crosstalk: float = 0.0
     dropped: float = 0.0
     repeated: float = 0.0
-    pointing: Pointing | None = None
-
-    @property
-    @override
-    def dark_charge_e(self) -> np.ndarray:
-        return self.dark_current_e * self.dark_scale
+    pointing_rms: float = 0.0
+    pointing_correlation: float = 0.0
+    places: np.ndarray | None = None
+    wide_response: np.ndarray | float = 1.0
 
     @property
     @override
@@ -216,18 +184,16 @@ class ImperfectExposure(Exposure):
     @override
     def parts(self) -> Iterator[tuple[float, np.ndarray | slice, np.ndarray]]:
         """On average, if the image vibrates."""
-        if self.pointing is not None:
-            m = self.pointing.rms * math.sqrt(2 / math.pi)  # the mean of |D|
-            for share, place in zip((1 - m, m / 2, m / 2), self.pointing.places, strict=True):
-                yield share, place, self.gain_e
-            return
-        if self.crosstalk is None:
+        if self.places is None:
             yield from super().parts()
-            return
-        c, talk = self.crosstalk.share, self.crosstalk
-        gain = self.light.anchor_e / (2.0 * self.mirrors) * talk.response
-        for share, place in zip((1 - 2 * c, c, c), talk.places, strict=True):
-            yield share, place, np.where(self.response > 0, gain[place], 0.0)
+        elif self.pointing_rms:
+            m = self.pointing_rms * math.sqrt(2 / math.pi)  # the mean of |D|
+            for share, place in zip((1 - m, m / 2, m / 2), self.places, strict=True):
+                yield share, place, self.gain_e
+        else:
+            c, gain = self.crosstalk, self.light.anchor_e / (2.0 * self.mirrors) * self.wide_response
+            for share, place in zip((1 - 2 * c, c, c), self.places, strict=True):
+                yield share, place, np.where(self.response > 0, np.asarray(gain)[place], 0.0)
 
     @override
     def power_covariance(self, frames: int) -> np.ndarray | None:
@@ -248,11 +214,6 @@ class ImperfectExposure(Exposure):
         variance = rates - 2 * c * (2 * rates**2 + rates) + c * c * (4 * rates**3 + 6 * rates**2 + rates)
         rest = sensor.variance_dn2(0.0)
         return sensor.black_level_dn + gain * (mean + self.offset_e), gain**2 * shot * variance + rest
-
-    @property
-    def least_slope(self) -> float:
-        """Least slope of the read-out below saturation: 1 - 2 q."""
-        return 1.0 - 2.0 * self.nonlinearity
 
     @override
     def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
@@ -290,16 +251,16 @@ class ImperfectExposure(Exposure):
         Shape (frames, n_outputs), or (3, frames, n_outputs) if the image vibrates: of each place that a pixel sees.
         """
         intensity = np.sum(np.square(field, dtype=np.float64), axis=0)
-        if self.pointing is None:
+        if self.places is None or not self.pointing_rms:
             return self.light_of(intensity)
-        return np.stack([self.gain_e * intensity[:, place] for place in self.pointing.places])
+        return np.stack([self.gain_e * intensity[:, place] for place in self.places])
 
     def _numbers(self, light: np.ndarray, stream: NoiseStream) -> np.ndarray:
         """Digital numbers of frames that are exposed in turn; light as `_light_now` gives it, or without its places."""
         frames, sensor = light.shape[-2], self.sensor
         shot, read = self._normal(2, frames, stream)
-        if self.pointing is not None and light.ndim == 3:
-            d = self.pointing.rms * frame_normals(frames, self.pointing.correlation, stream)[:, None]
+        if light.ndim == 3:
+            d = self.pointing_rms * frame_normals(frames, self.pointing_correlation, stream)[:, None]
             aside = np.where(d < 0, light[1], light[2])
             light = light[0] + np.minimum(np.abs(d), 1.0) * (aside - light[0])
         power = np.ones(frames) if self.laser is None else self.laser.powers(frames, stream)

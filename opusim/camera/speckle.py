@@ -370,12 +370,9 @@ class FaultyMirrors(Speckle):
     The map of usable pixels is that of the sound array: faults came later.
 
     Args:
-        law: as for `Speckle`.
+        law: as for `Speckle`, like n_outputs, file and pixels.
         faults: what is wrong.
         seed: which array this is, in [0, 2^64).
-        n_outputs: as for `Speckle`.
-        file: as for `Speckle`.
-        pixels: as for `Speckle`.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ gradient passes the limit as if it were not there.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def noise_aware(
             weight: Any = module.weight
             law = _programmable(noise, weight.flatten(1))  # type: ignore[arg-type]
             outputs = SeededStream(seed, f"output noise of layer {name}")
-            module.register_forward_hook(_OutputNoise(_least_std(law), outputs))
+            module.register_forward_hook(partial(_with_output_noise, _least_std(law), outputs))
         if clip is not None:
             parametrize.register_parametrization(module, "weight", _Limited(clip))
         parametrize.register_parametrization(module, "weight", _WeightNoise(law, stream, after_s))
@@ -174,36 +175,36 @@ class _WeightNoise(nn.Module):
         return drawn.mul_(factor).sub_(relative)
 
 
-class _OutputNoise:
-    """Add noise to the outputs of a layer in training mode: a forward hook.
+def _with_output_noise(
+    std: float, stream: SeededStream, module: nn.Module, inputs: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    """Return the outputs of a layer with noise in training mode: a forward hook.
 
     Args:
         std: of an output, in units of a product with weights and inputs in [-1, 1].
         stream: of the noise.
+        module: the layer.
+        inputs: its inputs.
+        output: without noise.
     """
-
-    def __init__(self, std: float, stream: SeededStream) -> None:
-        self._std, self._stream = std, stream
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not module.training:
-            return output
-        with torch.no_grad():
-            chain: Any = module.parametrizations["weight"]  # type: ignore[index]
-            weight: Tensor = chain.original
-            for parametrization in list(chain)[:-1]:  # the last one is the noise
-                weight = parametrization(weight)
-            rows = weight.detach().flatten(1).abs().amax(dim=1)
-            if isinstance(module, nn.Conv2d):  # the largest magnitude of each patch
-                sizes: Any = (module.kernel_size, module.dilation, module.padding, module.stride)
-                patches = functional.unfold(inputs[0].abs().amax(dim=1, keepdim=True), *sizes)
-                largest = patches.amax(dim=1).reshape(len(output), 1, *output.shape[2:])
-                rows = rows[:, None, None]
-            else:
-                largest = inputs[0].abs().amax(dim=-1, keepdim=True)
-            noise = self._stream.normal(output.shape, device=output.device)
-            noise = noise.mul_(self._std).mul_(rows).mul_(largest)
-        return output + noise.to(output.dtype)
+    if not module.training:
+        return output
+    with torch.no_grad():
+        chain: Any = module.parametrizations["weight"]  # type: ignore[index]
+        weight: Tensor = chain.original
+        for parametrization in list(chain)[:-1]:  # the last one is the noise
+            weight = parametrization(weight)
+        rows = weight.detach().flatten(1).abs().amax(dim=1)
+        if isinstance(module, nn.Conv2d):  # the largest magnitude of each patch
+            sizes: Any = (module.kernel_size, module.dilation, module.padding, module.stride)
+            patches = functional.unfold(inputs[0].abs().amax(dim=1, keepdim=True), *sizes)
+            largest = patches.amax(dim=1).reshape(len(output), 1, *output.shape[2:])
+            rows = rows[:, None, None]
+        else:
+            largest = inputs[0].abs().amax(dim=-1, keepdim=True)
+        noise = stream.normal(output.shape, device=output.device)
+        noise = noise.mul_(std).mul_(rows).mul_(largest)
+    return output + noise.to(output.dtype)
 
 
 def _least_std(device: ProgrammableDevice) -> float:

@@ -13,7 +13,7 @@ import torch
 from opusim import checks
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.devices.inputs import Array, like_input, real_batch
+from opusim.devices.inputs import Array, like_input, matrix_to_program, real_batch
 from opusim.errors import ConfigError
 from opusim.medium.transmission import Medium, gaussian_table
 
@@ -49,11 +49,6 @@ class Converter:
             raise ValueError("output_bits and output_bound belong together; give both or neither")
         if self.output_bound is not None:
             checks.positive(output_bound=self.output_bound)
-
-    @property
-    def input_step(self) -> float:
-        """Distance of neighbouring inputs, 0 without input_bits."""
-        return 0.0 if self.input_bits is None else 1.0 / levels(self.input_bits)
 
     @property
     def output_step(self) -> float:
@@ -193,7 +188,7 @@ class ProgrammableDevice(NoisyDevice):
         self._require_open()
         self._held()
         batch = real_batch(x, self.n_inputs, self._torch_device)
-        return like_input(self._read(lambda: self._scaled(batch), (len(batch), self.n_outputs)), x)
+        return like_input(self._read(lambda: self._project(batch), (len(batch), self.n_outputs)), x)
 
     def multiply_transposed(self, x: Array) -> Array:  # (batch, n_outputs) -> (batch, n_inputs)
         """Return x W + fresh noise, a row for each row of x of shape (batch, n_outputs); see `multiply`.
@@ -282,18 +277,10 @@ class ProgrammableDevice(NoisyDevice):
     def _checked_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return a matrix to program, float32, on the device's torch device; see `program`."""
         self._require_open()
-        checks.instance(torch.Tensor, matrix=matrix)
-        checks.shape(
-            (self.n_outputs, self.n_inputs), matrix=matrix, remedy="pad it with zeros, or open another window"
-        )
-        checks.in_range(-1, 1, matrix=matrix.detach().cpu(), remedy="divide by the largest magnitude")
-        return matrix.detach().to(device=self._torch_device, dtype=torch.float32)
+        return matrix_to_program(matrix, (self.n_outputs, self.n_inputs), self._torch_device)
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         self._held()
-        return self._scaled(x)
-
-    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         y = self._multiply(x)
         return y if self._scale == 1.0 else y.mul_(self._scale)
 

@@ -158,7 +158,14 @@ class ExclusiveUse:
         while self._lock is None:
             lock = held(path)
             try:
-                _make(path.parent)
+                if os.environ.get(FOLDER_VARIABLE):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                else:  # a private folder, closed to other users
+                    path.parent.mkdir(mode=0o700, exist_ok=True)
+                    if not _is_own(path.parent):
+                        raise PermissionError(
+                            errno.EPERM, "its folder is a link, or other users may enter it"
+                        )
                 lock.__enter__()
                 self._lock = lock
             except LockHeld as error:
@@ -199,20 +206,6 @@ def lock_folder() -> Path:
     if runtime and _is_own(Path(runtime)):
         return Path(runtime) / "opusim-locks"
     return Path(tempfile.gettempdir()) / f"opusim-locks-{os.geteuid()}"
-
-
-def _make(folder: Path) -> None:
-    """Make the folder of the locks; a private one must be closed to other users.
-
-    Raises:
-        OSError: It cannot be made, is a link, or belongs to another user.
-    """
-    if os.environ.get(FOLDER_VARIABLE):
-        folder.mkdir(parents=True, exist_ok=True)
-        return
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not _is_own(folder):
-        raise PermissionError(errno.EPERM, "its folder is a link, or other users may enter it", str(folder))
 
 
 def _is_own(folder: Path) -> bool:

@@ -201,26 +201,23 @@ class Medium:
         if self.fits_dense and self.n_inputs <= _INPUTS_PER_EXACT_SUM:
             return blocked_product(x, self.dense(x.device)[:, wanted.start : wanted.stop])
         y = torch.empty((x.shape[0], len(wanted)), dtype=torch.float32, device=x.device)
+        on_cpu, rows_at_once = x.device.type == "cpu", min(_INPUTS_PER_TILE, self.n_inputs)
         for part in _blocks(len(wanted), _OUTPUTS_PER_TILE):
             columns = range(wanted.start + part.start, wanted.start + part.stop)
-            y[:, part.start : part.stop] = self._project_onto(columns, x)
+            room = torch.empty((rows_at_once if on_cpu else 0, len(columns)), dtype=torch.float32)
+
+            def tile(rows: range, columns: range = columns, room: torch.Tensor = room) -> torch.Tensor:
+                if self.fits_dense:
+                    return self.dense(x.device)[rows.start : rows.stop, columns.start : columns.stop]
+                if not on_cpu:
+                    return self.tile(columns, rows, x.device)
+                self._fill(
+                    room[: len(rows)].numpy(), columns, rows
+                )  # fresh memory costs as much as the entries
+                return room[: len(rows)]
+
+            y[:, part.start : part.stop] = exact_product(x, tile, len(columns))
         return y
-
-    def _project_onto(self, columns: range, x: torch.Tensor) -> torch.Tensor:
-        """B x at some outputs, shape (batch, len(columns)), summed over tiles of the inputs."""
-        if self.fits_dense:
-            dense = self.dense(x.device)[:, columns.start : columns.stop]
-            return exact_product(x, lambda rows: dense[rows.start : rows.stop], len(columns))
-        if x.device.type != "cpu":
-            return exact_product(x, lambda rows: self.tile(columns, rows, x.device), len(columns))
-        room = torch.empty((min(_INPUTS_PER_TILE, self.n_inputs), len(columns)), dtype=torch.float32)
-
-        def tile(rows: range) -> torch.Tensor:
-            part = room[: len(rows)]
-            self._fill(part.numpy(), columns, rows)  # fresh memory would cost as much as the entries
-            return part
-
-        return exact_product(x, tile, len(columns))
 
     def _torch_tile(self, columns: range, rows: range, device: torch.device) -> torch.Tensor:
         """Return a tile through torch operations, a bounded number of rows at a time."""

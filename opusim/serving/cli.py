@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from opusim.errors import ConfigError
 from opusim.files import FIGURES, require_writable
 from opusim.tables import print_table
 
@@ -119,7 +120,6 @@ def usage_command(
     """Show who used a served device how much, on the machine that serves it."""
     import datetime
 
-    from opusim.errors import ConfigError
     from opusim.serving.journal import USAGE_COLUMNS, journal_file, read_journal, usage_figure, usage_rows
 
     if figure is not None:

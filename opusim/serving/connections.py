@@ -1,6 +1,6 @@
-"""The two ends of a connection: `Door`, at which a server hears its users, and `Link`, by which a client asks it.
+"""The two ends of a connection: `ServerSocket`, which receives requests, and `Link`, by which a client asks.
 
-Both sockets are encrypted; the door says whose key each message came under. libzmq asks who may come in by ZAP
+Both sockets are encrypted; the server says whose key each message came under. libzmq asks who may come in by ZAP
 (rfc.zeromq.org/spec/27), which is answered here, in the thread that reads messages. pyzmq's own authenticator is a
 thread with an event loop; a server that ends would wait for it. A client asks one thing at a time, and neither side is
 silent for longer than a stated time.
@@ -245,7 +245,7 @@ class Refusals:
                     _LOG.warning("refused %s: %d more within %.0f s", cause, lines - _LINES, now - began)
 
 
-class Door:
+class ServerSocket:
     """Listens for users whose keys are known; used by one thread.
 
     Args:
@@ -316,15 +316,21 @@ class Door:
         """
         ready = dict(self._poller.poll(most_ms))
         if self._zap in ready:
-            self._admit()
+            # libzmq asks whether a connection may come in: only CURVE, and only a key that is known
+            version, asked, domain, _, _, mechanism, *credentials = self._zap.recv_multipart()
+            public, known = b"", False
+            is_curve = (version, domain, mechanism) == (_ZAP_VERSION, _DOMAIN.encode(), b"CURVE")
+            if is_curve and len(credentials) == 1:
+                public = zmq.utils.z85.encode(credentials[0])
+                known = self._users.find(public.decode()) is not None
+            status = [b"200", b"OK", public] if known else [b"400", b"unknown key", b""]
+            self._zap.send_multipart([_ZAP_VERSION, asked, *status, b""])
         if self._bell in ready:
             self._bell.recv()
         if self._events in ready:
             event = zmq.utils.monitor.recv_monitor_message(self._events)["event"]
-            known = (
-                "its key is not known" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "it spoke no CURVE"
-            )
-            self.refusals.tell("a connection", known)
+            is_unknown = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self.refusals.tell("a connection", "its key is not known" if is_unknown else "it spoke no CURVE")
         self.refusals.sum_up()
         found: list[tuple[bytes, Key | None, list[memoryview]]] = []
         size = 0
@@ -338,18 +344,6 @@ class Door:
                 found.append((route.bytes, user, [frame.buffer for frame in frames]))
                 size += sum(len(frame) for frame in frames)
         return found
-
-    def _admit(self) -> None:
-        """Answer libzmq's question whether a connection may come in: only CURVE, and only a key that is known."""
-        version, request, domain, _, _, mechanism, *credentials = self._zap.recv_multipart()
-        public, known = b"", False
-        if (version, domain, mechanism) == (_ZAP_VERSION, _DOMAIN.encode(), b"CURVE") and len(
-            credentials
-        ) == 1:
-            public = zmq.utils.z85.encode(credentials[0])
-            known = self._users.find(public.decode()) is not None
-        status = [b"200", b"OK", public] if known else [b"400", b"unknown key", b""]
-        self._zap.send_multipart([_ZAP_VERSION, request, *status, b""])
 
     def bell(self) -> Any:
         """Return a socket for another thread, which ends `wait` by sending on it, and closes it in the end."""

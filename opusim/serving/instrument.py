@@ -66,10 +66,6 @@ class Window:
     mode: str
     seed: int
 
-    def overlaps(self, other: Window) -> bool:
-        """Whether two windows share outputs."""
-        return self.first < other.first + other.n_outputs and other.first < self.first + self.n_outputs
-
 
 class View:
     """What one client sees; used by the thread that owns the instrument.

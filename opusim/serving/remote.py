@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -29,7 +29,7 @@ from opusim.devices.access import patience_s
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate
-from opusim.devices.inputs import Array, like_input, real_batch
+from opusim.devices.inputs import Array, like_input, matrix_to_program, real_batch
 from opusim.devices.monitor import BEFORE_ALL
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, NoiseUnknown
@@ -290,9 +290,7 @@ class RemoteDevice(NoisyDevice):
         """
         self._require_open()
         self.require("program")
-        written = self._checked(matrix)
-        checks.in_range(-1, 1, matrix=written, remedy="divide by the largest magnitude")
-        return self._changed("program", written)
+        return self._changed("program", self._checked(matrix))
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the standard deviation of what `program` realises about a matrix, of its shape, as the server says."""
@@ -337,12 +335,8 @@ class RemoteDevice(NoisyDevice):
         return like_input(self._read(read, (len(batch), outputs), readings=len(batch)), x)
 
     def _checked(self, matrix: torch.Tensor) -> np.ndarray:
-        checks.instance(torch.Tensor, matrix=matrix)
-        checks.shape(
-            (self.n_outputs, self.n_inputs), matrix=matrix, remedy="pad it with zeros, or open another window"
-        )
-        found: np.ndarray = matrix.detach().to("cpu", torch.float32).numpy()
-        return found
+        shape = self.n_outputs, self.n_inputs
+        return np.asarray(matrix_to_program(matrix, shape, torch.device("cpu")).numpy())
 
     def _changed(self, act: str, array: np.ndarray | None = None, **values: Any) -> torch.Tensor:
         """Make a call that changes what the device holds; its answer tells the law from then on."""
@@ -500,11 +494,22 @@ class RemoteDevice(NoisyDevice):
             values["step"] = self._sought
         wanted = {"act": act, **values}
         while True:
-            message = self._numbered(wanted, arrays)
+            pending = self._pending
+            # the pending call if it is the same one, else one with the next number
+            if (
+                pending is None
+                or len(arrays) != len(pending.arrays)
+                or not wanted.items() <= pending.values.items()
+                or not all(np.array_equal(*pair) for pair in zip(pending.arrays, arrays, strict=True))
+            ):
+                self._number += 1
+                request = f"c{self._number}"
+                values = {**wanted, "number": self._number, "session": self._session, "request": request}
+                pending = self._pending = Message(kind="call", values=values, arrays=arrays)
             answer = self._connection.ask(
-                message,
-                probe=self._alive(message.value("request", str)),
-                on_state=partial(self._on_state, message.value("number", int)),
+                pending,
+                probe=self._alive(pending.value("request", str)),
+                on_state=partial(self._on_state, pending.value("number", int)),
                 timeout_s=self._options.timeout_s,
             )
             self._pending = None
@@ -518,18 +523,6 @@ class RemoteDevice(NoisyDevice):
         self._readings += 1
         self._told = Usage.from_json(answer.value("usage", dict))
         return answer
-
-    def _numbered(self, wanted: Mapping[str, Any], arrays: tuple[np.ndarray, ...]) -> Message:
-        """Return the message of a call: the pending one if it is the same call, else one with the next number."""
-        pending = self._pending
-        if pending is not None:
-            same = all(np.array_equal(*pair) for pair in zip(pending.arrays, arrays, strict=False))
-            if same and len(arrays) == len(pending.arrays) and wanted.items() <= pending.values.items():
-                return pending
-        self._number += 1
-        values = {**wanted, "number": self._number, "session": self._session, "request": f"c{self._number}"}
-        self._pending = Message(kind="call", values=values, arrays=arrays)
-        return self._pending
 
     def _alive(self, request: str) -> Message:
         values = {"session": self._session, "has": self._number - int(self._pending is not None)}

@@ -19,19 +19,20 @@ from typing import Any
 import numpy as np
 
 from opusim import checks
+from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
 from opusim.processes import Abandoned, pausing
 from opusim.serving.connections import (
     MIB,
     BadMessage,
-    Door,
     Message,
+    ServerSocket,
     SessionLost,
     error_message,
     read_message,
 )
 from opusim.serving.instrument import Instrument, Window, packed_law
-from opusim.serving.journal import Journal
+from opusim.serving.journal import Entry, Journal
 from opusim.serving.keys import Key, Users
 from opusim.serving.sessions import TELLING, TURN_S, Places, Session, Work, content_digest, require_room
 
@@ -293,11 +294,11 @@ class Server:
         self._leaving: set[Session] = set()
         """Clients whose place is free, and whose call or device is not ended yet."""
         self._failed: DeviceError | None = None
-        self._door = Door(
+        self._socket = ServerSocket(
             users, bind, largest=2 * self._request_limit + MIB, silence_s=self._limits.silence_s
         )
-        self._owner = Owner(self._queue, self._advance, self._door.bell)
-        self.endpoint = self._door.endpoint
+        self._owner = Owner(self._queue, self._advance, self._socket.bell)
+        self.endpoint = self._socket.endpoint
 
     # Running
 
@@ -313,28 +314,30 @@ class Server:
         finally:
             has_ended = self._owner.stop(_LAST_CALL_S)
             self._say_end(has_ended=has_ended)
-            self._door.close(all_ended=has_ended)
+            self._socket.close(all_ended=has_ended)
             if has_ended:
                 self._instrument.close()
 
     def _serve(self, stop: threading.Event) -> None:
         written = time.monotonic()
         while not stop.is_set():
-            messages = self._door.wait(_TICK_MS)
+            messages = self._socket.wait(_TICK_MS)
             while self._owner.done:
                 self._finish(*self._owner.done.popleft())
             for route, user, frames in messages:
                 self._take_message(route, user, frames)
-            for session in self._places.silent(self._limits.silence_s):
-                self._end(session, f"was silent for {self._limits.silence_s:g} s")
-            for session in self._places.idle(self._limits.idle_s):
-                self._end(session, f"made no call for {self._limits.idle_s:g} s while it kept others out")
+            now = time.monotonic()
             for session in self._places:
-                if not self._users.admits(session.public):
+                keeps_others_out = (session.exclusive or session.reserves) and session.running is None
+                if now - session.heard > self._limits.silence_s:
+                    self._end(session, f"was silent for {self._limits.silence_s:g} s")
+                elif keeps_others_out and now - session.used > self._limits.idle_s:
+                    self._end(session, f"made no call for {self._limits.idle_s:g} s while it kept others out")
+                elif not self._users.admits(session.public):
                     self._end(session, "has no valid key any more")
-            if time.monotonic() - written > _JOURNAL_EVERY_S:
+            if now - written > _JOURNAL_EVERY_S:
                 self._write_journal()
-                written = time.monotonic()
+                written = now
 
     def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
         """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients.
@@ -386,7 +389,7 @@ class Server:
         except (DeviceError, ConfigError, BadMessage, ValueError, TypeError, OverflowError) as error:
             self._refuse(route, name, request, error)
         except Exception as error:  # one client's message must not end the server
-            if self._door.refusals.may_tell(name):
+            if self._socket.refusals.may_tell(name):
                 _LOG.exception("a message of %s failed", name)
             self._refuse(route, name, request, error)
 
@@ -462,7 +465,7 @@ class Server:
             )
         if number == session.number:
             if session.reply is not None:
-                self._door.send(route, session.reply)
+                self._socket.send(route, session.reply)
             return
         shared = self._instrument.n_outputs if self._instrument.shared else None
         require_room(message, session.window, shared=shared, most=int(self._limits.reply_mib * MIB))
@@ -526,13 +529,18 @@ class Server:
         try:
             if isinstance(found, BaseException):
                 foreseen = isinstance(found, (DeviceError, ConfigError, ValueError, TypeError))
-                if not foreseen and self._door.refusals.may_tell(session.user):
+                if not foreseen and self._socket.refusals.may_tell(session.user):
                     _LOG.error("a call of %s failed", session.user, exc_info=found)
                 message = error_message(found, request=request)
             elif work.is_opening:
                 message = self._opened(session, request)
             else:
-                message = self._answer(work, found, request)
+                view, arrays = session.view, found
+                values = {"request": request, "usage": None if view is None else view.usage.to_json()}
+                if view is not None and work.message.values.get("act") in TELLING:
+                    values["law"], more = packed_law(view.law)
+                    arrays += tuple(more)
+                message = Message(kind="answer", values=values, arrays=arrays)
             frames = message.frames()
         except (ValueError, TypeError) as error:  # numbers of another package that JSON does not hold
             message = error_message(DeviceFault(f"the answer cannot be sent: {error}"), request=request)
@@ -544,15 +552,7 @@ class Server:
         else:
             session.calls += 1
             session.reply = frames
-        self._door.send(session.route, frames)
-
-    def _answer(self, work: Work, arrays: tuple[np.ndarray, ...], request: str) -> Message:
-        view = work.session.view
-        values = {"request": request, "usage": None if view is None else view.usage.to_json()}
-        if view is not None and work.message.values.get("act") in TELLING:
-            values["law"], more = packed_law(view.law)
-            arrays += tuple(more)
-        return Message(kind="answer", values=values, arrays=arrays)
+        self._socket.send(session.route, frames)
 
     def _opened(self, session: Session, request: str) -> Message:
         view = session.view
@@ -585,11 +585,11 @@ class Server:
     def _refuse(self, route: bytes, user: str, request: str, error: BaseException) -> None:
         """Answer with an error and log one line."""
         message = error_message(error, request=request)
-        self._door.refusals.tell(user, " ".join(str(error).split())[:300])
+        self._socket.refusals.tell(user, " ".join(str(error).split())[:300])
         self._send(route, message)
 
     def _send(self, route: bytes, message: Message) -> None:
-        self._door.send(route, message.frames())
+        self._socket.send(route, message.frames())
 
     # Ends
 
@@ -639,10 +639,20 @@ class Server:
             self._write(session)
 
     def _write(self, session: Session) -> None:
-        """Write what a client has used since the last entry; a full disk stops no reading."""
-        entry = session.new_entry(self._instrument.description.name)
-        if entry is None:
+        """Write what a client has used since the last entry, if anything; a full disk stops no reading."""
+        usage = Usage() if session.view is None else session.view.usage
+        before, calls, busy_s = session.logged
+        if session.calls == calls and usage == before:
             return
+        session.logged = usage, session.calls, session.busy_s
+        entry = Entry(
+            device=self._instrument.description.name,
+            user=session.user,
+            run=session.label,
+            calls=session.calls - calls,
+            used=usage - before,
+            busy_s=round(session.busy_s - busy_s, 6),
+        )
         try:
             self._journal.write(entry)
         except OSError as error:

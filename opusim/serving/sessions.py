@@ -18,7 +18,6 @@ from opusim.devices.usage import Usage
 from opusim.errors import CapabilityMissing, DeviceBusy
 from opusim.serving.connections import MIB, BadMessage, Message, raw_bytes
 from opusim.serving.instrument import Instrument, View, Window
-from opusim.serving.journal import Entry
 
 TURN_S = 0.5
 """Seconds of work after which another client has its turn."""
@@ -79,26 +78,6 @@ class Session:
     calls: int = 0
     busy_s: float = 0.0
     logged: tuple[Usage, int, float] = (Usage(), 0, 0.0)
-
-    def new_entry(self, device: str) -> Entry | None:
-        """Return what the client has used since the last entry; None if that is nothing.
-
-        Args:
-            device: name of the served device.
-        """
-        usage = Usage() if self.view is None else self.view.usage
-        before, calls, busy_s = self.logged
-        if self.calls == calls and usage == before:
-            return None
-        self.logged = usage, self.calls, self.busy_s
-        return Entry(
-            device=device,
-            user=self.user,
-            run=self.label,
-            calls=self.calls - calls,
-            used=usage - before,
-            busy_s=round(self.busy_s - busy_s, 6),
-        )
 
 
 class Work:
@@ -170,7 +149,7 @@ class Work:
             view.look_up_law()
             return ()
         if act == "compare":
-            if view.shared:  # its monitor reports to all clients, and takes a baseline from none
+            if view.shared:  # its monitor reports to all clients, takes settings from none
                 raise CapabilityMissing("compare: the server watches the device itself")
             self.session.has_compared = True
             view.compare(self._array())
@@ -329,20 +308,6 @@ class Places:
         """Take a client's place away."""
         self._sessions.pop(session.token, None)
 
-    def silent(self, limit_s: float) -> list[Session]:
-        """Return the clients that were not heard for some seconds."""
-        now = time.monotonic()
-        return [each for each in self if now - each.heard > limit_s]
-
-    def idle(self, limit_s: float) -> list[Session]:
-        """Return the clients that keep others out and have made no call for some seconds."""
-        now = time.monotonic()
-        return [
-            each
-            for each in self
-            if (each.exclusive or each.reserves) and each.running is None and now - each.used > limit_s
-        ]
-
     def queued(self, user: str, ticket: str, obstacle: str | None, *, waits: bool) -> int:
         """Return how many clients get in before this one; 0 if it gets in now.
 
@@ -386,9 +351,10 @@ class Places:
         for session in self:
             if session.exclusive:
                 return f"{session.user} has the device to itself"
-            if (reserves or session.reserves) and session.window.overlaps(window):
-                first, last = session.window.first, session.window.first + session.window.n_outputs - 1
-                return f"{session.user} reads outputs {first} to {last}"
+            first, stop = session.window.first, session.window.first + session.window.n_outputs
+            shares_outputs = window.first < stop and first < window.first + window.n_outputs
+            if (reserves or session.reserves) and shares_outputs:
+                return f"{session.user} reads outputs {first} to {stop - 1}"
         if len(self._sessions) >= self._most:
             return f"it serves {self._most} clients, the most that it takes"
         return None

@@ -177,7 +177,6 @@ def test_a_converter_that_cannot_be_is_refused(wrong: dict[str, Any], message: s
 
 def test_a_converter_shows_its_codes() -> None:
     converter = Converter(input_bits=3)
-    assert converter.input_step == pytest.approx(1 / 3)
     x = torch.tensor([-1.0, -0.4, 0.1, 0.0, 0.2, 1.0])
     assert torch.allclose(converter.shown(x), torch.tensor([-1.0, -1 / 3, 0.0, 0.0, 1 / 3, 1.0]))
     assert Converter(input_bits=8).shown(torch.tensor([-1.0, 0.0, 1.0])).tolist() == [-1.0, 0.0, 1.0]

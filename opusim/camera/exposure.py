@@ -131,7 +131,7 @@ class Exposure:
         response: relative sensitivity of each pixel (1 + PRNU), shape (n_outputs,).
         offset_e: fixed offset of each pixel, electrons, shape (n_outputs,).
         dark_scale: dark current of each output's pixel as a multiple of the sensor's, shape (n_outputs,), or of all.
-        nonlinearity: q of the read-out (`opusim.camera.imperfect`), in [0, 0.25].
+        nonlinearity: q of the read-out (`opusim.camera.from_description`), in [0, 0.25].
     """
 
     light: LightSettings
@@ -366,7 +366,7 @@ class CountLaw:
         recovery: with the anchor known exactly.
         dark_scale: dark current of each output's pixel as a multiple of that, shape (n_outputs,) or one number.
         ambient_e: described ambient light at each output, electrons, shape (n_outputs,) or one number.
-        nonlinearity: q of the read-out, as for `opusim.camera.imperfect.ImperfectExposure`.
+        nonlinearity: q of the read-out, as for `Exposure`.
         power: law of the laser's power in a frame, relative to that of `light_e`, or None if it is constant. Rates and
             the noise of a reading are then those at mean power.
     """

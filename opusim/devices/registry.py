@@ -1,7 +1,4 @@
-"""Open devices by the name or the path of their description.
-
-One device for all processes of a run: the first process holds it and reads for all.
-"""
+"""Open devices by the name or the path of their description, for one process or for all processes of a run."""
 
 from __future__ import annotations
 

@@ -5,11 +5,10 @@ Both sockets are encrypted; the server says whose key each message came under. l
 thread with an event loop; a server that ends would wait for it. A client asks one thing at a time, and neither side is
 silent for longer than a stated time.
 
-What client and server exchange: a JSON header and raw little-endian arrays, each in a frame of its own.
-
-The first frame is ``{"schema": 1, "kind": ..., "values": {...}, "arrays": [[dtype, shape], ...]}``; frame n + 1 holds
-array n, C order. Nothing is executed or constructed by name, and every size is compared with what the frame holds
-before an array is made. Schema 1 never changes its meaning; a new fact gets a new kind or value.
+A message is a JSON header and raw little-endian arrays, each in a frame of its own. The first frame is ``{"schema": 1,
+"kind": ..., "values": {...}, "arrays": [[dtype, shape], ...]}``; frame n + 1 holds array n, C order. Nothing is
+executed or constructed by name, and every size is compared with what the frame holds before an array is made. Schema 1
+never changes its meaning; a new fact gets a new kind or value.
 """
 
 from __future__ import annotations

@@ -415,7 +415,7 @@ class FaultyMirrors(Speckle):
 
     @property
     @override
-    def anchor(self) -> np.ndarray:  # type: ignore[override]
+    def anchor(self) -> np.ndarray:
         return self._ends[1]
 
     @override

@@ -306,7 +306,8 @@ class TiledProduct:
             numbers = np.float32(factor), np.float32(step), np.float32(most)
 
             def add_rows(start: int, stop: int) -> None:
-                add_codes(*(array[start:stop] for array in arrays), *numbers)
+                t, s, m, c, i, n = (array[start:stop] for array in arrays)
+                add_codes(t, s, m, c, i, n, *numbers)
 
             run_split(add_rows, len(total), grain=max(1, _ELEMENTS_PER_THREAD // total.shape[1]))
             return

@@ -23,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from opusim.description.schema import DeviceDescription
-from opusim.devices.access import INSTALL_LIGHTONML, require_configuration, require_lightonml
+from opusim.devices.access import INSTALL_LIGHTONML, require_lighton
 from opusim.devices.base import NoisyDevice
 from opusim.devices.kinds import Capability
 from opusim.errors import (
@@ -117,8 +117,7 @@ class LightonDevice(NoisyDevice):
         return variance.expand(x.shape[0], self.n_outputs)
 
     def _open(self) -> None:
-        require_configuration(self.name, self._settings.config_file)
-        require_lightonml(self.name, simulated=self._settings.simulated)
+        require_lighton(self.name, self._settings)
         lightonml = import_lightonml()
         with translated(self.name), quiet():
             options: dict[str, Any] = {

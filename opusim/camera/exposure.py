@@ -277,7 +277,8 @@ class Exposure:
 
     def _normal(self, planes: int, rows: int, stream: NoiseStream) -> np.ndarray:
         """Return N(0, 1) numbers, float32, shape (planes, rows, n_outputs); empty if no stage needs them."""
-        pixels = self.response.size if self.sensor.is_noisy else 0
+        is_noisy = self.sensor.shot_noise or self.sensor.read_noise_e > 0
+        pixels = self.response.size if is_noisy else 0
         return stream.normal((planes, rows, pixels)).numpy()
 
     @cached_property

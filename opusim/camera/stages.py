@@ -259,11 +259,6 @@ class Sensor:
         )
 
     @cached_property
-    def is_noisy(self) -> bool:
-        """Whether two exposures of one pixel may differ."""
-        return self.shot_noise or self.read_noise_e > 0
-
-    @cached_property
     def top_dn(self) -> float:
         """Highest digital number; infinite without a converter."""
         return math.inf if self.adc_bits is None else float(2**self.adc_bits - 1)

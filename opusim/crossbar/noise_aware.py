@@ -96,10 +96,14 @@ def noise_aware(
             zero_padding(module)
     for name, module in layers:
         stream = SeededStream(seed, f"weight noise of layer {name}")
-        law: float | ProgrammableDevice = noise  # type: ignore[assignment]
+        law: Any = noise
         if named:
             weight: Any = module.weight
-            law = _programmable(noise, weight.flatten(1))  # type: ignore[arg-type]
+            n_outputs, n_inputs = weight.flatten(1).shape
+            law = open_device(law, n_inputs=n_inputs, n_outputs=n_outputs)
+            if not isinstance(law, ProgrammableDevice):
+                reason = f"{law.kind!r} tells no programming noise; give a number instead"
+                raise ConfigError(str(noise), "kind", reason)
             outputs = SeededStream(seed, f"output noise of layer {name}")
             module.register_forward_hook(partial(_with_output_noise, _least_std(law), outputs))
         if clip is not None:
@@ -139,7 +143,8 @@ class _WeightNoise(nn.Module):
 
     def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
         super().__init__()
-        self._law, self._stream = law, stream
+        self._stream = stream
+        self._relative = None if isinstance(law, ProgrammableDevice) else law
         if isinstance(law, ProgrammableDevice):
             points = torch.linspace(-1, 1, 2 * _POINTS + 1)
             mean, self._std = (row[0] for row in law.weight_moments(points[None], after_s))
@@ -152,10 +157,8 @@ class _WeightNoise(nn.Module):
         scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
         with torch.no_grad():
             normal = self._stream.normal(rows.shape, device=weight.device)
-            if isinstance(self._law, ProgrammableDevice):
-                change = self._change(rows / scale, normal)
-            else:
-                change = normal.mul_(self._law)
+            q = self._relative
+            change = self._change(rows / scale, normal) if q is None else normal.mul_(q)
         return weight + (scale * change.to(weight.dtype)).reshape(weight.shape)
 
     def _change(self, relative: Tensor, normal: Tensor) -> Tensor:
@@ -214,12 +217,3 @@ def _least_std(device: ProgrammableDevice) -> float:
     if isinstance(law, ConverterLatticeNoise):
         return float((law.conversions * (law.std_low**2 + law.step**2 / 12)) ** 0.5 / scale)
     return float(law.std_low / scale) if isinstance(law, SignalGaussianNoise) else 0.0
-
-
-def _programmable(device: str | Path, matrix: Tensor) -> ProgrammableDevice:
-    opened = open_device(device, n_inputs=matrix.shape[1], n_outputs=matrix.shape[0])
-    if isinstance(opened, ProgrammableDevice):
-        return opened
-    raise ConfigError(
-        str(device), "kind", f"{opened.kind!r} tells no programming noise; give a number instead"
-    )

@@ -211,14 +211,6 @@ class View:
             return np.zeros_like(matrix)
         return np.asarray(told(torch.from_numpy(matrix.copy())).cpu().numpy(), dtype=np.float32)
 
-    def seek(self, step: int) -> None:
-        """Position the noise, and let the device's monitor look if a check is due."""
-        self.count(lambda: self.device.seek(step))
-
-    def compare(self, baseline: np.ndarray) -> None:
-        """Compare the client's own device with an earlier baseline."""
-        self.count(lambda: self.device.compare_with(Baseline.from_array(baseline)))
-
     def close(self) -> None:
         """Close the client's own device; a shared one stays open."""
         if not self.shared:
@@ -390,7 +382,7 @@ class Instrument:
         """Begin a client's step; on a shared device the steps of all clients count, for its monitor."""
         if view.shared:
             step, self._seeks = self._seeks, self._seeks + 1
-        view.seek(step)
+        view.count(lambda: view.device.seek(step))
 
     def rows_within(self, seconds: float, act: str) -> int:
         """Return how many rows an act reads within some seconds: at least 1, at most `MOST_ROWS`.
@@ -419,27 +411,26 @@ class Instrument:
         """Return the fingerprint of what a user may read; random bits for what another one programmed."""
         return self.fingerprint if self._writer in (None, user) else self._other_medium
 
-    def require_readable(self, user: str) -> None:
-        """Refuse to show what another user programmed into a shared device.
+    def require_own(self, view: View, user: str, *, reads: bool) -> None:
+        """Refuse a shared device that another client changed since this one opened it.
+
+        Args:
+            view: the client's.
+            user: whose it is.
+            reads: whether what the device holds is shown, which another user may not have programmed.
 
         Raises:
-            DeviceUnavailable: that is what it holds.
+            DeviceUnavailable: it did.
         """
-        if self._writer not in (None, user):
-            raise DeviceUnavailable(
-                f"device {self.description.name!r} holds what another user programmed; program it yourself: "
-                "remote://HOST:PORT?exclusive"
-            )
-
-    def require_unchanged(self, view: View) -> None:
-        """Refuse a client whose shared device another client programmed.
-
-        Raises:
-            DeviceUnavailable: that happened since it was opened.
-        """
+        name = self.description.name
         if view.shared and view.held != self._changes:
             raise DeviceUnavailable(
-                f"device {self.description.name!r} was programmed by another client; open it again to use what it holds"
+                f"device {name!r} was programmed by another client; open it again to use what it holds"
+            )
+        if reads and self._writer not in (None, user):
+            raise DeviceUnavailable(
+                f"device {name!r} holds what another user programmed; program it yourself: "
+                "remote://HOST:PORT?exclusive"
             )
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from opusim import checks
+from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import CAPABILITIES
 from opusim.devices.usage import Usage
 from opusim.errors import CapabilityMissing, DeviceBusy
@@ -137,9 +138,8 @@ class Work:
         if view is None:
             raise BadMessage("call: the session is not open")
         act, step = self.message.value("act", str), self.message.value("step", int, None)
-        instrument.require_unchanged(view)
-        if act not in ("program", "programming_std"):
-            instrument.require_readable(self.session.user)
+        reads = act not in ("program", "programming_std")
+        instrument.require_own(view, self.session.user, reads=reads)
         if not self.begun and step is not None:
             instrument.seek(view, step)
         self.begun = True
@@ -152,7 +152,8 @@ class Work:
             if view.shared:  # its monitor reports to all clients, takes settings from none
                 raise CapabilityMissing("compare: the server watches the device itself")
             self.session.has_compared = True
-            view.compare(self._array())
+            baseline, device = Baseline.from_array(self._array()), view.device
+            view.count(lambda: device.compare_with(baseline))
             return ()
         if act == "programming_std":
             return (view.programming_std(self._array()),)

@@ -43,10 +43,10 @@ from opusim.accounting import require_poisson as require_poisson
 from opusim.accounting.mechanisms.records import AdditiveNoise as AdditiveNoise
 from opusim.crossbar.conversion import DeviceModel as DeviceModel
 from opusim.crossbar.conversion import convert as convert
-from opusim.crossbar.converter import Converter as Converter
 from opusim.crossbar.layers import DeviceConv2d as DeviceConv2d
 from opusim.crossbar.layers import DeviceLinear as DeviceLinear
 from opusim.crossbar.noise_aware import noise_aware as noise_aware
+from opusim.crossbar.programmable import Converter as Converter
 from opusim.crossbar.programmable import ProgrammableDevice as ProgrammableDevice
 from opusim.description.loading import load_description as load_description
 from opusim.description.schema import DeviceDescription as DeviceDescription
@@ -54,7 +54,7 @@ from opusim.devices.base import NoisyDevice as NoisyDevice
 from opusim.devices.kinds import register_device as register_device
 from opusim.devices.registry import list_devices as list_devices
 from opusim.devices.registry import open_device as open_device
-from opusim.devices.shared import open_shared_device as open_shared_device
+from opusim.devices.registry import open_shared_device as open_shared_device
 from opusim.devices.usage import DeviceWork as DeviceWork
 from opusim.devices.usage import Usage as Usage
 from opusim.encodings import binarize as binarize

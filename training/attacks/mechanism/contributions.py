@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from opusim.accounting.ledger.ledger import read_ledger
 from opusim.accounting.mechanisms import Mechanism
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 from opusim.p_values import bonferroni
 from opusim.training.attacks.base import Records
 from opusim.training.attacks.controls import plain_descent

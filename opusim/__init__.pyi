@@ -12,7 +12,7 @@ from opusim.devices.base import NoisyDevice as NoisyDevice
 from opusim.devices.kinds import register_device as register_device
 from opusim.devices.registry import list_devices as list_devices
 from opusim.devices.registry import open_device as open_device
-from opusim.devices.shared import open_shared_device as open_shared_device
+from opusim.devices.registry import open_shared_device as open_shared_device
 from opusim.errors import ConfigError as ConfigError
 from opusim.errors import DeviceError as DeviceError
 from opusim.errors import OpusimError as OpusimError

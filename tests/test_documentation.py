@@ -187,7 +187,7 @@ def test_the_design_says_where_things_are() -> None:
     text = DESIGN.read_text()
     assert misplaced(text) == []
     assert misplaced(text.replace("`fill_numbers`", "`fill_nothing`")) == [
-        "opusim/camera/kernels.py: fill_nothing"
+        "opusim/camera/stages.py: fill_nothing"
     ]
 
 

@@ -24,11 +24,11 @@ from safetensors.numpy import save
 from opusim import training
 from opusim.accounting.audit import AuditPlan, AuditResult
 from opusim.accounting.ledger.journal import Position
-from opusim.calibration.conductance_readings import read_measurements
+from opusim.calibration.conductance_fit import read_measurements
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
+from opusim.serving.connections import BadMessage, Message, read_message
 from opusim.serving.journal import Entry, read_journal
-from opusim.serving.messages import BadMessage, Message, read_message
 from opusim.training.attacks.findings import Audit, Finding, Played, Role, audit_rows, paragraphs, read_audit
 from opusim.training.config.data import DataConfig
 from opusim.training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx

@@ -10,6 +10,7 @@ import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,8 @@ from opusim.accounting.ledger.ledger import LEDGER_FILE, Ledger, read_ledger
 from opusim.accounting.ledger.statement import LedgerFacts, Statement
 from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.description.loading import load_description, packaged_names, parse_description
-from opusim.devices.access import require_configuration
+from opusim.description.schema import LightonSettings
+from opusim.devices.access import require_lighton
 from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw, digest_of, load_certificate
 from opusim.errors import ConfigError, DeviceUnavailable
 from opusim.files import parse_json, parse_toml
@@ -131,7 +133,9 @@ def test_keys(folder: Path, data: st.DataObject) -> None:
 )
 def test_configurations_of_appliances(folder: Path, content: bytes) -> None:
     file = written(folder / "opu.json", content)
-    read_or_refused(lambda: require_configuration("opu", str(file)), DeviceUnavailable, names="opu.json")
+    settings = LightonSettings(config_file=str(file), simulated=True)
+    with patch("importlib.util.find_spec"):  # lightonml is found
+        read_or_refused(lambda: require_lighton("opu", settings), DeviceUnavailable, names="opu.json")
 
 
 # configurations and sweeps

@@ -1,7 +1,7 @@
 """Do moments of a weight, and the time of a product, agree with aihwkit's on the same machine?
 
 Moments: weights of 0.2, 0.5 and 1 on 2^18 pairs of devices, mean and standard deviation at 1 s, 1 h, 1 day and 1 year,
-by the noise models of aihwkit and by `opusim.crossbar.conductances`; aihwkit's resistive memory knows 1 s and 1 day
+by the noise models of aihwkit and by `opusim.crossbar.device`; aihwkit's resistive memory knows 1 s and 1 day
 only. Required: within 2 %. They need aihwkit's Python files only:
 
     pip download --no-deps --no-binary aihwkit aihwkit==1.2.0 && tar xzf aihwkit-1.2.0.tar.gz
@@ -35,7 +35,7 @@ from benchmarks.markdown import command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim import load_description, open_device
-from opusim.crossbar.conductances import Pairs
+from opusim.crossbar.device import Pairs
 from opusim.tables import print_table
 
 MODULE, NAME, TIMES_NAME = (

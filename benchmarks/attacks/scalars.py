@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 from opusim.training.attacks.base import Adversary, crafted
 from opusim.training.attacks.games import TwoWorlds, in_passes
 from opusim.training.engine.plan import RunPlan

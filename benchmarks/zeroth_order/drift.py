@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 from opusim.tables import print_table
 from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 

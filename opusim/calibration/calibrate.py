@@ -1,9 +1,8 @@
 """Calibrate a device from its frames, and compare a device with its certificate.
 
 `calibrate` takes readings of constant inputs and, at a camera, frames under uniform light. It tests what the device's
-law needs, and writes limits of its constants and of its noise into a `Certificate`. `take_photon_transfer` first finds
-suitable light levels and exposures from a few pilot frames, which are not used again. `compare` and `require_noise`
-check a device against an earlier certificate.
+law needs, and writes limits of its constants and of its noise into a `Certificate`. `compare` and `require_noise` check
+a device against an earlier certificate; `print_calibration` and `write_report` show a calibration.
 """
 
 from __future__ import annotations
@@ -11,16 +10,19 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from scipy.special import ndtr, ndtri
 from scipy.stats import chi2, norm
 
 from opusim import checks
-from opusim.calibration.count_certificate import certify_counts
-from opusim.calibration.count_law import readings_without_power
-from opusim.calibration.estimates import (
+from opusim.calibration.count_law import certify_counts, readings_without_power
+from opusim.calibration.frames import (
+    COUNT,
     GROUPS,
     Estimate,
     dark_noise_dn,
@@ -28,11 +30,9 @@ from opusim.calibration.estimates import (
     root_mean,
     sparse_patterns,
 )
-from opusim.calibration.flat_series import FlatSeries, Level, TakeFrames, take_series
-from opusim.calibration.photon_transfer import LEAST_VARIANCE_DN2, PhotonTransfer
+from opusim.calibration.photon_transfer import PhotonTransfer, Plan, take_photon_transfer
 from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
 from opusim.camera.from_description import camera_sections
-from opusim.description.camera import CameraSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import reference_vectors
 from opusim.devices.camera import CameraDevice
@@ -47,108 +47,8 @@ from opusim.devices.certificate import (
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.p_values import FAMILY_ALARM
-
-_PILOT_FRAMES = 4
-_MOST_DOUBLINGS = 60
-_CLEAR = 40.0  # standard errors of a pilot's mean by which light must show before its rise is judged
-_LONGEST_US = 6e7
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How much a calibration takes.
-
-    Attributes:
-        frames: frames of a level, at least 2.
-        light_levels: levels of rising light below saturation, at least 6.
-        dark_levels: exposures of the dark series, at least 3.
-        groups: groups of pixels of the jackknife, at least 10.
-        temperatures_c: none, or two temperatures between which the dark current's doubling is measured; the first is
-            that of all other measurements.
-    """
-
-    frames: int = 32
-    light_levels: int = 12
-    dark_levels: int = 6
-    groups: int = 40
-    temperatures_c: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        checks.integer(frames=self.frames, minimum=2)
-        checks.integer(light_levels=self.light_levels, minimum=6)
-        checks.integer(dark_levels=self.dark_levels, minimum=3)
-        checks.integer(groups=self.groups, minimum=10)
-
-
-def take_photon_transfer(
-    take: TakeFrames, plan: Plan, *, exposure_us: float, is_rounded: bool = True
-) -> PhotonTransfer:
-    """Find the saturating light and an exposure long enough for dark current, then take the series.
-
-    Args:
-        take: see `opusim.calibration.flat_series.TakeFrames`.
-        plan: how much.
-        exposure_us: the operating exposure.
-        is_rounded: whether numbers come from a converter.
-
-    Raises:
-        ValueError: no light saturates the sensor.
-    """
-    cold, hot = plan.temperatures_c or (None, None)
-    # The saturating light, by doubling it until the rise of the mean no longer doubles.
-    blank = take(_PILOT_FRAMES, photons=0.0)
-    dark, photons = float(np.mean(blank)), 1.0
-    before, error = dark, float(np.mean(np.var(blank, axis=0, ddof=1)) / blank.size) ** 0.5
-    for _ in range(_MOST_DOUBLINGS):
-        mean = float(np.mean(take(_PILOT_FRAMES, photons=photons)))
-        if before - dark > max(4.0, _CLEAR * error) and mean - before < 0.75 * (before - dark):
-            break
-        photons, before = 2 * photons, mean
-    else:
-        raise ValueError(f"photons = {photons:g}: do not saturate the sensor; does the device see the light?")
-    if mean <= dark:
-        raise ValueError(f"photons = {photons:g}: frames are as dark as without light; are frames lost?")
-    saturating = 0.5 * photons * (mean - dark) / (before - dark)
-    # The least light of the dark series, from none in steps of two, whose noise smooths the converter's steps.
-    lit = 0.0
-    while is_rounded and lit < saturating / 4:
-        dn = take(4 * _PILOT_FRAMES, photons=lit)
-        if float(np.mean(np.var(dn, axis=0, ddof=1))) > 1.2 * LEAST_VARIANCE_DN2:
-            break
-        lit = max(2 * lit, saturating / 4096)
-    steps = np.linspace(0, 0.65, plan.light_levels) * saturating
-    light = [
-        Level(photons=float(p), exposure_us=exposure_us, temperature_c=cold)
-        for p in [*steps, 20 * saturating]
-    ]
-    series = _dark_series(take, plan, lit, cold, exposure_us)
-    return PhotonTransfer(
-        light=take_series(take, light, frames=plan.frames, groups=plan.groups),
-        dark=series,
-        exposure_us=exposure_us,
-        is_rounded=is_rounded,
-        warm=None if hot is None else _dark_series(take, plan, lit, hot, exposure_us),
-    )
-
-
-def _dark_series(
-    take: TakeFrames, plan: Plan, photons: float, temperature_c: float | None, exposure_us: float
-) -> FlatSeries:
-    """Return exposures under constant light, up to one at which the dark charge shows, at most a minute.
-
-    There it moves the mean by 3 standard deviations of a pixel.
-    """
-    first = take(_PILOT_FRAMES, photons=photons, temperature_c=temperature_c)
-    spread, longest = float(np.sqrt(np.mean(np.var(first, axis=0, ddof=1)))), exposure_us
-    while longest < _LONGEST_US:
-        pilot = take(_PILOT_FRAMES, photons=photons, exposure_us=longest, temperature_c=temperature_c)
-        if float(np.mean(pilot)) - float(np.mean(first)) > 3 * max(spread, 0.3):
-            break
-        longest = min(4 * longest, _LONGEST_US)
-    exposures = np.linspace(min(exposure_us, longest / 4), longest, plan.dark_levels)
-    levels = [Level(photons=photons, exposure_us=float(t), temperature_c=temperature_c) for t in exposures]
-    return take_series(take, levels, frames=plan.frames, groups=plan.groups)
-
+from opusim.tables import data_url, html_page, png_bytes, print_table, unit_of, wrapped
+from opusim.temperature import TemperatureLaw
 
 _BLANK_FRAMES = 100
 _OTHER_FRAMES = 500  # of a camera besides its series: pilots, the anchor and blanks, about
@@ -217,11 +117,35 @@ def calibrate(
     transfer, described = None, {}
     if isinstance(device, CameraDevice):
         transfer, noise, content = _of_camera(device, inputs, samples, plan or Plan(), confidence, beta)
-        described = _described_constants(device)
+        exposure, camera = device.exposure, camera_sections(device.description)[0]
+        described = {  # the description's constants under the keys of the estimates
+            "quantum_efficiency": exposure.light.quantum_efficiency,
+            "gain_dn_per_e": exposure.sensor.gain_dn_per_e,
+            "black_level_dn": exposure.sensor.black_level_dn,
+            "read_noise_e": exposure.sensor.read_noise_e,
+            "dark_current_e_per_s": exposure.dark_current_e / (exposure.light.exposure_us * 1e-6),
+            "saturation_e": exposure.sensor.saturation_e,
+            "prnu": camera.sensor.prnu,
+            "dsnu_e": camera.sensor.dsnu_e,
+            "decorrelation_s": math.inf if camera.drift is None else camera.drift.decorrelation_s,
+        }
+        described = {key: value for key, value in described.items() if math.isfinite(value)}
     else:
         noise, content = _of_readings(device, inputs, samples, confidence, beta)
     estimates: dict[str, Estimate] = content.pop("estimates")
     known = {key: each for key, each in estimates.items() if np.all(np.isfinite([*vars(each).values()]))}
+    # constants that differ from the described ones, and those that frames do not tell
+    remarks, width = content.pop("remarks"), 2 * float(norm.isf((1 - confidence) / 2))
+    for key, each in estimates.items():
+        stated = described.get(key, each.value)
+        error = (each.high - each.low) / width
+        if key not in known:
+            remarks.append(f"no {key}: frames do not tell it")
+        elif abs(each.value - stated) > max(_STANDARD_ERRORS * error, _UNLIKE * abs(stated)):
+            remarks.append(
+                f"{key} is {each.value:.5g} by these frames and {stated:.5g} by the description; find out why, or put "
+                "the measured number there and calibrate again"
+            )
     name, digest = device.identity
     certificate = Certificate(
         device=name,
@@ -242,7 +166,7 @@ def calibrate(
             )
             for test in content.pop("tests")
         ],
-        remarks=[*content.pop("remarks"), *_remarks_on(estimates, known, described, confidence)],
+        remarks=remarks,
         **content,
     )
     return Calibration(certificate=certificate, readings=taken, reading_noise=noise, transfer=transfer)
@@ -257,7 +181,7 @@ def _of_camera(
     beta: float,
 ) -> tuple[PhotonTransfer, ReadingNoise, dict[str, Any]]:
     """Evaluate readings of a camera and its frames under uniform light; return what its certificate states."""
-    camera = _settings_of(device)
+    camera = camera_sections(device.description)[0]
     if camera.light.power is not None:
         samples = readings_without_power(device, inputs, samples)
     noise = evaluate_readings(samples, beta=beta, alarm=FAMILY_ALARM / 2, gaussian=False)
@@ -291,7 +215,7 @@ def _of_camera(
         transfer,
         noise,
         {
-            "noise": found.law if noise.is_sound else None,
+            "noise": found.law if all(test.holds for test in noise.tests if test.needed) else None,
             "estimates": estimates | {"light_noise": found.light_noise},
             "tests": (*found.tests, *noise.tests),
             "remarks": [*remarks, _BIAS, _STUDENT, _SIMULATED],
@@ -322,49 +246,6 @@ def _of_readings(
         "remarks": [*noise.assumptions, *([_NO_LAW] if stated is None else []), _SCALE, _SIMULATED],
         "trust": [*noise.trust(gaussian=True)],
     }
-
-
-def _remarks_on(
-    estimates: dict[str, Estimate], known: dict[str, Estimate], described: dict[str, float], confidence: float
-) -> list[str]:
-    """Return remarks on constants that differ from the described ones, and on those that frames do not tell."""
-    remarks, width = [], 2 * float(norm.isf((1 - confidence) / 2))
-    for key, found in estimates.items():
-        if key not in known:
-            remarks.append(f"no {key}: frames do not tell it")
-        elif key in described:
-            off = abs(found.value - described[key])
-            error = (found.high - found.low) / width
-            if off > max(_STANDARD_ERRORS * error, _UNLIKE * abs(described[key])):
-                remarks.append(
-                    f"{key} is {found.value:.5g} by these frames and {described[key]:.5g} by the description; find out "
-                    "why, or put the measured number there and calibrate again"
-                )
-    return remarks
-
-
-def _described_constants(device: CameraDevice) -> dict[str, float]:
-    """Return the description's constants under the keys of the estimates; infinite ones are left out."""
-    exposure, camera = device.exposure, _settings_of(device)
-    sensor, seconds = exposure.sensor, exposure.light.exposure_us * 1e-6
-    found = {
-        "quantum_efficiency": exposure.light.quantum_efficiency,
-        "gain_dn_per_e": sensor.gain_dn_per_e,
-        "black_level_dn": sensor.black_level_dn,
-        "read_noise_e": sensor.read_noise_e,
-        "dark_current_e_per_s": exposure.dark_current_e / seconds,
-        "saturation_e": sensor.saturation_e,
-        "prnu": camera.sensor.prnu,
-        "dsnu_e": camera.sensor.dsnu_e,
-    }
-    if camera.drift is not None:
-        found["decorrelation_s"] = camera.drift.decorrelation_s
-    return {key: value for key, value in found.items() if math.isfinite(value)}
-
-
-def _settings_of(device: CameraDevice) -> CameraSettings:
-    """Return the section [camera] of a camera's description."""
-    return camera_sections(device.description)[0]
 
 
 def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
@@ -499,3 +380,239 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
         raise ConfigError(
             certificate.device, "certificate", f"certifies the law {law.law!r}, which this device cannot show"
         )
+
+
+def transfer_figure(certificate: Certificate, transfer: PhotonTransfer) -> Figure:
+    """Draw photon transfer, response, its residuals and dark current."""
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    figure.get_layout_engine().set(hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]
+    (variance, response), (residuals, dark) = figure.subplots(2, 2)
+    found, used = certificate.estimates, transfer.used()
+    gain, black = found["gain_dn_per_e"].value, found["black_level_dn"].value
+    photons, means, variances = transfer.photons(), transfer.light.means(), transfer.light.variances()
+
+    variance.plot(means, variances, "o", color="0.7", label="left out: rounding or saturation")
+    variance.plot(means[used], variances[used], "o", color="C0", label="used")
+    line = np.linspace(means[0], means[used].max(), 2)
+    start = float(np.mean(variances[used] - gain * means[used]))
+    variance.plot(line, start + gain * line, "k--", linewidth=0.8, label=f"slope K = {gain:.5g} DN/e⁻")
+    variance.set(xlabel="mean, DN", ylabel="temporal variance, DN²", title="Photon transfer")
+    variance.legend()
+
+    slope = gain * found["quantum_efficiency"].value
+    response.plot(photons[:-1], means[:-1], "o")
+    response.plot(
+        photons[:-1], black + slope * photons[:-1], "k--", linewidth=0.8, label=f"{slope:.5g} DN/photon"
+    )
+    response.set(xlabel="photons on a pixel", ylabel="mean, DN", title="Response")
+    response.legend()
+
+    photons, means = photons[used], means[used]
+    rest = means - np.polyval(np.polyfit(photons, means, 1), photons)
+    samples = transfer.light.frames * transfer.light.sums[:, used, COUNT].sum(axis=0)
+    residuals.axhline(0, color="k", linewidth=0.8)
+    residuals.errorbar(photons, rest, yerr=np.sqrt(variances[used] / samples), fmt="o", capsize=3)
+    residuals.set(
+        xlabel="photons on a pixel", ylabel="mean minus line, DN", title="Linearity, with standard errors"
+    )
+
+    for series, label in ((transfer.dark, "operating temperature"), (transfer.warm, "warm")):
+        if series is not None:
+            dark.plot(series.seconds(), series.means(), "o-", label=label)
+    dark.set(xlabel="exposure, s", ylabel="mean under constant light, DN", title="Dark current")
+    dark.legend()
+    return figure
+
+
+def readings_figure(samples: np.ndarray) -> Figure:
+    """Plot quantiles of standardised readings against the Gaussian's, and the standard deviations of the outputs."""
+    centred = samples - samples.mean(axis=0)
+    std = centred.std(axis=0, ddof=1)
+    values = np.sort((centred / np.where(std > 0, std, 1)).ravel())
+    ranks = np.unique((ndtr(np.linspace(-6, 6, 1000)) * (values.size - 1)).astype(int))
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    expected = ndtri((ranks + 0.5) / values.size)
+    left.plot(expected, values[ranks], ".", markersize=3)
+    left.plot(expected[[0, -1]], expected[[0, -1]], "k--", linewidth=0.8)
+    left.set(
+        xlabel="quantile of a Gaussian",
+        ylabel="quantile of the readings, standardised",
+        title="Law of a reading",
+    )
+    right.hist(std, bins=60)
+    right.set(xlabel="standard deviation, projection units", ylabel="outputs", title="Noise of the outputs")
+    return figure
+
+
+def temperature_figure(law: TemperatureLaw, name: str) -> Figure:
+    """Return the noise of a reading and the dark current's share of its variance against the temperature."""
+    temperatures = np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, 200)
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    share = axes.twinx()
+    axes.plot(temperatures, [law.std(t) for t in temperatures], color="C0")
+    share.plot(temperatures, [100 * law.dark_share(t) for t in temperatures], color="C1", linestyle="--")
+    axes.set(xlabel="sensor temperature, °C", title=f"{name}: noise of a reading")
+    axes.set_ylabel("standard deviation, projection units", color="C0")
+    axes.set_ylim(bottom=0)
+    share.set_ylabel("dark current's share of the variance, %", color="C1")
+    share.set_ylim(0, 100)
+    return figure
+
+
+_CAP = 37.0  # of a p-value that double precision can hold
+_LAWS = {
+    "gaussian": "Gaussian readings",
+    "photon_count": "Poisson counts",
+    "fluctuating_photon_count": "Poisson counts under light that fluctuates",
+}
+_WORDS = {
+    "std": "smallest standard deviation of a reading, lower limit",
+    "dark_e_low": "dark charge of a frame, lower limit",
+    "dark_e_high": "dark charge of a frame, upper limit",
+    "dark_mean_e_low": "its mean over all outputs, lower limit",
+    "dark_mean_e_high": "its mean over all outputs, upper limit",
+    "dark_deviation_e": "an output's deviation from that mean, limit; of a group's mean, over the root of its outputs",
+    "light_ratio_low": "light over the described, lower limit",
+    "light_ratio_high": "light over the described, upper limit",
+    "power_law": "law of the light's power in a frame, assumed",
+    "power_rms_low": "relative standard deviation of that power, lower limit",
+    "power_rms_high": "relative standard deviation of that power, upper limit",
+    "quantum_efficiency": "quantum efficiency",
+    "gain_dn_per_e": "gain",
+    "black_level_dn": "black level",
+    "dark_current_e_per_s": "dark current",
+    "saturation_e": "saturation",
+    "doubling_k": "dark current doubles every",
+    "read_noise_e": "read noise",
+    "prnu": "response, standard deviation over pixels",
+    "dsnu_e": "offset, standard deviation over pixels",
+    "dark_noise_dn": "noise of a blank frame",
+    "light_noise": "light, standard deviation from frame to frame",
+    "entry_std": "standard deviation of B's entries, which this project takes to be 1",
+    "decorrelation_s": "decorrelation time of the medium",
+}
+"""What the keys of certificates mean, for people."""
+
+
+def print_calibration(found: Calibration) -> None:
+    """Print constants, tests and the certified law as tables."""
+    rows = [(key, *_shown(key, estimate)) for key, estimate in found.certificate.estimates.items()]
+    if rows:
+        limits = f"limits at {found.certificate.confidence:.0%}"
+        print_table("Constants from frames", ("constant", "estimate", limits, "described", "unit"), rows)
+    noise, law = found.reading_noise, found.certificate.noise
+    print(
+        f"readings: standard deviation {noise.mean_std:.5g} (root mean square), {noise.smallest_std:.5g} at the "
+        "quietest output, projection units"
+    )
+    needed = [test for test in found.certificate.tests if test.needed]
+    others = [test for test in found.certificate.tests if not test.needed]
+    for heading, tests in (
+        ("what the law needs:", needed),
+        ("what Gaussian readings would also need (the certified counts need none of it):", others),
+    ):
+        if tests:
+            print(heading)
+        for test in tests:
+            print(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
+    for remark in found.certificate.remarks:
+        if "law" in remark or "by the description" in remark:
+            print(wrapped(remark))
+    for entry in found.certificate.trust:
+        print(wrapped(entry.line))
+    if law is None:
+        failed = "; ".join(test.text for test in needed if not test.holds)
+        print(
+            wrapped(
+                f"certified noise: none; this does not hold: {failed}" if failed else "certified noise: none"
+            )
+        )
+        return
+    numbered = law.model_dump(exclude_none=True)
+    numbers = ", ".join(f"{key} {_number(value)}" for key, value in numbered.items() if key != "law")
+    stated = f"certified noise: {law.law.replace('_', ' ')}, {numbers}"
+    print(wrapped(f"{stated}; wrong with probability {found.certificate.beta:g}"))
+    if isinstance(law, GaussianLaw):
+        print(
+            f"it is a lower limit; more --readings than {noise.readings} bring it closer to {noise.smallest_std:.5g}, "
+            "the noise of the quietest output"
+        )
+
+
+def print_temperatures(law: TemperatureLaw, name: str, n_inputs: int, steps: int) -> None:
+    """Print how temperature sets the noise, at some temperatures over the sensor's range."""
+    rows = [
+        (
+            f"{t:.1f}",
+            f"{law.dark.current_e_per_s(t):.4g}",
+            f"{law.dark_e(t):.4g}",
+            f"{law.std(t):.4g}",
+            f"{law.dark_share(t):.2%}",
+            f"{law.temperature_c(law.std(t)):.1f}",
+        )
+        for t in np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, steps)
+    ]
+    columns = ("°C", "dark current, e⁻/s", "dark charge, e⁻", "noise of a reading", "dark share", "back, °C")
+    print_table(f"{name}: random ternary vectors, {n_inputs} inputs", columns, rows)
+
+
+def write_report(calibration: Calibration, path: Path) -> None:
+    """Write the page; everything it shows is inside it."""
+    certificate, transfer = calibration.certificate, calibration.transfer
+    law = {} if certificate.noise is None else certificate.noise.model_dump(exclude_none=True)
+    page = html_page(
+        "calibration.html",
+        title=f"Calibration of {certificate.device}",
+        certificate=certificate,
+        transfer=transfer,
+        noise=calibration.reading_noise,
+        alarm=FAMILY_ALARM,
+        law=_LAWS[law["law"]] if law else None,
+        numbers=[
+            {"constant": _WORDS[key], "value": _number(value), "unit": unit_of(key), "key": key}
+            for key, value in law.items()
+            if key != "law"
+        ],
+        constants=[
+            {
+                "constant": _WORDS.get(key, key),
+                **dict(zip(("estimate", "limits", "described", "unit"), _shown(key, found), strict=True)),
+                "key": key,
+            }
+            for key, found in certificate.estimates.items()
+        ],
+        transfer_figure=None
+        if transfer is None
+        else data_url(png_bytes(transfer_figure(certificate, transfer))),
+        tests=[
+            {
+                "property": test.text,
+                "distance from it": f"{test.standard_errors:.2f} standard errors"
+                if test.standard_errors < _CAP
+                else f"above {_CAP:g} standard errors",
+                "holds": "holds" if test.holds else "does not hold",
+                "for the law": "needed" if test.needed else "not needed",
+            }
+            for test in certificate.tests
+        ],
+        failed=[n for n, test in enumerate(certificate.tests) if test.needed and not test.holds],
+        readings_figure=data_url(png_bytes(readings_figure(calibration.readings))),
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def _shown(key: str, found: Limits) -> tuple[str, str, str, str]:
+    """Return an estimate, its limits, what the description says, and the unit with what sets the limits apart."""
+    return (
+        f"{found.value:.5g}",
+        f"{found.low:.5g} to {found.high:.5g}",
+        "-" if found.described is None else f"{found.described:.5g}",
+        unit_of(key) + (", limits as certified" if key == "light_noise" else ""),  # at a share of its beta
+    )
+
+
+def _number(value: float | str) -> str:
+    """Return a number of a law, or the name of one, such as that of a light's power."""
+    return value.replace("_", "-") if isinstance(value, str) else f"{value:.6g}"

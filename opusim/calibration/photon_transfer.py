@@ -12,11 +12,11 @@ constant light.
 
 Light whose power varies from frame to frame by r (standard deviation over mean) adds r^2 (m - m_0)^2 to the variance,
 and a straight line through that overstates K and understates photons. What all pixels of a frame share is therefore
-subtracted before variances are formed (`flat_series`), which leaves the straight line, and the means of frames tell r.
+subtracted before variances are formed (`frames`), which leaves the straight line, and the means of frames tell r.
 Fluctuations that pixels do not share, and a response that is not linear, bend the line: v = v_0 + K (m - m_0) +
 c (m - m_0)^2 is fitted too. c is tested, and the limits of a certified law come from the parabola's K, which c does
 not bias. So the read noise of an 8-bit camera is found even at a quarter of a DN, which no variance of a single level
-shows; the codes' probabilities do (`opusim.calibration.estimates`).
+shows; the codes' probabilities do (`opusim.calibration.frames`).
 
 **Varying light** (`LightNoise`). Over F frames of one setting, the mean over P pixels has variance v / P + r^2 m^2,
 with v the pixels' own variance, m the mean light and r the relative standard deviation of the power. For a Gaussian
@@ -33,8 +33,20 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import chi2, t
 
-from opusim.calibration.estimates import Estimate, jackknife
-from opusim.calibration.flat_series import COUNT, MEAN, MEAN_SQUARE, VARIANCE, FlatSeries, sums_of
+from opusim import checks
+from opusim.calibration.frames import (
+    COUNT,
+    MEAN,
+    MEAN_SQUARE,
+    VARIANCE,
+    Estimate,
+    FlatSeries,
+    Level,
+    TakeFrames,
+    jackknife,
+    sums_of,
+    take_series,
+)
 from opusim.calibration.independence import largest_deviate_p_value
 from opusim.p_values import chi_squared_p_value
 
@@ -129,6 +141,10 @@ _ROUNDING = 1.0 / 12.0
 _LEAST_TOGGLING = 30.0  # DN^2, of the sum over pixels
 _SQUARES = {"read_noise_e": "read_noise_e2", "prnu": "prnu2", "dsnu_e": "dsnu_e2"}
 _TESTED = ("unbent_gain", "unbent_dark", "zero_dn", "bend", "dark_spread2")
+_PILOT_FRAMES = 4
+_MOST_DOUBLINGS = 60
+_CLEAR = 40.0  # standard errors of a pilot's mean by which light must show before its rise is judged
+_LONGEST_US = 6e7
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -201,7 +217,7 @@ class PhotonTransfer:
             frame_variances=self.light.frame_means[used].var(axis=1, ddof=1),
             freedom=np.full(used.size, self.light.frames - 1),
             own=variances / self.light.pixels,
-            light=means - self._zero(used),
+            light=means - self.zero(),
         )
 
     def black_noise(self, blank: np.ndarray) -> LightNoise:
@@ -318,10 +334,6 @@ class PhotonTransfer:
         floor, gain = _line(mean - zero, variance, 1.0 / np.square(guide))
         return zero, floor, gain
 
-    def zero(self) -> float:
-        """Return the mean without light, DN: where the line of means starts."""
-        return self._zero(self.used())
-
     def power_errors(self, rms: float) -> dict[str, float]:
         """Return standard errors that a power of this spread leaves in limits, which pixels share and so do not show.
 
@@ -330,7 +342,7 @@ class PhotonTransfer:
         used, frames = self.used(), self.light.frames
         unit, weights = np.eye(used.size), 1.0 / self.light.variances()[used]
         starts = np.array([_line(self.photons()[used], one, weights)[0] for one in unit])
-        light = np.maximum(self.light.means()[used] - self._zero(used), 0.0)
+        light = np.maximum(self.light.means()[used] - self.zero(), 0.0)
         seconds, unit = self.dark.seconds(), np.eye(len(self.dark.levels))
         slopes = np.array([_line(seconds, one, 1.0 / self.dark.variances())[1] for one in unit])
         response = light[-1] / self.photons()[used][-1]  # DN for a photon
@@ -341,8 +353,9 @@ class PhotonTransfer:
             "dark_current_e_per_s": rms * float(np.linalg.norm(slopes * lit)) / self.dark.frames**0.5 / gain,
         }
 
-    def _zero(self, used: np.ndarray) -> float:
+    def zero(self) -> float:
         """Return the mean without light, DN: where the line of means starts."""
+        used = self.used()
         means = self.light.means()[used]
         return _line(self.photons()[used], means, 1.0 / self.light.variances()[used])[0]
 
@@ -373,7 +386,9 @@ class PhotonTransfer:
         roots = np.sqrt(1.0 / np.square(guide))
         bent = np.linalg.lstsq(columns * roots[:, None], variance[used] * roots, rcond=None)[0]
         unbent_gain = float(bent[1] / unit)
-        dark_dn = _dark_slope(self.dark, mean[n : n + len(self.dark.levels)])
+        # DN per second of exposure
+        own = slice(n, n + len(self.dark.levels))
+        dark_dn = _line(self.dark.seconds(), mean[own], 1.0 / self.dark.variances())[1]
         dark = dark_dn / gain
         dark_e = dark * self.exposure_us * 1e-6
         rise, spread = np.square(response * photons), spatial[used] - variance[used] / self.light.frames
@@ -381,7 +396,6 @@ class PhotonTransfer:
         offset2, prnu2 = _line(rise, spread, 1.0 / guess)
         black = zero - gain * dark_e
         # the variance over pixels of the dark current, (DN/s)^2: of pixels' means it grows as the exposure's square
-        own = slice(n, n + len(self.dark.levels))
         dark_own = spatial[own] - variance[own] / self.dark.frames
         dark_spread2 = _line(
             np.square(self.dark.seconds()), dark_own, 1.0 / np.square(self.dark.variances())
@@ -402,7 +416,7 @@ class PhotonTransfer:
             "dark_spread2": dark_spread2,
         }
         if self.warm is not None:
-            warm = _dark_slope(self.warm, mean[n + len(self.dark.levels) :]) / gain
+            warm = _line(self.warm.seconds(), mean[own.stop :], 1.0 / self.warm.variances())[1] / gain
             step = float(self.warm.levels[0].temperature_c or 0) - float(
                 self.dark.levels[0].temperature_c or 0
             )
@@ -425,14 +439,105 @@ def _at_pixels(
     return found[0], found[1]
 
 
-def _dark_slope(series: FlatSeries, means: np.ndarray) -> float:
-    """DN per second of exposure."""
-    return _line(series.seconds(), means, 1.0 / series.variances())[1]
-
-
 def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Return the start and slope of the weighted least-squares line."""
     total = weights.sum()
     x_mean, y_mean = weights @ x / total, weights @ y / total
     slope = float((weights * (x - x_mean)) @ y / ((weights * (x - x_mean)) @ x))
     return float(y_mean - slope * x_mean), slope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much a calibration takes.
+
+    Attributes:
+        frames: frames of a level, at least 2.
+        light_levels: levels of rising light below saturation, at least 6.
+        dark_levels: exposures of the dark series, at least 3.
+        groups: groups of pixels of the jackknife, at least 10.
+        temperatures_c: none, or two temperatures between which the dark current's doubling is measured; the first is
+            that of all other measurements.
+    """
+
+    frames: int = 32
+    light_levels: int = 12
+    dark_levels: int = 6
+    groups: int = 40
+    temperatures_c: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer(frames=self.frames, minimum=2)
+        checks.integer(light_levels=self.light_levels, minimum=6)
+        checks.integer(dark_levels=self.dark_levels, minimum=3)
+        checks.integer(groups=self.groups, minimum=10)
+
+
+def take_photon_transfer(
+    take: TakeFrames, plan: Plan, *, exposure_us: float, is_rounded: bool = True
+) -> PhotonTransfer:
+    """Find the saturating light and an exposure long enough for dark current, then take the series.
+
+    Args:
+        take: see `TakeFrames`.
+        plan: how much.
+        exposure_us: the operating exposure.
+        is_rounded: whether numbers come from a converter.
+
+    Raises:
+        ValueError: no light saturates the sensor.
+    """
+    cold, hot = plan.temperatures_c or (None, None)
+    # The saturating light, by doubling it until the rise of the mean no longer doubles.
+    blank = take(_PILOT_FRAMES, photons=0.0)
+    dark, photons = float(np.mean(blank)), 1.0
+    before, error = dark, float(np.mean(np.var(blank, axis=0, ddof=1)) / blank.size) ** 0.5
+    for _ in range(_MOST_DOUBLINGS):
+        mean = float(np.mean(take(_PILOT_FRAMES, photons=photons)))
+        if before - dark > max(4.0, _CLEAR * error) and mean - before < 0.75 * (before - dark):
+            break
+        photons, before = 2 * photons, mean
+    else:
+        raise ValueError(f"photons = {photons:g}: do not saturate the sensor; does the device see the light?")
+    if mean <= dark:
+        raise ValueError(f"photons = {photons:g}: frames are as dark as without light; are frames lost?")
+    saturating = 0.5 * photons * (mean - dark) / (before - dark)
+    # The least light of the dark series, from none in steps of two, whose noise smooths the converter's steps.
+    lit = 0.0
+    while is_rounded and lit < saturating / 4:
+        dn = take(4 * _PILOT_FRAMES, photons=lit)
+        if float(np.mean(np.var(dn, axis=0, ddof=1))) > 1.2 * LEAST_VARIANCE_DN2:
+            break
+        lit = max(2 * lit, saturating / 4096)
+    steps = np.linspace(0, 0.65, plan.light_levels) * saturating
+    light = [
+        Level(photons=float(p), exposure_us=exposure_us, temperature_c=cold)
+        for p in [*steps, 20 * saturating]
+    ]
+    series = _dark_series(take, plan, lit, cold, exposure_us)
+    return PhotonTransfer(
+        light=take_series(take, light, frames=plan.frames, groups=plan.groups),
+        dark=series,
+        exposure_us=exposure_us,
+        is_rounded=is_rounded,
+        warm=None if hot is None else _dark_series(take, plan, lit, hot, exposure_us),
+    )
+
+
+def _dark_series(
+    take: TakeFrames, plan: Plan, photons: float, temperature_c: float | None, exposure_us: float
+) -> FlatSeries:
+    """Return exposures under constant light, up to one at which the dark charge shows, at most a minute.
+
+    There it moves the mean by 3 standard deviations of a pixel.
+    """
+    first = take(_PILOT_FRAMES, photons=photons, temperature_c=temperature_c)
+    spread, longest = float(np.sqrt(np.mean(np.var(first, axis=0, ddof=1)))), exposure_us
+    while longest < _LONGEST_US:
+        pilot = take(_PILOT_FRAMES, photons=photons, exposure_us=longest, temperature_c=temperature_c)
+        if float(np.mean(pilot)) - float(np.mean(first)) > 3 * max(spread, 0.3):
+            break
+        longest = min(4 * longest, _LONGEST_US)
+    exposures = np.linspace(min(exposure_us, longest / 4), longest, plan.dark_levels)
+    levels = [Level(photons=photons, exposure_us=float(t), temperature_c=temperature_c) for t in exposures]
+    return take_series(take, levels, frames=plan.frames, groups=plan.groups)

@@ -26,7 +26,7 @@ parameters:
   squares see outputs that differ from the Gaussian in opposite ways;
 - the logarithm of the Anderson-Darling statistic A^2, mean and variance fitted, is compared in the same way; the
   largest over outputs has the tail of Stephens (1986);
-- how many readings lie far out, and how many near the mean (`opusim.calibration.rare_faults`);
+- how many readings lie far out, and how many near the mean (`opusim.calibration.independence`);
 - two readings lie within w of each other with probability at most w / (sqrt(pi) sigma); a grid makes more such pairs;
 - (n - 1) s^2 / sigma^2 is chi-squared, so log s^2 at different inputs differ with variance psi'((n - 1)/2) each.
 """
@@ -43,19 +43,19 @@ from scipy.special import chdtr, chdtrc, chdtri, digamma, log_ndtr, pdtrc, polyg
 from scipy.stats import kurtosistest, skewtest
 
 from opusim import checks
-from opusim.calibration.independence import independence_p_values, standardised
-from opusim.calibration.photon_transfer import PhotonTransfer
-from opusim.calibration.rare_faults import (
+from opusim.calibration.independence import (
     cut_tails,
     far_limits,
     far_out,
+    independence_p_values,
     missing_numbers,
     missing_readings,
     near_mean,
     one_value,
-    repeats,
     slow_noise,
+    standardised,
 )
+from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import TrustedProperty
 from opusim.p_values import (
@@ -112,11 +112,6 @@ class ReadingNoise:
     tests: tuple[PropertyTest, ...]
 
     @property
-    def is_sound(self) -> bool:
-        """Whether no test speaks against a property that the law needs."""
-        return all(test.holds for test in self.tests if test.needed)
-
-    @property
     def is_gaussian(self) -> bool:
         """Whether no test speaks against independent Gaussian readings, the same at every input."""
         return all(test.holds for test in self.tests)
@@ -130,7 +125,12 @@ class ReadingNoise:
         shape, level = (self.readings, self.n_outputs), self.tests[0].level
         found = (
             missing_readings(self.inputs * self.readings),
-            repeats(self.inputs * self.readings),
+            TrustedProperty(
+                text="noise does not repeat",
+                fault="a repeat after up to",
+                size=float(self.inputs * self.readings),
+                unit="readings",
+            ),
             slow_noise(self.readings, self.inputs * self.n_outputs, level / _STATISTICS_IN_TIME),
         )
         if not gaussian:

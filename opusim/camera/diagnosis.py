@@ -24,8 +24,8 @@ every frame, so frames of one exposure and temperature cannot tell them apart.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -72,18 +72,9 @@ _LIT, _HALF, _COMPLEMENTS = (
 """Frames of many mirrors: all of them, of data mirrors only, and the anchor with the complements."""
 
 
-class ShowsFrames(Protocol):
-    """How a monitor takes frames; never of data."""
-
-    def __call__(self, patterns: torch.Tensor) -> np.ndarray | None:
-        """Return frames of binary patterns, each followed by its complement: (2 patterns, n_outputs), DN; or None."""
-
-
-class Finding(NamedTuple):
-    """A fault and its remedy, in words."""
-
-    what: str
-    remedy: str
+ShowsFrames = Callable[[torch.Tensor], np.ndarray | None]
+"""How a monitor takes frames of binary patterns, never of data: each pattern is followed by its complement in the
+anchor; returns DN, shape (2 patterns, n_outputs), or None if the device shows no frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +206,8 @@ def _shared_squares(frames: np.ndarray, light: np.ndarray) -> tuple[float, float
     return found, float(share)
 
 
-def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float) -> Finding | None:
-    """Return the fault that a look shows, or None if frames tell nothing of it, or are dark, or there are none.
+def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float) -> tuple[str, str] | None:
+    """Return the fault that a look shows and its remedy, or None: frames tell nothing of it, are dark, or are missing.
 
     Args:
         first: the look at the beginning.
@@ -231,14 +222,14 @@ def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float
     darker = (level < first.mean.mean(axis=1) - _SURE * error) & (first.constant[:, 0] == 0)
     lost, shown = now.lost + int(number[darker].sum()), now.repeats * len(now.mean)
     if 0 < lost < _ALL_LOST * shown:
-        return Finding(
+        return (
             f"loses or repeats frames: {lost} of {shown} frames are black or repeat the one before",
             "check the camera's link and its driver",
         )
     # Scatter that outputs share, significant and above the first one's.
     if now.shared > _MORE_SHARED * first.shared and now.shared != 0:
         along = now.along > _ALONG
-        return Finding(
+        return (
             "fluctuates: the noise of all its outputs rises and falls together, as "
             + ("the laser's power does" if along else "if the image moves"),
             "steady the laser's power, or calibrate it again" if along else "steady the bench and the camera",
@@ -253,7 +244,7 @@ def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float
     return (
         change.blank_light()
         or (
-            Finding(
+            (
                 f"has about {100 * newly:.1f} % of its outputs silent or stuck",
                 "mask them, or have it repaired",
             )
@@ -291,7 +282,7 @@ class _Change:
             ((look.variance + look.variance[:1]) / look.repeats)[:, alive] for look in (first, now)
         )
 
-    def blank_light(self) -> Finding | None:
+    def blank_light(self) -> tuple[str, str] | None:
         """Blank frames that read more or less: uniform, like the anchor, or as speckle."""
         first, now, alive = self._first, self._now, self._alive
         more = (now.mean[0] - first.mean[0])[alive]
@@ -305,19 +296,19 @@ class _Change:
         what = f"reads {abs(share):.2g} % of the anchor's light {'more' if share > 0 else 'less'} in blank frames"
         spread = float(more.var()) - noise
         if spread < _LEAST_SPREAD * float(more.mean()) ** 2:
-            return Finding(
+            return (
                 f"{what}, alike at all outputs: ambient light or the sensor's temperature changed",
                 "shut the light out, or bring the temperature back",
             )
         like = float(np.cov(more, anchor)[0, 1]) / math.sqrt(max(spread * float(anchor.var()), 1e-300))
         if like > _LIKE_THE_ANCHOR:
-            return Finding(
+            return (
                 f"{what}, in proportion to the anchor: the contrast of its mirrors changed",
                 "check the angle of the light on the mirrors",
             )
-        return Finding(f"{what}, in speckle: some mirrors are stuck", _STUCK_REMEDY)
+        return f"{what}, in speckle: some mirrors are stuck", _STUCK_REMEDY
 
-    def cross_talk(self) -> Finding | None:
+    def cross_talk(self) -> tuple[str, str] | None:
         """Light that follows the neighbours' earlier light: least squares of light on own and neighbours' first light.
 
         The error is that of sums over outputs, whose frames may depend on each other.
@@ -337,12 +328,12 @@ class _Change:
         error, whole = math.sqrt(float(np.sum(np.square(scores[1])))), max(gain + 2 * talk, 1e-300)
         if talk < _SURE * error or talk < _LEAST_TALK * whole:
             return None
-        return Finding(
+        return (
             f"shows {100 * talk / whole:.2g} % of each output's light at each of its neighbours: cross-talk grew",
             "check the camera's bias and focus, or begin a new run",
         )
 
-    def stuck_mirrors(self) -> Finding | None:
+    def stuck_mirrors(self) -> tuple[str, str] | None:
         """Mirrors that are stuck although blank frames do not tell."""
         (before, own), (after, noise) = self._singles(self._first), self._singles(self._now)
         gone = tested = 0  # single mirrors that read nothing any more, and those of which the noise can tell
@@ -355,29 +346,30 @@ class _Change:
             told = _SURE * error_of_one < least
             gone, tested = int(np.sum(told & (now < least))), int(told.sum())
         if 0 < gone < tested:
-            return Finding(f"has {gone} of {tested} mirrors stuck that were shown singly", _STUCK_REMEDY)
-        data, complements = self._correlation(_HALF), self._correlation(_COMPLEMENTS)
-        if complements.moved and not data.moved:
-            return Finding(
+            return f"has {gone} of {tested} mirrors stuck that were shown singly", _STUCK_REMEDY
+        _, data_moved = self._correlation(_HALF)
+        correlation, moved = self._correlation(_COMPLEMENTS)
+        if moved and not data_moved:
+            return (
                 "shows data mirrors as before and all mirrors as another speckle: mirrors of the anchor are stuck",
                 _STUCK_REMEDY,
             )
         lost = (self._before - self._after)[_LIT].sum(axis=0) / self._before[_LIT].sum(axis=0).mean()
         share, error = float(lost.mean()), float(lost.std()) / math.sqrt(lost.size)
-        if complements.moved and share > max(_SURE * error, 0.5 * (1 - complements.value)):
-            return Finding(
+        if moved and share > max(_SURE * error, 0.5 * (1 - correlation)):
+            return (
                 f"lost {100 * share:.2g} % of its light, and as much of its correlation: some mirrors are stuck",
                 _STUCK_REMEDY,
             )
         return None
 
-    def moving_medium(self) -> Finding | None:
+    def moving_medium(self) -> tuple[str, str] | None:
         """Frames that correlate less with their first ones than noise explains."""
-        found = self._correlation(_LIT)
-        if not found.moved:
+        correlation, moved = self._correlation(_LIT)
+        if not moved:
             return None
-        return Finding(
-            f"shows its frames with a correlation of {found.value:.2f} to their first ones: its medium decorrelated or "
+        return (
+            f"shows its frames with a correlation of {correlation:.2f} to their first ones: its medium decorrelated or "
             "was swapped",
             "begin a new run with it, or bring the medium back",
         )
@@ -389,8 +381,11 @@ class _Change:
         reading = mean[one] - mean[rest] - mean[0] + mean[1]
         return reading, variance[one] + variance[rest] + variance[0] + variance[1]
 
-    def _correlation(self, rows: slice) -> _Correlation:
-        """Return the correlation over outputs of some frames with their first ones, noise taken out."""
+    def _correlation(self, rows: slice) -> tuple[float, bool]:
+        """Return the correlation over outputs of some frames with their first ones, noise taken out.
+
+        The second value says whether it is significantly below 1.
+        """
         before, after = _centred(self._before[rows]), _centred(self._after[rows])
         own, noise = self._error_before[rows], self._error_after[rows]
         power = max(float(np.sum(np.square(before) - own)), 1e-300)
@@ -400,14 +395,7 @@ class _Change:
         loss = min(max(float(rest.sum()) / size, 0.0), 1.0)
         value = math.copysign(math.sqrt(1 - loss), slope)
         error = math.sqrt(rest.size) * float(rest.std()) / size
-        return _Correlation(value=value, moved=loss > _SURE * error and 1 - value > _LEAST_LOSS)
-
-
-class _Correlation(NamedTuple):
-    """A correlation, and whether it is significantly below 1."""
-
-    value: float
-    moved: bool
+        return value, loss > _SURE * error and 1 - value > _LEAST_LOSS
 
 
 def _centred(light: np.ndarray) -> np.ndarray:

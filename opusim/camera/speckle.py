@@ -31,6 +31,7 @@ from functools import cached_property, lru_cache, partial, reduce
 import numpy as np
 import torch
 from scipy.special import ndtr
+from typing_extensions import override
 
 from opusim.camera.stages import pixel_normals
 from opusim.description.camera import MirrorSettings
@@ -188,7 +189,7 @@ class Speckle:
     def _forget(self) -> None:
         """Drop what was computed for an earlier time."""
         self._dense.clear()
-        self.__dict__.pop("_sound_anchor", None)
+        self.__dict__.pop("anchor", None)
 
     @cached_property
     def pixels(self) -> np.ndarray:
@@ -210,13 +211,9 @@ class Speckle:
             start += _PIXELS_PER_BLOCK
         return np.concatenate(chosen)[: self.n_outputs]
 
-    @property
+    @cached_property
     def anchor(self) -> np.ndarray:
         """The anchor's field at the outputs, now: float64, shape (2, n_outputs), real and imaginary part."""
-        return self._sound_anchor
-
-    @cached_property
-    def _sound_anchor(self) -> np.ndarray:
         return self._at_outputs()[:2]
 
     @property
@@ -261,7 +258,17 @@ class Speckle:
                     out[part] = blocked_product(frames, dense)
                 continue
             for outputs in self._output_blocks():
-                tile = partial(self._stored_or_new_tile, plane, outputs, frames.device)
+
+                def tile(
+                    inputs: range,
+                    dense: torch.Tensor | None = dense,
+                    plane: int = plane,
+                    outputs: range = outputs,
+                ) -> torch.Tensor:
+                    if dense is not None:
+                        return dense[inputs.start : inputs.stop, outputs.start : outputs.stop]
+                    return self._tile(plane, outputs, inputs).to(frames.device)
+
                 out[part, :, outputs.start : outputs.stop] = exact_product(frames, tile, len(outputs))
         return out
 
@@ -290,21 +297,13 @@ class Speckle:
             matrix = self._dense[plane, where] = matrix.to(where)
         return matrix
 
-    def responses(self, plane: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    def responses(self, plane: int) -> torch.Tensor:
         """Return the change of the field that each input makes: `dense`, float32, shape (n_inputs, n_outputs).
 
         Raises:
             ValueError: see `dense`.
         """
-        return self.dense(plane, device)
-
-    def _stored_or_new_tile(
-        self, plane: int, outputs: range, device: torch.device, inputs: range
-    ) -> torch.Tensor:
-        """Return a view of the dense medium if it is kept, else a tile computed again."""
-        if self.fits_dense:
-            return self.dense(plane, device)[inputs.start : inputs.stop, outputs.start : outputs.stop]
-        return self._tile(plane, outputs, inputs).to(device)
+        return self.dense(plane)
 
     def _output_blocks(self) -> Iterator[range]:
         """Return ranges of outputs whose pixels lie within one block."""
@@ -323,18 +322,16 @@ class Speckle:
         shares = self.law.weights
         wide = range(pixels.start, pixels.stop + len(shares) - 1)
         (first, weight), *others = medium_weights(point)
-        tile = self._medium(plane, first, wide.stop).tile(wide, inputs)
+        media = partial(Medium, self.law.mirrors, wide.stop, self.law.seed, plane=plane)
+        tile = media(epoch=first).tile(wide, inputs)
         if others:
             tile.mul_(weight)
         for epoch, weight in others:
-            tile.add_(self._medium(plane, epoch, wide.stop).tile(wide, inputs), alpha=weight)
+            tile.add_(media(epoch=epoch).tile(wide, inputs), alpha=weight)
         if len(shares) > 1:
             parts = (tile[:, k : k + len(pixels)] * share for k, share in enumerate(shares))
             tile = reduce(torch.add, parts)
         return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP) if others or len(shares) > 1 else tile
-
-    def _medium(self, plane: int, epoch: int, pixels: int) -> Medium:
-        return Medium(self.law.mirrors, pixels, self.law.seed, plane=plane, epoch=epoch)
 
     def _at_outputs(self) -> np.ndarray:
         """`_sums` at the outputs, at the present time."""
@@ -373,12 +370,9 @@ class FaultyMirrors(Speckle):
     The map of usable pixels is that of the sound array: faults came later.
 
     Args:
-        law: as for `Speckle`.
+        law: as for `Speckle`, like n_outputs, file and pixels.
         faults: what is wrong.
         seed: which array this is, in [0, 2^64).
-        n_outputs: as for `Speckle`.
-        file: as for `Speckle`.
-        pixels: as for `Speckle`.
     """
 
     def __init__(
@@ -415,23 +409,25 @@ class FaultyMirrors(Speckle):
         return found
 
     @property
+    @override
     def blank(self) -> np.ndarray:
-        """v, the field of the frame in which every mirror is off: float64, shape (2, n_outputs)."""
         return self._ends[0]
 
     @property
+    @override
     def anchor(self) -> np.ndarray:
-        """u_a, the field of the frame in which every mirror is on: float64, shape (2, n_outputs)."""
         return self._ends[1]
 
+    @override
     def fields(self, frames: torch.Tensor) -> torch.Tensor:
-        """Return fields of binary frames; see `Speckle.fields`. Exact but for the rounding of the blank frame's."""
+        """Exact but for the rounding of the blank frame's field."""
         shown = super().fields(frames * self._free.to(frames.device))
         return shown.mul_(self._swing).add_(torch.from_numpy(self.blank).float()[:, None, :])
 
-    def responses(self, plane: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return how the field answers to each input: (1 - e) R_i, 0 for a stuck mirror; see `Speckle.responses`."""
-        return super().responses(plane, device) * (self._swing * self._free.to(device))[:, None]
+    @override
+    def responses(self, plane: int) -> torch.Tensor:
+        """(1 - e) R_i, 0 for a stuck mirror."""
+        return super().responses(plane) * (self._swing * self._free)[:, None]
 
     def largest_fields(self) -> np.ndarray:
         """Upper limits as `Speckle.largest_fields`: by the triangle inequality from the sound array's.

@@ -1,22 +1,399 @@
-"""The kind ``crossbar``: tiles of memory devices in differential pairs, simulated from published constants."""
+"""The kind ``crossbar``: tiles of memory devices in differential pairs, simulated from published constants.
+
+`Pairs`: a weight w in [-1, 1] is held by two devices with the targets g+ = max(w, 0) and g- = max(-w, 0), relative to
+g_max. For each device, in the order in which the effects act:
+
+1. programming: g_p = max(g + sigma_p(g) z_1 / g_max, 0); or relaxation, the same with a sigma_p(g, t) that is linear in
+   ln t between the times of the description and constant outside;
+2. drift: g_d = g_p ((t0 + t) / t0)^-nu with nu = |mean(g) + std(g) z_2|;
+3. 1/f noise accumulated since programming: g_f = max(g_d (1 + q(g_p) sqrt(ln((t0 + t + t_read) / (2 t_read))) z_3), 0).
+
+t is the time since programming. z_1 and z_2 are drawn once for each programmed device, z_3 at each time that is looked
+at: two looks share no 1/f noise, which they would if they lay close together. q is taken at the programmed conductance,
+as in aihwkit's code (its documentation takes the target; aihwkit issue 436).
+
+Sources: Nandakumar et al., ICECS 2019 (PCM); Le Gallo et al., Nature Electronics 2023 (HERMES); Wan et al., Nature 2022
+(ReRAM); forms and constants as in aihwkit, src/aihwkit/inference/noise.
+
+`TiledProduct`: for the inputs x of a tile, at most 512, and its realised weights w, in the order in which the effects
+act:
+
+1. DAC: x_j is shown as a multiple of the input step (`Converter.shown`);
+2. wires: m_i = sum_j w_ij x_j - r c_i sum_j w_ij x_j (1 - (1 - j/n)^2), with c = a (a (a/20 - 1/5) + 1/2),
+   a_i = n / ratio * sum_j |w_ij| |x_j|, n the tile's inputs and r the scale `ir_drop`: the form of aihwkit
+   (rpu_forward_backward_pass.cpp, applyIrDrop), a fit to the steady state of the wires;
+3. noise: z_i ~ N(0, s_i^2), s_i^2 = output_std^2 + weight_std^2 sum_j x_j^2 + current_std^2 sum_j |w_ij| x_j^2, the
+   noise of aihwkit's additive and PCM-like weight noise referred to the output;
+4. ADC: step * round((m + z) / step), limited to the bound.
+
+The codes of the tiles are added in digital electronics. Each tile takes one reading of the noise stream, so the numbers
+depend on the call and on the element, not on threads. Sums over ternary inputs are exact;
+those over other inputs are float32 sums of the matrix library, whose last bit decides a code once in a while.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numba
 import numpy as np
 import torch
+from typing_extensions import override
 
-from opusim.crossbar.conductances import Pairs, moments
-from opusim.crossbar.converter import Converter
-from opusim.crossbar.products import TiledProduct
-from opusim.crossbar.programmable import ProgrammableDevice
+from opusim.crossbar.programmable import Converter, ProgrammableDevice, levels
+from opusim.description.crossbar import (
+    CrossbarSettings,
+    LowFrequencySettings,
+    PiecewiseSettings,
+    ProductSettings,
+)
 from opusim.description.schema import DeviceDescription
 from opusim.devices.inputs import real_batch
 from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise
-from opusim.randomness.streams import SeededStream, noise_stream
+from opusim.processes import pause
+from opusim.randomness.kernels import run_split
+from opusim.randomness.streams import NoiseStream, SeededStream, noise_stream
+
+_LEAST_G = 1e-7
+"""Relative conductance below which logarithms and powers are held constant."""
+_WEIGHTS_AT_ONCE = 2**20
+_EXACT = 2.0**14
+"""Realised weights are multiples of 1 / _EXACT, so that sums over ternary inputs of a tile are exact in float32."""
+
+
+class Pairs:
+    """The devices of one programming; `weights` tells what they hold at a time.
+
+    Args:
+        wanted: the matrix W, float32, entries in [-1, 1], shape (n_outputs, n_inputs).
+        settings: laws and constants.
+        chip: seed of the chip, in [0, 2^64).
+        number: which programming of the chip this is, from 0.
+    """
+
+    def __init__(self, wanted: torch.Tensor, settings: CrossbarSettings, *, chip: int, number: int) -> None:
+        self._wanted, self._settings, self._chip, self._number = wanted, settings, chip, number
+
+    def weights(self, seconds: float, look: int) -> torch.Tensor:
+        """Return w = g+ - g- at a time, float32, of the wanted matrix's shape.
+
+        Args:
+            seconds: since programming, at least 0.
+            look: how often the matrix was looked at since programming; each look has 1/f noise of its own.
+        """
+        fixed = SeededStream(self._chip, "crossbar programming")
+        fixed.seek(self._number)
+        passing = SeededStream(self._chip, f"crossbar 1/f noise of programming {self._number}")
+        passing.seek(look)
+        found = torch.empty_like(self._wanted)
+        rows = max(1, _WEIGHTS_AT_ONCE // self._wanted.shape[1])
+        for wanted, part in zip(self._wanted.split(rows), found.split(rows), strict=True):
+            plus, minus = (self._at(side, seconds, fixed, passing) for side in (wanted, -wanted))
+            part.copy_(plus.sub_(minus).mul_(_EXACT).round_().div_(_EXACT))
+        return found
+
+    def _at(
+        self, side: torch.Tensor, seconds: float, fixed: SeededStream, passing: SeededStream
+    ) -> torch.Tensor:
+        """Return the relative conductances of one side of the pairs."""
+        settings, target = self._settings, side.clamp(min=0)
+        g = target
+        if settings.spreads_us():
+            g = target.addcmul(spread(target, seconds, settings), _normal(fixed, target)).clamp_(min=0)
+        if settings.drift is None:
+            return g.clone()
+        nu = piecewise(target, settings.drift.mean)
+        nu.addcmul_(piecewise(target, settings.drift.std), _normal(fixed, target)).abs_()
+        t0 = settings.drift.t0_s
+        drifted = g * torch.exp(nu * -math.log((t0 + seconds) / t0))
+        law = settings.low_frequency
+        if law is None:
+            return drifted
+        relative = low_frequency(g, law).mul_(accumulated(t0 + seconds, law.t_read_s))
+        return drifted.mul_(relative.mul_(_normal(passing, target)).add_(1)).clamp_(min=0)
+
+
+def spread(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> torch.Tensor:
+    """Return the standard deviation of the programmed conductance, relative to g_max; 0 for exact programming.
+
+    Args:
+        g: targets in [0, 1].
+        seconds: since programming; only a relaxation depends on it.
+        settings: laws and constants.
+    """
+    polynomials = settings.spreads_us()
+    if not polynomials:
+        return torch.zeros_like(g)
+    if settings.relaxation is None:
+        return evaluate(polynomials[0], g).div_(settings.g_max_us)
+    times = settings.relaxation.times_s
+    late = next((index for index, time in enumerate(times) if time >= seconds), len(times) - 1)
+    early = max(0, late - 1)
+    share = 1.0
+    if late > early and seconds > times[early]:
+        share = min(1.0, math.log(seconds / times[early]) / math.log(times[late] / times[early]))
+    before, after = evaluate(polynomials[early], g), evaluate(polynomials[late], g)
+    return before.lerp_(after, share).div_(settings.g_max_us)
+
+
+def moments(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and variance of a conductance, relative to g_max, float32, of the targets' shape.
+
+    With s = sigma_p(g, t), u = g / s, L = ln((t0 + t) / t0), nu ~ N(m, tau^2), q = q(g), a the accumulated 1/f noise,
+    mean = E[g_p] E[k] and second moment = E[g_p^2] E[k^2] (1 + q^2 a^2), where
+
+        E[g_p] = g Phi(u) + s phi(u),        E[g_p^2] = (g^2 + s^2) Phi(u) + g s phi(u),
+        E[k] = exp(-m L + tau^2 L^2 / 2),    E[k^2] = exp(-2 m L + 2 tau^2 L^2).
+
+    Left out: that nu and the conductance with 1/f noise are not negative, and that q is taken at g_p.
+
+    Args:
+        g: targets in [0, 1].
+        seconds: since programming, at least 0.
+        settings: laws and constants.
+    """
+    std = spread(g, seconds, settings)
+    ratio = g / std.clamp(min=_LEAST_G)
+    density = ratio.square().mul_(-0.5).exp_().mul_(std / math.sqrt(2 * math.pi))
+    below = torch.special.ndtr(ratio)
+    mean, second = g * below + density, (g.square() + std.square()) * below + g * density
+    if settings.drift is None:
+        return mean, second.sub_(mean.square()).clamp_(min=0)
+    decay = math.log((settings.drift.t0_s + seconds) / settings.drift.t0_s)
+    nu, tau = piecewise(g, settings.drift.mean).mul_(decay), piecewise(g, settings.drift.std).mul_(decay)
+    variance = tau.square_()
+    second *= torch.exp(2 * (variance - nu))
+    mean *= torch.exp(variance / 2 - nu)
+    law = settings.low_frequency
+    if law is not None:
+        passing = low_frequency(g, law).mul_(accumulated(settings.drift.t0_s + seconds, law.t_read_s))
+        second *= passing.square_().add_(1)
+    return mean, second.sub_(mean.square()).clamp_(min=0)
+
+
+def piecewise(g: torch.Tensor, law: PiecewiseSettings) -> torch.Tensor:
+    """Return `PiecewiseSettings` at relative conductances, a new tensor."""
+    below = g.clamp(min=_LEAST_G).log_().mul_(law.slope).add_(law.offset).clamp_(law.lowest, law.highest)
+    if law.branch is None or law.polynomial is None:
+        return below
+    return torch.where(g < law.branch, below, evaluate(law.polynomial, g))
+
+
+def low_frequency(g: torch.Tensor, law: LowFrequencySettings) -> torch.Tensor:
+    """Return q(g) of the accumulated 1/f noise, a new tensor."""
+    if law.power is not None:
+        powers = g.clamp(min=_LEAST_G).pow_(law.power.exponent)
+        return powers.mul_(law.power.coefficient).clamp_(max=law.power.highest)
+    return torch.zeros_like(g) if law.pieces is None else piecewise(g, law.pieces)
+
+
+def accumulated(seconds: float, t_read_s: float) -> float:
+    """Return sqrt(ln((t + t_read) / (2 t_read))), 0 for times below t_read."""
+    return math.sqrt(max(0.0, math.log((seconds + t_read_s) / (2 * t_read_s))))
+
+
+def evaluate(coefficients: list[float], g: torch.Tensor) -> torch.Tensor:
+    """Return sum_k coefficients[k] g^k by Horner's rule, a new tensor."""
+    value = torch.full_like(g, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value.mul_(g).add_(coefficient)
+    return value
+
+
+def _normal(stream: SeededStream, like: torch.Tensor) -> torch.Tensor:
+    return stream.normal(like.shape).to(like.device)
+
+
+_ELEMENTS_PER_THREAD = 2**18
+
+
+class TiledProduct:
+    """The product with a realised matrix.
+
+    Args:
+        weights: w, float32, shape (outputs, inputs).
+        converter: bits, bounds and inputs of a tile.
+        settings: the noise of a product.
+
+    Attributes:
+        saturated: which rows of the last `read` met the bound of an ADC, shape (batch,); None before.
+    """
+
+    def __init__(self, weights: torch.Tensor, converter: Converter, settings: ProductSettings) -> None:
+        self._weights, self._converter, self._settings = weights, converter, settings
+        self.saturated: torch.Tensor | None = None
+        needed = settings.current_std or settings.ir_drop
+        self._magnitudes = weights.abs() if needed else weights
+
+    @property
+    def tiles(self) -> int:
+        """Number of conversions that an output adds up."""
+        return self._converter.tiles(self._weights.shape[1])
+
+    def read(
+        self, x: torch.Tensor, stream: NoiseStream
+    ) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
+        """Return the sum of the tiles' codes, in units of w x, for checked float32 inputs in [-1, 1]."""
+        total = torch.zeros((len(x), len(self._weights)), dtype=torch.float32, device=x.device)
+        self.saturated = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        for mean, constant, current in self._tiles(self._converter.shown(x)):
+            normal = stream.normal(mean.shape, device=x.device)
+            self._add_codes(total, self.saturated, mean, constant, current, normal)
+        return total
+
+    def variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
+        """Return the exact variance of `read`, float64, from the masses of every code."""
+        total = torch.zeros((len(x), len(self._weights)), dtype=torch.float64, device=x.device)
+        for mean, constant, current in self._tiles(self._converter.shown(x)):
+            noise = constant[:, None].double() + self._settings.current_std**2 * current.double()
+            total += self._code_variance(mean.double(), noise.sqrt())
+        return total
+
+    def std_limits(self) -> tuple[float, float]:
+        """Return the smallest and the largest standard deviation of a tile's noise over all inputs in [-1, 1]."""
+        settings, most = self._settings, 0.0
+        for part in self._split(self._magnitudes):
+            most = max(
+                most,
+                float(self._settings.current_std**2 * part.sum(1).max())
+                + settings.weight_std**2 * part.shape[1],
+            )
+        return settings.output_std, (settings.output_std**2 + most) ** 0.5
+
+    def largest_output(self) -> float:
+        """Return the largest |w x| of a tile over all inputs in [-1, 1]."""
+        return max(float(part.abs().sum(1).max()) for part in self._split(self._weights))
+
+    def _split(self, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return matrix.split(self._converter.tile_inputs or matrix.shape[1], dim=1)
+
+    def _tiles(self, shown: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each tile: mean m, constant part of the variance by row, and sum_j |w| x^2 (m if not needed)."""
+        settings = self._settings
+        parts = zip(
+            self._split(shown), self._split(self._weights), self._split(self._magnitudes), strict=True
+        )
+        for x, w, magnitudes in parts:
+            pause()
+            mean, squares = x @ w.T, x.square()
+            if settings.ir_drop and settings.ir_drop_conductance_ratio is not None:
+                mean = mean.sub_(
+                    voltage_drop(x, w, magnitudes, settings.ir_drop_conductance_ratio, settings.ir_drop)
+                )
+            constant = squares.sum(1).mul_(settings.weight_std**2).add_(settings.output_std**2)
+            yield mean, constant, squares @ magnitudes.T if settings.current_std else mean
+
+    def _add_codes(
+        self,
+        total: torch.Tensor,
+        saturated: torch.Tensor,
+        mean: torch.Tensor,
+        constant: torch.Tensor,
+        current: torch.Tensor,
+        normal: torch.Tensor,
+    ) -> None:
+        """Add what the ADC of a tile shows to the total, in place, and mark rows with a code at the ADC's bound.
+
+        The compiled kernel serves the CPU.
+        """
+        step, factor = self._converter.output_step, self._settings.current_std**2
+        most = levels(self._converter.output_bits) if self._converter.output_bits is not None else 0
+        if total.device.type == "cpu":
+            arrays = [part.numpy() for part in (total, saturated, mean, constant, current, normal)]
+            numbers = np.float32(factor), np.float32(step), np.float32(most)
+
+            def add_rows(start: int, stop: int) -> None:
+                t, s, m, c, i, n = (array[start:stop] for array in arrays)
+                add_codes(t, s, m, c, i, n, *numbers)
+
+            run_split(add_rows, len(total), grain=max(1, _ELEMENTS_PER_THREAD // total.shape[1]))
+            return
+        variance = constant[:, None] + factor * current
+        read = mean.addcmul(variance.sqrt_(), normal)
+        if not step:
+            total += read
+            return
+        codes = (read / step).round_().clamp_(-most, most)
+        saturated |= (codes.abs() == most).any(dim=1)
+        total += codes.mul_(step)
+
+    def _code_variance(self, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+        """Variance of what an ADC shows of N(mean, std^2), float64."""
+        step, bits = self._converter.output_step, self._converter.output_bits
+        if bits is None:
+            return std.square()
+        most, scaled = levels(bits), mean / step
+        nearest = scaled.round().clamp(-most, most)
+        below, first, second = torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
+        for code in range(-most, most + 1):
+            edge = (
+                torch.special.ndtr((code + 0.5 - scaled) * step / std)
+                if code < most
+                else torch.ones_like(mean)
+            )
+            mass, offset = edge - below, code - nearest
+            first += mass * offset
+            second += mass * offset**2
+            below = edge
+        return (second - first.square()) * step**2
+
+
+def voltage_drop(
+    x: torch.Tensor, w: torch.Tensor, magnitudes: torch.Tensor, ratio: float, scale: float
+) -> torch.Tensor:
+    """Return what the wires take off the outputs of a tile, shape (batch, outputs); see step 2 above."""
+    n = x.shape[1]
+    a = (x.abs() @ magnitudes.T).mul_(n / ratio)
+    c = a.mul(0.05).sub_(0.2).mul_(a).add_(0.5).mul_(a)
+    position = torch.arange(n, dtype=torch.float32, device=x.device).div_(n)
+    nearness = 1 - (1 - position).square_()
+    return c.mul_(scale).mul_((x * nearness) @ w.T)
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def add_codes(
+    total: np.ndarray,
+    saturated: np.ndarray,
+    mean: np.ndarray,
+    constant: np.ndarray,
+    current: np.ndarray,
+    normal: np.ndarray,
+    factor: np.float32,
+    step: np.float32,
+    most: np.float32,
+) -> None:
+    """Add step * clip(round((mean + sqrt(constant + factor current) normal) / step), -most, most) to total.
+
+    Args:
+        total: float32, shape (rows, outputs), is added to.
+        saturated: bool, shape (rows,), set where a code is -most or most.
+        mean: likewise, m.
+        constant: float32, shape (rows,), the part of the variance that is the same for all outputs.
+        current: float32, shape (rows, outputs), sum_j |w| x^2; not used if factor is 0.
+        normal: likewise, N(0, 1).
+        factor: current_std^2.
+        step: of the ADC, or 0 without one.
+        most: its largest code.
+    """
+    zero = np.float32(0)
+    for i in range(total.shape[0]):
+        base, largest = constant[i], zero
+        if step > zero:
+            for j in range(total.shape[1]):
+                spread = np.sqrt(base + factor * current[i, j]) if factor > zero else np.sqrt(base)
+                code = np.rint((mean[i, j] + spread * normal[i, j]) / step)
+                largest = max(largest, abs(code))
+                total[i, j] += step * min(max(code, -most), most)
+            if largest >= most:
+                saturated[i] = True
+        else:
+            for j in range(total.shape[1]):
+                spread = np.sqrt(base + factor * current[i, j]) if factor > zero else np.sqrt(base)
+                total[i, j] += mean[i, j] + spread * normal[i, j]
+
 
 _FAR = 8.0
 """Standard deviations of a tile's noise between its largest output and the converter's limit that make clipping
@@ -24,7 +401,7 @@ negligible: a probability below 1e-15 for each conversion."""
 
 
 class CrossbarDevice(ProgrammableDevice):
-    """Conductances of differential pairs (`opusim.crossbar.conductances`), read by tiles (`opusim.crossbar.products`).
+    """Conductances of differential pairs (`Pairs`), read by tiles (`TiledProduct`).
 
     The seed of ``[medium]`` says which chip this is: the random matrix, and what differs from device to device and from
     programming to programming of this object, are drawn from it in both modes, so that a chip that is opened again
@@ -84,8 +461,8 @@ class CrossbarDevice(ProgrammableDevice):
         )
 
     @property
+    @override
     def saturated(self) -> torch.Tensor | None:
-        """See `ProgrammableDevice.saturated`."""
         return None if self._product is None else self._product.saturated
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from opusim import checks
-from opusim.crossbar.placement import has_groups
 from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
@@ -125,7 +124,12 @@ class DeviceLinear(nn.Module):
         product = product.mul_(largest).mul_(self._row_scale.to(product.device) * self._gain)
         if self._compensating:
             checks.integer(minimum=1, remedy="give records of the training set", inputs=len(rows))
-            self._fit_rows(product, rows @ self.weight.detach().T.float())
+            # a and b of every output: least squares of the exact product against a read + b, over rows of inputs
+            exact = rows @ self.weight.detach().T.float()
+            about, wanted = product - product.mean(dim=0), exact - exact.mean(dim=0)
+            power = about.square().sum(dim=0)
+            self._row_gain = torch.where(power > 0, (about * wanted).sum(dim=0) / power, 1.0)
+            self._row_offset = exact.mean(dim=0) - self._row_gain * product.mean(dim=0)
         product = product.mul_(self._row_gain.to(product.device)).add_(self._row_offset.to(product.device))
         return product.reshape(*x.shape[:-1], product.shape[1])
 
@@ -137,13 +141,6 @@ class DeviceLinear(nn.Module):
             yield
         finally:
             self._compensating = False
-
-    def _fit_rows(self, read: Tensor, exact: Tensor) -> None:
-        """Set a and b of every output to the least squares of exact against a read + b, over rows of inputs."""
-        about, wanted = read - read.mean(dim=0), exact - exact.mean(dim=0)
-        power = about.square().sum(dim=0)
-        gain = torch.where(power > 0, (about * wanted).sum(dim=0) / power, 1.0)
-        self._row_gain, self._row_offset = gain, exact.mean(dim=0) - gain * read.mean(dim=0)
 
     def _within_bound(self, rows: Tensor) -> Tensor:
         """Return the product; rows that meet a converter's bound are shown again at half, a quarter, ... of their size.
@@ -225,14 +222,13 @@ class DeviceLinear(nn.Module):
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}, device={self.device.name}"
 
     def _follow(self) -> None:
-        """Program the present weights if one has moved by more than the programming step."""
-        if self._step is not None and self._moved() > self._step:
-            self.program()
-
-    def _moved(self) -> float:
-        """Return the largest change of a weight since it was programmed, in units of its row's scale."""
+        """Program the present weights if one has moved by more than the programming step, in its row's scale."""
+        if self._step is None:
+            return
         with torch.no_grad():
-            return float((self.weight / self._row_scale[:, None] - self._wanted).abs().max())
+            moved = float((self.weight / self._row_scale[:, None] - self._wanted).abs().max())
+        if moved > self._step:
+            self.program()
 
     def _begin_corrections(self) -> None:
         """Drop the corrections of outputs, which were fitted to other conductances, and measure the gain."""
@@ -269,13 +265,21 @@ class _AroundProduct(nn.Module):
     """A layer whose matrix is another form of the digital layer's weight.
 
     `product` holds the matrix. A state dict has the digital layer's keys and shapes; keys of `product` are read too.
+
+    Args:
+        layer: the digital layer.
+        device: as for `DeviceLinear`.
+        **options: those of `DeviceLinear`.
     """
 
-    product: DeviceLinear
-
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module, device: NoisyDevice, **options: Any) -> None:
         super().__init__()
         self.register_state_dict_post_hook(_with_digital_keys)
+        matrix = self._matrix(layer.weight)  # type: ignore[arg-type]
+        linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(matrix.detach().clone(memory_format=torch.contiguous_format))
+        linear.register_parameter("bias", dict(layer.named_parameters()).get("bias"))
+        self.product = DeviceLinear(linear, device, **options)
 
     def _matrix(self, weight: Tensor) -> Tensor:
         """Return the matrix (outputs, inputs) of a digital layer's weight."""
@@ -300,26 +304,8 @@ def _with_digital_keys(module: _AroundProduct, state: dict[str, Any], prefix: st
             state[f"{prefix}{key}"] = module._weight(value) if key == "weight" else value
 
 
-def _linear(weight: Tensor, layer: nn.Module) -> nn.Linear:
-    """Return a linear layer of this matrix (outputs, inputs) and a layer's own bias."""
-    flat = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    flat.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
-    flat.register_parameter("bias", next((p for n, p in layer.named_parameters() if n == "bias"), None))
-    return flat
-
-
 class DeviceTransposedLinear(_AroundProduct):
-    """A layer y = x W + b with W of shape (inputs, outputs), as transformers' Conv1D, on a programmable device.
-
-    Args:
-        layer: the digital layer.
-        device: as for `DeviceLinear`.
-        **options: those of `DeviceLinear`.
-    """
-
-    def __init__(self, layer: nn.Module, device: NoisyDevice, **options: Any) -> None:
-        super().__init__()
-        self.product = DeviceLinear(_linear(self._matrix(layer.weight), layer), device, **options)  # type: ignore[arg-type]
+    """A layer y = x W + b with W of shape (inputs, outputs), as transformers' Conv1D, on a programmable device."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b as the device gives it, shape (..., outputs)."""
@@ -346,10 +332,8 @@ class DeviceConv2d(_AroundProduct):
     """
 
     def __init__(self, convolution: nn.Conv2d, device: NoisyDevice, **options: Any) -> None:
-        super().__init__()
         padding = zero_padding(convolution)
-        flat = _linear(self._matrix(convolution.weight), convolution)
-        self.product = DeviceLinear(flat, device, **options)
+        super().__init__(convolution, device, **options)
         self._shape = convolution.kernel_size, convolution.dilation, padding, convolution.stride
         self._unfold = nn.Unfold(*self._shape)
 
@@ -374,6 +358,12 @@ class DeviceConv2d(_AroundProduct):
         return matrix.unflatten(1, (-1, *self._shape[0]))
 
 
+def has_groups(convolution: nn.Conv2d) -> bool:
+    """Return whether a convolution is no product with zero-padded patches: it has groups, or another padding."""
+    padded = convolution.padding_mode != "zeros" or isinstance(convolution.padding, str)
+    return convolution.groups != 1 or padded
+
+
 def zero_padding(convolution: nn.Conv2d) -> tuple[int, ...]:
     """Return the zeros that a convolution adds on either side of each axis.
 
@@ -387,9 +377,3 @@ def zero_padding(convolution: nn.Conv2d) -> tuple[int, ...]:
             "giving its name in digital=[...]"
         )
     return tuple(padding)
-
-
-def patch_size(convolution: nn.Conv2d) -> int:
-    """Return the numbers of an unfolded patch: in_channels * kernel height * width."""
-    height, width = convolution.kernel_size
-    return convolution.in_channels * height * width

@@ -17,6 +17,7 @@ gradient passes the limit as if it were not there.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from opusim import checks
+from opusim.crossbar.conversion import convertible_layers
 from opusim.crossbar.layers import LEAST_SCALE, zero_padding
-from opusim.crossbar.placement import convertible_layers
 from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
@@ -81,35 +82,34 @@ def noise_aware(
         if after_s:
             raise ValueError(f"after_s = {after_s:g}: a number does not change with time; name a device")
     for name, module in layers:
-        _require_usable(name, module, on_device=named)
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            raise ValueError(
+                f"model: layer {name!r} is a {type(module).__name__}, whose columns are outputs; replace it by "
+                f"nn.Linear, or leave it without noise by digital=[{name!r}]"
+            )
+        if parametrize.is_parametrized(module, "weight") and any(
+            isinstance(each, _WeightNoise)
+            for each in module.parametrizations["weight"]  # type: ignore[index]
+        ):
+            raise ValueError(f"model: layer {name!r} is noise-aware already; take the network from before")
+        if named and isinstance(module, nn.Conv2d):
+            zero_padding(module)
     for name, module in layers:
         stream = SeededStream(seed, f"weight noise of layer {name}")
-        law: float | ProgrammableDevice = noise  # type: ignore[assignment]
+        law: Any = noise
         if named:
             weight: Any = module.weight
-            law = _programmable(noise, weight.flatten(1))  # type: ignore[arg-type]
+            n_outputs, n_inputs = weight.flatten(1).shape
+            law = open_device(law, n_inputs=n_inputs, n_outputs=n_outputs)
+            if not isinstance(law, ProgrammableDevice):
+                reason = f"{law.kind!r} tells no programming noise; give a number instead"
+                raise ConfigError(str(noise), "kind", reason)
             outputs = SeededStream(seed, f"output noise of layer {name}")
-            module.register_forward_hook(_OutputNoise(_least_std(law), outputs))
+            module.register_forward_hook(partial(_with_output_noise, _least_std(law), outputs))
         if clip is not None:
             parametrize.register_parametrization(module, "weight", _Limited(clip))
         parametrize.register_parametrization(module, "weight", _WeightNoise(law, stream, after_s))
     return model
-
-
-def _require_usable(name: str, module: nn.Module, *, on_device: bool) -> None:
-    """Refuse a layer that has noise already, that no device takes, or whose weight holds no rows of outputs."""
-    if not isinstance(module, (nn.Linear, nn.Conv2d)):
-        raise ValueError(
-            f"model: layer {name!r} is a {type(module).__name__}, whose columns are outputs; replace it by nn.Linear, "
-            f"or leave it without noise by digital=[{name!r}]"
-        )
-    if parametrize.is_parametrized(module, "weight") and any(
-        isinstance(each, _WeightNoise)
-        for each in module.parametrizations["weight"]  # type: ignore[index]
-    ):
-        raise ValueError(f"model: layer {name!r} is noise-aware already; take the network from before")
-    if on_device and isinstance(module, nn.Conv2d):
-        zero_padding(module)
 
 
 class _Limited(nn.Module):
@@ -143,8 +143,12 @@ class _WeightNoise(nn.Module):
 
     def __init__(self, law: float | ProgrammableDevice, stream: SeededStream, after_s: float) -> None:
         super().__init__()
-        self._law = law if isinstance(law, float | int) else _DrawOfWeights(law, after_s)
         self._stream = stream
+        self._relative = None if isinstance(law, ProgrammableDevice) else law
+        if isinstance(law, ProgrammableDevice):
+            points = torch.linspace(-1, 1, 2 * _POINTS + 1)
+            mean, self._std = (row[0] for row in law.weight_moments(points[None], after_s))
+            self._shift = mean - points
 
     def forward(self, weight: Tensor) -> Tensor:
         if not self.training:
@@ -153,28 +157,20 @@ class _WeightNoise(nn.Module):
         scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
         with torch.no_grad():
             normal = self._stream.normal(rows.shape, device=weight.device)
-            change = (
-                normal.mul_(self._law)
-                if isinstance(self._law, float | int)
-                else self._law.change(rows / scale, normal)
-            )
+            q = self._relative
+            change = self._change(rows / scale, normal) if q is None else normal.mul_(q)
         return weight + (scale * change.to(weight.dtype)).reshape(weight.shape)
 
+    def _change(self, relative: Tensor, normal: Tensor) -> Tensor:
+        """Return a draw of what the device holds minus the weights themselves, from the table of its moments.
 
-class _DrawOfWeights:
-    """What a device makes of weights after a time, from a table of its moments.
+        Mean and spread are multiplied by the factor that makes <w, mean> equal <w, w> over the layer, as `DeviceLinear`
+        compensates drift.
 
-    The device's mean and spread are multiplied by the factor that makes <w, mean> equal <w, w> over the layer, as
-    `DeviceLinear` compensates drift.
-    """
-
-    def __init__(self, device: ProgrammableDevice, after_s: float) -> None:
-        points = torch.linspace(-1, 1, 2 * _POINTS + 1)
-        mean, self._std = (row[0] for row in device.weight_moments(points[None], after_s))
-        self._shift = mean - points
-
-    def change(self, relative: Tensor, normal: Tensor) -> Tensor:
-        """Return a draw minus the weights themselves, for weights in [-1, 1] and standard normal numbers."""
+        Args:
+            relative: weights in [-1, 1].
+            normal: standard normal numbers.
+        """
         index = relative.float().add(1).mul_(_POINTS).round_().nan_to_num_().long()  # NaN stays one by `add_`
         mean = self._shift.to(relative.device)[index].add_(relative)
         factor = relative.square().sum() / (relative * mean).sum().clamp_min(LEAST_SCALE)
@@ -182,45 +178,36 @@ class _DrawOfWeights:
         return drawn.mul_(factor).sub_(relative)
 
 
-class _OutputNoise:
-    """Add noise to the outputs of a layer in training mode: a forward hook.
+def _with_output_noise(
+    std: float, stream: SeededStream, module: nn.Module, inputs: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    """Return the outputs of a layer with noise in training mode: a forward hook.
 
     Args:
         std: of an output, in units of a product with weights and inputs in [-1, 1].
         stream: of the noise.
+        module: the layer.
+        inputs: its inputs.
+        output: without noise.
     """
-
-    def __init__(self, std: float, stream: SeededStream) -> None:
-        self._std, self._stream = std, stream
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not module.training:
-            return output
-        with torch.no_grad():
-            rows = self._limited(module).flatten(1).abs().amax(dim=1)
-            if isinstance(module, nn.Conv2d):
-                largest = _largest_of_patches(module, inputs[0]).reshape(len(output), 1, *output.shape[2:])
-                rows = rows[:, None, None]
-            else:
-                largest = inputs[0].abs().amax(dim=-1, keepdim=True)
-            noise = self._stream.normal(output.shape, device=output.device)
-            noise = noise.mul_(self._std).mul_(rows).mul_(largest)
-        return output + noise.to(output.dtype)
-
-    @staticmethod
-    def _limited(module: nn.Module) -> Tensor:
-        """Return the weights without noise: those before the last parametrization."""
+    if not module.training:
+        return output
+    with torch.no_grad():
         chain: Any = module.parametrizations["weight"]  # type: ignore[index]
         weight: Tensor = chain.original
-        for parametrization in list(chain)[:-1]:
+        for parametrization in list(chain)[:-1]:  # the last one is the noise
             weight = parametrization(weight)
-        return weight.detach()
-
-
-def _largest_of_patches(convolution: nn.Conv2d, x: Tensor) -> Tensor:
-    """Return the largest magnitude of each patch that the convolution sees, shape (batch, patches)."""
-    widths: Any = (convolution.kernel_size, convolution.dilation, convolution.padding, convolution.stride)
-    return functional.unfold(x.abs().amax(dim=1, keepdim=True), *widths).amax(dim=1)
+        rows = weight.detach().flatten(1).abs().amax(dim=1)
+        if isinstance(module, nn.Conv2d):  # the largest magnitude of each patch
+            sizes: Any = (module.kernel_size, module.dilation, module.padding, module.stride)
+            patches = functional.unfold(inputs[0].abs().amax(dim=1, keepdim=True), *sizes)
+            largest = patches.amax(dim=1).reshape(len(output), 1, *output.shape[2:])
+            rows = rows[:, None, None]
+        else:
+            largest = inputs[0].abs().amax(dim=-1, keepdim=True)
+        noise = stream.normal(output.shape, device=output.device)
+        noise = noise.mul_(std).mul_(rows).mul_(largest)
+    return output + noise.to(output.dtype)
 
 
 def _least_std(device: ProgrammableDevice) -> float:
@@ -230,12 +217,3 @@ def _least_std(device: ProgrammableDevice) -> float:
     if isinstance(law, ConverterLatticeNoise):
         return float((law.conversions * (law.std_low**2 + law.step**2 / 12)) ** 0.5 / scale)
     return float(law.std_low / scale) if isinstance(law, SignalGaussianNoise) else 0.0
-
-
-def _programmable(device: str | Path, matrix: Tensor) -> ProgrammableDevice:
-    opened = open_device(device, n_inputs=matrix.shape[1], n_outputs=matrix.shape[0])
-    if isinstance(opened, ProgrammableDevice):
-        return opened
-    raise ConfigError(
-        str(device), "kind", f"{opened.kind!r} tells no programming noise; give a number instead"
-    )

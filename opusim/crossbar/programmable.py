@@ -2,19 +2,77 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from opusim import checks
-from opusim.crossbar.converter import Converter
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.devices.inputs import Array, like_input, real_batch
+from opusim.devices.inputs import Array, like_input, matrix_to_program, real_batch
 from opusim.errors import ConfigError
 from opusim.medium.transmission import Medium, gaussian_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converter:
+    """Bits and bounds between which a programmable device works; the default converts exactly.
+
+    b bits give the 2^b - 1 codes -L ... L with L = 2^(b-1) - 1, so that 0 and both bounds are codes. A number v is
+    shown as step * round(v / step), half-way cases to the even code, limited to the bound; step = bound / L.
+
+    Attributes:
+        input_bits: bits of an input in [-1, 1], sign included, 2 to 16; None shows inputs as they are.
+        output_bits: bits of an output; None reads them as they are.
+        output_bound: largest output that is shown, in units of the product, above 0; None without output_bits.
+        tile_inputs: inputs that one conversion adds up, at least 1, or None for all; outputs of the tiles are added
+            after their conversion.
+    """
+
+    input_bits: int | None = None
+    output_bits: int | None = None
+    output_bound: float | None = None
+    tile_inputs: int | None = None
+
+    def __post_init__(self) -> None:
+        bits = {
+            key: value for key in ("input_bits", "output_bits") if (value := getattr(self, key)) is not None
+        }
+        checks.integer(minimum=2, maximum=16, **bits)
+        if self.tile_inputs is not None:
+            checks.integer(minimum=1, tile_inputs=self.tile_inputs)
+        if (self.output_bits is None) != (self.output_bound is None):
+            raise ValueError("output_bits and output_bound belong together; give both or neither")
+        if self.output_bound is not None:
+            checks.positive(output_bound=self.output_bound)
+
+    @property
+    def output_step(self) -> float:
+        """Distance of neighbouring outputs of a tile, 0 without output_bits."""
+        if self.output_bits is None or self.output_bound is None:
+            return 0.0
+        return self.output_bound / levels(self.output_bits)
+
+    def tiles(self, n_inputs: int) -> int:
+        """Return the number of conversions that a product over so many inputs adds up."""
+        return 1 if self.tile_inputs is None else math.ceil(n_inputs / self.tile_inputs)
+
+    def shown(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the inputs that the device sees, for x in [-1, 1]; ternary inputs stay as they are."""
+        if self.input_bits is None:
+            return x
+        most = levels(self.input_bits)
+        return (x * most).round_().div_(most)
+
+
+def levels(bits: int) -> int:
+    """Return L, the largest code of so many bits."""
+    checks.integer(minimum=2, maximum=16, bits=bits)
+    return int(2 ** (bits - 1) - 1)
 
 
 class ProgrammableDevice(NoisyDevice):
@@ -130,7 +188,7 @@ class ProgrammableDevice(NoisyDevice):
         self._require_open()
         self._held()
         batch = real_batch(x, self.n_inputs, self._torch_device)
-        return like_input(self._read(lambda: self._scaled(batch), (len(batch), self.n_outputs)), x)
+        return like_input(self._read(lambda: self._project(batch), (len(batch), self.n_outputs)), x)
 
     def multiply_transposed(self, x: Array) -> Array:  # (batch, n_outputs) -> (batch, n_inputs)
         """Return x W + fresh noise, a row for each row of x of shape (batch, n_outputs); see `multiply`.
@@ -219,18 +277,10 @@ class ProgrammableDevice(NoisyDevice):
     def _checked_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return a matrix to program, float32, on the device's torch device; see `program`."""
         self._require_open()
-        checks.instance(torch.Tensor, matrix=matrix)
-        checks.shape(
-            (self.n_outputs, self.n_inputs), matrix=matrix, remedy="pad it with zeros, or open another window"
-        )
-        checks.in_range(-1, 1, matrix=matrix.detach().cpu(), remedy="divide by the largest magnitude")
-        return matrix.detach().to(device=self._torch_device, dtype=torch.float32)
+        return matrix_to_program(matrix, (self.n_outputs, self.n_inputs), self._torch_device)
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         self._held()
-        return self._scaled(x)
-
-    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         y = self._multiply(x)
         return y if self._scale == 1.0 else y.mul_(self._scale)
 

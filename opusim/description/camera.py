@@ -11,7 +11,7 @@ from opusim.temperature import DarkCurrent, DoublingDarkCurrent, TableDarkCurren
 
 
 class PowerSettings(StrictSection):
-    """Laser power that fluctuates, common to all pixels of a frame; see `opusim.camera.imperfect`.
+    """Laser power that fluctuates, common to all pixels of a frame; see `opusim.camera.from_description`.
 
     Attributes:
         law: the law of the power W of a frame relative to its mean, log_normal or gaussian. A guarantee rests on it.
@@ -162,7 +162,7 @@ class MirrorSettings(StrictSection):
 
 
 class PixelSettings(StrictSection):
-    """What is wrong with the pixels; see `opusim.camera.imperfect`. What is not given is off.
+    """What is wrong with the pixels; see `opusim.camera.from_description`. What is not given is off.
 
     Attributes:
         hot_share: share of the pixels whose dark current is `hot_factor` times that of the others.
@@ -189,7 +189,7 @@ class PixelSettings(StrictSection):
 
 
 class TransferSettings(StrictSection):
-    """Frames that do not arrive as they were taken; see `opusim.camera.imperfect`. What is not given is off.
+    """Frames that do not arrive as they were taken; see `opusim.camera.from_description`. What is not given is off.
 
     Attributes:
         dropped: probability that a frame is lost and read as black.
@@ -230,7 +230,7 @@ class AnchorSettings(StrictSection):
 
 
 class ReferenceBeamSettings(StrictSection):
-    """A reference beam: readings come from phase-shifted holograms; see `opusim.camera.holography`.
+    """A reference beam: readings come from phase-shifted holograms; see `opusim.camera.exposure`.
 
     Attributes:
         flux_per_s: photons per second of the reference alone on every pixel.

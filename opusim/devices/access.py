@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from opusim.description.schema import AccessSettings, DeviceDescription
+from opusim.description.schema import AccessSettings, DeviceDescription, LightonSettings
 from opusim.errors import DeviceBusy, DeviceError, DeviceTimeout, DeviceUnavailable
 from opusim.files import open_to_read, parse_json, read_bytes
 from opusim.processes import Abandoned, environment_number, pausing
@@ -158,7 +158,14 @@ class ExclusiveUse:
         while self._lock is None:
             lock = held(path)
             try:
-                _make(path.parent)
+                if os.environ.get(FOLDER_VARIABLE):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                else:  # a private folder, closed to other users
+                    path.parent.mkdir(mode=0o700, exist_ok=True)
+                    if not _is_own(path.parent):
+                        raise PermissionError(
+                            errno.EPERM, "its folder is a link, or other users may enter it"
+                        )
                 lock.__enter__()
                 self._lock = lock
             except LockHeld as error:
@@ -199,20 +206,6 @@ def lock_folder() -> Path:
     if runtime and _is_own(Path(runtime)):
         return Path(runtime) / "opusim-locks"
     return Path(tempfile.gettempdir()) / f"opusim-locks-{os.geteuid()}"
-
-
-def _make(folder: Path) -> None:
-    """Make the folder of the locks; a private one must be closed to other users.
-
-    Raises:
-        OSError: It cannot be made, is a link, or belongs to another user.
-    """
-    if os.environ.get(FOLDER_VARIABLE):
-        folder.mkdir(parents=True, exist_ok=True)
-        return
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not _is_own(folder):
-        raise PermissionError(errno.EPERM, "its folder is a link, or other users may enter it", str(folder))
 
 
 def _is_own(folder: Path) -> bool:
@@ -364,59 +357,36 @@ def require_present(description: DeviceDescription) -> None:
         DeviceBusy: another process holds it.
     """
     if description.lighton is not None:
-        require_configuration(description.name, description.lighton.config_file)
-        require_lightonml(description.name, simulated=description.lighton.simulated)
+        require_lighton(description.name, description.lighton)
     if description.access is not None and description.access.exclusive:
         use = ExclusiveUse(description.name)
         use.acquire(wait_s=patience_s(description.access.wait_s))
         use.release()
 
 
-def require_lightonml(name: str, *, simulated: bool) -> None:
-    """Refuse a device behind lightonml if lightonml, or the appliance's driver, is not installed.
-
-    Args:
-        name: the device's name.
-        simulated: whether lightonml's own simulated device is meant, which needs no driver.
+def require_lighton(name: str, settings: LightonSettings) -> None:
+    """Refuse a device behind lightonml if lightonml, its driver or its own configuration is missing.
 
     Raises:
-        DeviceUnavailable: the message says what to install, or where to run.
+        DeviceUnavailable: the message says what to install, where to run, or what is wrong with the configuration.
     """
+    file = settings.config_file
+    if file and not file.startswith("http"):  # an address is left to lightonml
+        text = f"device {name!r}: lighton.config_file = {file!r}"
+        try:
+            content = parse_json(read_bytes(file))
+        except OSError as error:
+            raise DeviceUnavailable(f"{text} cannot be read ({error.strerror}); check the path") from error
+        except ValueError as error:
+            raise DeviceUnavailable(f"{text} is not JSON ({error}); correct it") from error
+        if not isinstance(content, dict) or not file.startswith("/"):
+            raise DeviceUnavailable(f"{text} must be a JSON table at a path from /; correct it")
     if importlib.util.find_spec("lightonml") is None:
         raise DeviceUnavailable(
             f"device {name!r} needs lightonml, which is not installed: {INSTALL_LIGHTONML}"
         )
-    if not simulated and importlib.util.find_spec("lightonopu") is None:
+    if not settings.simulated and importlib.util.find_spec("lightonopu") is None:
         raise DeviceUnavailable(
             f"device {name!r} needs LightOn's driver lightonopu, which comes with the appliance and is not "
             "here; run on the appliance, or take the device lightonml_simulated"
-        )
-
-
-def require_configuration(name: str, file: str) -> None:
-    """Refuse an appliance whose own configuration (of lightonml, not of this project) cannot be used.
-
-    Args:
-        name: the device's name.
-        file: the configuration: empty for the one of the machine, an http address (left to lightonml), or a path from
-            /.
-
-    Raises:
-        DeviceUnavailable: it is no JSON table.
-    """
-    if not file or file.startswith("http"):
-        return
-    try:
-        content = parse_json(read_bytes(file))
-    except OSError as error:
-        raise DeviceUnavailable(
-            f"device {name!r}: lighton.config_file = {file!r} cannot be read ({error.strerror}); check the path"
-        ) from error
-    except ValueError as error:
-        raise DeviceUnavailable(
-            f"device {name!r}: lighton.config_file = {file!r} is not JSON ({error}); correct it"
-        ) from error
-    if not isinstance(content, dict) or not file.startswith("/"):
-        raise DeviceUnavailable(
-            f"device {name!r}: lighton.config_file = {file!r} must be a JSON table at a path from /; correct it"
         )

@@ -218,7 +218,7 @@ _LEAST_ROOM = 0.25
 class ShiftTest:
     """Whether a statistic exceeds its tolerance: CUSUMs of log e = t z - t^2 / 2 for the tilts t.
 
-    z = (statistic - tolerance - 6 first_error) / (1.2 error). A CUSUM restarts at 0 from below, and rings at `level`.
+    z = (statistic - tolerance - 6 first_error) / (1.2 error). A CUSUM restarts at 0 from below, and alarms at `level`.
 
     Args:
         tolerance: largest mean of the statistic that is tolerated.
@@ -257,13 +257,13 @@ class ShiftTest:
 
     @property
     def mean(self) -> float:
-        """Mean of the statistic over the looks of the CUSUM that is furthest."""
+        """Mean of the statistic over the checks summed by the largest CUSUM."""
         best = int(np.argmax(self._sums))
         return float(self._totals[best] / max(self._looks[best], 1))
 
     @property
     def looks(self) -> int:
-        """Number of looks of the CUSUM that is furthest; 0 if none is above 0."""
+        """Checks summed by the largest CUSUM; 0 if none is above 0."""
         best = int(np.argmax(self._sums))
         return int(self._looks[best]) if self._sums[best] > 0 else 0
 
@@ -320,7 +320,12 @@ class ResponseTest:
         fresh = over[:, None]
         self._logs = np.where(fresh, 0.0, self._logs) + self._tilt * z - 0.5 * self._tilt**2
         self._totals = np.where(fresh, 0.0, self._totals) + found
-        values = [self._value(logs) for logs in self._logs]
+        values = [-math.inf] * len(BLOCKS)  # logarithms of the e-values
+        kept = self._tilt.size - self._tolerated  # the largest factors are left out
+        if kept > 0:
+            values = [
+                float(np.sum(np.partition(self._factors(logs), kept - 1)[:kept])) for logs in self._logs
+            ]
         self._loudest = int(np.argmax(values))
         return max(values) >= self._level
 
@@ -331,11 +336,6 @@ class ResponseTest:
         silent = self.judged.copy()
         silent[self.judged] = self._totals[self._loudest] / looks < 0.5
         return silent
-
-    @property
-    def silent_share(self) -> float:
-        """Share of the judged outputs that are silent."""
-        return float(self.silent.sum() / max(int(self.judged.sum()), 1))
 
     def smallest(self, looks: int) -> float:
         """Return the smallest share of silent outputs that is found within so many looks; NaN: none.
@@ -358,14 +358,6 @@ class ResponseTest:
         """Return the logarithms of 1 - w + w e_j."""
         return np.logaddexp(math.log1p(-self._share), math.log(self._share) + np.minimum(logs, 500.0))
 
-    def _value(self, logs: np.ndarray) -> float:
-        """Return the logarithm of the e-value."""
-        factors = self._factors(logs)
-        if self._tolerated >= factors.size:
-            return -math.inf
-        kept = np.partition(factors, factors.size - self._tolerated - 1)[: factors.size - self._tolerated]
-        return float(np.sum(kept))
-
 
 class SingleOutputTest:
     """Whether a single output's variance is below the law's: CUSUMs of log e for each output and each ratio c.
@@ -373,7 +365,7 @@ class SingleOutputTest:
     With S_j the sum of squares of output j's readings about their mean over the law's variance, and df one less than
     their number, log e = k (-df log c - S_j (1/c - 1)) / 2: for k = 1 the likelihood ratio of c times the variance.
     k = 2 / spread^2, at most 1, allows for squares that scatter more than Gaussian ones; E e^k <= (E e)^k. A CUSUM
-    restarts at 0 from below, and rings at `level`, to which the number of outputs and ratios is added here.
+    restarts at 0 from below, and gives an alarm at `level`, to which the number of outputs and ratios is added here.
 
     Args:
         n_outputs: Outputs that are tested.
@@ -399,12 +391,12 @@ class SingleOutputTest:
 
     @property
     def output(self) -> int:
-        """The output that speaks most against the law."""
+        """The output with the largest CUSUM."""
         return int(np.argmax(self._sums.max(axis=0)))
 
     @property
     def suspect_looks(self) -> int:
-        """Looks of the CUSUM that is furthest if it is past half the level of an alarm, else 0."""
+        """Checks summed by the largest CUSUM if it is past half the level of an alarm, else 0."""
         best = np.unravel_index(int(np.argmax(self._sums)), self._sums.shape) if self._sums.size else None
         return 0 if best is None or self._sums[best] < 0.5 * self._level else int(self._looks[best])
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from opusim import checks
-from opusim.camera.exposure import CountLaw, Exposure, Recovery, saturated_shares
+from opusim.camera.exposure import CountLaw, Exposure, HologramRecovery, Recovery, saturated_shares
 from opusim.camera.from_description import (
     camera_sections,
     count_boxes,
@@ -26,8 +27,6 @@ from opusim.camera.from_description import (
     speckle_of,
     under_power,
 )
-from opusim.camera.holography import HologramRecovery
-from opusim.camera.imperfect import ImperfectExposure
 from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
@@ -51,8 +50,8 @@ class CameraDevice(NoisyDevice):
     `project` shows four frames for each ternary vector and recovers B x from their intensities
     (`opusim.camera.exposure`), with the noise that the camera's stages make (`opusim.camera.stages`). `draw` does the
     same for the vector 0. `intensities` gives the digital numbers of binary frames: |R x|^2 through the stages. With a
-    section ``[camera.reference_beam]`` readings come from phase-shifted holograms instead (`opusim.camera.holography`);
-    `intensities`, frames of the anchor and flat frames are taken with that beam shut.
+    section ``[camera.reference_beam]`` readings come from phase-shifted holograms instead; `intensities`, frames of the
+    anchor and flat frames are taken with that beam shut.
 
     The noise is Poisson counts, whose rates depend on what is shown; read noise is added. `noise` is the
     law of the counts with a box for each rate; `reading_variance` is the variance of a reading of a given x. Opening
@@ -142,7 +141,7 @@ class CameraDevice(NoisyDevice):
         if self._laser is None:
             return boxes
         weight = count_weights(self.exposure, self.ideal_recovery())
-        return under_power(boxes, self._laser.law.power, weight)
+        return under_power(boxes, self._laser.power, weight)
 
     def _law_as_decoded(self) -> NoiseModel | None:
         """The law with each output's measured anchor, in whose units its readings are, in place of the exact one.
@@ -279,8 +278,8 @@ class CameraDevice(NoisyDevice):
             light_e=(self.frame_rates(x) - exposure.dark_e) / exposure.mean_power,
             bias_e=exposure.light.bias_e * exposure.response,
             ambient_e=exposure.light.ambient_e * exposure.response,
-            dark_scale=exposure.dark_scale if isinstance(exposure, ImperfectExposure) else 1.0,
-            nonlinearity=exposure.nonlinearity if isinstance(exposure, ImperfectExposure) else 0.0,
+            dark_scale=exposure.dark_scale,
+            nonlinearity=exposure.nonlinearity,
             response=exposure.response,
             offset_e=exposure.offset_e,
             exposure_us=exposure.light.exposure_us,
@@ -288,7 +287,7 @@ class CameraDevice(NoisyDevice):
             dark=settings.dark_law(),
             sensor=exposure.sensor,
             recovery=self.ideal_recovery(),
-            power=None if self._laser is None else self._laser.law.power,
+            power=None if self._laser is None else self._laser.power,
         )
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)
@@ -452,8 +451,9 @@ class CameraDevice(NoisyDevice):
         require_unsaturated(self.name, self._settings, self.exposure, shares)
         self._measure_anchor()
 
+    @override
     def _saturated_share(self, vectors: torch.Tensor) -> float:
-        """See `NoisyDevice`; every frame of the projections is shown, and the anchor."""
+        """Every frame of the projections is shown, and the anchor."""
         sensor = self.exposure.sensor
         end = min(sensor.top_dn, sensor.black_level_dn + sensor.gain_dn_per_e * sensor.saturation_e)
         fields = self._frame_fields(self._binary_fields(vectors.to(self._torch_device)))
@@ -462,8 +462,9 @@ class CameraDevice(NoisyDevice):
         self._meter.count(frames.shape[0])
         return float((frames >= end - 0.5).float().mean(dim=1).max())
 
+    @override
     def _pattern_frames(self, patterns: torch.Tensor) -> np.ndarray:
-        """See `NoisyDevice`; the reference beam is shut."""
+        """The reference beam is shut."""
         field = self.speckle.fields(patterns.to(self._torch_device))
         total = torch.from_numpy(self.speckle.total.astype(np.float32))[:, None, :]
         shown = torch.stack([field, total - field], dim=2).flatten(1, 2)
@@ -476,8 +477,9 @@ class CameraDevice(NoisyDevice):
         vectors = 0 if settings is None else settings.reference_vectors
         return DeviceWork(frames=vectors * self.description.frames.frames_per_projection + 1, calls=1)
 
+    @override
     def upkeep(self, first: int, end: int, *, inspections: int = 0) -> DeviceWork:
-        """See `NoisyDevice.upkeep`; the anchor of a medium that drifts is measured again and again."""
+        """The anchor of a medium that drifts is measured again and again."""
         checks_of_monitor = super().upkeep(first, end, inspections=inspections)
         drift = self._settings.drift
         if drift is None or drift.reanchor_steps is None or end <= first:

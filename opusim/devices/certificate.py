@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Discriminator, Field, Tag, ValidationError
+from typing_extensions import override
 
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem
@@ -75,7 +76,15 @@ class TrustedProperty(StrictSection):
         )
 
 
-class GaussianLaw(StrictSection):
+class _Law(StrictSection):
+    """The law that a certificate states."""
+
+    def certified(self, noise: Any, device: str, beta: float) -> NoiseModel:
+        """Return the described law, of the same name, with these limits in place of its numbers."""
+        raise NotImplementedError
+
+
+class GaussianLaw(_Law):
     """Independent Gaussian readings.
 
     Attributes:
@@ -85,8 +94,12 @@ class GaussianLaw(StrictSection):
     law: Literal["gaussian"] = "gaussian"
     std: float = Field(gt=0)
 
+    @override
+    def certified(self, noise: Any, device: str, beta: float) -> NoiseModel:
+        return GaussianNoise(std=self.std, n_outputs=noise.n_outputs, beta=beta)
 
-class _CountLaw(StrictSection):
+
+class _CountLaw(_Law):
     """Limits of the dark charge and of the light that counts at the pixels have.
 
     Attributes:
@@ -137,11 +150,35 @@ class _CountLaw(StrictSection):
             return middle, middle, self.dark_e_high - middle
         return low, high, deviation / pixels**0.5
 
+    def _boxes(self, noise: PhotonCountNoise | FluctuatingCountNoise) -> dict[str, Any]:
+        """Return the boxes that the limits leave of the described ones, with the rest of the described law.
+
+        No data change dark light, so what it has above its lower limit is no part of the boxes: counts
+        Poisson(light + d) are Poisson(light + d_low) with independent counts added. Their variance is added instead.
+        """
+        low = np.asarray(noise.rate_low)
+        light = np.asarray(noise.rate_high) - low
+        high = noise.added_variance if noise.added_variance_high is None else noise.added_variance_high
+        more = np.maximum(self.dark_e_high, low) - self.dark_e_low
+        if noise.weight is not None:
+            more = np.sum(np.square(noise.weight) * more, axis=0)
+        return {
+            "rate_low": np.full_like(low, self.dark_e_low),
+            "rate_high": self.dark_e_low + self.light_ratio_high * light,
+            "weight": noise.weight,
+            "added_variance": noise.added_variance,
+            "added_variance_high": high + more,
+        }
+
 
 class PhotonCountLaw(_CountLaw):
     """Poisson counts at the pixels."""
 
     law: Literal["photon_count"] = "photon_count"
+
+    @override
+    def certified(self, noise: Any, device: str, beta: float) -> NoiseModel:
+        return PhotonCountNoise(**self._boxes(noise), beta=beta)
 
 
 class FluctuatingCountLaw(_CountLaw):
@@ -158,8 +195,21 @@ class FluctuatingCountLaw(_CountLaw):
     power_rms_low: float = Field(ge=0)
     power_rms_high: float = Field(ge=0, le=1)
 
+    @override
+    def certified(self, noise: Any, device: str, beta: float) -> NoiseModel:
+        if self.power_law != noise.power_law:
+            raise ConfigError(
+                device,
+                "certificate.noise.power_law",
+                f"is {self.power_law!r}, the device's camera.light.power.law is {noise.power_law!r}; calibrate the "
+                "device again",
+            )
+        return FluctuatingCountNoise(
+            **self._boxes(noise), power_law=self.power_law, power_rms=self.power_rms_high, beta=beta
+        )
 
-class OtherLaw(StrictSection, extra="allow"):
+
+class OtherLaw(_Law, extra="allow"):
     """A law of another package, as `NoiseModel.to_json` writes it.
 
     Attributes:
@@ -168,13 +218,20 @@ class OtherLaw(StrictSection, extra="allow"):
 
     law: str
 
-    def model(self) -> NoiseModel:
-        """Return the law itself.
-
-        Raises:
-            ValueError, TypeError: it is unknown, or its numbers are not those that it needs.
-        """
-        return NoiseModel.from_json({"law": self.law, **(self.model_extra or {})})
+    @override
+    def certified(self, noise: Any, device: str, beta: float) -> NoiseModel:
+        try:
+            found = NoiseModel.from_json({"law": self.law, **(self.model_extra or {})})
+        except (TypeError, ValueError) as error:  # it is unknown, or its numbers are not those that it needs
+            raise ConfigError(device, "certificate.noise", " ".join(str(error).split())) from error
+        if type(found) is not type(noise) or found.beta != beta:
+            raise ConfigError(
+                device,
+                "certificate.noise",
+                f"certifies the law {found.law!r} at beta = {found.beta:g}, the device has {noise.law!r} and the "
+                f"certificate beta = {beta:g}; calibrate the device again",
+            )
+        return found
 
 
 def _kind_of_law(value: Any) -> str:
@@ -247,16 +304,17 @@ class Certificate(StrictSection):
             ConfigError: it is not this device's.
         """
         is_other = n_inputs not in (None, self.n_inputs) and description.medium is None
+        of_window = self.noise is not None and self.noise.law == "gaussian"
         if self.device != description.name:
             reason = f"is that of {self.device!r}; calibrate this device"
         elif self.description_digest != digest_of(description):
             reason = "was made for another description; calibrate the device again"
-        elif isinstance(self.noise, GaussianLaw) and n_outputs > self.n_outputs:
+        elif of_window and n_outputs > self.n_outputs:
             reason = (
                 f"covers {self.n_outputs} outputs, the window has {n_outputs}; calibrate with --outputs {n_outputs}, "
                 f"or open {self.n_outputs} outputs at most"
             )
-        elif isinstance(self.noise, GaussianLaw) and is_other:
+        elif of_window and is_other:
             reason = (
                 f"was made with {self.n_inputs} inputs, the window has {n_inputs}, and hardware scales its noise by "
                 f"that number; calibrate with --inputs {n_inputs}"
@@ -320,65 +378,14 @@ class Certificate(StrictSection):
         Raises:
             ConfigError: the certificate has no law, or another one.
         """
-        if isinstance(self.noise, GaussianLaw) and isinstance(noise, GaussianNoise):
-            return GaussianNoise(std=self.noise.std, n_outputs=noise.n_outputs, beta=self.beta)
-        if isinstance(self.noise, PhotonCountLaw) and isinstance(noise, PhotonCountNoise):
-            return PhotonCountNoise(**_certified_counts(self.noise, noise), beta=self.beta)
-        if isinstance(self.noise, FluctuatingCountLaw) and isinstance(noise, FluctuatingCountNoise):
-            if self.noise.power_law != noise.power_law:
-                raise ConfigError(
-                    self.device,
-                    "certificate.noise.power_law",
-                    f"is {self.noise.power_law!r}, the device's camera.light.power.law is {noise.power_law!r}; "
-                    "calibrate the device again",
-                )
-            return FluctuatingCountNoise(
-                **_certified_counts(self.noise, noise),
-                power_law=self.noise.power_law,
-                power_rms=self.noise.power_rms_high,
-                beta=self.beta,
-            )
-        if not isinstance(self.noise, OtherLaw):
+        if self.noise is None or _kind_of_law(self.noise) not in ("other", noise.law):
             law = "no law" if self.noise is None else f"the law {self.noise.law!r}"
             raise ConfigError(self.device, "certificate", f"certifies {law}, the device has {noise.law!r}")
-        try:
-            found = self.noise.model()
-        except (TypeError, ValueError) as error:
-            raise ConfigError(self.device, "certificate.noise", " ".join(str(error).split())) from error
-        if type(found) is not type(noise) or found.beta != self.beta:
-            raise ConfigError(
-                self.device,
-                "certificate.noise",
-                f"certifies the law {found.law!r} at beta = {found.beta:g}, the device has {noise.law!r} and the "
-                f"certificate beta = {self.beta:g}; calibrate the device again",
-            )
-        return found
+        return self.noise.certified(noise, self.device, self.beta)
 
     def write(self, path: Path) -> None:
         """Write a TOML file."""
         path.write_text(to_toml(self.dump()), encoding="utf-8")
-
-
-def _certified_counts(
-    law: PhotonCountLaw | FluctuatingCountLaw, noise: PhotonCountNoise | FluctuatingCountNoise
-) -> dict[str, Any]:
-    """Return the boxes that a certificate's limits leave of the described ones, with the rest of the described law.
-
-    No data change dark light, so what it has above its lower limit is no part of the boxes: counts Poisson(light + d)
-    are Poisson(light + d_low) with independent counts added. Their variance is added instead.
-    """
-    low = np.asarray(noise.rate_low)
-    light = np.asarray(noise.rate_high) - low
-    high = noise.added_variance if noise.added_variance_high is None else noise.added_variance_high
-    more = np.maximum(law.dark_e_high, low) - law.dark_e_low
-    return {
-        "rate_low": np.full_like(low, law.dark_e_low),
-        "rate_high": law.dark_e_low + law.light_ratio_high * light,
-        "weight": noise.weight,
-        "added_variance": noise.added_variance,
-        "added_variance_high": high
-        + (more if noise.weight is None else np.sum(np.square(noise.weight) * more, axis=0)),
-    }
 
 
 _EARLIER = {

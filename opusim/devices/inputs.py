@@ -66,6 +66,18 @@ def real_batch(x: torch.Tensor | np.ndarray, width: int, device: torch.device) -
     return tensor
 
 
+def matrix_to_program(matrix: torch.Tensor, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Return a matrix with entries in [-1, 1] as a float32 tensor on the device's torch device.
+
+    Raises:
+        TypeError, ValueError: it is no tensor, has another shape than (n_outputs, n_inputs), or another entry.
+    """
+    checks.instance(torch.Tensor, matrix=matrix)
+    checks.shape(shape, matrix=matrix, remedy="pad it with zeros, or open another window")
+    checks.in_range(-1, 1, matrix=matrix.detach().cpu(), remedy="divide by the largest magnitude")
+    return matrix.detach().to(device=device, dtype=torch.float32)
+
+
 def _real_rows(x: torch.Tensor | np.ndarray, n_inputs: int) -> torch.Tensor:
     """Return rows of real numbers as a tensor; it shares memory with x if x can be written."""
     plain = type(x) is torch.Tensor and x.layout == torch.strided and not x.is_nested
@@ -117,8 +129,21 @@ class BinaryFrames:
             binary = int(self._rows.amax()) <= 1
         else:
             binary = torch.equal(self._rows, (self._rows > 0).to(self._rows.dtype))
-        if not binary:
-            raise ValueError(_no_frame(self._rows))
+        if binary:
+            return
+        wrong = self._rows[(self._rows != 0) & (self._rows != 1)][0].item()
+        if math.isnan(wrong):
+            raise ValueError(
+                "x holds NaN: a frame shows 0 or 1; fill gaps first, as by sklearn.impute.SimpleImputer()"
+            )
+        if wrong == -1:
+            raise ValueError("x holds -1: a frame shows 0 or 1; split it by encodings.split_frames(x)")
+        hint = "; unsigned integers wrap -1 to their largest value, use int8"
+        raise ValueError(
+            f"x holds {wrong:g}: a frame shows 0 or 1; encode real values first, by an encoder of "
+            "opusim.features.encoders such as ThresholdEncoder(), or by encodings.binarize(x, threshold)"
+            f"{'' if self._rows.dtype.is_signed else hint}"
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -130,20 +155,6 @@ class BinaryFrames:
             bits = np.unpackbits(part.cpu().numpy(), axis=1, count=self._n_inputs)
             part = torch.from_numpy(bits)
         return part.to(device=device, dtype=torch.float32)
-
-
-def _no_frame(rows: torch.Tensor) -> str:
-    """Return what is wrong with rows that are not binary: the first such entry, and what to do."""
-    wrong = rows[(rows != 0) & (rows != 1)][0].item()
-    if math.isnan(wrong):
-        return "x holds NaN: a frame shows 0 or 1; fill gaps first, as by sklearn.impute.SimpleImputer()"
-    if wrong == -1:
-        return "x holds -1: a frame shows 0 or 1; split it by encodings.split_frames(x)"
-    hint = "" if rows.dtype.is_signed else "; unsigned integers wrap -1 to their largest value, use int8"
-    return (
-        f"x holds {wrong:g}: a frame shows 0 or 1; encode real values first, by an encoder of "
-        f"opusim.features.encoders such as ThresholdEncoder(), or by encodings.binarize(x, threshold){hint}"
-    )
 
 
 def new_intensities(x: Array, shape: tuple[int, int], out: np.ndarray | torch.Tensor | None) -> Any:

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from opusim.description.schema import DeviceDescription
-from opusim.devices.access import INSTALL_LIGHTONML, require_configuration, require_lightonml
+from opusim.devices.access import INSTALL_LIGHTONML, require_lighton
 from opusim.devices.base import NoisyDevice
 from opusim.devices.kinds import Capability
 from opusim.errors import (
@@ -79,8 +80,9 @@ class LightonDevice(NoisyDevice):
         self._opu: Any = None
 
     @classmethod
+    @override
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Capability]:
-        """Declare the capability `matrix` for the simulated device only; hardware cannot tell its matrix."""
+        """`matrix` for the simulated device only; hardware cannot tell its matrix."""
         is_simulated = description.lighton is not None and description.lighton.simulated
         return cls.can | {"matrix"} if is_simulated else cls.can
 
@@ -115,33 +117,31 @@ class LightonDevice(NoisyDevice):
         return variance.expand(x.shape[0], self.n_outputs)
 
     def _open(self) -> None:
-        require_configuration(self.name, self._settings.config_file)
-        require_lightonml(self.name, simulated=self._settings.simulated)
+        require_lighton(self.name, self._settings)
         lightonml = import_lightonml()
         with translated(self.name), quiet():
-            self._opu = self._new_opu(lightonml)
+            options: dict[str, Any] = {
+                "n_components": self.n_outputs,
+                "max_n_features": self.n_inputs,
+                "disable_pbar": True,
+                "open_at_init": False,
+            }
+            if self._settings.simulated:
+                from lightonml.internal.simulated_device import SimulatedOpuDevice
+
+                simulated = SimulatedOpuDevice()
+                seed = 0 if self.description.medium is None else self.description.medium.seed
+                words = [seed % _WORD, seed // _WORD]  # of 32 bits, as numpy's old generator takes them
+                simulated.build_random_matrix(self.n_inputs, self.n_outputs, words)
+                options |= {"opu_device": simulated, "rescale": "none"}
+            else:
+                options |= {"config_file": self._settings.config_file, "rescale": "variance"}
+            self._opu = lightonml.OPU(**options)
             self._opu.open()
             overrides = (
                 {} if self._settings.exposure_us is None else {"exposure_us": self._settings.exposure_us}
             )
             self._opu.fit1d(n_features=self.n_inputs, online=False, **overrides)
-
-    def _new_opu(self, lightonml: Any) -> Any:
-        options: dict[str, Any] = {
-            "n_components": self.n_outputs,
-            "max_n_features": self.n_inputs,
-            "disable_pbar": True,
-            "open_at_init": False,
-        }
-        if not self._settings.simulated:
-            return lightonml.OPU(config_file=self._settings.config_file, rescale="variance", **options)
-        from lightonml.internal.simulated_device import SimulatedOpuDevice
-
-        simulated = SimulatedOpuDevice()
-        seed = 0 if self.description.medium is None else self.description.medium.seed
-        words = [seed % _WORD, seed // _WORD]  # of 32 bits, as numpy's old generator takes them
-        simulated.build_random_matrix(self.n_inputs, self.n_outputs, words)
-        return lightonml.OPU(opu_device=simulated, rescale="none", **options)
 
     def _close(self) -> None:
         opu, self._opu = self._opu, None
@@ -200,11 +200,7 @@ def import_lightonml() -> types.ModuleType:
 
 
 class _OtherThreads:
-    """Passes on to a stream what threads print, but for those that are quiet.
-
-    Args:
-        stream: The stream.
-    """
+    """Passes on to a stream what threads print, but for those that are quiet."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -266,33 +262,33 @@ def translated(name: str) -> Iterator[None]:
     except (DeviceError, ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:  # ProcessRunningException is no Exception
-        raise _translation(name, error) from error
-
-
-def _translation(name: str, error: BaseException) -> Exception:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    text = " ".join(str(error).split()) or type(error).__name__
-    if kinds.intersection(_BUSY):
-        return DeviceBusy(f"device {name!r} is used by another program ({text}); end it")
-    if isinstance(error, ImportError):
-        return DeviceUnavailable(
-            f"device {name!r} needs LightOn's driver, which comes with the appliance ({text}); "
-            "run on the appliance, or take the device lightonml_simulated"
-        )
-    if isinstance(error, TimeoutError):
-        return DeviceTimeout(f"device {name!r} did not answer in time ({text}); check its cables and power")
-    if isinstance(error, OSError | ConnectionError):
-        return DeviceUnavailable(f"device {name!r} cannot be reached ({text}); check its cables and power")
-    if "No configuration files" in text:
-        return DeviceUnavailable(
-            f"device {name!r}: no OPU is configured on this machine; set lighton.config_file, or take the device "
-            "lightonml_simulated"
-        )
-    if isinstance(error, IndexError | ValueError | KeyError | TypeError | AttributeError):
-        return ConfigError(
-            name, "lighton", f"lightonml refuses this use of the OPU ({text}); open a smaller window"
-        )
-    return DeviceFault(f"device {name!r} reports: {text}; reset it")
+        text = " ".join(str(error).split()) or type(error).__name__
+        found: Exception = DeviceFault(f"device {name!r} reports: {text}; reset it")
+        if {kind.__name__ for kind in type(error).__mro__}.intersection(_BUSY):
+            found = DeviceBusy(f"device {name!r} is used by another program ({text}); end it")
+        elif isinstance(error, ImportError):
+            found = DeviceUnavailable(
+                f"device {name!r} needs LightOn's driver, which comes with the appliance ({text}); "
+                "run on the appliance, or take the device lightonml_simulated"
+            )
+        elif isinstance(error, TimeoutError):
+            found = DeviceTimeout(
+                f"device {name!r} did not answer in time ({text}); check its cables and power"
+            )
+        elif isinstance(error, OSError):
+            found = DeviceUnavailable(
+                f"device {name!r} cannot be reached ({text}); check its cables and power"
+            )
+        elif "No configuration files" in text:
+            found = DeviceUnavailable(
+                f"device {name!r}: no OPU is configured on this machine; set lighton.config_file, or take the device "
+                "lightonml_simulated"
+            )
+        elif isinstance(error, IndexError | ValueError | KeyError | TypeError | AttributeError):
+            found = ConfigError(
+                name, "lighton", f"lightonml refuses this use of the OPU ({text}); open a smaller window"
+            )
+        raise found from error
 
 
 def _pkg_resources() -> types.ModuleType:

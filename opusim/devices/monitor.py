@@ -312,25 +312,22 @@ class Monitor(Unmonitored):
         self._checked.append(step)
         self._is_below, self.changed = True, True  # until the end of this check
         try:
-            self._test(*(self._read(vectors) for vectors in (self._blank, self._vectors)))
+            blank, reference = (self._read(vectors) for vectors in (self._blank, self._vectors))
+            law = self._law()
+            noisy = law is None or bool(np.any(law.variance_bounds()[1] > 0))
+            self._check_extremes(reference)
+            if noisy:
+                self._check_frozen(blank)
+            self._check_reference(reference)
+            if noisy:
+                variance = noise_variance(blank)
+                if law is not None:
+                    self._check_law(variance, law)
+                self._check_change(variance, blank, law)
         except DeviceError as error:
             error.alarm, error.covered = True, not self._is_below
             raise
         self.changed = False
-
-    def _test(self, blank: np.ndarray, reference: np.ndarray) -> None:
-        """Test fresh readings; see `check`."""
-        law = self._law()
-        noisy = law is None or bool(np.any(law.variance_bounds()[1] > 0))
-        self._check_extremes(reference)
-        if noisy:
-            self._check_frozen(blank)
-        self._check_reference(reference)
-        if noisy:
-            variance = noise_variance(blank)
-            if law is not None:
-                self._check_law(variance, law)
-            self._check_change(variance, blank, law)
 
     @override
     def smallest_changes(self, checks: int) -> dict[str, float]:
@@ -443,7 +440,9 @@ class Monitor(Unmonitored):
         if dimmer and power < _DARK + self._other.error:
             return self._fault("is dark: reference frames carry no signal", "check the laser and the shutter")
         correlation = size / math.sqrt(power) if power > 0 else 0.0
-        share = self._responses.silent_share if silent else 0.0
+        share = 0.0
+        if silent:  # of the judged outputs
+            share = float(self._responses.silent.sum() / max(int(self._responses.judged.sum()), 1))
         least = self._settings.least_correlation
         others = self.baseline.correlation(reference, ~self._responses.silent)
         if share > self._settings.silent_outputs and others > least - 0.05:

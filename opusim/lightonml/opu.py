@@ -8,7 +8,6 @@ import inspect
 import logging
 import math
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -373,7 +372,12 @@ class OPU:
                 "time, or fit with online=False"
             )
         numbers, context = self._read(rows, fit, linear=linear)
-        decoder: Any = _made(decoder_cls, encoder) if inspect.isclass(decoder_cls) else decoder_cls
+        decoder: Any = decoder_cls
+        if inspect.isclass(decoder_cls):  # made with those of the encoder's parameters that it knows by name
+            wanted = inspect.signature(decoder_cls).parameters
+            told = {name: getattr(encoder, name) for name in wanted if hasattr(encoder, name)}
+            told |= dict(encoder.get_params()) if hasattr(encoder, "get_params") else {}
+            decoder = decoder_cls(**{name: told[name] for name in wanted if name in told})
         found = np.asarray(decoder.transform(numbers.reshape(*batch, fit.n_components)))
         if linear and self.rescale is not OutputRescaling.none:
             size = fit.features.size if self.rescale is OutputRescaling.variance else fit.n_components
@@ -416,19 +420,3 @@ class OPU:
             input_roi=fit.layout.roi,
         )
         return found, context
-
-
-def _made(decoder_cls: Any, encoder: Any) -> Any:
-    """Return a decoder with those of the encoder's parameters that its class takes."""
-    wanted = _parameters(decoder_cls)
-    if not wanted:
-        return decoder_cls()
-    told = {name: getattr(encoder, name) for name in wanted if hasattr(encoder, name)}
-    told |= dict(encoder.get_params()) if hasattr(encoder, "get_params") else {}
-    return decoder_cls(**{name: told[name] for name in wanted if name in told})
-
-
-@cache
-def _parameters(decoder_cls: Any) -> tuple[str, ...]:
-    """Return the names of the parameters that a class is made with."""
-    return tuple(inspect.signature(decoder_cls).parameters)

@@ -1,8 +1,8 @@
 """Numba kernels that write tiles of a counter-based Gaussian medium, or move an array along one of its directions.
 
-`opusim.medium.transmission` states the rule of the entries, `opusim.medium.directions` that of a direction. A move
-takes no second array of the array's size. Every number is one multiplication and one addition away from what was there,
-each rounded to float32 and never fused, so the result has the same bits on every processor.
+`opusim.medium.transmission` states the rules of entries and directions. A move takes no second array of the array's
+size. Every number is one multiplication and one addition away from what was there, each rounded to float32 and never
+fused, so the result has the same bits on every processor.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from opusim.errors import ConfigError
 from opusim.files import FIGURES, require_writable
 from opusim.tables import print_table
 
@@ -31,8 +32,7 @@ def new_command(
     days: Annotated[int, typer.Option("--days", help="Days until the key expires.")] = 365,
 ) -> None:
     """Make a key pair: NAME.key stays here, NAME.pub goes to the other side."""
-    from opusim.serving.keys import keys_folder, make_key
-    from opusim.serving.zeromq import require_zmq
+    from opusim.serving.keys import keys_folder, make_key, require_zmq
 
     require_zmq()
     place = folder or keys_folder()
@@ -78,9 +78,8 @@ def serve_command(
     from opusim.description.loading import load_description
     from opusim.serving.instrument import Instrument
     from opusim.serving.journal import Journal, journal_file
-    from opusim.serving.keys import Users
+    from opusim.serving.keys import Users, require_zmq
     from opusim.serving.server import Limits, Server
-    from opusim.serving.zeromq import require_zmq
 
     require_zmq()
     limits = Limits(
@@ -121,7 +120,6 @@ def usage_command(
     """Show who used a served device how much, on the machine that serves it."""
     import datetime
 
-    from opusim.errors import ConfigError
     from opusim.serving.journal import USAGE_COLUMNS, journal_file, read_journal, usage_figure, usage_rows
 
     if figure is not None:

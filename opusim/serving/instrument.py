@@ -4,6 +4,9 @@
 | --- | --- | --- |
 | has ``[medium]``, is not exclusive | a device with the client's own mode, seed and window | that of the local device |
 | any other | outputs of the one device that the server holds | the device's; never repeated, never shared |
+
+A view is the part of the instrument that one client sees: its first `n_inputs` inputs, and `n_outputs` outputs from
+`first` on. Its readings are those columns of the readings of the whole.
 """
 
 from __future__ import annotations
@@ -11,54 +14,264 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import numpy as np
 import torch
 
 from opusim import checks
 from opusim.camera.from_description import noise_line
+from opusim.crossbar.programmable import Converter
 from opusim.description.schema import AccessSettings, DeviceDescription
 from opusim.devices.access import Access
 from opusim.devices.base import NoisyDevice
-from opusim.devices.baseline import reference_vectors
+from opusim.devices.baseline import Baseline, reference_vectors
 from opusim.devices.certificate import digest_of, load_certificate
-from opusim.devices.kinds import Capability, capabilities_of
+from opusim.devices.inputs import drawn_shape
+from opusim.devices.kinds import capabilities_of
 from opusim.devices.registry import open_described
-from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable
-from opusim.serving.views import View, Window
+from opusim.devices.usage import Usage
+from opusim.errors import ConfigError, DeviceUnavailable
+from opusim.noise import (
+    ConverterLatticeNoise,
+    FluctuatingCountNoise,
+    GaussianNoise,
+    NoiseModel,
+    PhotonCountNoise,
+    SignalGaussianNoise,
+)
 
-SERVED: tuple[Capability, ...] = get_args(Capability)
-"""What a client may use; a shared device is programmed by a client that has it to itself."""
+_CUT = GaussianNoise, PhotonCountNoise, FluctuatingCountNoise, SignalGaussianNoise, ConverterLatticeNoise
+"""Laws that say how they depend on outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The part of an instrument that a client opens.
+
+    Attributes:
+        n_inputs: inputs, from the first on.
+        first: first output.
+        n_outputs: outputs.
+        mode: ``experiment`` or ``release``.
+        seed: seed of the noise of a simulation in ``experiment``.
+    """
+
+    n_inputs: int
+    first: int
+    n_outputs: int
+    mode: str
+    seed: int
+
+
+class View:
+    """What one client sees; used by the thread that owns the instrument.
+
+    Args:
+        device: the open device.
+        window: the client's part of it.
+        shared: whether other views use the same device; it is not closed then, and steps are not the client's.
+        once: makes a call of the device, with a time-out if it needs one.
+    """
+
+    def __init__(
+        self,
+        device: NoisyDevice,
+        window: Window,
+        *,
+        shared: bool,
+        once: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        self._once = once
+        self.window = window
+        self.shared = shared
+        self.device = device
+        self._columns = slice(window.first, window.first + window.n_outputs)
+        self._whole = (window.first, window.n_outputs) == (0, device.n_outputs)
+        # The law of a programmable device is that of what it holds, which is not written before a client asks for it.
+        self.law = None if "program" in device.capabilities else self._found_law()
+        self.usage = Usage() if shared else device.usage
+        """What this client has used."""
+        self.held = 0
+        """How often the device had been changed when the client opened it, or changed it."""
+
+    def look_up_law(self) -> None:
+        """Let `law` be that of what a programmable device holds."""
+        self.law = self.count(self._found_law)
+
+    def _found_law(self) -> NoiseModel | None:
+        """Return the law of the view's outputs, or None if it is unknown."""
+        law = self.device.stated_noise
+        if law is None or self._whole:
+            return law
+        return law_of_outputs(law, self._columns)
+
+    @property
+    def converter(self) -> dict[str, Any] | None:
+        """The converter that a programmable device states, as JSON values; None for other devices."""
+        found = getattr(self.device, "converter", None)
+        return asdict(found) if isinstance(found, Converter) else None
+
+    @property
+    def baseline(self) -> Baseline | None:
+        """What the monitor compares with if the client has a device of its own; the server watches a shared one."""
+        return None if self.shared or not self._whole else self.device.monitor.baseline
+
+    def count(self, act: Callable[[], Any]) -> Any:
+        """Return what an act returns, and count what the device spends in it for this client."""
+        before = self.device.usage
+        try:
+            return self._once(act)
+        finally:
+            self.usage += self.device.usage - before
+
+    def read(self, act: str, x: np.ndarray) -> np.ndarray:
+        """Return `project`, `intensities`, `multiply` or `multiply_transposed` of the view, a row for each row of x.
+
+        Inputs and outputs of the device that are not the view's stay dark.
+        """
+        device, inputs = self.device, slice(0, self.window.n_inputs)
+        taken, given = (inputs, self._columns), (device.n_inputs, device.n_outputs)
+        if act == "multiply_transposed":
+            taken, given = taken[::-1], given[::-1]
+        width = taken[0].stop - taken[0].start
+        checks.shape((None, width), x=x)
+        if width != given[0]:
+            whole = np.zeros((len(x), given[0]), dtype=x.dtype)
+            whole[:, taken[0]] = x
+            x = whole
+        shown = x if act in ("project", "intensities") else torch.from_numpy(x)
+        y = self.count(lambda: getattr(device, act)(shown))
+        return np.asarray(y if isinstance(y, np.ndarray) else y.cpu().numpy())[:, taken[1]]
+
+    def draw(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return `NoisyDevice.draw` of the view: numbers of its outputs only, in whole readings."""
+        if self._whole:
+            drawn: np.ndarray = self.count(lambda: self.device.draw(shape).cpu().numpy())
+            return drawn
+        return self.shaped(self.draw_readings(self.readings(shape)), shape)
+
+    def readings(self, shape: tuple[int, ...]) -> int:
+        """Return how many readings of the view fill a drawn shape.
+
+        Raises:
+            TypeError, ValueError: no shape that can be drawn.
+        """
+        lengths = drawn_shape(shape, self.window.n_outputs, self.device.stated_noise)
+        return -(-math.prod(lengths) // self.window.n_outputs)
+
+    def draw_readings(self, count: int) -> np.ndarray:  # (count, n_outputs)
+        """Return some readings of noise only."""
+        drawn: np.ndarray = self.count(lambda: self.device.draw((count, self.device.n_outputs)).cpu().numpy())
+        return drawn[:, self._columns]
+
+    def shaped(self, drawn: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the numbers of whole readings in a drawn shape."""
+        return drawn.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+    def matrix(self) -> np.ndarray:  # (n_outputs, n_inputs)
+        """Return the view's part of the device's matrix."""
+        return self._part(self.device.require("matrix").matrix())
+
+    @property
+    def saturated(self) -> np.ndarray | None:
+        """Which rows of the last `multiply` met a converter's bound at any output of the device, uint8, or None."""
+        found = getattr(self.device, "saturated", None)
+        return None if found is None else found.cpu().numpy().astype(np.uint8)
+
+    def program(self, matrix: np.ndarray) -> np.ndarray:  # (n_outputs, n_inputs)
+        """Program the device, all of which the view must be, and return what it realised."""
+        device = self.device.require("program")
+        if not self._whole or self.window.n_inputs != self.device.n_inputs:
+            raise ValueError(
+                f"program: the device is written as a whole, {self.device.n_inputs} inputs and "
+                f"{self.device.n_outputs} outputs; open that window"
+            )
+        realised = self._part(self.count(lambda: device.program(torch.from_numpy(matrix.copy()))))
+        self.look_up_law()
+        return realised
+
+    def wait(self, seconds: float) -> np.ndarray:  # (n_outputs, n_inputs)
+        """Let time pass and return the view's part of the matrix of then."""
+        device = self.device.require("wait")
+        matrix = self._part(self.count(lambda: device.wait(seconds)))
+        self.look_up_law()
+        return matrix
+
+    def _part(self, matrix: torch.Tensor) -> np.ndarray:
+        return np.asarray(matrix.cpu().numpy()[self._columns, : self.window.n_inputs])
+
+    def programming_std(self, matrix: np.ndarray) -> np.ndarray:
+        """Return the spread of programming that the device states for a matrix, of its shape; 0 without one."""
+        told = getattr(self.device, "programming_std", None)
+        if told is None:
+            return np.zeros_like(matrix)
+        return np.asarray(told(torch.from_numpy(matrix.copy())).cpu().numpy(), dtype=np.float32)
+
+    def close(self) -> None:
+        """Close the client's own device; a shared one stays open."""
+        if not self.shared:
+            self.device.close()
+
+
+def law_of_outputs(law: NoiseModel, outputs: slice) -> NoiseModel | None:
+    """Return the law of some outputs, or None if it is unknown how the law depends on outputs.
+
+    Numbers that are told for each output are cut; numbers for all outputs stay, and so does beta: limits that hold for
+    all outputs hold for some. The power of fluctuating light is common to a frame, so that some of its pixels see it
+    with the same law.
+    """
+    if not isinstance(law, _CUT):
+        return None
+    numbers: dict[str, Any] = {}
+    for field in fields(law):
+        value = getattr(law, field.name)
+        is_cut = isinstance(value, np.ndarray) and value.ndim > 0 and value.shape[-1] == law.n_outputs
+        numbers[field.name] = value[..., outputs] if is_cut else value
+    if "n_outputs" in numbers:
+        numbers["n_outputs"] = outputs.stop - outputs.start
+    return type(law)(**numbers)
+
+
+def packed_law(law: NoiseModel | None) -> tuple[dict[str, Any] | None, list[np.ndarray]]:
+    """Return a law as JSON values, and the arrays that stand in them as ``{"array": position}``."""
+    if law is None:
+        return None, []
+    arrays: list[np.ndarray] = []
+    values: dict[str, Any] = {}
+    for name, value in law.to_json().items():
+        if isinstance(value, list):
+            arrays.append(np.asarray(value, dtype=np.float64))
+            value = {"array": len(arrays) - 1}
+        values[name] = value
+    return values, arrays
+
+
+def unpacked_law(values: dict[str, Any] | None, arrays: Sequence[np.ndarray]) -> NoiseModel | None:
+    """Return what `packed_law` packed.
+
+    Raises:
+        ValueError, TypeError: it is no law that is known here.
+        LookupError: an array is missing.
+    """
+    if values is None:
+        return None
+    plain = {
+        name: arrays[value["array"]].tolist() if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return NoiseModel.from_json(plain)
+
+
 _FINGERPRINT = 8, 32, 64
 """Reference vectors, outputs and readings of each of a fingerprint."""
 MOST_ROWS = 1000
 """Rows of a call that a shared device reads at most before another client has its turn."""
 SAME_MEDIUM = 0.25
 """Share of a fingerprint's bits in which two readings of one medium differ at most; two media differ in one half."""
-
-
-class Pace:
-    """How fast a device reads, by which a call is read in batches of a stated time."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        """Seconds for each row of an act, in its last batch."""
-
-    def note(self, act: str, rows: int, seconds: float) -> None:
-        """Note how long a batch took."""
-        if rows:
-            self._seconds[act] = seconds / rows
-
-    def rows_within(self, seconds: float, act: str) -> int:
-        """Return how many rows an act reads within some seconds: at least 1, at most `MOST_ROWS`.
-
-        An act that was not seen yet is taken to be as fast as the slowest of the others.
-        """
-        each = self._seconds.get(act, max(self._seconds.values(), default=math.inf))
-        return max(1, MOST_ROWS if each * MOST_ROWS <= seconds else int(seconds / each))
 
 
 class Instrument:
@@ -72,6 +285,9 @@ class Instrument:
         torch_device: on which a simulation computes.
         call_timeout_s: seconds after which a call of a shared device is abandoned, unless its description says so, so
             that one that hangs does not keep all clients waiting.
+
+    Attributes:
+        row_s: seconds for each row of an act, in its last batch.
 
     Raises:
         ConfigError, DeviceError: as `opusim.open_device`.
@@ -90,7 +306,7 @@ class Instrument:
         checks.positive(call_timeout_s=call_timeout_s)
         self.description = description
         self.digest = digest_of(description)
-        self.can = [each for each in capabilities_of(description) if each in SERVED]
+        self.can = capabilities_of(description)
         self.n_inputs = min(n_inputs or description.n_inputs, description.n_inputs)
         self.n_outputs = min(n_outputs or description.n_outputs, description.n_outputs)
         access = description.access
@@ -100,7 +316,7 @@ class Instrument:
         self._access = Access(patience, description.name, lambda: None)
         self._certificate = None if certificate is None else load_certificate(certificate)
         self._torch_device = torch_device
-        self.pace = Pace()
+        self.row_s: dict[str, float] = {}
         self._seeks = self._changes = 0
         self._writer: str | None = None
         self._other_medium = ""
@@ -166,7 +382,15 @@ class Instrument:
         """Begin a client's step; on a shared device the steps of all clients count, for its monitor."""
         if view.shared:
             step, self._seeks = self._seeks, self._seeks + 1
-        view.seek(step)
+        view.count(lambda: view.device.seek(step))
+
+    def rows_within(self, seconds: float, act: str) -> int:
+        """Return how many rows an act reads within some seconds: at least 1, at most `MOST_ROWS`.
+
+        An act that was not read yet is taken to be as fast as the slowest of the others.
+        """
+        each = self.row_s.get(act, max(self.row_s.values(), default=math.inf))
+        return max(1, MOST_ROWS if each * MOST_ROWS <= seconds else int(seconds / each))
 
     def note_change(self, view: View, writer: str | None) -> None:
         """Note that a client changed what the device holds; the fingerprint of a shared one is another one then.
@@ -187,27 +411,26 @@ class Instrument:
         """Return the fingerprint of what a user may read; random bits for what another one programmed."""
         return self.fingerprint if self._writer in (None, user) else self._other_medium
 
-    def require_readable(self, user: str) -> None:
-        """Refuse to show what another user programmed into a shared device.
+    def require_own(self, view: View, user: str, *, reads: bool) -> None:
+        """Refuse a shared device that another client changed since this one opened it.
+
+        Args:
+            view: the client's.
+            user: whose it is.
+            reads: whether what the device holds is shown, which another user may not have programmed.
 
         Raises:
-            DeviceUnavailable: that is what it holds.
+            DeviceUnavailable: it did.
         """
-        if self._writer not in (None, user):
-            raise DeviceUnavailable(
-                f"device {self.description.name!r} holds what another user programmed; program it yourself: "
-                "remote://HOST:PORT?exclusive"
-            )
-
-    def require_unchanged(self, view: View) -> None:
-        """Refuse a client whose shared device another client programmed.
-
-        Raises:
-            DeviceUnavailable: that happened since it was opened.
-        """
+        name = self.description.name
         if view.shared and view.held != self._changes:
             raise DeviceUnavailable(
-                f"device {self.description.name!r} was programmed by another client; open it again to use what it holds"
+                f"device {name!r} was programmed by another client; open it again to use what it holds"
+            )
+        if reads and self._writer not in (None, user):
+            raise DeviceUnavailable(
+                f"device {name!r} holds what another user programmed; program it yourself: "
+                "remote://HOST:PORT?exclusive"
             )
 
     def close(self) -> None:
@@ -253,7 +476,7 @@ class Instrument:
             shown = reference_vectors(vectors, window.n_inputs).to(torch.int8).numpy()
             repeated, began = np.repeat(shown, readings, axis=0), time.perf_counter()
             means = view.read("project", repeated).reshape(vectors, readings, -1).mean(axis=1)
-            self.pace.note("project", len(repeated), time.perf_counter() - began)
+            self.row_s["project"] = (time.perf_counter() - began) / len(repeated)
         finally:
             view.close()
         return np.packbits(means > 0).tobytes().hex()
@@ -271,11 +494,3 @@ def same_medium(one: str, other: str) -> bool:
     if first.size != second.size or not first.size:
         return False
     return float(np.unpackbits(first ^ second).mean()) <= SAME_MEDIUM
-
-
-def require_capability(can: list[Capability], capability: str) -> None:
-    """Refuse what the instrument cannot do, or does not offer to clients."""
-    if capability not in can:
-        raise CapabilityMissing(
-            f"the served device lacks the capability {capability!r}; it has {', '.join(can)}"
-        )

@@ -2,28 +2,69 @@
 
 A key pair is two TOML files: ``NAME.key`` with the secret (mode 0600, it stays where it was made) and ``NAME.pub``,
 which the other side gets. The pairs are CurveZMQ's (rfc.zeromq.org/spec/26): X25519 for the key exchange, XSalsa20
-with Poly1305 for every message, new keys for every connection.
+with Poly1305 for every message, new keys for every connection. Only served devices need pyzmq (the extra ``served``).
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 import re
 import stat
 import time
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from opusim import checks
 from opusim.description.section import StrictSection, first_problem
-from opusim.errors import ConfigError
+from opusim.errors import ConfigError, DeviceUnavailable
 from opusim.files import make_private_folder, parse_toml, quoted, read_text
-from opusim.serving.zeromq import zmq
+
+try:
+    import zmq
+    import zmq.utils.monitor
+    import zmq.utils.z85
+except ModuleNotFoundError:  # an extra; `require_zmq` says so when it is needed
+    zmq = None  # type: ignore[assignment]
+
+
+def require_zmq() -> None:
+    """Refuse to go further without pyzmq.
+
+    Raises:
+        DeviceUnavailable: it is not installed, or its libzmq has no encryption.
+    """
+    if zmq is None:
+        raise DeviceUnavailable(
+            "served devices need pyzmq, which is not installed: pip install 'opusim[served]'"
+        )
+    if not zmq.has("curve"):
+        raise DeviceUnavailable(
+            "this libzmq has no CURVE encryption; install pyzmq's own wheel: pip install pyzmq"
+        )
+
+
+def notice_dead_peers(socket: Any, silence_s: float) -> None:
+    """Have the kernel close connections whose peer's host is gone, after about `silence_s` seconds.
+
+    libzmq's own heartbeats must stay off: if a peer hangs up while its messages fill the queue of this side, the next
+    heartbeat meets the assertion ``!_io_error`` of stream_engine_base.cpp (4.3.5), which aborts the process.
+
+    Args:
+        socket: a socket, before it binds or connects.
+        silence_s: above 0.
+    """
+    probes = 3
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, probes)
+    for option in (zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL):
+        socket.setsockopt(option, max(1, math.ceil(silence_s / (probes + 1))))
+
 
 KEY_VARIABLE = "OPUSIM_KEY"
 SERVER_NAME = "server"

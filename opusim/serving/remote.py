@@ -11,9 +11,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
@@ -22,23 +22,21 @@ from pydantic import Field, ValidationError
 from typing_extensions import override
 
 from opusim import checks
-from opusim.crossbar.converter import Converter
+from opusim.crossbar.programmable import Converter
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem, flat
 from opusim.devices.access import patience_s
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate
-from opusim.devices.inputs import Array, like_input, real_batch
+from opusim.devices.inputs import Array, like_input, matrix_to_program, real_batch
 from opusim.devices.monitor import BEFORE_ALL
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, NoiseUnknown
 from opusim.noise import NoiseModel
-from opusim.serving.connections import Link, beat_s
-from opusim.serving.instrument import same_medium
+from opusim.serving.connections import MIB, Link, Message, SessionLost, beat_s, told_error
+from opusim.serving.instrument import same_medium, unpacked_law
 from opusim.serving.keys import own_key, server_key
-from opusim.serving.messages import MIB, Message, SessionLost, told_error
-from opusim.serving.views import unpacked_law
 
 KIND = SCHEME = "remote"
 _LOG = logging.getLogger("opusim")
@@ -279,7 +277,8 @@ class RemoteDevice(NoisyDevice):
             CapabilityMissing: the server does not offer it.
             ValueError: it exceeds what the server sends.
         """
-        self._require_able("matrix")
+        self._require_open()
+        self.require("matrix")
         return self._tensor(self._call("matrix"))
 
     def program(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -289,14 +288,14 @@ class RemoteDevice(NoisyDevice):
             TypeError, ValueError: another shape, or an entry that is not a number in [-1, 1].
             CapabilityMissing: the device cannot, or is shared and not reserved.
         """
-        self._require_able("program")
-        written = self._checked(matrix)
-        checks.in_range(-1, 1, matrix=written, remedy="divide by the largest magnitude")
-        return self._changed("program", written)
+        self._require_open()
+        self.require("program")
+        return self._changed("program", self._checked(matrix))
 
     def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the standard deviation of what `program` realises about a matrix, of its shape, as the server says."""
-        self._require_able("program")
+        self._require_open()
+        self.require("program")
         return self._tensor(self._call("programming_std", self._checked(matrix)))
 
     def multiply(self, x: Array) -> Array:  # (batch, n_inputs) -> (batch, n_outputs)
@@ -314,16 +313,16 @@ class RemoteDevice(NoisyDevice):
             CapabilityMissing: the device does not drift, or is shared and not reserved.
             ValueError: a number below 0, or none.
         """
-        self._require_able("wait")
+        self._require_open()
+        self.require("wait")
         checks.non_negative(seconds=seconds)
         return self._changed("wait", seconds=float(seconds))
 
-    def _require_able(self, act: Any) -> None:
+    def _product(
+        self, act: Literal["multiply", "multiply_transposed"], x: Array, width: int, outputs: int
+    ) -> Array:
         self._require_open()
         self.require(act)
-
-    def _product(self, act: str, x: Array, width: int, outputs: int) -> Array:
-        self._require_able(act)
         batch = real_batch(x, width, torch.device("cpu"))
 
         def read() -> torch.Tensor:
@@ -336,12 +335,8 @@ class RemoteDevice(NoisyDevice):
         return like_input(self._read(read, (len(batch), outputs), readings=len(batch)), x)
 
     def _checked(self, matrix: torch.Tensor) -> np.ndarray:
-        checks.instance(torch.Tensor, matrix=matrix)
-        checks.shape(
-            (self.n_outputs, self.n_inputs), matrix=matrix, remedy="pad it with zeros, or open another window"
-        )
-        found: np.ndarray = matrix.detach().to("cpu", torch.float32).numpy()
-        return found
+        shape = self.n_outputs, self.n_inputs
+        return np.asarray(matrix_to_program(matrix, shape, torch.device("cpu")).numpy())
 
     def _changed(self, act: str, array: np.ndarray | None = None, **values: Any) -> torch.Tensor:
         """Make a call that changes what the device holds; its answer tells the law from then on."""
@@ -379,7 +374,7 @@ class RemoteDevice(NoisyDevice):
         self._sought, self._readings = step, 0
 
     def _open(self) -> None:
-        self._link = _linked(self._options.address, self._options.key, self.name, self._options.silence_s)
+        self._link = self._new_link()
         self._earlier, self._told = self.usage, Usage()
         self._readings = 0
         try:
@@ -390,17 +385,21 @@ class RemoteDevice(NoisyDevice):
             raise
         self._link.beat(partial(self._alive, ""), self._beat_s)
 
+    def _new_link(self) -> Link:
+        return _linked(self._options.address, self._options.key, self.name, self._options.silence_s)
+
     def _close(self) -> None:
         if self._link is not None:
             self._link.tell(Message(kind="close", values={"session": self._session}))
             self._link.close()
             self._link = None
 
+    @override
     def _reconnect(self) -> None:
-        """See NoisyDevice._reconnect: a new connection, under which the session and a call under way stay."""
+        """A new connection, under which the session and a call under way stay."""
         if self._link is not None:
             self._link.close()
-        self._link = _linked(self._options.address, self._options.key, self.name, self._options.silence_s)
+        self._link = self._new_link()
         self._link.beat(partial(self._alive, ""), self._beat_s)
 
     @property
@@ -445,11 +444,15 @@ class RemoteDevice(NoisyDevice):
                 told = time.monotonic()
                 _LOG.warning("opusim: waiting for device %r, position %d: %s", self.name, position, reason)
             time.sleep(_ASK_AGAIN_S)
-        self._take_opened(answer)
-
-    def _take_opened(self, answer: Message) -> None:
         self._session = answer.value("session", str)
-        self._require_same(answer)
+        what = ""
+        if answer.value("digest", str) != options.digest:
+            what = "its server has another description now"
+        elif not same_medium(answer.value("fingerprint", str), options.fingerprint):
+            what = "its medium is another one now"
+        if what:
+            link.tell(Message(kind="close", values={"session": self._session}))
+            raise DeviceFault(f"device {self.name!r}: {what}; bring the earlier one back, or begin a new run")
         self._take_law(answer, arrays_before=0)
         converter = answer.value("converter", (dict, type(None)), None)
         self.converter = Converter() if converter is None else Converter(**converter)
@@ -460,19 +463,6 @@ class RemoteDevice(NoisyDevice):
         self._number, self._pending, self._is_changed = 0, None, False
         if answer.value("monitored", bool):
             self.monitor.baseline = Baseline.from_array(np.array(answer.arrays[-1], dtype=np.float64))
-
-    def _require_same(self, answer: Message) -> None:
-        """Refuse a server that serves another description or another medium than this one's description says."""
-        known = self._options
-        if answer.value("digest", str) != known.digest:
-            what = "its server has another description now"
-        elif not same_medium(answer.value("fingerprint", str), known.fingerprint):
-            what = "its medium is another one now"
-        else:
-            return
-        if self._link is not None:
-            self._link.tell(Message(kind="close", values={"session": self._session}))
-        raise DeviceFault(f"device {self.name!r}: {what}; bring the earlier one back, or begin a new run")
 
     def _enter_again(self, act: str) -> None:
         """Get a new place after the server lost the earlier one, unless a step or a programmed matrix would change."""
@@ -504,11 +494,22 @@ class RemoteDevice(NoisyDevice):
             values["step"] = self._sought
         wanted = {"act": act, **values}
         while True:
-            message = self._numbered(wanted, arrays)
+            pending = self._pending
+            # the pending call if it is the same one, else one with the next number
+            if (
+                pending is None
+                or len(arrays) != len(pending.arrays)
+                or not wanted.items() <= pending.values.items()
+                or not all(np.array_equal(*pair) for pair in zip(pending.arrays, arrays, strict=True))
+            ):
+                self._number += 1
+                request = f"c{self._number}"
+                values = {**wanted, "number": self._number, "session": self._session, "request": request}
+                pending = self._pending = Message(kind="call", values=values, arrays=arrays)
             answer = self._connection.ask(
-                message,
-                probe=self._alive(message.value("request", str)),
-                on_state=partial(self._on_state, message.value("number", int)),
+                pending,
+                probe=self._alive(pending.value("request", str)),
+                on_state=partial(self._on_state, pending.value("number", int)),
                 timeout_s=self._options.timeout_s,
             )
             self._pending = None
@@ -522,18 +523,6 @@ class RemoteDevice(NoisyDevice):
         self._readings += 1
         self._told = Usage.from_json(answer.value("usage", dict))
         return answer
-
-    def _numbered(self, wanted: Mapping[str, Any], arrays: tuple[np.ndarray, ...]) -> Message:
-        """Return the message of a call: the pending one if it is the same call, else one with the next number."""
-        pending = self._pending
-        if pending is not None:
-            same = all(np.array_equal(*pair) for pair in zip(pending.arrays, arrays, strict=False))
-            if same and len(arrays) == len(pending.arrays) and wanted.items() <= pending.values.items():
-                return pending
-        self._number += 1
-        values = {**wanted, "number": self._number, "session": self._session, "request": f"c{self._number}"}
-        self._pending = Message(kind="call", values=values, arrays=arrays)
-        return self._pending
 
     def _alive(self, request: str) -> Message:
         values = {"session": self._session, "has": self._number - int(self._pending is not None)}

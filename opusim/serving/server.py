@@ -1,4 +1,8 @@
-"""The server: one thread talks to clients, one owns the instrument, and every refusal is one line in the log."""
+"""The server: one thread talks to clients, one owns the instrument, and every refusal is one line in the log.
+
+Clients take turns batch by batch, a long call gives way, and one client may have the device alone. `FairQueue` gives
+batches out; `Owner` has the threads that do them, one at a time.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,215 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from opusim import checks
+from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
-from opusim.serving.connections import Door
-from opusim.serving.instrument import Instrument
-from opusim.serving.journal import Journal
+from opusim.processes import Abandoned, pausing
+from opusim.serving.connections import (
+    MIB,
+    BadMessage,
+    Message,
+    ServerSocket,
+    SessionLost,
+    error_message,
+    read_message,
+)
+from opusim.serving.instrument import Instrument, Window, packed_law
+from opusim.serving.journal import Entry, Journal
 from opusim.serving.keys import Key, Users
-from opusim.serving.messages import MIB, BadMessage, Message, SessionLost, error_message, read_message
-from opusim.serving.sessions import TELLING, Places, Session, Work, content_digest, require_room
-from opusim.serving.turns import FairQueue, Owner
-from opusim.serving.views import Window, packed_law
+from opusim.serving.sessions import TELLING, TURN_S, Places, Session, Work, content_digest, require_room
+
+
+class FairQueue:
+    """Batches of work of several clients, by name, given out round robin over the clients.
+
+    A client with many batches waiting delays another one by at most one batch. While a client holds the queue, only its
+    batches are given out. Safe for threads.
+
+    Attributes:
+        holder: the client that has the device to itself, or None.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Work]] = {}
+        """Batches by client; the order of the keys is the order of turns."""
+        self.holder: str | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, client: str, batch: Work) -> bool:
+        """Add a batch behind the client's others, and return whether the queue took it, which a closed one does not."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._waiting.setdefault(client, deque()).append(batch)
+            self._changed.notify_all()
+            return True
+
+    def take(self) -> tuple[str, Work] | None:
+        """Wait for the next batch and return it with its client, who goes to the end of the turns; None if closed."""
+        with self._changed:
+            while True:
+                if self._closed:
+                    return None
+                client = self._next()
+                if client is not None:
+                    break
+                self._changed.wait()
+            batches = self._waiting.pop(client)
+            batch = batches.popleft()
+            if batches:
+                self._waiting[client] = batches  # behind all others
+            return client, batch
+
+    def position(self, client: str) -> int | None:
+        """Return how many clients have their turn before this one; None if it has no batch waiting."""
+        with self._changed:
+            if client not in self._waiting:
+                return None
+            held = self.holder is not None and self.holder != client
+            return list(self._waiting).index(client) + int(held and self.holder not in self._waiting)
+
+    def hold(self, client: str) -> None:
+        """Give out this client's batches only, until `release` or `drop`."""
+        with self._changed:
+            self.holder = client
+            self._changed.notify_all()
+
+    def drop(self, client: str) -> list[Work]:
+        """Forget a client; returns its batches that were not given out."""
+        with self._changed:
+            if self.holder == client:
+                self.holder = None
+            found = list(self._waiting.pop(client, ()))
+            self._changed.notify_all()
+            return found
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `take` would return a batch at once."""
+        with self._changed:
+            return not self._closed and self._next() is not None
+
+    def close(self) -> list[Work]:
+        """Let `take` return None from now on; returns the batches that were not given out."""
+        with self._changed:
+            self._closed = True
+            left = [batch for batches in self._waiting.values() for batch in batches]
+            self._waiting.clear()
+            self._changed.notify_all()
+            return left
+
+    def _next(self) -> str | None:
+        if self.holder is not None:
+            return self.holder if self.holder in self._waiting else None
+        return next(iter(self._waiting), None)
+
+
+class Owner:
+    """Does the work of all clients, a batch at a time, in the order that a queue gives it out.
+
+    A client's own simulation cannot be read in batches, because its noise belongs to the call as a whole. Such a call
+    is suspended at a pause of its computation (`opusim.processes.pause`) once its turn is over and another client
+    waits: it goes back into the queue, its thread waits, and a new thread takes the next batch. The thread that takes a
+    suspended call from the queue ends, and the call's own thread continues. So exactly one thread works at any time.
+
+    Args:
+        queue: gives out batches of work; closed by `stop`.
+        act: does a batch, and returns None if more of the call is left.
+        bell: called in each thread for a context manager, on whose value ``send(b"")`` tells that work is done.
+
+    Attributes:
+        done: work that is done, with its result or error; another thread takes it from there.
+        working: what is being done, or None.
+    """
+
+    def __init__(self, queue: FairQueue, act: Callable[[Work], Any], bell: Callable[[], Any]) -> None:
+        self._queue, self._act, self._bell = queue, act, bell
+        self._threads: list[threading.Thread] = []
+        self._is_stopping = False
+        self.done: deque[tuple[Work, Any]] = deque()
+        self.working: Work | None = None
+
+    def start(self) -> None:
+        """Let a new thread work."""
+        thread = threading.Thread(target=self._run, name="opusim-instrument", daemon=True)
+        thread.start()
+        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+
+    def stop(self, most_s: float) -> bool:
+        """End all threads, at their next pause or behind their batch, and return whether they did in time.
+
+        Args:
+            most_s: seconds to wait for them.
+        """
+        self._is_stopping = True
+        for work in self._queue.close():
+            work.resume()
+        until = time.monotonic() + most_s
+        while alive := [thread for thread in self._threads if thread.is_alive()]:
+            if time.monotonic() > until:
+                return False
+            alive[0].join(until - time.monotonic())
+        return True
+
+    def _run(self) -> None:
+        """Do batch after batch until the queue is closed, or a suspended call continues in its own thread."""
+        with self._bell() as bell:
+            while (taken := self._queue.take()) is not None:
+                client, work = taken
+                if work.is_suspended:
+                    work.resume()
+                    return
+                found: Any = None
+                if not work.dropped:
+                    self._begin_turn(work)
+                    try:
+                        with pausing(partial(self._pause, client, work)):
+                            found = self._act(work)
+                    except BaseException as error:  # handed to the client
+                        found = error
+                    finally:
+                        self._end_turn(work)
+                if found is None and not work.dropped and self._queue.put(client, work):
+                    continue
+                self.done.append((work, found))
+                bell.send(b"")
+
+    def _begin_turn(self, work: Work) -> None:
+        self.working, work.turn_began = work, time.perf_counter()
+
+    def _end_turn(self, work: Work) -> None:
+        work.session.busy_s += time.perf_counter() - work.turn_began
+        self.working = None
+
+    def _pause(self, client: str, work: Work) -> None:
+        """Abandon a call whose client has left; let another client have its turn if this one's is over.
+
+        Raises:
+            Abandoned: The server stops, or the client is gone.
+        """
+        if self._is_stopping or work.dropped:
+            raise Abandoned
+        if time.perf_counter() - work.turn_began < TURN_S or not self._queue.has_next:
+            return
+        self._end_turn(work)
+        work.suspend()
+        if self._queue.put(client, work):
+            self.start()
+            work.wait()
+        self._begin_turn(work)
+        if self._is_stopping or work.dropped:
+            raise Abandoned
+
 
 _LOG = logging.getLogger("opusim.serving")
 _TICK_MS = 200
@@ -96,11 +294,11 @@ class Server:
         self._leaving: set[Session] = set()
         """Clients whose place is free, and whose call or device is not ended yet."""
         self._failed: DeviceError | None = None
-        self._door = Door(
+        self._socket = ServerSocket(
             users, bind, largest=2 * self._request_limit + MIB, silence_s=self._limits.silence_s
         )
-        self._owner = Owner(self._queue, self._advance, self._door.bell)
-        self.endpoint = self._door.endpoint
+        self._owner = Owner(self._queue, self._advance, self._socket.bell)
+        self.endpoint = self._socket.endpoint
 
     # Running
 
@@ -116,28 +314,30 @@ class Server:
         finally:
             has_ended = self._owner.stop(_LAST_CALL_S)
             self._say_end(has_ended=has_ended)
-            self._door.close(all_ended=has_ended)
+            self._socket.close(all_ended=has_ended)
             if has_ended:
                 self._instrument.close()
 
     def _serve(self, stop: threading.Event) -> None:
         written = time.monotonic()
         while not stop.is_set():
-            messages = self._door.wait(_TICK_MS)
+            messages = self._socket.wait(_TICK_MS)
             while self._owner.done:
                 self._finish(*self._owner.done.popleft())
             for route, user, frames in messages:
                 self._take_message(route, user, frames)
-            for session in self._places.silent(self._limits.silence_s):
-                self._end(session, f"was silent for {self._limits.silence_s:g} s")
-            for session in self._places.idle(self._limits.idle_s):
-                self._end(session, f"made no call for {self._limits.idle_s:g} s while it kept others out")
+            now = time.monotonic()
             for session in self._places:
-                if not self._users.admits(session.public):
+                keeps_others_out = (session.exclusive or session.reserves) and session.running is None
+                if now - session.heard > self._limits.silence_s:
+                    self._end(session, f"was silent for {self._limits.silence_s:g} s")
+                elif keeps_others_out and now - session.used > self._limits.idle_s:
+                    self._end(session, f"made no call for {self._limits.idle_s:g} s while it kept others out")
+                elif not self._users.admits(session.public):
                     self._end(session, "has no valid key any more")
-            if time.monotonic() - written > _JOURNAL_EVERY_S:
+            if now - written > _JOURNAL_EVERY_S:
                 self._write_journal()
-                written = time.monotonic()
+                written = now
 
     def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
         """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients.
@@ -160,18 +360,16 @@ class Server:
 
     def _take_message(self, route: bytes, user: Key | None, frames: list[Any]) -> None:
         """Let a message's handler answer, if its user's key is known and has not expired; else refuse it."""
-        unknown = DeviceUnavailable("this key is not known any more; ask for a new one")
-        name, request, refusal = "a removed key", "", unknown if user is None else None
-        if user is not None:
-            name = user.name
-            if user.has_expired:
-                text = f"the key of {name!r} expired on {user.expires}; have a new one accepted"
-                refusal = DeviceUnavailable(text)
+        name, request = "a removed key" if user is None else user.name, ""
         try:
             message = read_message(frames, limit=self._request_limit)
             request = str(message.value("request", str, ""))[:64]
-            if user is None or refusal is not None:
-                raise refusal or unknown
+            if user is None:
+                raise DeviceUnavailable("this key is not known any more; ask for a new one")
+            if user.has_expired:
+                raise DeviceUnavailable(
+                    f"the key of {name!r} expired on {user.expires}; have a new one accepted"
+                )
             handlers = {
                 "describe": self._describe,
                 "open": self._open,
@@ -189,9 +387,9 @@ class Server:
             if request:  # a sign of life waits for no answer
                 self._send(route, error_message(error, request=request))
         except (DeviceError, ConfigError, BadMessage, ValueError, TypeError, OverflowError) as error:
-            self._refuse(route, name, request, refusal or error)
+            self._refuse(route, name, request, error)
         except Exception as error:  # one client's message must not end the server
-            if self._door.refusals.may_tell(name):
+            if self._socket.refusals.may_tell(name):
                 _LOG.exception("a message of %s failed", name)
             self._refuse(route, name, request, error)
 
@@ -267,7 +465,7 @@ class Server:
             )
         if number == session.number:
             if session.reply is not None:
-                self._door.send(route, session.reply)
+                self._socket.send(route, session.reply)
             return
         shared = self._instrument.n_outputs if self._instrument.shared else None
         require_room(message, session.window, shared=shared, most=int(self._limits.reply_mib * MIB))
@@ -329,7 +527,20 @@ class Server:
             return
         request = work.message.value("request", str, "")[:64]
         try:
-            message = self._answer(work, found, request)
+            if isinstance(found, BaseException):
+                foreseen = isinstance(found, (DeviceError, ConfigError, ValueError, TypeError))
+                if not foreseen and self._socket.refusals.may_tell(session.user):
+                    _LOG.error("a call of %s failed", session.user, exc_info=found)
+                message = error_message(found, request=request)
+            elif work.is_opening:
+                message = self._opened(session, request)
+            else:
+                view, arrays = session.view, found
+                values = {"request": request, "usage": None if view is None else view.usage.to_json()}
+                if view is not None and work.message.values.get("act") in TELLING:
+                    values["law"], more = packed_law(view.law)
+                    arrays += tuple(more)
+                message = Message(kind="answer", values=values, arrays=arrays)
             frames = message.frames()
         except (ValueError, TypeError) as error:  # numbers of another package that JSON does not hold
             message = error_message(DeviceFault(f"the answer cannot be sent: {error}"), request=request)
@@ -341,24 +552,7 @@ class Server:
         else:
             session.calls += 1
             session.reply = frames
-        self._door.send(session.route, frames)
-
-    def _answer(self, work: Work, found: Any, request: str) -> Message:
-        session = work.session
-        if isinstance(found, BaseException):
-            foreseen = isinstance(found, (DeviceError, ConfigError, ValueError, TypeError))
-            if not foreseen and self._door.refusals.may_tell(session.user):
-                _LOG.error("a call of %s failed", session.user, exc_info=found)
-            return error_message(found, request=request)
-        if work.is_opening:
-            return self._opened(session, request)
-        view = session.view
-        values = {"request": request, "usage": None if view is None else view.usage.to_json()}
-        arrays: tuple[np.ndarray, ...] = found
-        if view is not None and work.message.values.get("act") in TELLING:
-            values["law"], more = packed_law(view.law)
-            arrays += tuple(more)
-        return Message(kind="answer", values=values, arrays=arrays)
+        self._socket.send(session.route, frames)
 
     def _opened(self, session: Session, request: str) -> Message:
         view = session.view
@@ -391,11 +585,11 @@ class Server:
     def _refuse(self, route: bytes, user: str, request: str, error: BaseException) -> None:
         """Answer with an error and log one line."""
         message = error_message(error, request=request)
-        self._door.refusals.tell(user, " ".join(str(error).split())[:300])
+        self._socket.refusals.tell(user, " ".join(str(error).split())[:300])
         self._send(route, message)
 
     def _send(self, route: bytes, message: Message) -> None:
-        self._door.send(route, message.frames())
+        self._socket.send(route, message.frames())
 
     # Ends
 
@@ -445,10 +639,20 @@ class Server:
             self._write(session)
 
     def _write(self, session: Session) -> None:
-        """Write what a client has used since the last entry; a full disk stops no reading."""
-        entry = session.new_entry(self._instrument.description.name)
-        if entry is None:
+        """Write what a client has used since the last entry, if anything; a full disk stops no reading."""
+        usage = Usage() if session.view is None else session.view.usage
+        before, calls, busy_s = session.logged
+        if session.calls == calls and usage == before:
             return
+        session.logged = usage, session.calls, session.busy_s
+        entry = Entry(
+            device=self._instrument.description.name,
+            user=session.user,
+            run=session.label,
+            calls=session.calls - calls,
+            used=usage - before,
+            busy_s=round(session.busy_s - busy_s, 6),
+        )
         try:
             self._journal.write(entry)
         except OSError as error:

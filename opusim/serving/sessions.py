@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from opusim import checks
+from opusim.devices.baseline import Baseline
+from opusim.devices.kinds import CAPABILITIES
 from opusim.devices.usage import Usage
 from opusim.errors import CapabilityMissing, DeviceBusy
-from opusim.serving.instrument import SERVED, Instrument, require_capability
-from opusim.serving.journal import Entry
-from opusim.serving.messages import MIB, BadMessage, Message, raw_bytes
-from opusim.serving.views import View, Window
+from opusim.serving.connections import MIB, BadMessage, Message, raw_bytes
+from opusim.serving.instrument import Instrument, View, Window
 
 TURN_S = 0.5
 """Seconds of work after which another client has its turn."""
@@ -80,26 +80,6 @@ class Session:
     busy_s: float = 0.0
     logged: tuple[Usage, int, float] = (Usage(), 0, 0.0)
 
-    def new_entry(self, device: str) -> Entry | None:
-        """Return what the client has used since the last entry; None if that is nothing.
-
-        Args:
-            device: name of the served device.
-        """
-        usage = Usage() if self.view is None else self.view.usage
-        before, calls, busy_s = self.logged
-        if self.calls == calls and usage == before:
-            return None
-        self.logged = usage, self.calls, self.busy_s
-        return Entry(
-            device=device,
-            user=self.user,
-            run=self.label,
-            calls=self.calls - calls,
-            used=usage - before,
-            busy_s=round(self.busy_s - busy_s, 6),
-        )
-
 
 class Work:
     """A call of a client, done batch by batch.
@@ -158,9 +138,8 @@ class Work:
         if view is None:
             raise BadMessage("call: the session is not open")
         act, step = self.message.value("act", str), self.message.value("step", int, None)
-        instrument.require_unchanged(view)
-        if act not in ("program", "programming_std"):
-            instrument.require_readable(self.session.user)
+        reads = act not in ("program", "programming_std")
+        instrument.require_own(view, self.session.user, reads=reads)
         if not self.begun and step is not None:
             instrument.seek(view, step)
         self.begun = True
@@ -170,18 +149,22 @@ class Work:
             view.look_up_law()
             return ()
         if act == "compare":
-            if view.shared:  # its monitor speaks for all clients, and listens to none
+            if view.shared:  # its monitor reports to all clients, takes settings from none
                 raise CapabilityMissing("compare: the server watches the device itself")
             self.session.has_compared = True
-            view.compare(self._array())
+            baseline, device = Baseline.from_array(self._array()), view.device
+            view.count(lambda: device.compare_with(baseline))
             return ()
         if act == "programming_std":
             return (view.programming_std(self._array()),)
-        if act not in SERVED:
+        if act not in CAPABILITIES:
             raise BadMessage(
                 f"call: unknown act {act[:40]!r}; install the same version of opusim on both sides"
             )
-        require_capability(instrument.can, act)
+        if act not in instrument.can:
+            raise CapabilityMissing(
+                f"the served device lacks the capability {act!r}; it has {', '.join(instrument.can)}"
+            )
         if act in READ_BY_ROWS or (act == "draw" and view.shared):
             return self._read(act, view, instrument)
         if act == "draw":
@@ -219,14 +202,14 @@ class Work:
         rows = view.readings(self._shape()) if x is None else len(x)
         stop = rows
         if view.shared:
-            stop = min(rows, self._rows + instrument.pace.rows_within(TURN_S, act))
+            stop = min(rows, self._rows + instrument.rows_within(TURN_S, act))
         began = time.perf_counter()
         if x is None:
             self._done.append(view.draw_readings(stop - self._rows))
         else:
             self._done.append(view.read(act, x[self._rows : stop]))
-        if view.shared:
-            instrument.pace.note(act, stop - self._rows, time.perf_counter() - began)
+        if view.shared and stop > self._rows:
+            instrument.row_s[act] = (time.perf_counter() - began) / (stop - self._rows)
         self._saturated.append(view.saturated if act == "multiply" else None)
         self._rows = stop
         if stop < rows:
@@ -326,20 +309,6 @@ class Places:
         """Take a client's place away."""
         self._sessions.pop(session.token, None)
 
-    def silent(self, limit_s: float) -> list[Session]:
-        """Return the clients that were not heard for some seconds."""
-        now = time.monotonic()
-        return [each for each in self if now - each.heard > limit_s]
-
-    def idle(self, limit_s: float) -> list[Session]:
-        """Return the clients that keep others out and have made no call for some seconds."""
-        now = time.monotonic()
-        return [
-            each
-            for each in self
-            if (each.exclusive or each.reserves) and each.running is None and now - each.used > limit_s
-        ]
-
     def queued(self, user: str, ticket: str, obstacle: str | None, *, waits: bool) -> int:
         """Return how many clients get in before this one; 0 if it gets in now.
 
@@ -383,9 +352,10 @@ class Places:
         for session in self:
             if session.exclusive:
                 return f"{session.user} has the device to itself"
-            if (reserves or session.reserves) and session.window.overlaps(window):
-                first, last = session.window.first, session.window.first + session.window.n_outputs - 1
-                return f"{session.user} reads outputs {first} to {last}"
+            first, stop = session.window.first, session.window.first + session.window.n_outputs
+            shares_outputs = window.first < stop and first < window.first + window.n_outputs
+            if (reserves or session.reserves) and shares_outputs:
+                return f"{session.user} reads outputs {first} to {stop - 1}"
         if len(self._sessions) >= self._most:
             return f"it serves {self._most} clients, the most that it takes"
         return None

@@ -18,8 +18,7 @@ from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription, NoiseSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
-from opusim.devices.registry import open_described
-from opusim.devices.shared import SharedDevice
+from opusim.devices.registry import SharedDevice, open_described
 from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
 from opusim.training.config.data import OWN_ARRAYS

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from opusim.crossbar.conversion import DeviceModel
 
 conversion = Deferred("opusim.crossbar.conversion")
-placement = Deferred("opusim.crossbar.placement")
 
 _CHUNK = 4096
 
@@ -214,7 +213,7 @@ class Run(StoredRun):
             ConfigError: The device cannot be used, or is smaller than a layer.
             ValueError: The model has no layer that can run on a device.
         """
-        digital = placement.digital_names(self.model)
+        digital = conversion.digital_names(self.model)
         analog: DeviceModel = conversion.convert(self.model, device, seed=seed, digital=digital)
         if after_s:
             analog.wait(after_s)
@@ -333,7 +332,7 @@ def evaluate_run(
     run = load_run(path, trust_code=trust_code)
     placed: dict[str, Any] = {}
     if device is not None:
-        placed["digital"] = list(placement.digital_names(run.model))
+        placed["digital"] = list(conversion.digital_names(run.model))
         run.put_on_device(device, after_s=after_s, seed=seed)
     if arrays is not None:
         x, y = read_npz(arrays)[:2]

@@ -338,8 +338,8 @@ class SeparatedBitPlanEncoder(BaseTransformer):
         return like(np.concatenate(rows), X)
 
 
-class _PlaneDecoder(BaseTransformer):
-    """Join the readings of a record's bits by the weights decoding_decay^k.
+class MixingBitPlanDecoder(BaseTransformer):
+    """sum_k decay^k reading_k of a record's bits, shape (n, k); lightonml had it until 1.3.
 
     Args:
         n_bits: Bits of a record, as its encoder says.
@@ -366,11 +366,7 @@ class _PlaneDecoder(BaseTransformer):
         return like(coder.decode(as_array(X).astype(np.float32)), X)
 
 
-class MixingBitPlanDecoder(_PlaneDecoder):
-    """sum_k decay^k reading_k, shape (n, k); lightonml had it until 1.3."""
-
-
-class ConcatenatingBitPlanDecoder(_PlaneDecoder):
+class ConcatenatingBitPlanDecoder(MixingBitPlanDecoder):
     """The weighted readings of all bits next to each other, shape (n, n_bits * k)."""
 
     _joined = "concatenated"

@@ -15,6 +15,17 @@ from opusim.lightonml.opu import OPU, set_verbose_level
 class OpuTransformer:
     """What both kinds of `OPUMap` share: an OPU, the fit that is theirs, and how vectors pass.
 
+    Args:
+        n_components: Number of outputs.
+        opu: The OPU; None makes one, as `OPU(n_components)` does.
+        ndims: 1 for vectors, 2 for matrices.
+        n_2d_features: Rows and columns of packed matrices.
+        packed: Whether eight features stand in a byte.
+        simulated: Whether to make a simulated OPU.
+        max_n_features: See `OPU`, for one that is made here.
+        verbose_level: See `opusim.lightonml.set_verbose_level`; -1 leaves it.
+        linear: Whether to map linearly.
+
     Attributes:
         opu: The OPU; several maps may share one.
         fitted: Whether the map was fitted.
@@ -51,8 +62,13 @@ class OpuTransformer:
     ) -> None:
         self.opu.__exit__(kind, error, trace)
 
-    def _fit_opu(self, X: Any, n_features: Any, packed: bool, online: bool) -> None:
-        """Fit the OPU and keep the fit; n_features None takes n_2d_features for packed matrices."""
+    def fit(
+        self, X: Any = None, y: Any = None, n_features: Any = None, packed: bool = False, online: bool = False
+    ) -> Self:
+        """Learn the number of features, from X or from n_features; see `OPU.fit1d` and `OPU.fit2d`.
+
+        n_features None takes n_2d_features for packed matrices.
+        """
         checks.choice((1, 2), ndims=self.ndims)
         packed = packed or self.packed
         self.opu.n_components = self.n_components
@@ -60,11 +76,12 @@ class OpuTransformer:
             n_features = self.n_2d_features
         fit = self.opu.fit1d if self.ndims == 1 else self.opu.fit2d
         self._fit = fit(X, n_features, packed=packed, online=online).fitted
+        return self
 
     def _map(self, X: Any) -> Any:
         """Return features of X; the first X fits, and an online map takes the vectors of a batch one by one."""
         if self._fit is None:
-            self._fit_opu(X, None, False, False)
+            self.fit(X)
         self.opu.fitted = self._fit
         self.opu.n_components = self.n_components
         transform = self.opu.linear_transform if self.linear else self.opu.transform

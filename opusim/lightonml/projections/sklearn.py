@@ -15,22 +15,7 @@ class OPUMap(OpuTransformer, ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
     """`OPU.transform`, or `OPU.linear_transform`, for Pipeline and GridSearchCV.
 
     Binary vectors or matrices of any batch shape are taken; an encoder stands before it in a pipeline. A clone shares
-    an OPU that was given; one that the map made is made anew.
-
-    Args:
-        n_components: Number of outputs.
-        opu: The OPU; None makes one, as `OPU(n_components)` does.
-        ndims: 1 for vectors, 2 for matrices.
-        n_2d_features: Rows and columns of packed matrices.
-        packed: Whether eight features stand in a byte.
-        simulated: Whether to make a simulated OPU.
-        max_n_features: See `OPU`, for one that is made here.
-        verbose_level: See `opusim.lightonml.set_verbose_level`; -1 leaves it.
-        linear: Whether to map linearly.
-
-    Attributes:
-        opu: The OPU.
-        fitted: Whether the map was fitted.
+    an OPU that was given; one that the map made is made anew. Arguments are those of `OpuTransformer`.
     """
 
     def __init__(
@@ -78,13 +63,6 @@ class OPUMap(OpuTransformer, ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
                 verbose_level=self.verbose_level,
             )
         self._fit = None
-        return self
-
-    def fit(
-        self, X: Any = None, y: Any = None, n_features: Any = None, packed: bool = False, online: bool = False
-    ) -> Self:
-        """Learn the number of features, from X or from n_features; see `OPU.fit1d` and `OPU.fit2d`."""
-        self._fit_opu(X, n_features, packed, online)
         return self
 
     def transform(self, X: Any, y: Any = None) -> np.ndarray:

@@ -72,7 +72,7 @@ class Instrument:
 
 def name_of(seed: int, **fault: Any) -> str:
     found = diagnose(Instrument(seed).look(), Instrument(seed, **fault).look(), tolerated=0.01)
-    return "" if found is None else found.what
+    return "" if found is None else found[0]
 
 
 HIDDEN = sorted(set(range(INPUTS)) - set(np.flatnonzero(patterns_of(INPUTS)[5:].sum(dim=0)).tolist()))
@@ -117,14 +117,14 @@ def test_names_are_lost_without_what_they_rest_on(seed: int) -> None:
         changed(each, mean=each.mean[:, order], variance=each.variance[:, order]) for each in (first, now)
     ]
     found = diagnose(mixed[0], mixed[1], tolerated=0.01)
-    assert found is None or "cross-talk" not in found.what
+    assert found is None or "cross-talk" not in found[0]
     assert "stuck" not in name_of(seed, moved=0.1)
     leak = Instrument(seed, leak=0.3).look()
     blank = leak.mean.copy()
     blank[0] = blank[0][order]
     found = diagnose(first, changed(leak, mean=blank), tolerated=0.01)
     assert found is not None
-    assert "contrast" not in found.what
+    assert "contrast" not in found[0]
 
 
 def test_ambient_light_and_a_warmer_sensor_give_one_law(seed: int) -> None:

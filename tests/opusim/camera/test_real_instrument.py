@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from opusim.camera.imperfect import ImperfectExposure
+from opusim.camera.from_description import ImperfectExposure
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseUnknown
@@ -258,9 +258,9 @@ def test_a_vibrating_image_moves_all_pixels_together_by_its_law(seed: int) -> No
     with device({"vibration": vibration, "sensor": SILENT}, n_outputs=50) as twin:
         exposure = twin.exposure
         assert isinstance(exposure, ImperfectExposure)
-        assert exposure.pointing is not None
+        assert exposure.places is not None
         field = np.sum(np.square(twin.speckle.anchor), axis=0)
-        here, left, right = (exposure.gain_e * field[place] for place in exposure.pointing.places)
+        here, left, right = (exposure.gain_e * field[place] for place in exposure.places)
         shown = twin.anchor_frames(frames) - 100 - exposure.offset_e - exposure.dark_e
         sides = np.stack([left - here, right - here])
         size = np.linalg.lstsq(sides.T, (shown - here).T, rcond=None)[0]  # (2, frames): one of the two is 0

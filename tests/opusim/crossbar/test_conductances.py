@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from opusim.crossbar import conductances
-from opusim.crossbar.conductances import Pairs
+from opusim.crossbar import device as conductances
+from opusim.crossbar.device import Pairs
 from opusim.description.loading import load_description
 from tests.oracles.conductance_moments import moments
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.crossbar import products
-from opusim.crossbar.converter import Converter
-from opusim.crossbar.products import TiledProduct, add_codes
+from opusim.crossbar import device as products
+from opusim.crossbar.device import TiledProduct, add_codes
+from opusim.crossbar.programmable import Converter
 from opusim.description.crossbar import ProductSettings
 from opusim.noise import rounded_variance
 from opusim.randomness.streams import NoiseStream, SeededStream
@@ -177,7 +177,6 @@ def test_a_converter_that_cannot_be_is_refused(wrong: dict[str, Any], message: s
 
 def test_a_converter_shows_its_codes() -> None:
     converter = Converter(input_bits=3)
-    assert converter.input_step == pytest.approx(1 / 3)
     x = torch.tensor([-1.0, -0.4, 0.1, 0.0, 0.2, 1.0])
     assert torch.allclose(converter.shown(x), torch.tensor([-1.0, -1 / 3, 0.0, 0.0, 1 / 3, 1.0]))
     assert Converter(input_bits=8).shown(torch.tensor([-1.0, 0.0, 1.0])).tolist() == [-1.0, 0.0, 1.0]

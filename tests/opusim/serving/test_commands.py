@@ -21,8 +21,8 @@ from opusim.camera.from_description import noise_line
 from opusim.description.loading import load_description
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
 from opusim.errors import DeviceBusy
+from opusim.serving.keys import require_zmq
 from opusim.serving.remote import about
-from opusim.serving.zeromq import require_zmq
 from tests.support.command import COMMAND, ROOT, opusim
 from tests.support.served import Laboratory, ServerProcess, new_laboratory, serving
 
@@ -261,7 +261,7 @@ def test_wait_is_an_option_of_every_command(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_pyzmq_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opusim.serving.zeromq.zmq", None)
+    monkeypatch.setattr("opusim.serving.keys.zmq", None)
     with pytest.raises(
         Exception, match=r"need pyzmq, which is not installed: pip install 'opusim\[served\]'"
     ):

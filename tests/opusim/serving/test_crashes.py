@@ -221,7 +221,7 @@ def test_a_suspended_call_reads_what_a_local_one_reads(
     lab: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A simulation is read in one; other clients have their turn between the tiles of its medium."""
-    monkeypatch.setattr("opusim.serving.turns.TURN_S", 0.005)
+    monkeypatch.setattr("opusim.serving.server.TURN_S", 0.005)
     medium, window = {"dense_limit_mib": 0}, {"n_inputs": 20_000, "n_outputs": 2048, "seed": 9}
     x = torch.randint(-1, 2, (3, 20_000), generator=torch.Generator().manual_seed(5))
     with open_device("gaussian", medium=medium, **window) as device:

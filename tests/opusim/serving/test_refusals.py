@@ -18,9 +18,8 @@ import zmq
 
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, DeviceUnavailable
-from opusim.serving.connections import _LINES, Door, Refusals
+from opusim.serving.connections import _LINES, Message, Refusals, ServerSocket, told_error
 from opusim.serving.keys import Users, own_key
-from opusim.serving.messages import Message, told_error
 from opusim.serving.server import Limits, Server
 from tests.support.killing import start_child
 from tests.support.patience import eventually
@@ -190,7 +189,7 @@ def test_the_log_gets_a_bounded_number_of_lines_about_each_cause(
 
 
 def test_few_large_messages_are_taken_at_once(lab: Laboratory) -> None:
-    own = Door(Users(lab.keys), "tcp://127.0.0.1:*", largest=2**20, silence_s=20.0)
+    own = ServerSocket(Users(lab.keys), "tcp://127.0.0.1:*", largest=2**20, silence_s=20.0)
     try:
         with raw_socket(own.endpoint.replace("tcp", "remote")) as dealer:
             dealer.send(b"hello")
@@ -211,7 +210,7 @@ def test_a_user_who_floods_a_busy_server_and_hangs_up_does_not_end_it(lab: Labor
     told, tell = os.pipe()
 
     def be_busy() -> None:
-        own = Door(Users(lab.keys), "tcp://127.0.0.1:*", largest=2**20, silence_s=0.4)
+        own = ServerSocket(Users(lab.keys), "tcp://127.0.0.1:*", largest=2**20, silence_s=0.4)
         os.write(tell, own.endpoint.encode())
         while not own.wait(50):
             pass
@@ -393,7 +392,7 @@ def test_a_small_answer_that_is_cut_from_a_large_reading_is_refused(lab: Laborat
         raw_socket(address) as dealer,
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("opusim.serving.views.View.draw", lambda *_: pytest.fail("it was drawn"))
+            patch.setattr("opusim.serving.instrument.View.draw", lambda *_: pytest.fail("it was drawn"))
             session = opened_session(dealer, outputs_from=999, n_outputs=1).values["session"]
             for number, shape in enumerate([[100_000], [1, -100_000], [10, 10, 1000], [0.5, 1e9]], start=1):
                 drawn = call(session, number, act="draw", shape=shape)
@@ -429,7 +428,7 @@ def test_options_of_an_address_are_checked(lab: Laboratory) -> None:
 
 
 @contextlib.contextmanager
-def deaf_socket(door: Door, users: Users) -> Iterator[None]:
+def deaf_socket(door: ServerSocket, users: Users) -> Iterator[None]:
     """A client that says a word and never reads; every one has the same name."""
     context = zmq.Context()
     dealer, key = context.socket(zmq.DEALER), own_key()
@@ -459,7 +458,7 @@ def test_a_server_ends_although_a_connection_broke_with_answers_waiting(lab: Lab
     Here a second client that takes over the name of the first one makes it.
     """
     users = Users(lab.keys)
-    door = Door(users, "tcp://127.0.0.1:*", largest=2**20, silence_s=20.0)
+    door = ServerSocket(users, "tcp://127.0.0.1:*", largest=2**20, silence_s=20.0)
     door._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     with contextlib.ExitStack() as second:
         with deaf_socket(door, users):
@@ -471,4 +470,4 @@ def test_a_server_ends_although_a_connection_broke_with_answers_waiting(lab: Lab
         ending.start()
         ending.join(20)
         assert not ending.is_alive(), "libzmq waits for a queue that nobody empties"
-    Door(users, door.endpoint, largest=2**20, silence_s=20.0).close()  # the port is free
+    ServerSocket(users, door.endpoint, largest=2**20, silence_s=20.0).close()  # the port is free

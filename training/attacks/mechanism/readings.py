@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opusim.accounting.ledger.ledger import read_ledger
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, learning_rates
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 from opusim.p_values import bonferroni
 from opusim.training.attacks.base import Records
 from opusim.training.attacks.mechanism.checks import BatchLaw, Check, Released, Sums

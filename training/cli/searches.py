@@ -151,7 +151,7 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
                 progress.start(of, at_once=True)
 
         found = search.run(tell)
-    from opusim.accounting.tables import guarantee_rows, print_rows
+    from opusim.accounting.explanation import guarantee_rows, print_rows
 
     print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
     if found.searches > 1:
@@ -217,7 +217,7 @@ def curve(
         )
     read, text = read_spec(spec)
     points = points_of(read, text)
-    from opusim.accounting.tables import print_rows
+    from opusim.accounting.explanation import print_rows
     from opusim.training.reports.sweep_report import setting_rows, write_sweep
     from opusim.training.sweeps.execution import run_sweep
     from opusim.training.sweeps.results import SweepFolder, SweepResult
@@ -269,7 +269,7 @@ class SweepProgress:
 
     def foretell(self, found: SweepForecast) -> None:
         """Say what the runs will take of their devices, if some have one."""
-        from opusim.accounting.mechanisms import counted
+        from opusim.accounting.mechanism import counted
 
         silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
         if found.runs:

@@ -26,8 +26,7 @@ from scipy.optimize import brentq
 
 from opusim.accounting import numerics
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.guarantee import Guarantee, NoGuarantee
 from opusim.accounting.mechanisms.counts import (
     LabelArgmax,
     argmax_epsilon,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.tables import guarantee_rows, number, print_rows
+from opusim.accounting.explanation import guarantee_rows, number, print_rows
 from opusim.camera.exposure import OperatingPoint
 from opusim.errors import ConfigError
 from opusim.plugins import Deferred

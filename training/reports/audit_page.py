@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from opusim.accounting.audit import AuditPlan
+from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.tables import number
 from opusim.files import write_file
 from opusim.tables import data_url, html_page, png_bytes
 from opusim.training.attacks.findings import LOW, LOW_RATE, Audit, Curve, Played, Role, audit_rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from opusim.accounting.explanation import guarantee_rows
 from opusim.accounting.guarantee import to_json
-from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
-from opusim.accounting.tables import guarantee_rows
+from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.files import write_file
 from opusim.tables import html_page
 from opusim.training.attacks.findings import audit_rows

@@ -9,7 +9,7 @@ from typing_extensions import Doc
 
 from opusim import AdditiveNoise, Theorem
 from opusim.accounting import numerics
-from opusim.accounting.mechanisms import Positive, SamplingProbability, counted
+from opusim.accounting.mechanism import Positive, SamplingProbability, counted
 
 THEOREM = Theorem(
     name="two-views",

@@ -27,7 +27,7 @@ from opusim.accounting.audit import (
 )
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanism import Mechanism
 from opusim.randomness.streams import derive_seed
 from opusim.training.data import Dataset, Split
 from opusim.training.data.dataset import Standardisation

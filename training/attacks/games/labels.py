@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.counts import LabelCounts
 from opusim.accounting.mechanisms.labels import (
     LabelAmplified,

@@ -20,8 +20,8 @@ import scipy.stats
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.ledger.ledger import read_ledger
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.ledger import read_ledger
+from opusim.accounting.mechanism import Mechanism
 from opusim.medium.directions import Direction
 from opusim.p_values import bonferroni
 from opusim.training.attacks.base import Records

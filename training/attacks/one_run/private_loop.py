@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
 from opusim import checks
-from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
+from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.findings import Audit
 from opusim.training.attacks.one_run.audit import DEFAULT_CANARIES, read_canaries

@@ -15,15 +15,13 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opusim.accounting.journal import Journal, head_file
 
-from opusim.accounting.errors import LedgerCorrupt, NoGuarantee
-from opusim.accounting.ledger.content import CertificateFacts
-from opusim.accounting.ledger.journal import Journal, head_file
-from opusim.accounting.ledger.ledger import LEDGER_FILE, Ledger, read_ledger
-from opusim.accounting.ledger.statement import LedgerFacts, Statement
+from opusim.accounting.explanation import LedgerFacts, Statement
+from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee
+from opusim.accounting.ledger import LEDGER_FILE, CertificateFacts, Ledger, read_ledger
 from opusim.accounting.mechanisms.records import RecordCentral
-from opusim.description.loading import load_description, packaged_names, parse_description
-from opusim.description.schema import LightonSettings
+from opusim.description.schema import LightonSettings, load_description, packaged_names, parse_description
 from opusim.devices.access import require_lighton
 from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw, digest_of, load_certificate
 from opusim.errors import ConfigError, DeviceUnavailable

@@ -1,4 +1,4 @@
-"""What a ledger holds, from the entries of its journal (`opusim.accounting.ledger.ledger` says what they mean).
+"""What a ledger holds, from the entries of its journal (`opusim.accounting.ledger` says what they mean).
 
 Its certificates and alarms are about the device whose noise is credited. A statement that rests on a certificate lists
 it among its assumptions. An alarm that speaks against the certified noise divides a run: what was released before the
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from opusim.accounting.journal import Position
+
 from opusim import checks
 from opusim.accounting.composition import guarantees, merge
-from opusim.accounting.errors import LedgerCorrupt
-from opusim.accounting.guarantee import Assumption, Guarantee, Release, Status, from_json
-from opusim.accounting.ledger.journal import Position
+from opusim.accounting.guarantee import Assumption, Guarantee, LedgerCorrupt, Release, Status, from_json
 from opusim.accounting.mechanism import CertifiedMechanism, Mechanism, mechanism_from_json
 
 Mode = Literal["experiment", "release"]

@@ -13,14 +13,14 @@ are reserved in blocks, one line each, so that not every step waits for a sync.
 - release mode: a re-executed step draws new noise and is charged again. A kill also loses the rest of a block. A
   process that stops cleanly returns that rest (`Ledger.return_unused`).
 
-Entries of the file (`opusim.accounting.ledger.journal`): the first has `mode`, `delta` and `enforced`. The others are
+Entries of the file (`opusim.accounting.journal`): the first has `mode`, `delta` and `enforced`. The others are
 
 | keys | meaning |
 | --- | --- |
 | `first_step`, `steps`, `mechanisms` | a block of steps is paid for; the descriptions are of a single step |
 | `name`, `mechanisms` | a release that happens once is paid for |
 | `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
-| `certificate` | mechanisms that name its digest rest on it (`opusim.accounting.ledger.content`) |
+| `certificate` | mechanisms that name its digest rest on it (`opusim.accounting.ledger`) |
 | `alarm`: `step`, `since`, `found`, `covered` | the device's monitor stopped the run before a step |
 | `stopped`, `resumed` | written by earlier versions about a budget that a run spends gradually; read, and not used |
 
@@ -41,11 +41,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from opusim.accounting.journal import Journal, Position, Witness, read_positioned
+
 from opusim import checks
 from opusim.accounting.composition import Budget, merge
-from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
-from opusim.accounting.guarantee import Guarantee, to_json
-from opusim.accounting.ledger.content import (
+from opusim.accounting.guarantee import BudgetExceeded, Guarantee, LedgerCorrupt, to_json
+from opusim.accounting.ledger import (
     Alarm,
     CertificateFacts,
     Coverage,
@@ -56,7 +57,6 @@ from opusim.accounting.ledger.content import (
     require_certified,
     shortened,
 )
-from opusim.accounting.ledger.journal import Journal, Position, Witness, read_positioned
 from opusim.accounting.mechanism import Mechanism
 from opusim.files import OwnProcess
 

@@ -16,9 +16,17 @@ from typing_extensions import Doc
 from opusim import checks
 from opusim.accounting import numerics
 from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Unit
-from opusim.accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
-from opusim.accounting.mechanisms.observations import keep_probability
-from opusim.accounting.parameters import DeviceNoise, ExactlyRounded, Positive, SamplingProbability
+from opusim.accounting.mechanism import (
+    CertifiedMechanism,
+    DeviceNoise,
+    ExactlyRounded,
+    Hypotheses,
+    Mechanism,
+    Positive,
+    SamplingProbability,
+    counted,
+)
+from opusim.accounting.mechanisms.labels import keep_probability
 from opusim.accounting.theorems import NOISE_IS_SECRET, NOISY_SUM, SEED_IS_SECRET, Theorem
 
 _SIGNALS_CHECKED = (
@@ -152,7 +160,7 @@ STAGED_RESPONSE = Theorem(
     "answer only; earlier answers do not depend on it, and later ones only through that answer. The loss of "
     "randomized response over two labels dominates that of any epsilon-DP mechanism, which gives epsilon at a delta.",
     reference="Ghazi, Golowich, Kumar, Manurangsi and Zhang 2021; Kairouz, Oh and Viswanath 2015",
-    code="opusim.accounting.mechanisms.observations.respond_among",
+    code="opusim.accounting.mechanisms.labels.respond_among",
     page="privacy-labels.md, section 5",
     checked_by_code=(
         "every label is randomized once, in the part that its record was drawn into",

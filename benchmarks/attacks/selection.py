@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from opusim.accounting import numerics
-from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import calibrate_noise
 from opusim.accounting.guarantee import Adjacency, Release
 from opusim.accounting.mechanisms.selection import NoisyTrial, PrivateSelection
 from opusim.randomness.streams import derive_seed

@@ -15,10 +15,10 @@ import typer
 
 from benchmarks.results_file import load_results, save_results
 from opusim.accounting import numerics
-from opusim.accounting.mechanisms.observations import label_distance
+from opusim.accounting.mechanisms.labels import label_distance
 from opusim.accounting.mechanisms.readings import epsilon_of_divergence
 from opusim.camera.exposure import OperatingPoint
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from opusim.training.protections.counted_labels import CountsReadout
 from opusim.training.protections.label_frames import LabelFrames

@@ -29,7 +29,7 @@ from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import open_device
 from opusim.accounting.composition import Budget
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.medium.transmission import Medium
 from opusim.tables import print_table

@@ -40,8 +40,7 @@ from scipy.optimize import minimize
 from scipy.special import log_ndtr, ndtr
 
 from opusim import checks
-from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description, parse_description
 from opusim.description.section import flat
 from opusim.errors import ConfigError
 from opusim.files import read_text

@@ -30,7 +30,7 @@ from opusim.crossbar.layers import (
     has_groups,
     zero_padding,
 )
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage
 from opusim.randomness.seeds import derive_seed

@@ -12,8 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from opusim import checks
-from opusim.description.loading import load_description, packaged_names
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description, packaged_names
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate, load_certificate

@@ -18,7 +18,7 @@ Step 3 happens to some 1 in 10^10 numbers if |s| is below 1,000 b: twice the bou
 step. It takes longer, so that time tells at most that a number was near an edge.
 
 Long float32 arrays, such as a model's gradients, take their numbers in pairs and step 1 in float32 first:
-`opusim.randomness.rounding_kernels`, of which `settle` is step 3.
+`opusim.randomness.kernels`, of which `settle` is step 3.
 
 **Sums.** Noise hides a sum only if neighbouring data sets change the *computed* sum by at most the stated bound.
 `toward_zero` makes contributions multiples of a power of two, so that sums of them are exact in any order.

@@ -32,7 +32,7 @@ from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise
 from opusim.randomness.seeds import MAX_SEED as MAX_SEED
 from opusim.randomness.seeds import derive_seed as derive_seed
 
-kernels, rounding = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.rounding_kernels")
+kernels, rounding = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.kernels")
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

@@ -9,7 +9,7 @@ import pytest
 
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Adjacency
-from opusim.accounting.mechanisms import Mechanism, mechanism_from_json
+from opusim.accounting.mechanism import Mechanism, mechanism_from_json
 from opusim.accounting.mechanisms.labels import LabelAmplified, LabelReadout, LabelRelease
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
 from opusim.accounting.mechanisms.selection import PrivateSelection

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from opusim.accounting import Ledger, PoissonGaussian, guarantees, mechanism_from_json
-from opusim.accounting.mechanisms import Mechanism, mechanism_class, mechanism_kinds
+from opusim.accounting.mechanism import Mechanism, mechanism_class, mechanism_kinds
 from opusim.accounting.theorems import theorem
 from tests.support.packages import metadata
 

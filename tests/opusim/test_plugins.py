@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from opusim import plugins
-from opusim.accounting.mechanisms import Mechanism, mechanism_class, mechanism_classes
+from opusim.accounting.mechanism import Mechanism, mechanism_class, mechanism_classes
 from opusim.accounting.mechanisms.records import Gaussian
 from opusim.devices.kinds import device_factory, device_kinds
 from opusim.devices.simulated import IdealDevice

@@ -6,7 +6,7 @@ from functools import singledispatch
 
 import dp_accounting as dp
 
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout, LabelRelease
 from opusim.accounting.mechanisms.records import ClippedRecords, PoissonGaussian
 from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opusim import training
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.training.attacks.mechanism.checks import noise_checks, shared
 from opusim.training.config import load_config
 from opusim.training.convex.gated import GatedRelu

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanisms.records import Gaussian
 from opusim.training.config.reading import load_config
 from opusim.training.runs.folder import RunFolder

@@ -30,7 +30,7 @@ import torch
 import opusim
 from opusim.calibration.calibrate import calibrate as calibrated
 from opusim.calibration.photon_transfer import Plan
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceError, OpusimError
 from opusim.serving.connections import told_error

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Status
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import NoGuarantee, Status
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError
 from opusim.training.cli import main

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from opusim import training
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection
 from opusim.training.cli import main
 from opusim.training.config import load_config

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opusim.accounting.errors import LedgerCorrupt, NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Status, Unit
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import Adjacency, LedgerCorrupt, NoGuarantee, Status, Unit
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of

@@ -29,8 +29,8 @@ from opusim.accounting.audit import (
     clopper_pearson_upper,
     guesses_bound,
 )
+from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
-from opusim.accounting.tables import number
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from opusim.training.runs.storage import (

@@ -32,7 +32,7 @@ from opusim.accounting.audit import (
 )
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, learning_rates, proven_mu
 from opusim.accounting.mechanisms.counts import LabelCounts
 from opusim.accounting.mechanisms.labels import (

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from opusim.accounting.audit import AuditResult, detection_probability
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Guarantee
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee
+from opusim.accounting.mechanism import Mechanism
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import (
     Attack,

@@ -17,8 +17,7 @@ from torch import nn
 from opusim import checks
 from opusim.accounting.audit import AuditPlan, audit
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.guarantee import Guarantee, NoGuarantee
 from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Attack

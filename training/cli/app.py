@@ -24,7 +24,7 @@ from opusim.plugins import Deferred, PluginError
 from opusim.processes import environment_number, launched_processes
 from opusim.training.cli.groups import LazyGroup, built
 
-memory = Deferred("opusim.processes.memory")
+memory = Deferred("opusim.processes")
 
 _TRAIN = "Train"
 _RUNS = "Runs and privacy"
@@ -417,7 +417,7 @@ def _require_one_process() -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    from opusim.accounting.errors import BudgetExceeded
+    from opusim.accounting.guarantee import BudgetExceeded
     from opusim.training.errors import RunInterrupted
 
     if isinstance(error, RunInterrupted):

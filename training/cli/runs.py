@@ -14,7 +14,7 @@ import typer
 from opusim.training.cli.options import TrustCode, say_trusted
 
 if TYPE_CHECKING:
-    from opusim.accounting.ledger.statement import Statement
+    from opusim.accounting.explanation import Statement
     from opusim.training.attacks.findings import Audit
 
 zo_app = typer.Typer(help="Replay a zeroth-order run from its step log.", no_args_is_help=True)
@@ -183,7 +183,7 @@ def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the runs of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
-    from opusim.accounting.tables import print_rows
+    from opusim.accounting.explanation import print_rows
     from opusim.tables import wrapped
     from opusim.training.runs.listing import SCHEMA, VERSION, list_runs
 
@@ -251,7 +251,7 @@ def account_run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")] = False,
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
-    from opusim.accounting.ledger.statement import WARNINGS
+    from opusim.accounting.explanation import WARNINGS
     from opusim.tables import wrapped
     from opusim.training.errors import RunFolderError
     from opusim.training.runs.folder import RunFolder, StoredRun
@@ -278,8 +278,8 @@ def account_run(
 
 def _stated(path: Path, delta: float | None) -> Statement:
     """Read a ledger and what may be stated of it; in a run folder, check it against the checkpoint and the summary."""
-    from opusim.accounting.ledger.ledger import read_ledger
-    from opusim.accounting.ledger.statement import LedgerFacts, RunFacts, Statement
+    from opusim.accounting.explanation import LedgerFacts, RunFacts, Statement
+    from opusim.accounting.ledger import read_ledger
     from opusim.errors import ConfigError
     from opusim.training.errors import RunFolderError
     from opusim.training.runs.folder import RunFolder, versions
@@ -349,8 +349,8 @@ def account_device(
 ) -> None:
     """State what a device's own noise is worth for labels read once: from sigma or temperature to epsilon and back."""
     from opusim import checks
-    from opusim.accounting.tables import print_rows
-    from opusim.description.loading import load_description
+    from opusim.accounting.explanation import print_rows
+    from opusim.description.schema import load_description
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
     from opusim.tables import wrapped
@@ -606,7 +606,7 @@ _WIDE_PAGE = 140
 
 def _show(run: Path, found: Audit, out: Path | None, *, as_json: bool) -> None:
     """Write report and pages of what was found, and print the findings and what they mean."""
-    from opusim.accounting.tables import print_rows
+    from opusim.accounting.explanation import print_rows
     from opusim.tables import output_width, wrapped
     from opusim.training.attacks.findings import LOW, NARROW, audit_rows, paragraphs
     from opusim.training.reports.audit_page import write_audit_page

@@ -85,7 +85,7 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
         if config.uses_device and not _follows(
             config
         ):  # its driver must be there before anything else begins
-            from opusim.description.loading import load_description
+            from opusim.description.schema import load_description
             from opusim.devices.access import require_present
 
             require_present(load_description(config.device.name, config.device.overrides))
@@ -121,7 +121,7 @@ def resume(
     trust_code: TrustCode = False,
 ) -> None:
     """Resume a run that was stopped or killed, from its newest checkpoint."""
-    from opusim.description.loading import parse_description
+    from opusim.description.schema import parse_description
     from opusim.devices.access import require_present
     from opusim.training.engine.session import train
     from opusim.training.networks.user_code import require_trusted
@@ -241,7 +241,7 @@ def work_text(expected: Usage, what_for: str = "") -> str:
 
 def print_run(run: Run, report_file: Path) -> None:
     """Print a run's figures, its guarantees and its folder."""
-    from opusim.accounting.tables import guarantee_rows, print_rows
+    from opusim.accounting.explanation import guarantee_rows, print_rows
     from opusim.tables import wrapped
     from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row
 
@@ -440,7 +440,7 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
                 progress.start(of, at_once=True)
 
         found = search.run(tell)
-    from opusim.accounting.tables import guarantee_rows, print_rows
+    from opusim.accounting.explanation import guarantee_rows, print_rows
 
     print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
     if found.searches > 1:
@@ -506,7 +506,7 @@ def curve(
         )
     read, origin = read_spec(spec)
     text, points = read_text(spec), points_of(read, origin)
-    from opusim.accounting.tables import print_rows
+    from opusim.accounting.explanation import print_rows
     from opusim.training.reports.sweep_report import setting_rows, write_sweep
     from opusim.training.sweeps.execution import run_sweep
     from opusim.training.sweeps.sweep import SweepFolder, SweepResult
@@ -542,7 +542,7 @@ class SweepProgress(Progress):
 
     def foretell(self, found: SweepForecast) -> None:
         """Say what the runs will take of their devices, if some have one."""
-        from opusim.accounting.mechanisms import counted
+        from opusim.accounting.mechanism import counted
 
         silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
         if found.runs:

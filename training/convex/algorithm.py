@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, log_expansion, residual_bound
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
-from opusim.processes.memory import require_memory
+from opusim.processes import require_memory
 from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import ModelConfig
 from opusim.training.convex.config import ConvexConfig

@@ -23,15 +23,14 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description, parse_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.encodings import binarize
 from opusim.errors import ConfigError
 from opusim.files import make_folder
-from opusim.processes.memory import require_memory
+from opusim.processes import require_memory
 from opusim.training.config.data import DataConfig
 from opusim.training.data.dataset import (
     Dataset,

@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

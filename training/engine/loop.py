@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from opusim.accounting.errors import BudgetExceeded, NoGuarantee
-from opusim.accounting.ledger.content import Alarm
+from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee
+from opusim.accounting.ledger import Alarm
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from opusim.accounting.mechanisms import Mechanism
-from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription, NoiseSettings
+from opusim.accounting.mechanism import Mechanism
+from opusim.description.schema import DeviceDescription, NoiseSettings, load_description, parse_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.devices.registry import SharedDevice, open_described

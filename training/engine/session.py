@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from opusim.accounting.errors import BudgetExceeded
 from opusim.accounting.explanation import large_delta
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.guarantee import BudgetExceeded
+from opusim.accounting.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 
 from opusim import plugins
 from opusim.accounting.guarantee import Assumption, Guarantee, Status
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanism import Mechanism
 
 ENTRY_POINT_GROUP = "opusim.accountants"
 

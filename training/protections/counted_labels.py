@@ -21,9 +21,9 @@ from scipy.optimize import linprog
 from scipy.special import logsumexp
 from torch import Tensor
 
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.counts import LabelCounts
-from opusim.accounting.mechanisms.observations import UniformSource
+from opusim.accounting.mechanisms.labels import UniformSource
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError

@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opusim.accounting.errors import LedgerCorrupt, NoGuarantee
-from opusim.accounting.ledger.ledger import Ledger
-from opusim.accounting.mechanisms import Mechanism
-from opusim.accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
-from opusim.accounting.mechanisms.observations import (
+from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee
+from opusim.accounting.ledger import Ledger
+from opusim.accounting.mechanism import Mechanism
+from opusim.accounting.mechanisms.labels import (
+    LabelReadout,
+    RandomizedResponse,
+    StagedResponse,
     UniformSource,
     label_distance,
     reading_log_likelihood,

@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.labels import LabelReadout
 from opusim.accounting.theorems import require_poisson
 from opusim.description.schema import DeviceDescription

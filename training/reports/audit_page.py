@@ -21,9 +21,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from opusim.accounting.audit import AuditPlan
+from opusim.accounting.explanation import guarantee_rows, number
 from opusim.accounting.guarantee import Guarantee, to_json
-from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
-from opusim.accounting.tables import guarantee_rows, number
+from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.files import write_file
 from opusim.tables import data_url, html_page, png_bytes
 from opusim.training.attacks.findings import (

@@ -31,10 +31,9 @@ import torch
 from scipy.optimize import brentq
 
 from opusim.accounting import numerics
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.explanation import guarantee_rows, number, print_rows
+from opusim.accounting.guarantee import Guarantee, NoGuarantee
 from opusim.accounting.mechanisms.counts import (
     LabelArgmax,
     argmax_epsilon,
@@ -42,9 +41,7 @@ from opusim.accounting.mechanisms.counts import (
     known_counts_epsilon,
     known_counts_guarantee,
 )
-from opusim.accounting.mechanisms.labels import LabelReadout
-from opusim.accounting.mechanisms.observations import label_distance
-from opusim.accounting.tables import guarantee_rows, number, print_rows
+from opusim.accounting.mechanisms.labels import LabelReadout, label_distance
 from opusim.camera.exposure import CountLaw, OperatingPoint
 from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice

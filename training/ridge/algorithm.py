@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.training.config.run import RunConfig

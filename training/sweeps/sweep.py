@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opusim.accounting.guarantee import Status
-from opusim.description.loading import load_description
-from opusim.description.schema import NoiseSettings
+from opusim.description.schema import NoiseSettings, load_description
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from opusim.training.attacks.findings import read_audit

@@ -30,10 +30,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
-from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.ledger.ledger import LEDGER_FILE, Ledger
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.guarantee import BudgetExceeded, Guarantee, LedgerCorrupt
+from opusim.accounting.ledger import LEDGER_FILE, Ledger
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.selection import PrivateSelection, priced_search
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.ulr import PublishedUlr
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

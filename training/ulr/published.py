@@ -13,7 +13,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.randomness.streams import NoiseStream
 from opusim.training.networks.clipping import (
     bounded_factors,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
-from opusim.accounting.mechanisms.observations import (
+from opusim.accounting.mechanisms.labels import (
+    RandomizedResponse,
+    StagedResponse,
     among_log_likelihood,
     among_targets,
     respond_among,

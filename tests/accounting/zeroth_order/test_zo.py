@@ -12,7 +12,7 @@ import pytest
 
 from opusim.accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.mechanisms import Mechanism, mechanism_from_json
+from opusim.accounting.mechanism import Mechanism, mechanism_from_json
 from opusim.accounting.mechanisms.records import PoissonGaussian, PoissonLaplace
 from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
 from tests.oracles.dp_events import event

@@ -18,7 +18,7 @@ from opusim.calibration.frames import decorrelation_time, sparse_patterns
 from opusim.calibration.photon_transfer import Plan
 from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
 from opusim.camera.exposure import Exposure
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import PhotonCountLaw, load_certificate

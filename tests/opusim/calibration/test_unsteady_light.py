@@ -7,7 +7,7 @@ import torch
 from opusim.calibration.calibrate import Calibration, calibrate
 from opusim.calibration.frames import Level, jackknife, take_series
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer, Plan
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 
 pytestmark = pytest.mark.compiled

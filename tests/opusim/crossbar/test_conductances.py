@@ -11,7 +11,7 @@ import torch
 
 from opusim.crossbar import device as conductances
 from opusim.crossbar.device import Pairs
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from tests.oracles.conductance_moments import moments
 
 DEVICES = 2**18

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from typing_extensions import Doc
 
 from opusim.accounting import AdditiveNoise, Theorem, numerics
-from opusim.accounting.mechanisms import Positive, SamplingProbability, counted
+from opusim.accounting.mechanism import Positive, SamplingProbability, counted
 
 THEOREM = Theorem(
     name="two-views",

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
 from opusim.training.attacks import base
 from opusim.training.attacks.base import KeptTerms, NotedTerms, OuterProducts

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from opusim import training
 from opusim.accounting.audit import Method
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.training.attacks.findings import audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.final_model import (
     SCORES_FILE,

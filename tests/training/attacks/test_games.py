@@ -17,7 +17,7 @@ from benchmarks.attacks import crafted as benchmark
 from benchmarks.attacks import guarantees
 from opusim import training
 from opusim.accounting.audit import AuditResult, audit_drawn_noise, lower_bound
-from opusim.accounting.mechanisms import mechanism_classes
+from opusim.accounting.mechanism import mechanism_classes
 from opusim.randomness.streams import NoiseStream
 from opusim.training.attacks.findings import Curve, Role, paragraphs
 from opusim.training.attacks.games import RECORDS, AmplifiedGame, LastIterateGame, TwoWorlds, played

@@ -14,9 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.mechanisms.labels import StagedResponse
-from opusim.accounting.mechanisms.observations import UniformSource
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.mechanisms.labels import StagedResponse, UniformSource
 from opusim.errors import ConfigError
 from opusim.training.attacks.mechanism.audit import staged_checks
 from opusim.training.attacks.mechanism.checks import (

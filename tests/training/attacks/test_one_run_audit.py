@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from benchmarks.attacks import one_run
 from opusim import training
 from opusim.accounting.audit import Method
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanisms.records import RecordReplaced
 from opusim.errors import ConfigError
 from opusim.training.attacks.findings import Audit, Role, audit_rows, paragraphs, read_audit

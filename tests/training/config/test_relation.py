@@ -15,10 +15,9 @@ import torch
 from safetensors import safe_open
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
 from opusim.accounting.explanation import explain
-from opusim.accounting.guarantee import Adjacency
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 from opusim.errors import ConfigError
 from opusim.training.attacks.run_audit import audit_run

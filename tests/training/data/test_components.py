@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.training.config.reading import merged
 from opusim.training.data import from_arrays

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from opusim import open_device, training
-from opusim.accounting.errors import NoGuarantee
-from opusim.description.loading import load_description
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.description.schema import load_description
 from opusim.errors import ConfigError
 from opusim.files import to_toml
 from opusim.training.config.reading import load_config

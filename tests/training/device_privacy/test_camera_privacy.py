@@ -11,12 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Status, Unit
-from opusim.accounting.mechanisms.labels import LabelReadout
-from opusim.accounting.mechanisms.observations import label_distance
+from opusim.accounting.guarantee import NoGuarantee, Status, Unit
+from opusim.accounting.mechanisms.labels import LabelReadout, label_distance
 from opusim.camera.exposure import OperatingPoint
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of, load_certificate
 from opusim.devices.registry import open_device

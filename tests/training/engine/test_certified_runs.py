@@ -14,13 +14,11 @@ import pytest
 import torch
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Status
-from opusim.accounting.ledger.ledger import read_ledger
-from opusim.accounting.mechanisms import CertifiedMechanism
+from opusim.accounting.guarantee import NoGuarantee, Status
+from opusim.accounting.ledger import read_ledger
+from opusim.accounting.mechanism import CertifiedMechanism
 from opusim.calibration.calibrate import calibrate
-from opusim.description.loading import load_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw, digest_of
 from opusim.devices.kinds import register_device

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.processes.ranks import Ranks
 from opusim.training.engine.leading import share_trainer
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint

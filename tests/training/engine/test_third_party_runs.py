@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
+from opusim.accounting.ledger import read_ledger
 from opusim.errors import ConfigError
 from opusim.training.attacks.mechanism.audit import audit_mechanism
 from opusim.training.attacks.run_audit import audit_run

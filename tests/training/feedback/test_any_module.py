@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim import open_device, training
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError, DeviceError
 from opusim.training.cli.train import print_run
 from opusim.training.config.sections import MODEL_NAMES, OptimizerConfig

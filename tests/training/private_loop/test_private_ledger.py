@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import opusim
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
 from opusim.training.errors import FolderBusy
 from opusim.training.private_loop.loader import PrivateLoader

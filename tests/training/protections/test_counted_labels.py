@@ -17,9 +17,9 @@ from scipy.stats import norm
 
 from opusim import open_device, training
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import BudgetExceeded
-from opusim.accounting.ledger.ledger import read_ledger
-from opusim.accounting.mechanisms import CertifiedMechanism, Mechanism
+from opusim.accounting.guarantee import BudgetExceeded
+from opusim.accounting.ledger import read_ledger
+from opusim.accounting.mechanism import CertifiedMechanism, Mechanism
 from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from opusim.camera.stages import number_law
 from opusim.devices.base import NoisyDevice

@@ -16,9 +16,9 @@ from scipy.stats import norm
 from opusim import open_device, training
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Status
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.counts import LabelArgmax, argmax_epsilon
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.noise import LightPower

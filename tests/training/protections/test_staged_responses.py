@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from opusim import training
-from opusim.accounting.errors import BudgetExceeded, NoGuarantee
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
 from opusim.training.engine.plan import load_data
@@ -216,7 +216,7 @@ def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pyt
     def refuse(*_: Any) -> None:
         raise BudgetExceeded("no")
 
-    monkeypatch.setattr("opusim.accounting.ledger.ledger.Ledger.pay_once", refuse)
+    monkeypatch.setattr("opusim.accounting.ledger.Ledger.pay_once", refuse)
     with pytest.raises(BudgetExceeded):
         training.train(config(2), data=data(), folder=tmp_path)
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from opusim import training
-from opusim.accounting.tables import guarantee_rows, print_rows
+from opusim.accounting.explanation import guarantee_rows, print_rows
 from opusim.tables import column_widths, output_width, print_table, wrapped
 from opusim.training.reports import run_report, sweep_report
 from opusim.training.reports.drawing import Line, LineChart

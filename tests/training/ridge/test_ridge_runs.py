@@ -12,9 +12,9 @@ import torch
 
 from opusim import training
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
-from opusim.accounting.ledger.ledger import read_ledger
-from opusim.accounting.mechanisms import mechanism_from_json
+from opusim.accounting.guarantee import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.ledger import read_ledger
+from opusim.accounting.mechanism import mechanism_from_json
 from opusim.accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opusim.accounting.journal import Journal
 
 from opusim import training
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt, NoGuarantee
-from opusim.accounting.ledger.journal import Journal
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
-from opusim.accounting.mechanisms import mechanism_from_json
+from opusim.accounting.guarantee import BudgetExceeded, LedgerCorrupt, NoGuarantee
+from opusim.accounting.ledger import Ledger, read_ledger
+from opusim.accounting.mechanism import mechanism_from_json
 from opusim.training.cli import main
 from opusim.training.engine.loop import Engine
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
@@ -299,7 +299,7 @@ def _never_sync(monkeypatch: pytest.MonkeyPatch) -> None:
         if not os.readlink(f"/proc/self/fd/{descriptor}").endswith("ledger.jsonl"):
             fsync(descriptor)
 
-    monkeypatch.setattr("opusim.accounting.ledger.journal.os.fsync", skip_the_ledger)
+    monkeypatch.setattr("opusim.accounting.journal.os.fsync", skip_the_ledger)
 
 
 def _pay_once_for_repeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.randomness.streams import noise_stream
 from opusim.training.networks.functions import cross_entropy_values

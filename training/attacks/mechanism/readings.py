@@ -19,7 +19,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, learning_rates
 from opusim.medium.transmission import Direction
 from opusim.p_values import bonferroni

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.description.loading import load_description
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.description.schema import load_description
 from opusim.errors import ConfigError
 from opusim.training.attacks.base import crafted
 from opusim.training.config.reading import flat

@@ -21,10 +21,9 @@ from opusim import checks
 from opusim.accounting import numerics
 from opusim.accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from opusim.accounting.composition import guarantees as composed
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Guarantee, Unit
-from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
-from opusim.accounting.mechanisms import Mechanism
+from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
+from opusim.accounting.ledger import LEDGER_FILE, read_ledger
+from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from accounting import numerics
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, NoGuarantee
 from accounting.mechanism import Mechanism
 from opusim import checks
 

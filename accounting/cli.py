@@ -17,9 +17,8 @@ import typer
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
 from accounting.explanation import explain_theorem, guarantees_text, large_delta
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, NoGuarantee
 from accounting.mechanism import Mechanism, mechanism_classes
 from accounting.mechanisms.convex import (
     ConvexLastIterate,

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Unit
+from accounting.guarantee import Adjacency, BudgetExceeded, Guarantee, NoGuarantee, Unit
 from accounting.mechanism import Mechanism
 from opusim import checks
 

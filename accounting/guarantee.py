@@ -1,4 +1,4 @@
-"""A privacy statement about a mechanism: never an epsilon without its unit, relation, release and status.
+"""A privacy statement about a mechanism: never an epsilon without its unit, relation, release and status; and accounting's errors.
 
 Records become plain JSON values through pydantic; numbers survive the round trip to the last bit.
 """
@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import lazy_loader
 
-from accounting.errors import NoGuarantee
 from opusim import checks
+from opusim.errors import OpusimError
 
 pydantic = lazy_loader.load("pydantic")  # a tenth of a second, which no command needs for its help
 
@@ -64,6 +64,18 @@ def _adapter_of(kind: type[Any]) -> Any:
     if kind not in _adapters:
         _adapters[kind] = pydantic.TypeAdapter(kind)
     return _adapters[kind]
+
+
+class BudgetExceeded(OpusimError):
+    """The next step would spend more than the budget; it was not taken."""
+
+
+class NoGuarantee(OpusimError, ValueError):
+    """No theorem covers what was asked; the message names what is missing and what would be covered."""
+
+
+class LedgerCorrupt(OpusimError, ValueError):
+    """A ledger was changed, cut or reordered; the message names file and line."""
 
 
 class Status(StrEnum):

@@ -41,12 +41,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.errors import NoGuarantee
 from accounting.guarantee import (
     Adjacency,
     Assumption,
     EpsilonBounds,
     Guarantee,
+    NoGuarantee,
     Release,
     Status,
     Unit,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption
+from accounting.guarantee import Adjacency, Assumption, NoGuarantee
 
 _KNOWN: dict[str, Theorem] = {}
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accounting.errors import LedgerCorrupt, NoGuarantee
+from accounting.guarantee import LedgerCorrupt, NoGuarantee
 from accounting.ledger.content import CertificateFacts
 from accounting.ledger.journal import Journal, head_file
 from accounting.ledger.ledger import LEDGER_FILE, Ledger, read_ledger

@@ -70,7 +70,6 @@ ORDER = {
         ("cli",),
     ),
     "accounting": (
-        ("errors",),
         ("guarantee",),
         ("theorems", "tables", "numerics"),
         ("parameters",),

@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.guarantee import Guarantee
+from accounting.guarantee import BudgetExceeded, Guarantee, LedgerCorrupt
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.selection import PrivateSelection, priced_search

@@ -32,7 +32,7 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.audit.two_worlds import LARGEST_MU, area_under_curve, epsilon_of, gaussian_mu, normal_limits
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim import checks
 
 _SHARES = (0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)

@@ -21,8 +21,7 @@ from enum import StrEnum
 import numpy as np
 
 from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, NoGuarantee
 from opusim import checks
 
 LARGEST_MU = 1e3

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from accounting.composition import guarantees, merge
-from accounting.errors import LedgerCorrupt
-from accounting.guarantee import Assumption, Guarantee, Release, Status, from_json
+from accounting.guarantee import Assumption, Guarantee, LedgerCorrupt, Release, Status, from_json
 from accounting.ledger.journal import Position
 from accounting.mechanism import CertifiedMechanism, Mechanism, mechanism_from_json
 from opusim import checks

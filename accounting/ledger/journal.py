@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from accounting.errors import LedgerCorrupt
+from accounting.guarantee import LedgerCorrupt
 from opusim import checks
 from opusim.files import AppendedFile, open_to_write, parse_json, read_bytes, sync_folder, write_all
 

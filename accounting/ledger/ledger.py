@@ -42,8 +42,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from accounting.composition import Budget, merge
-from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.guarantee import Guarantee, to_json
+from accounting.guarantee import BudgetExceeded, Guarantee, LedgerCorrupt, to_json
 from accounting.ledger.content import (
     Alarm,
     CertificateFacts,

@@ -17,8 +17,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
+from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, NoGuarantee, Release, Unit
 from accounting.mechanism import CertifiedMechanism, Hypotheses, counted
 from accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
 from accounting.mechanisms.observations import keep_probability

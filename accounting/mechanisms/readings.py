@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
+from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, NoGuarantee, Release, Unit
 from accounting.mechanism import counted, proven_status
 from accounting.theorems import Theorem
 from opusim import checks

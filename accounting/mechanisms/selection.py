@@ -19,8 +19,7 @@ from typing_extensions import Doc
 from accounting import numerics
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
+from accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee, Release, Unit
 from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism
 from accounting.parameters import Absent, ExactlyRounded, Positive
 from accounting.theorems import SEED_IS_SECRET, Theorem

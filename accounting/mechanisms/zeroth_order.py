@@ -17,8 +17,7 @@ from typing import Annotated, ClassVar, Self
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds
+from accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee
 from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
 from accounting.parameters import (
     Absent,

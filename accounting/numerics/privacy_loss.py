@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import EpsilonBounds
+from accounting.guarantee import EpsilonBounds, NoGuarantee
 from accounting.numerics.loss_laws import LARGEST_LOSS, LossLaw
 from accounting.numerics.tilted_law import (
     UNIT,

@@ -28,8 +28,7 @@ from dp_accounting import rdp
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from scipy.special import logsumexp
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds
+from accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee
 from accounting.numerics.closed_forms import gaussian_bounds, renyi_to_epsilon
 from accounting.numerics.loss_laws import LARGEST_LOSS, Direction, GaussianLaw, LaplaceLaw, MixedLaw
 from accounting.numerics.privacy_loss import NoisyStep, compose_bounds, composed_curve

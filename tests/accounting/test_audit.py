@@ -22,8 +22,7 @@ from accounting.audit import (
     estimated,
     lower_bound,
 )
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
+from accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Release, Status, Unit
 
 DELTA = 1e-5
 PLAN = AuditPlan(threat_model="sees the reading", pair="0 against 1", delta=DELTA)

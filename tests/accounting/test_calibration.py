@@ -9,7 +9,7 @@ import pytest
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from accounting.mechanisms.labels import LabelReadout
 from accounting.mechanisms.records import Gaussian, PoissonGaussian
 

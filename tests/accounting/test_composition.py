@@ -11,8 +11,7 @@ import pytest
 
 from accounting import mechanism as mechanism_module
 from accounting.composition import Budget, guarantees, merge
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
+from accounting.guarantee import Adjacency, BudgetExceeded, EpsilonBounds, NoGuarantee, Release, Unit
 from accounting.mechanisms import CertifiedMechanism, Mechanism
 from accounting.mechanisms.labels import LabelBudget
 from accounting.mechanisms.records import (

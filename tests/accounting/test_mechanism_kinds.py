@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import Budget, guarantees, merge
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, Release, Status, Unit
+from accounting.guarantee import Adjacency, BudgetExceeded, NoGuarantee, Release, Status, Unit
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
 from accounting.mechanisms.convex import ConvexLastIterate

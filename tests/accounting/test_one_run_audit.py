@@ -23,7 +23,7 @@ from accounting.audit import (
     normal_limits,
 )
 from accounting.audit.one_run import _p_value, _refutes_mu
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from accounting.mechanisms.records import RecordCentral
 
 DELTA, REPEATS, LEVEL = 1e-5, 10_000, 0.05

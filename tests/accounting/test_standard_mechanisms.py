@@ -10,8 +10,7 @@ import pytest
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Status
+from accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Status
 from accounting.mechanisms import mechanism_from_json
 from accounting.mechanisms.labels import RandomizedResponse
 from accounting.mechanisms.records import Gaussian, PoissonGaussian, PoissonLaplace

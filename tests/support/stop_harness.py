@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import training
-from accounting.errors import BudgetExceeded
+from accounting.guarantee import BudgetExceeded
 from training.errors import RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.runs.folder import RunFolder

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import training
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
+from accounting.guarantee import NoGuarantee, Status
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.selection import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError

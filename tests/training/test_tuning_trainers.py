@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accounting.errors import LedgerCorrupt, NoGuarantee
-from accounting.guarantee import Adjacency, Status, Unit
+from accounting.guarantee import Adjacency, LedgerCorrupt, NoGuarantee, Status, Unit
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.selection import PrivateSelection
 from opusim.errors import ConfigError

@@ -12,8 +12,7 @@ from typing import Any
 
 from accounting.audit import AuditResult, detection_probability
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee
+from accounting.guarantee import Adjacency, Guarantee, NoGuarantee
 from accounting.mechanisms import Mechanism
 from training.engine.algorithm import require_applied
 from training.engine.plan import RunPlan

@@ -15,8 +15,7 @@ from torch import nn
 
 from accounting.audit import AuditPlan, audit
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, NoGuarantee
 from opusim import checks
 from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed

@@ -436,7 +436,7 @@ def _require_one_process() -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    from accounting.errors import BudgetExceeded
+    from accounting.guarantee import BudgetExceeded
     from training.errors import RunInterrupted
 
     if isinstance(error, RunInterrupted):

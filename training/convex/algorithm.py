@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.convex import ConvexLastIterate, log_expansion, residual_bound
 from opusim.devices.base import NoisyDevice

@@ -26,8 +26,7 @@ from scipy.optimize import brentq
 
 from accounting import numerics
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, NoGuarantee
 from accounting.mechanisms.counts import (
     LabelArgmax,
     argmax_epsilon,

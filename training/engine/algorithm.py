@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
+from accounting.guarantee import Adjacency, NoGuarantee
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice

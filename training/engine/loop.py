@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from accounting.errors import BudgetExceeded, NoGuarantee
+from accounting.guarantee import BudgetExceeded, NoGuarantee
 from accounting.ledger.content import Alarm
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage

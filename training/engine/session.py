@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from accounting.errors import BudgetExceeded
 from accounting.explanation import large_delta
+from accounting.guarantee import BudgetExceeded
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline

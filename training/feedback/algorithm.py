@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from opusim.devices.base import NoisyDevice

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accounting.errors import BudgetExceeded
+from accounting.guarantee import BudgetExceeded
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import derive_seed
 from training.data.samplers import PoissonSampler

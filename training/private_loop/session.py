@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from accounting.ledger.journal import Witness
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.ledger.statement import LedgerFacts, Statement

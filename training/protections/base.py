@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim import checks

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.errors import LedgerCorrupt, NoGuarantee
+from accounting.guarantee import LedgerCorrupt, NoGuarantee
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse

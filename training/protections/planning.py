@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
+from accounting.guarantee import Adjacency, NoGuarantee
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.labels import LabelReadout
 from accounting.theorems import require_poisson

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.calibration import calibrate_noise
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import require_bands

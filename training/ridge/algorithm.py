@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from training.config.run import RunConfig

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from accounting.errors import LedgerCorrupt
+from accounting.guarantee import LedgerCorrupt
 from accounting.ledger.content import LedgerContent
 from accounting.ledger.journal import Position, Witness
 from accounting.ledger.ledger import LEDGER_FILE, read_ledger

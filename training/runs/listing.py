@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, NoGuarantee
 from accounting.ledger.ledger import LEDGER_FILE, read_ledger
 from accounting.tables import number
 from opusim.devices.access import is_held

@@ -19,7 +19,7 @@ from typing import Self
 import joblib
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from accounting.errors import BudgetExceeded
+from accounting.guarantee import BudgetExceeded
 from opusim.devices.usage import Usage
 from opusim.plugins import FOREIGN_ERRORS
 from training.config.data import DataConfig, SplitRule

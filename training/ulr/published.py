@@ -13,7 +13,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import (
     bounded_factors,

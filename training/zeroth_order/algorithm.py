@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
+from accounting.guarantee import Adjacency, NoGuarantee
 from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

@@ -13,8 +13,7 @@ from scipy.optimize import minimize
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Release, Status
+from accounting.guarantee import Adjacency, NoGuarantee, Release, Status
 from accounting.mechanisms.convex import (
     ConvexLastIterate,
     claimed_mu,

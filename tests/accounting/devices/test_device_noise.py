@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounting import numerics
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
+from accounting.guarantee import NoGuarantee, Status
 from accounting.mechanisms.counts import known_counts_guarantee
 from accounting.mechanisms.readings import (
     ORDERS,

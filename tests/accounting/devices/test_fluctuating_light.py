@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm, poisson
 
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee, least_epsilon
 from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 

@@ -15,8 +15,7 @@ from scipy.stats import norm, poisson
 from accounting import numerics
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
+from accounting.guarantee import NoGuarantee, Status
 from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
 from accounting.mechanisms.counts import (
     LabelArgmax,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from accounting.composition import Budget
-from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.guarantee import BudgetExceeded, LedgerCorrupt
 from accounting.ledger.journal import Journal, Position, Witness, read_position, read_positioned
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms.labels import LabelReadout

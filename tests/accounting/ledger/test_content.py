@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accounting.errors import LedgerCorrupt
+from accounting.guarantee import LedgerCorrupt
 from accounting.ledger.content import Coverage, Payment, content_of, shortened
 from accounting.mechanisms.labels import LabelBudget
 from accounting.mechanisms.records import PoissonGaussian

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from accounting.composition import guarantees
-from accounting.errors import LedgerCorrupt
-from accounting.guarantee import Guarantee, Release, Status
+from accounting.guarantee import Guarantee, LedgerCorrupt, Release, Status
 from accounting.ledger.content import Alarm, CertificateFacts
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.ledger.statement import LedgerFacts, Statement

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accounting.composition import Budget
-from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.guarantee import BudgetExceeded, LedgerCorrupt
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import PoissonGaussian, RecordCentral

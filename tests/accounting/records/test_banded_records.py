@@ -15,8 +15,7 @@ from dp_accounting.pld import PLDAccountant
 from scipy.special import ndtr
 
 from accounting import Budget, RecordCentral, guarantees
-from accounting.errors import BudgetExceeded
-from accounting.guarantee import Guarantee
+from accounting.guarantee import BudgetExceeded, Guarantee
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import mechanism_from_json
 from accounting.mechanisms.records import RecordReplaced

@@ -21,8 +21,7 @@ from scipy.special import ndtr
 from scipy.stats import norm
 
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Release, Status, Unit
+from accounting.guarantee import Adjacency, NoGuarantee, Release, Status, Unit
 from accounting.mechanisms.records import Gaussian, PoissonGaussian
 from accounting.mechanisms.selection import (
     NoisyTrial,

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import training
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
+from accounting.guarantee import Adjacency, NoGuarantee
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import RecordCentral, RecordReplaced
 from training.attacks import record_terms

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import training
 from accounting.audit import Method
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from training.attacks.findings import audit_rows, read_audit
 from training.attacks.one_run.final_model import (
     SCORES_FILE,

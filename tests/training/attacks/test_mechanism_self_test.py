@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import training
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from accounting.mechanisms.labels import StagedResponse
 from accounting.mechanisms.observations import UniformSource
 from opusim.errors import ConfigError

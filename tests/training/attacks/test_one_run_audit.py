@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 import training
 from accounting.audit import Method
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
+from accounting.guarantee import Adjacency, NoGuarantee
 from accounting.mechanisms.records import RecordReplaced
 from benchmarks.attacks import one_run
 from opusim.errors import ConfigError

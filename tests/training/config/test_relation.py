@@ -15,9 +15,8 @@ import torch
 from safetensors import safe_open
 
 import training
-from accounting.errors import NoGuarantee
 from accounting.explanation import explain
-from accounting.guarantee import Adjacency
+from accounting.guarantee import Adjacency, NoGuarantee
 from accounting.ledger.ledger import read_ledger
 from accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 from opusim.errors import ConfigError

@@ -17,8 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import training
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Release, Status
+from accounting.guarantee import Adjacency, NoGuarantee, Release, Status
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.convex import ConvexLastIterate, proven_mu
 from opusim.errors import ConfigError

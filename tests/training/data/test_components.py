@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import training
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from training.config.reading import merged
 from training.data import from_arrays

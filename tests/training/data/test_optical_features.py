@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 import training
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim import open_device
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError

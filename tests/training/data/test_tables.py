@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import opusim
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from training.cli import main
 from training.config import load_config

@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status, Unit
+from accounting.guarantee import NoGuarantee, Status, Unit
 from accounting.mechanisms.labels import LabelReadout
 from accounting.mechanisms.observations import label_distance
 from opusim.camera.exposure import OperatingPoint

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status
+from accounting.guarantee import NoGuarantee, Status
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import CertifiedMechanism
 from opusim.calibration.calibrate import calibrate

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
+from accounting.guarantee import Adjacency, NoGuarantee
 from accounting.ledger.ledger import read_ledger
 from opusim.errors import ConfigError
 from training.attacks.mechanism.audit import audit_mechanism

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import training
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceError
 from training.cli.train import print_run

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import opusim
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from tests.support.killing import skip_syncs, start_child
 from tests.support.private_loops import Parts, parts, private_loop, run_epoch
 from training.engine.steps import STEPS_PAID_AT_ONCE

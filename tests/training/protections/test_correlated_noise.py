@@ -16,8 +16,7 @@ from scipy.optimize import minimize
 from scipy.stats import norm
 
 import training
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Status
+from accounting.guarantee import BudgetExceeded, NoGuarantee, Status
 from opusim.errors import ConfigError
 from opusim.randomness.streams import CorrelatedStream, SeededStream, SystemStream
 from tests.accounting.records.test_banded_records import dense

@@ -17,7 +17,7 @@ from scipy.stats import norm
 
 import training
 from accounting.composition import guarantees
-from accounting.errors import BudgetExceeded
+from accounting.guarantee import BudgetExceeded
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import CertifiedMechanism, Mechanism
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon

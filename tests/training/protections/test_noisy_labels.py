@@ -13,7 +13,7 @@ import torch
 from scipy.stats import norm
 
 import training
-from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.guarantee import BudgetExceeded, LedgerCorrupt
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.labels import LabelReadout, RandomizedResponse

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import training
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim.randomness.streams import noise_stream
 from training.config.reading import merged
 from training.config.sections import OptimizerConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import training
-from accounting.errors import BudgetExceeded, NoGuarantee
+from accounting.guarantee import BudgetExceeded, NoGuarantee
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError

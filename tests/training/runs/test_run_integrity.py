@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import save
 
 import training
-from accounting.errors import LedgerCorrupt
+from accounting.guarantee import LedgerCorrupt
 from accounting.ledger.journal import Journal, read_positioned
 from accounting.ledger.ledger import read_ledger
 from opusim.errors import DeviceError

@@ -17,7 +17,7 @@ import pytest
 
 import training
 from accounting.composition import guarantees
-from accounting.errors import BudgetExceeded, LedgerCorrupt, NoGuarantee
+from accounting.guarantee import BudgetExceeded, LedgerCorrupt, NoGuarantee
 from accounting.ledger.journal import Journal
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import mechanism_from_json

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import training
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.randomness.streams import noise_stream
 from tests.support.ulr_models import new_network, records

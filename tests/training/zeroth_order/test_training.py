@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import training
-from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Status
+from accounting.guarantee import BudgetExceeded, NoGuarantee, Status
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import RoundedNoise
 from opusim.randomness.streams import SeededStream

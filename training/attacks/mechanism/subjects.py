@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.errors import NoGuarantee
+from accounting.guarantee import NoGuarantee
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
 from training.config.reading import flat

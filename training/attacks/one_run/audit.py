@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from accounting import numerics
 from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from accounting.composition import guarantees as composed
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Unit
+from accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
 from accounting.ledger.content import LedgerContent
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism

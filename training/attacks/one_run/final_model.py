@@ -39,8 +39,7 @@ from torch import Tensor, nn
 
 from accounting.audit import FEWEST_CANARIES
 from accounting.composition import guarantees
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, from_json
+from accounting.guarantee import Adjacency, NoGuarantee, from_json
 from accounting.mechanisms import Mechanism
 from opusim import checks
 from opusim.files import make_private_folder

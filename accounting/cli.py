@@ -19,7 +19,7 @@ from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.explanation import explain_theorem, guarantees_text, large_delta
 from accounting.guarantee import Guarantee, NoGuarantee
-from accounting.mechanism import Mechanism, mechanism_classes
+from accounting.mechanism import Mechanism, Parameter, mechanism_classes, parameters_of
 from accounting.mechanisms.convex import (
     ConvexLastIterate,
     least_regularisation,
@@ -27,7 +27,6 @@ from accounting.mechanisms.convex import (
     priced_descents,
 )
 from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
-from accounting.parameters import Parameter, parameters_of
 from accounting.tables import number, print_rows
 from accounting.theorems import known_theorems, theorem
 from opusim import checks

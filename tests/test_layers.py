@@ -71,12 +71,11 @@ ORDER = {
     ),
     "accounting": (
         ("guarantee",),
-        ("theorems", "tables", "numerics"),
-        ("parameters",),
-        ("mechanism",),
-        ("composition", "explanation"),
-        ("calibration", "audit", "ledger"),
-        ("mechanisms",),
+        ("theorems", "numerics", "journal"),
+        ("mechanism", "audit"),
+        ("composition", "one_run"),
+        ("ledger",),
+        ("explanation", "mechanisms"),
         ("cli",),
     ),
     "training": (

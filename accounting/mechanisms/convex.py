@@ -36,8 +36,7 @@ from typing_extensions import Doc
 from accounting import numerics
 from accounting.calibration import calibrate_noise
 from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, NoGuarantee, Release, Status
-from accounting.mechanism import CertifiedMechanism, counted, described
-from accounting.parameters import Count, NonNegative, Positive
+from accounting.mechanism import CertifiedMechanism, Count, NonNegative, Positive, counted, described
 from accounting.theorems import NOISE_IS_SECRET, Theorem
 from opusim import checks
 

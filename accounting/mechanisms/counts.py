@@ -18,11 +18,10 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, NoGuarantee, Release, Unit
-from accounting.mechanism import CertifiedMechanism, Hypotheses, counted
+from accounting.mechanism import Absent, CertifiedMechanism, Hypotheses, Positive, counted
 from accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
 from accounting.mechanisms.observations import keep_probability
 from accounting.mechanisms.readings import FLUCTUATING_LIGHT, readings_guarantee
-from accounting.parameters import Absent, Positive
 from accounting.theorems import Theorem
 from opusim import checks
 

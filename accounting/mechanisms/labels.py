@@ -15,9 +15,17 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, EpsilonBounds, Unit
-from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
+from accounting.mechanism import (
+    CertifiedMechanism,
+    DeviceNoise,
+    ExactlyRounded,
+    Hypotheses,
+    Mechanism,
+    Positive,
+    SamplingProbability,
+    counted,
+)
 from accounting.mechanisms.observations import keep_probability
-from accounting.parameters import DeviceNoise, ExactlyRounded, Positive, SamplingProbability
 from accounting.theorems import NOISE_IS_SECRET, NOISY_SUM, SEED_IS_SECRET, Theorem
 from opusim import checks
 

@@ -16,8 +16,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
-from accounting.mechanism import Mechanism, counted, described
-from accounting.parameters import Count, NonNegative, Positive, require_text
+from accounting.mechanism import Count, Mechanism, NonNegative, Positive, counted, described, require_text
 from accounting.theorems import Theorem
 from opusim import checks
 

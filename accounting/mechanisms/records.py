@@ -19,14 +19,16 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, Assumption
-from accounting.mechanism import CertifiedMechanism, Mechanism, counted
-from accounting.parameters import (
+from accounting.mechanism import (
     Absent,
+    CertifiedMechanism,
     DeviceNoise,
     ExactlyRounded,
+    Mechanism,
     Positive,
     SamplingProbability,
     StatedRelation,
+    counted,
     require_text,
 )
 from accounting.theorems import (

@@ -20,8 +20,7 @@ from accounting import numerics
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee, Release, Unit
-from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism
-from accounting.parameters import Absent, ExactlyRounded, Positive
+from accounting.mechanism import Absent, CertifiedMechanism, ExactlyRounded, Hypotheses, Mechanism, Positive
 from accounting.theorems import SEED_IS_SECRET, Theorem
 from opusim import checks
 

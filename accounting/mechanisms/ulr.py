@@ -27,8 +27,7 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status, Unit
-from accounting.mechanism import Mechanism, counted, described
-from accounting.parameters import Count, Positive, SamplingProbability
+from accounting.mechanism import Count, Mechanism, Positive, SamplingProbability, counted, described
 from accounting.theorems import Theorem
 from opusim import checks
 

@@ -18,15 +18,18 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee
-from accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
-from accounting.parameters import (
+from accounting.mechanism import (
     Absent,
+    CertifiedMechanism,
     Count,
     DeviceNoise,
     ExactlyRounded,
+    Hypotheses,
+    Mechanism,
     Positive,
     SamplingProbability,
     StatedRelation,
+    counted,
 )
 from accounting.theorems import SEED_IS_SECRET, Theorem
 

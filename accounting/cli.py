@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
+from accounting.composition import calibrate_noise, guarantees
 from accounting.explanation import explain_theorem, guarantees_text, large_delta
 from accounting.guarantee import Guarantee, NoGuarantee
 from accounting.mechanism import Mechanism, Parameter, mechanism_classes, parameters_of

@@ -116,9 +116,9 @@ def test_broken_links_are_caught() -> None:
     assert broken_links(README, "[a](docs/privacy-labels.md#5-randomized-response)") == []
     assert missing_files("see opusim/nothing.py and opusim/errors.py") == ["opusim/nothing.py"]
     assert missing_files("`docs/zo.md`, `tests/faults`, tests/support") == ["docs/zo.md", "tests/faults"]
-    assert missing_names("`opusim.noise`, `opusim.nothing`, `accounting.calibration.calibrat`") == [
+    assert missing_names("`opusim.noise`, `opusim.nothing`, `accounting.composition.calibrat`") == [
         "opusim.nothing",
-        "accounting.calibration.calibrat",
+        "accounting.composition.calibrat",
     ]
 
 

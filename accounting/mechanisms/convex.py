@@ -34,7 +34,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.calibration import calibrate_noise
+from accounting.composition import calibrate_noise
 from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, NoGuarantee, Release, Status
 from accounting.mechanism import CertifiedMechanism, Count, NonNegative, Positive, counted, described
 from accounting.theorems import NOISE_IS_SECRET, Theorem

@@ -17,8 +17,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
+from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee, Release, Unit
 from accounting.mechanism import Absent, CertifiedMechanism, ExactlyRounded, Hypotheses, Mechanism, Positive
 from accounting.theorems import SEED_IS_SECRET, Theorem

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from accounting import numerics
-from accounting.calibration import calibrate_noise
+from accounting.composition import calibrate_noise
 from accounting.guarantee import Adjacency, Release
 from accounting.mechanisms.selection import NoisyTrial, PrivateSelection
 from opusim.randomness.streams import derive_seed

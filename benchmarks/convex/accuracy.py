@@ -21,8 +21,7 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
+from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import Adjacency
 from accounting.mechanisms.records import PoissonGaussian
 from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point

@@ -13,7 +13,7 @@ from typing import Any
 
 from dp_accounting import get_sigma_gaussian
 
-from accounting.calibration import calibrate_noise
+from accounting.composition import calibrate_noise
 from accounting.mechanisms.convex import ConvexLastIterate
 from accounting.mechanisms.selection import refined_epsilon, renyi_epsilon, theorem_epsilon
 from benchmarks.markdown import command, markdown

@@ -19,7 +19,7 @@ import scipy.signal
 import typer
 
 from accounting import RecordCentral
-from accounting.calibration import calibrate_noise
+from accounting.composition import calibrate_noise
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.tuned_rows import RowPlan, TunedRows, shown_accuracy

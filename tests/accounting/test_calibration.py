@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
+from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import NoGuarantee
 from accounting.mechanisms.labels import LabelReadout
 from accounting.mechanisms.records import Gaussian, PoissonGaussian

@@ -15,8 +15,7 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import Budget, guarantees, merge
+from accounting.composition import Budget, calibrate_noise, guarantees, merge
 from accounting.guarantee import Adjacency, BudgetExceeded, NoGuarantee, Release, Status, Unit
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds

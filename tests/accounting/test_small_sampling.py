@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as distributions
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
+from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import Adjacency, EpsilonBounds
 from accounting.mechanisms.records import PoissonGaussian
 from accounting.numerics import tilted_law

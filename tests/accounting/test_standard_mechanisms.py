@@ -8,8 +8,7 @@ import dp_accounting
 import mpmath
 import pytest
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
+from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Status
 from accounting.mechanisms import mechanism_from_json
 from accounting.mechanisms.labels import RandomizedResponse

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import Budget
+from accounting.composition import Budget, calibrate_noise
 from accounting.guarantee import Adjacency, Assumption, Guarantee
 from accounting.ledger.content import Mode
 from accounting.ledger.ledger import LEDGER_FILE

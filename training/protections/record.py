@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.calibration import calibrate_noise
+from accounting.composition import calibrate_noise
 from accounting.guarantee import NoGuarantee
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism

@@ -11,8 +11,7 @@ import pytest
 from dp_accounting import get_epsilon_gaussian
 from scipy.optimize import minimize
 
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
+from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import Adjacency, NoGuarantee, Release, Status
 from accounting.mechanisms.convex import (
     ConvexLastIterate,

@@ -13,8 +13,7 @@ from dp_accounting import get_epsilon_gaussian
 from scipy.stats import norm, poisson
 
 from accounting import numerics
-from accounting.calibration import calibrate_noise
-from accounting.composition import guarantees
+from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import NoGuarantee, Status
 from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
 from accounting.mechanisms.counts import (

@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 from accounting.composition import calibrate_noise, guarantees
-from accounting.explanation import explain_theorem, guarantees_text, large_delta
+from accounting.explanation import explain_theorem, guarantees_text, large_delta, number, print_rows
 from accounting.guarantee import Guarantee, NoGuarantee
 from accounting.mechanism import Mechanism, Parameter, mechanism_classes, parameters_of
 from accounting.mechanisms.convex import (
@@ -26,7 +26,6 @@ from accounting.mechanisms.convex import (
     priced_descents,
 )
 from accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
-from accounting.tables import number, print_rows
 from accounting.theorems import known_theorems, theorem
 from opusim import checks
 from opusim.noise import PhotonCountNoise

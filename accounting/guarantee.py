@@ -1,4 +1,4 @@
-"""A privacy statement about a mechanism: never an epsilon without its unit, relation, release and status; and accounting's errors.
+"""A privacy statement about a mechanism: never an epsilon without its unit, relation, release and status.
 
 Records become plain JSON values through pydantic; numbers survive the round trip to the last bit.
 """

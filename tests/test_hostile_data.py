@@ -23,7 +23,7 @@ from safetensors.numpy import save
 
 import training
 from accounting.audit import AuditPlan, AuditResult
-from accounting.ledger.journal import Position
+from accounting.journal import Position
 from opusim.calibration.conductance_readings import read_measurements
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError

@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accounting.explanation import LedgerFacts, Statement
 from accounting.guarantee import LedgerCorrupt, NoGuarantee
-from accounting.ledger.content import CertificateFacts
-from accounting.ledger.journal import Journal, head_file
-from accounting.ledger.ledger import LEDGER_FILE, Ledger, read_ledger
-from accounting.ledger.statement import LedgerFacts, Statement
+from accounting.journal import Journal, head_file
+from accounting.ledger import LEDGER_FILE, CertificateFacts, Ledger, read_ledger
 from accounting.mechanisms.records import RecordCentral
 from opusim.description.loading import load_description, packaged_names, parse_description
 from opusim.devices.access import require_configuration

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from accounting.guarantee import BudgetExceeded, Guarantee, LedgerCorrupt
-from accounting.ledger.ledger import LEDGER_FILE, Ledger
+from accounting.ledger import LEDGER_FILE, Ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.selection import PrivateSelection, priced_search
 from opusim.errors import ConfigError

@@ -31,7 +31,7 @@ WORK = {
     "training.engine.plan": {"load_data": "loading data"},
     "accounting.numerics.poisson_loss": {"_worst": "accounting", "_lower": "accounting"},
     "accounting.numerics.poisson_pairs": {"renyi_upper": "accounting"},
-    "accounting.ledger.ledger": {"Ledger.pay": "ledger"},
+    "accounting.ledger": {"Ledger.pay": "ledger"},
     "numba.core.dispatcher": {"Dispatcher.compile": "loading kernels"},
     "matplotlib.figure": {"Figure.savefig": "drawing"},
 }

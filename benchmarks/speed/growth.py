@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from accounting.composition import Budget
-from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.ledger import Ledger, read_ledger
 from accounting.mechanisms.records import RecordCentral
 from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results

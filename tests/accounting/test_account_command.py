@@ -13,7 +13,7 @@ from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 
 from accounting.composition import guarantees
 from accounting.explanation import explain, most_hits
-from accounting.ledger.ledger import Ledger
+from accounting.ledger import Ledger
 from accounting.mechanisms.records import Gaussian, RecordCentral, Unprotected
 from training.cli import main
 

@@ -8,9 +8,8 @@ import pytest
 
 from accounting.cli import show
 from accounting.composition import guarantees
-from accounting.explanation import LARGE_DELTA, large_delta
+from accounting.explanation import LARGE_DELTA, WARNINGS, LedgerFacts, RunFacts, Statement, large_delta
 from accounting.guarantee import Adjacency
-from accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.labels import LabelReadout
 from accounting.mechanisms.records import PoissonGaussian, RecordCentral

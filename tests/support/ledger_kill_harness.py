@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import training
-from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.ledger import Ledger, read_ledger
 from tests.support.killing import Killer, Moment, read_moments, skip_syncs, start_child, status_of
 from training.engine.callbacks import Callback
 from training.engine.loop import Engine

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import opusim
-from accounting.ledger.ledger import Ledger
+from accounting.ledger import Ledger
 from tests.support.killing import skip_syncs
 from tests.support.private_loops import parts, private_loop, records
 from tests.support.ranks import preload, run_ranks

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import training
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from tests.support.private_loops import private_loop
 from training import tuning
 from training.attacks.mechanism.checks import noise_checks, shared

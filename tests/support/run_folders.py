@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from accounting.ledger.ledger import Ledger
+from accounting.ledger import Ledger
 from accounting.mechanisms.records import Gaussian
 from training.config.reading import load_config
 from training.runs.folder import RunFolder

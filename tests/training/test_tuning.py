@@ -13,7 +13,7 @@ import pytest
 
 import training
 from accounting.guarantee import NoGuarantee, Status
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms.selection import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError
 from training import tuning as searching

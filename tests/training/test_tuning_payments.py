@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import training
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms.selection import PrivateSelection
 from training import tuning as searching
 from training.cli import main

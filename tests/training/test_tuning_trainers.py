@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from accounting.guarantee import Adjacency, LedgerCorrupt, NoGuarantee, Status, Unit
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms.selection import PrivateSelection
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from accounting.audit import AuditPlan, AuditResult, Estimator, OneRunResult, Verdict, guesses_bound
+from accounting.explanation import number
 from accounting.guarantee import Guarantee, Status
-from accounting.tables import number
 from training.attacks.findings import Audit, Played, Role
 
 _WEAK = 0.5

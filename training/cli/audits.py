@@ -249,7 +249,7 @@ _WIDE_PAGE = 140
 
 def _show(asked: _Asked, found: Audit) -> None:
     """Write report and pages of what was found, and print the findings and what they mean."""
-    from accounting.tables import print_rows
+    from accounting.explanation import print_rows
     from opusim.tables import output_width, wrapped
     from training.attacks.findings import LOW, NARROW, audit_rows
     from training.attacks.words import paragraphs

@@ -12,7 +12,7 @@ import typer
 from training.cli.options import TrustCode, say_trusted
 
 if TYPE_CHECKING:
-    from accounting.ledger.statement import Statement
+    from accounting.explanation import Statement
     from training.runs.folder import RunFolder
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -193,7 +193,7 @@ def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the runs of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
-    from accounting.tables import print_rows
+    from accounting.explanation import print_rows
     from opusim.tables import wrapped
     from training.runs.listing import SCHEMA, VERSION, list_runs
 
@@ -261,7 +261,7 @@ def account_run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")] = False,
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
-    from accounting.ledger.statement import WARNINGS
+    from accounting.explanation import WARNINGS
     from opusim.tables import wrapped
     from training.runs.storage import kind_of
 
@@ -285,8 +285,8 @@ def account_run(
 
 def _stated(path: Path, delta: float | None) -> Statement:
     """Read a ledger and what may be stated of it; in a run folder, check it against the checkpoint and the summary."""
-    from accounting.ledger.ledger import read_ledger
-    from accounting.ledger.statement import LedgerFacts, RunFacts, Statement
+    from accounting.explanation import LedgerFacts, RunFacts, Statement
+    from accounting.ledger import read_ledger
     from training.runs.folder import RunFolder, versions
 
     folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
@@ -388,7 +388,7 @@ def account_device(
     figure: FigureFile = None,
 ) -> None:
     """State what a device's own noise is worth for labels read once: from sigma or temperature to epsilon and back."""
-    from accounting.tables import print_rows
+    from accounting.explanation import print_rows
     from opusim import checks
     from opusim.description.loading import load_description
     from opusim.devices.certificate import load_certificate

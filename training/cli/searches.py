@@ -151,7 +151,7 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
                 progress.start(of, at_once=True)
 
         found = search.run(tell)
-    from accounting.tables import guarantee_rows, print_rows
+    from accounting.explanation import guarantee_rows, print_rows
 
     print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
     if found.searches > 1:
@@ -217,7 +217,7 @@ def curve(
         )
     read, text = read_spec(spec)
     points = points_of(read, text)
-    from accounting.tables import print_rows
+    from accounting.explanation import print_rows
     from training.reports.sweep_report import setting_rows, write_sweep
     from training.sweeps.execution import run_sweep
     from training.sweeps.results import SweepFolder, SweepResult

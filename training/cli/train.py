@@ -241,7 +241,7 @@ def work_text(expected: Usage, what_for: str = "") -> str:
 
 def print_run(run: Run, report_file: Path) -> None:
     """Print a run's figures, its guarantees and its folder."""
-    from accounting.tables import guarantee_rows, print_rows
+    from accounting.explanation import guarantee_rows, print_rows
     from opusim.tables import wrapped
     from training.reports.run_report import RELEASE_DASHES, run_name, summary_row
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from accounting.composition import guarantees
-from accounting.tables import guarantee_rows, number, print_rows
+from accounting.explanation import guarantee_rows, number, print_rows
 from opusim.camera.exposure import OperatingPoint
 from opusim.errors import ConfigError
 from opusim.plugins import Deferred

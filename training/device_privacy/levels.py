@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accounting.composition import calibrate_noise, guarantees
+from accounting.explanation import number
 from accounting.mechanisms.labels import LabelReadout
 from accounting.mechanisms.observations import label_distance
-from accounting.tables import number
 from opusim.description.schema import DeviceDescription
 from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described

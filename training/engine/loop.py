@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from accounting.guarantee import BudgetExceeded, NoGuarantee
-from accounting.ledger.content import Alarm
+from accounting.ledger import Alarm
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError

@@ -15,7 +15,7 @@ from torch import nn
 
 from accounting.explanation import large_delta
 from accounting.guarantee import BudgetExceeded
-from accounting.ledger.ledger import Ledger
+from accounting.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from accounting.ledger.content import LedgerContent
-from accounting.ledger.journal import Position
-from accounting.ledger.ledger import Ledger
+from accounting.journal import Position
+from accounting.ledger import Ledger, LedgerContent
 from accounting.mechanisms import Mechanism
 from opusim.files import OwnProcess
 from opusim.processes.ranks import Ranks

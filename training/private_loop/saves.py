@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.ledger.journal import Position
+from accounting.journal import Position
 from opusim import checks
 from opusim.files import parse_json, read_bytes, require_regular, write_file
 from training.errors import RunFolderError

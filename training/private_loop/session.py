@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accounting.explanation import LedgerFacts, Statement
 from accounting.guarantee import NoGuarantee
-from accounting.ledger.journal import Witness
-from accounting.ledger.ledger import LEDGER_FILE, Ledger
-from accounting.ledger.statement import LedgerFacts, Statement
+from accounting.journal import Witness
+from accounting.ledger import LEDGER_FILE, Ledger
 from training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
 from training.private_loop.accountants import NamedAccountant
 from training.private_loop.batch import PhysicalBatches

@@ -17,8 +17,7 @@ from typing import Any, Self
 
 from accounting.composition import Budget, calibrate_noise
 from accounting.guarantee import Adjacency, Assumption, Guarantee
-from accounting.ledger.content import Mode
-from accounting.ledger.ledger import LEDGER_FILE
+from accounting.ledger import LEDGER_FILE, Mode
 from accounting.mechanisms.records import CLIPPED_RECORDS, RecordCentral
 from accounting.theorems import NOISY_SUM, about_rounding
 from opusim import checks

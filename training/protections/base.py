@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import NoGuarantee
-from accounting.ledger.ledger import Ledger
+from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim import checks
 from opusim.devices.base import NoisyDevice

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from accounting.guarantee import LedgerCorrupt, NoGuarantee
-from accounting.ledger.ledger import Ledger
+from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
 from accounting.mechanisms.observations import (

@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from accounting.audit import AuditPlan
+from accounting.explanation import number
 from accounting.guarantee import Guarantee
-from accounting.tables import number
 from opusim.files import write_file
 from opusim.tables import data_url, html_page, png_bytes
 from training.attacks.findings import LOW, LOW_RATE, Audit, Curve, Played, Role, audit_rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from accounting.explanation import guarantee_rows
 from accounting.guarantee import to_json
-from accounting.ledger.ledger import LEDGER_FILE, read_ledger
-from accounting.tables import guarantee_rows
+from accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.files import write_file
 from opusim.tables import html_page
 from training.attacks.findings import audit_rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accounting.tables import guarantee_rows
+from accounting.explanation import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
 from training.attacks.findings import Audit, Played, audit_rows, read_audit

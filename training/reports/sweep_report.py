@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from accounting.tables import guarantee_rows, number
+from accounting.explanation import guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
 from training.reports.drawing import COLOURS, LINES, new_figure, save_figure, style

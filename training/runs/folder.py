@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from accounting.guarantee import LedgerCorrupt
-from accounting.ledger.content import LedgerContent
-from accounting.ledger.journal import Position, Witness
-from accounting.ledger.ledger import LEDGER_FILE, read_ledger
+from accounting.journal import Position, Witness
+from accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim import checks, plugins
 from opusim.errors import ConfigError
 from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from accounting.explanation import number
 from accounting.guarantee import Guarantee, NoGuarantee
-from accounting.ledger.ledger import LEDGER_FILE, read_ledger
-from accounting.tables import number
+from accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.devices.access import is_held
 from opusim.plugins import FOREIGN_ERRORS
 from opusim.tables import data_size

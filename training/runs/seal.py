@@ -25,7 +25,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from accounting.ledger.journal import Position
+from accounting.journal import Position
 from opusim import checks
 from opusim.files import parse_json, read_bytes, require_regular
 from training.errors import RunFolderError

@@ -12,8 +12,8 @@ import pytest
 
 from accounting.composition import Budget
 from accounting.guarantee import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.journal import Journal, Position, Witness, read_position, read_positioned
-from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.journal import Journal, Position, Witness, read_position, read_positioned
+from accounting.ledger import Ledger, read_ledger
 from accounting.mechanisms.labels import LabelReadout
 from accounting.mechanisms.records import PoissonGaussian
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accounting.guarantee import LedgerCorrupt
-from accounting.ledger.content import Coverage, Payment, content_of, shortened
+from accounting.ledger import Coverage, Payment, content_of, shortened
 from accounting.mechanisms.labels import LabelBudget
 from accounting.mechanisms.records import PoissonGaussian
 

@@ -11,7 +11,7 @@ import pytest
 
 from accounting.composition import Budget
 from accounting.guarantee import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import PoissonGaussian, RecordCentral
 

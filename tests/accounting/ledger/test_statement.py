@@ -11,12 +11,11 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from accounting.explanation import WARNINGS, LedgerFacts, RunFacts, Statement, number
 from accounting.guarantee import Release
-from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
+from accounting.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import PoissonGaussian, RecordCentral, Unprotected
-from accounting.tables import number
 from tests.support.command import WIDTH, opusim
 from tests.support.run_folders import made
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from accounting.ledger import journal
-from accounting.ledger.journal import Journal, read_positioned
-from accounting.ledger.ledger import Ledger, read_ledger
+from accounting import journal
+from accounting.journal import Journal, read_positioned
+from accounting.ledger import Ledger, read_ledger
 from accounting.mechanisms.records import PoissonGaussian
 from tests.support.forked import in_forked_process
 

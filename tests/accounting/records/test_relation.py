@@ -13,10 +13,10 @@ import pytest
 from scipy.stats import binom
 
 from accounting.composition import guarantees
-from accounting.explanation import explain
+from accounting.explanation import explain, guarantee_rows
 from accounting.guarantee import Adjacency, Guarantee
-from accounting.ledger.journal import Journal
-from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.journal import Journal
+from accounting.ledger import Ledger, read_ledger
 from accounting.mechanisms import Mechanism, mechanism_from_json
 from accounting.mechanisms.records import (
     Gaussian,
@@ -26,7 +26,6 @@ from accounting.mechanisms.records import (
     RecordReplaced,
 )
 from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
-from accounting.tables import guarantee_rows
 from accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 
 ADDED, NULL, REPLACED = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE

@@ -17,7 +17,7 @@ from safetensors import safe_open
 import training
 from accounting.explanation import explain
 from accounting.guarantee import Adjacency, NoGuarantee
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 from opusim.errors import ConfigError
 from training.attacks.run_audit import audit_run

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import training
 from accounting.guarantee import Adjacency, NoGuarantee, Release, Status
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms.convex import ConvexLastIterate, proven_mu
 from opusim.errors import ConfigError
 from training.cli import main

@@ -11,7 +11,7 @@ import torch
 
 from accounting.composition import Budget
 from accounting.guarantee import Status
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from opusim.devices.kinds import register_device
 from opusim.errors import DeviceError, NoiseBelowCertificate
 from tests.training.engine.test_certified_runs import (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import training
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from training.engine.callbacks import Callback
 
 BASE: dict[str, Any] = {

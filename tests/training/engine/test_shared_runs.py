@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from opusim.processes.ranks import Ranks
 from tests.support.ranks import run_ranks
 from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accounting.ledger.content import LedgerContent
+from accounting.ledger import LedgerContent
 from tests.support.stop_harness import STEPS
 from training.runs.folder import RunFolder
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accounting.guarantee import Adjacency, NoGuarantee
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from opusim.errors import ConfigError
 from training.attacks.mechanism.audit import audit_mechanism
 from training.attacks.run_audit import audit_run

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import training
-from accounting.ledger.ledger import Ledger
+from accounting.ledger import Ledger
 from training.config.run import RunConfig
 from training.engine.plan import RunPlan
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import opusim
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from opusim.errors import ConfigError
 from tests.support.private_loops import parts, private_loop, run_epoch
 from training.errors import RunInterrupted

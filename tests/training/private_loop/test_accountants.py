@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from accounting.explanation import Statement
 from accounting.guarantee import Status
-from accounting.ledger.statement import Statement
 from tests.support.packages import install
 from tests.support.private_loops import private_loop, run_epoch
 

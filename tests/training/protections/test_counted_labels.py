@@ -18,7 +18,7 @@ from scipy.stats import norm
 import training
 from accounting.composition import guarantees
 from accounting.guarantee import BudgetExceeded
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms import CertifiedMechanism, Mechanism
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from opusim import open_device

@@ -16,7 +16,7 @@ from scipy.stats import norm
 import training
 from accounting.composition import guarantees
 from accounting.guarantee import Status
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms.counts import LabelArgmax, argmax_epsilon
 from opusim import open_device
 from opusim.description.loading import load_description

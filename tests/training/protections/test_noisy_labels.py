@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 import training
 from accounting.guarantee import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.labels import LabelReadout, RandomizedResponse
 from opusim import open_device

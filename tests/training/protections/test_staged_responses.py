@@ -13,7 +13,7 @@ import torch
 
 import training
 from accounting.guarantee import BudgetExceeded, NoGuarantee
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
 from training.engine.plan import load_data
@@ -216,7 +216,7 @@ def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pyt
     def refuse(*_: Any) -> None:
         raise BudgetExceeded("no")
 
-    monkeypatch.setattr("accounting.ledger.ledger.Ledger.pay_once", refuse)
+    monkeypatch.setattr("accounting.ledger.Ledger.pay_once", refuse)
     with pytest.raises(BudgetExceeded):
         training.train(config(2), data=data(), folder=tmp_path)
 

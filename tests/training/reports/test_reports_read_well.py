@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 import training
-from accounting.tables import guarantee_rows, print_rows
+from accounting.explanation import guarantee_rows, print_rows
 from opusim.tables import column_widths, output_width, print_table, wrapped
 from training.reports import run_report, sweep_report
 from training.reports.drawing import Line, LineChart

@@ -13,7 +13,7 @@ import torch
 import training
 from accounting.composition import guarantees
 from accounting.guarantee import BudgetExceeded, LedgerCorrupt
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms import mechanism_from_json
 from accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.errors import ConfigError

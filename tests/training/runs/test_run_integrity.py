@@ -18,8 +18,8 @@ from safetensors.torch import save
 
 import training
 from accounting.guarantee import LedgerCorrupt
-from accounting.ledger.journal import Journal, read_positioned
-from accounting.ledger.ledger import read_ledger
+from accounting.journal import Journal, read_positioned
+from accounting.ledger import read_ledger
 from opusim.errors import DeviceError
 from training.attacks.run_audit import audit_run
 from training.cli import main

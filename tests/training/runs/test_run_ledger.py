@@ -18,8 +18,8 @@ import pytest
 import training
 from accounting.composition import guarantees
 from accounting.guarantee import BudgetExceeded, LedgerCorrupt, NoGuarantee
-from accounting.ledger.journal import Journal
-from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.journal import Journal
+from accounting.ledger import Ledger, read_ledger
 from accounting.mechanisms import mechanism_from_json
 from training.cli import main
 from training.engine.loop import Engine
@@ -299,7 +299,7 @@ def _never_sync(monkeypatch: pytest.MonkeyPatch) -> None:
         if not os.readlink(f"/proc/self/fd/{descriptor}").endswith("ledger.jsonl"):
             fsync(descriptor)
 
-    monkeypatch.setattr("accounting.ledger.journal.os.fsync", skip_the_ledger)
+    monkeypatch.setattr("accounting.journal.os.fsync", skip_the_ledger)
 
 
 def _pay_once_for_repeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim import checks

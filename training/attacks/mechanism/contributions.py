@@ -20,7 +20,7 @@ import scipy.stats
 import torch
 from torch import Tensor, nn
 
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms import Mechanism
 from opusim.medium.directions import Direction
 from opusim.p_values import bonferroni

@@ -18,7 +18,7 @@ import numpy as np
 import scipy.signal
 from torch import Tensor
 
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import read_ledger
 from accounting.mechanisms.convex import ConvexLastIterate, learning_rates
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.contributions import (

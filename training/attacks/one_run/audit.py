@@ -19,8 +19,7 @@ from accounting import numerics
 from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from accounting.composition import guarantees as composed
 from accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
-from accounting.ledger.content import LedgerContent
-from accounting.ledger.ledger import read_ledger
+from accounting.ledger import LedgerContent, read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import ClippedRecords
 from opusim import checks

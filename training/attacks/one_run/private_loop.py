@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
-from accounting.ledger.ledger import LEDGER_FILE, read_ledger
+from accounting.ledger import LEDGER_FILE, read_ledger
 from opusim import checks
 from opusim.randomness.streams import derive_seed
 from training.attacks.findings import Audit

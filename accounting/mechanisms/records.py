@@ -58,7 +58,7 @@ GAUSSIAN = Theorem(
     proof="Along the difference v of the two sums the outputs are N(0, 1) and N(|v| / (z C), 1) after scaling, and "
     "every other direction has the same law. Trade-off functions of Gaussian shifts compose by adding mu^2.",
     reference="Balle and Wang 2018; Dong, Roth and Su 2019",
-    code="accounting.numerics.closed_forms.gaussian_bounds",
+    code="accounting.numerics.sampled_noise.gaussian_bounds",
     page="privacy-records.md, section 3",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,

@@ -11,13 +11,19 @@ import pytest
 from scipy.fft import rfft
 
 from accounting.guarantee import Adjacency
-from accounting.numerics import tilted_law
-from accounting.numerics.loss_laws import GaussianLaw, LaplaceLaw, LossLaw, normal_masses, pooled
-from accounting.numerics.privacy_loss import NoisyStep, compose_bounds, plan_of
-from accounting.numerics.sampled_noise import NoisySum, noise_bounds
-from accounting.numerics.tilted_law import grid_above, grid_below
+from accounting.numerics import loss_laws
+from accounting.numerics.loss_laws import (
+    GaussianLaw,
+    LaplaceLaw,
+    LossLaw,
+    grid_above,
+    grid_below,
+    normal_masses,
+    pooled,
+)
+from accounting.numerics.sampled_noise import NoisyStep, NoisySum, compose_bounds, noise_bounds, plan_of
 
-UNIT = tilted_law.UNIT
+UNIT = loss_laws.UNIT
 ADDED = Adjacency.ADD_OR_REMOVE_ONE
 
 
@@ -70,7 +76,7 @@ def test_large_losses_of_a_mixture_are_kept() -> None:
 
 
 def test_a_spectrum_near_zero_keeps_its_size() -> None:
-    found = tilted_law._log_sizes(np.array([0.0, 1e-17, -1 + 1e-9, -1 - 1e-9j, -0.25, -1.0], dtype=complex))
+    found = loss_laws._log_sizes(np.array([0.0, 1e-17, -1 + 1e-9, -1 - 1e-9j, -0.25, -1.0], dtype=complex))
     assert found[:2].tolist() == [0.0, 1e-17]
     assert found[2:5] == pytest.approx([math.log(1e-9), math.log(1e-9), math.log(0.75)], rel=1e-7)
     assert -math.inf < found[5] < -500
@@ -81,7 +87,7 @@ def test_the_sum_of_weights_does_not_cancel() -> None:
     with mpmath.workdps(50):
         a, b = (mpmath.exp(-(mpmath.mpf(tilt) + k) * mpmath.mpf(interval)) for k in (0, 1))
         exact = float(1 / (1 - a) - 1 / (1 - b))
-    assert tilted_law.weight_sum(tilt, interval) == pytest.approx(exact, rel=1e-12)
+    assert loss_laws.weight_sum(tilt, interval) == pytest.approx(exact, rel=1e-12)
 
 
 def test_no_lower_bound_comes_from_where_the_window_begins() -> None:
@@ -89,7 +95,7 @@ def test_no_lower_bound_comes_from_where_the_window_begins() -> None:
     law = GaussianLaw(noise=1.0, probability=1.0, direction="remove")
     plan = plan_of([law], [400], 1e-20)
     assert plan is not None
-    composed = tilted_law.composed(plan, plan.below())
+    composed = loss_laws.composed(plan, plan.below())
     assert composed.losses[0] > 1
     assert composed.least_epsilon(1e-20) > 250
     assert replace(composed, error=1e9).least_epsilon(1e-20) == 0.0

@@ -25,8 +25,7 @@ from accounting.mechanisms.counts import (
 )
 from accounting.mechanisms.readings import epsilon_of_divergence
 from accounting.numerics import poisson_loss
-from accounting.numerics.poisson_loss import polygon_below
-from accounting.numerics.poisson_pairs import RenyiBounds
+from accounting.numerics.poisson_loss import RenyiBounds, polygon_below
 from benchmarks.devices.count_attack import certified_confusion
 
 DELTA = 1e-5

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accounting.audit import Method
+from accounting.one_run import Method
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.randomness.streams import derive_seed

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from accounting.audit import Method, audit, audit_drawn_noise
+from accounting.audit import audit, audit_drawn_noise
 from accounting.guarantee import Guarantee, Status
+from accounting.one_run import Method
 from benchmarks.attacks import final_model, one_run
 from benchmarks.attacks.crafted import DELTA, ROWS, Row, convex
 from benchmarks.markdown import command, markdown, section

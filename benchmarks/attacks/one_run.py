@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accounting.audit import Method, ceiling
+from accounting.one_run import Method, ceiling
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.randomness.streams import derive_seed

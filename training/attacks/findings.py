@@ -17,18 +17,16 @@ import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
 from accounting.audit import (
-    NOT_NORMAL,
     AuditPlan,
     AuditResult,
     Estimate,
     Estimator,
-    OneRunBound,
-    OneRunResult,
     Verdict,
     area_under_curve,
     clopper_pearson_upper,
 )
 from accounting.guarantee import Status
+from accounting.one_run import NOT_NORMAL, OneRunBound, OneRunResult
 from training.errors import RunFolderError
 from training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from training.runs.storage import (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from accounting.audit import AuditPlan, AuditResult, Estimator, OneRunResult, Verdict, guesses_bound
+from accounting.audit import AuditPlan, AuditResult, Estimator, Verdict
 from accounting.explanation import number
 from accounting.guarantee import Guarantee, Status
+from accounting.one_run import OneRunResult, guesses_bound
 from training.attacks.findings import Audit, Played, Role
 
 _WEAK = 0.5

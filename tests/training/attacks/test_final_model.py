@@ -15,8 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 import training
-from accounting.audit import Method
 from accounting.guarantee import NoGuarantee
+from accounting.one_run import Method
 from training.attacks.findings import audit_rows, read_audit
 from training.attacks.one_run.final_model import (
     SCORES_FILE,

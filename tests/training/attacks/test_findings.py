@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from accounting.audit import AuditPlan, Law, OneRunPlan, audit, audit_one_run
+from accounting.audit import AuditPlan, audit
 from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
+from accounting.one_run import Law, OneRunPlan, audit_one_run
 from training.attacks.findings import Audit, Finding, Played, Role
 from training.attacks.words import paragraphs, verdict
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import training
-from accounting.audit import Method
+from accounting.one_run import Method
 from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import replaced
 from tests.support.faults.streams import Wrapped, changed_noise, credited_noise

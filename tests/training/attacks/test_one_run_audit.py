@@ -15,9 +15,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import training
-from accounting.audit import Method
 from accounting.guarantee import Adjacency, NoGuarantee
 from accounting.mechanisms.records import RecordReplaced
+from accounting.one_run import Method
 from benchmarks.attacks import one_run
 from opusim.errors import ConfigError
 from tests.support.faults import (

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from typer.testing import CliRunner
 
 import opusim
-from accounting.audit import Method
+from accounting.one_run import Method
 from opusim.errors import ConfigError
 from tests.support.faults import clipped_by_layer, noise_halved
 from tests.support.faults.base import Fault

@@ -15,15 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.audit import (
-    AuditPlan,
-    AuditResult,
-    Estimate,
-    Estimator,
-    audit,
-    audit_drawn_noise,
-    estimated,
-)
+from accounting.audit import AuditPlan, AuditResult, Estimate, Estimator, audit, audit_drawn_noise, estimated
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from accounting import numerics
-from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
+from accounting.audit import gaussian_mu
 from accounting.composition import guarantees as composed
 from accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
 from accounting.ledger import LedgerContent, read_ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import ClippedRecords
+from accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim import checks
 from opusim.randomness.streams import derive_seed
 from training.attacks.findings import Audit, Finding, Played, Role

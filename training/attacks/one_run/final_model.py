@@ -37,10 +37,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.audit import FEWEST_CANARIES
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, NoGuarantee, from_json
 from accounting.mechanisms import Mechanism
+from accounting.one_run import FEWEST_CANARIES
 from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed

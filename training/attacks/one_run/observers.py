@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.audit import Law, Method
+from accounting.one_run import Law, Method
 from training.attacks.base import Descent
 from training.attacks.one_run.canaries import Canaries, CraftedGradients
 from training.attacks.update_attacks import row_space

@@ -19,8 +19,7 @@ from typing_extensions import Doc
 from accounting import numerics
 from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, NoGuarantee, Release, Unit
 from accounting.mechanism import Absent, CertifiedMechanism, Hypotheses, Positive, counted
-from accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
-from accounting.mechanisms.observations import keep_probability
+from accounting.mechanisms.labels import PUBLIC_FEATURES, keep_probability, pure_bounds
 from accounting.mechanisms.readings import FLUCTUATING_LIGHT, readings_guarantee
 from accounting.theorems import Theorem
 from opusim import checks

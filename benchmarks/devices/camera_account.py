@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from accounting import numerics
-from accounting.mechanisms.observations import label_distance
+from accounting.mechanisms.labels import label_distance
 from accounting.mechanisms.readings import epsilon_of_divergence
 from benchmarks.results_file import load_results, save_results
 from opusim.camera.exposure import OperatingPoint

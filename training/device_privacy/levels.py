@@ -15,8 +15,7 @@ from typing import Any
 
 from accounting.composition import calibrate_noise, guarantees
 from accounting.explanation import number
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.observations import label_distance
+from accounting.mechanisms.labels import LabelReadout, label_distance
 from opusim.description.schema import DeviceDescription
 from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described

@@ -22,7 +22,7 @@ from scipy.optimize import brentq, linear_sum_assignment
 from torch import Tensor
 
 from accounting.mechanisms.counts import LabelArgmax, argmax_epsilon, confusion_matrix
-from accounting.mechanisms.observations import UniformSource
+from accounting.mechanisms.labels import UniformSource
 from opusim import checks
 from opusim.camera.exposure import CountLaw
 from opusim.camera.stages import number_law, spread_error

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.counts import LabelCounts
-from accounting.mechanisms.observations import UniformSource
+from accounting.mechanisms.labels import UniformSource
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError

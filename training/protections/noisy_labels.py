@@ -24,8 +24,10 @@ from torch import Tensor
 from accounting.guarantee import LedgerCorrupt, NoGuarantee
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
-from accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
-from accounting.mechanisms.observations import (
+from accounting.mechanisms.labels import (
+    LabelReadout,
+    RandomizedResponse,
+    StagedResponse,
     UniformSource,
     label_distance,
     reading_log_likelihood,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.observations import (
+from accounting.mechanisms.labels import (
+    LabelReadout,
     keep_probability,
     label_distance,
     reading_log_likelihood,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from accounting.composition import guarantees
-from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
-from accounting.mechanisms.observations import (
+from accounting.mechanisms.labels import (
+    RandomizedResponse,
+    StagedResponse,
     among_log_likelihood,
     among_targets,
     respond_among,

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 import training
 from accounting.guarantee import NoGuarantee
-from accounting.mechanisms.labels import StagedResponse
-from accounting.mechanisms.observations import UniformSource
+from accounting.mechanisms.labels import StagedResponse, UniformSource
 from opusim.errors import ConfigError
 from tests.support.faults import FAULTS, OF_ONE_RUN, OF_RELEASES, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE

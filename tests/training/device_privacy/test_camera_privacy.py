@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from accounting.composition import guarantees
 from accounting.guarantee import NoGuarantee, Status, Unit
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.observations import label_distance
+from accounting.mechanisms.labels import LabelReadout, label_distance
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice

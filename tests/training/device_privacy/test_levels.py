@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from accounting.composition import guarantees
-from accounting.mechanisms.labels import LabelReadout
-from accounting.mechanisms.observations import label_distance
+from accounting.mechanisms.labels import LabelReadout, label_distance
 from opusim.description.loading import load_description
 from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from opusim.devices.registry import open_described

@@ -300,40 +300,39 @@ class Mechanism(ABC):
         # of several theorems the one whose hypotheses contain the others': one about sampling before one without
         theorems = [one.theorem for one in mechanisms if one.theorem is not None]
         theorem = max(theorems, key=lambda each: (len(each.checked_by_code), each.name), default=None)
+        facts: dict[str, Any] = {
+            "delta": delta,
+            "unit": mechanisms[0].unit,
+            "adjacency": adjacency,
+            "release": mechanisms[0].release,
+            "mechanism": described(mechanisms),
+        }
         if cls.refuted is not None:
+            cited = "no theorem" if theorem is None else theorem.citation
             return [
-                Guarantee(
-                    epsilon=math.inf,
-                    delta=delta,
-                    unit=mechanisms[0].unit,
-                    adjacency=adjacency,
-                    release=mechanisms[0].release,
-                    status=Status.NONE,
-                    mechanism=described(mechanisms),
-                    source="no theorem" if theorem is None else theorem.citation,
-                    reason=cls.refuted,
-                )
+                Guarantee(epsilon=math.inf, status=Status.NONE, source=cited, reason=cls.refuted, **facts)
             ]
         if theorem is None:
             raise NoGuarantee(
                 f"mechanism {mechanisms[0].kind!r}: names no theorem; set one in {cls.__name__}"
             )
-        bounds, reason = spend_certificates(
-            delta, cls.delta_errors(mechanisms), lambda left: cls.bounds(mechanisms, adjacency, left)
-        )
-        device = any(one.credits_device for one in mechanisms)
+        # what may go wrong with a certificate is taken off delta before epsilon is computed
+        beta, reason = math.fsum(cls.delta_errors(mechanisms)), None
+        if beta == 0 or delta > beta:
+            bounds = cls.bounds(mechanisms, adjacency, delta - beta)
+        else:
+            bounds = EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
+            whose = "the probability that a certificate is wrong or light brighter than accounted for"
+            reason = f"delta = {delta:g} must exceed beta = {beta:g}, {whose}"
         infinite = math.isinf(bounds.upper)
         source = (theorem.citation, cls.detail(mechanisms), "" if infinite else bounds.method)
         checked, trusted = cls.hypotheses(mechanisms, delta=delta, bounds=bounds)
         return [
             Guarantee(
                 epsilon=bounds.upper,
-                delta=delta,
-                unit=mechanisms[0].unit,
-                adjacency=adjacency,
-                release=mechanisms[0].release,
-                status=proven_status(bounds.upper, device_model=device),
-                mechanism=described(mechanisms),
+                status=proven_status(
+                    bounds.upper, device_model=any(one.credits_device for one in mechanisms)
+                ),
                 source="; ".join(part for part in source if part),
                 assumptions=(
                     *theorem.assumptions(enforced=enforced, checked_by_code=checked, trusted=trusted),
@@ -341,6 +340,7 @@ class Mechanism(ABC):
                 ),
                 epsilon_lower=None if infinite or bounds.lower == bounds.upper else bounds.lower,
                 reason=(reason or cls.why_infinite(mechanisms, delta)) if infinite else None,
+                **facts,
             )
         ]
 
@@ -631,24 +631,3 @@ def proven_status(epsilon: float, *, device_model: bool) -> Status:
     if math.isinf(epsilon):
         return Status.NONE
     return Status.PROVEN_UNDER_DEVICE_MODEL if device_model else Status.PROVEN
-
-
-def spend_certificates(
-    delta: float, betas: Sequence[float], bounds: Callable[[float], EpsilonBounds]
-) -> tuple[EpsilonBounds, str | None]:
-    """Return bounds at the delta that is left once the device's certificates may fail.
-
-    Args:
-        delta: In [0, 1).
-        betas: Probabilities that a hypothesis of the device's law fails (a certificate's error), which add up.
-        bounds: Computes bounds on epsilon at a delta.
-
-    Returns:
-        The bounds, and the reason if they are infinite because of the certificates, else None.
-    """
-    beta = math.fsum(betas)
-    if beta == 0 or delta > beta:
-        return bounds(delta - beta), None
-    nothing = EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
-    whose = "the probability that a certificate is wrong or light brighter than accounted for"
-    return nothing, f"delta = {delta:g} must exceed beta = {beta:g}, {whose}"

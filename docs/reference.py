@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from accounting.mechanisms import mechanism_classes
+from accounting.mechanism import mechanism_classes
 from accounting.theorems import known_theorems
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import variants_of

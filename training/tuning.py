@@ -32,7 +32,7 @@ import torch
 
 from accounting.guarantee import BudgetExceeded, Guarantee, LedgerCorrupt
 from accounting.ledger import LEDGER_FILE, Ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.selection import PrivateSelection, priced_search
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file

@@ -12,7 +12,7 @@ import pytest
 from accounting import mechanism as mechanism_module
 from accounting.composition import Budget, guarantees, merge
 from accounting.guarantee import Adjacency, BudgetExceeded, EpsilonBounds, NoGuarantee, Release, Unit
-from accounting.mechanisms import CertifiedMechanism, Mechanism
+from accounting.mechanism import CertifiedMechanism, Mechanism
 from accounting.mechanisms.labels import LabelBudget
 from accounting.mechanisms.records import (
     GAUSSIAN,

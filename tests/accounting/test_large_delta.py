@@ -10,7 +10,7 @@ from accounting.cli import show
 from accounting.composition import guarantees
 from accounting.explanation import LARGE_DELTA, WARNINGS, LedgerFacts, RunFacts, Statement, large_delta
 from accounting.guarantee import Adjacency
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.labels import LabelReadout
 from accounting.mechanisms.records import PoissonGaussian, RecordCentral
 from accounting.mechanisms.zeroth_order import ZoGaussian

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from accounting.composition import Budget, calibrate_noise, guarantees, merge
 from accounting.guarantee import Adjacency, BudgetExceeded, NoGuarantee, Release, Status, Unit
 from accounting.ledger import Ledger, read_ledger
-from accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
+from accounting.mechanism import Mechanism, mechanism_from_json, mechanism_kinds
 from accounting.mechanisms.convex import ConvexLastIterate
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from accounting.mechanisms.labels import (

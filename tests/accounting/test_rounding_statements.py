@@ -9,7 +9,7 @@ import pytest
 
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency
-from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.mechanism import Mechanism, mechanism_from_json
 from accounting.mechanisms.labels import LabelAmplified, LabelReadout, LabelRelease
 from accounting.mechanisms.records import RecordCentral, RecordReplaced
 from accounting.mechanisms.selection import PrivateSelection

@@ -10,7 +10,7 @@ import pytest
 
 from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Status
-from accounting.mechanisms import mechanism_from_json
+from accounting.mechanism import mechanism_from_json
 from accounting.mechanisms.labels import RandomizedResponse
 from accounting.mechanisms.records import Gaussian, PoissonGaussian, PoissonLaplace
 from accounting.mechanisms.zeroth_order import composed_pure_epsilon

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from accounting import Ledger, PoissonGaussian, guarantees, mechanism_from_json
-from accounting.mechanisms import Mechanism, mechanism_class, mechanism_kinds
+from accounting.mechanism import Mechanism, mechanism_class, mechanism_kinds
 from accounting.theorems import theorem
 from tests.support.packages import metadata
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from accounting.mechanisms import Mechanism, mechanism_class, mechanism_classes
+from accounting.mechanism import Mechanism, mechanism_class, mechanism_classes
 from accounting.mechanisms.records import Gaussian
 from opusim import plugins
 from opusim.devices.kinds import device_factory, device_kinds

@@ -6,7 +6,7 @@ from functools import singledispatch
 
 import dp_accounting as dp
 
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout, LabelRelease
 from accounting.mechanisms.records import ClippedRecords, PoissonGaussian
 from accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace

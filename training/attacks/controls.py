@@ -13,7 +13,7 @@ from typing import Any
 from accounting.audit import AuditResult, detection_probability
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, Guarantee, NoGuarantee
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from training.engine.algorithm import require_applied
 from training.engine.plan import RunPlan
 from training.protections.config import RecordConfig

@@ -269,7 +269,7 @@ class SweepProgress:
 
     def foretell(self, found: SweepForecast) -> None:
         """Say what the runs will take of their devices, if some have one."""
-        from accounting.mechanisms import counted
+        from accounting.mechanism import counted
 
         silent = f"{counted(found.silent, 'run')} on a device" if found.silent else ""
         if found.runs:

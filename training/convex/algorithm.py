@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from accounting.guarantee import NoGuarantee
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.convex import ConvexLastIterate, log_expansion, residual_bound
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 from torch import nn
 
 from accounting.guarantee import Adjacency, NoGuarantee
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription, NoiseSettings
 from opusim.devices.base import NoisyDevice

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from accounting.journal import Position
 from accounting.ledger import Ledger, LedgerContent
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim.files import OwnProcess
 from opusim.processes.ranks import Ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.guarantee import NoGuarantee
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

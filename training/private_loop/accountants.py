@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from accounting.guarantee import Assumption, Guarantee, Status
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim import plugins
 
 ENTRY_POINT_GROUP = "opusim.accountants"

@@ -15,7 +15,7 @@ from torch import Tensor
 from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import NoGuarantee
 from accounting.ledger import Ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

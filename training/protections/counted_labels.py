@@ -21,7 +21,7 @@ from scipy.optimize import linprog
 from scipy.special import logsumexp
 from torch import Tensor
 
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.counts import LabelCounts
 from accounting.mechanisms.labels import UniformSource
 from opusim.devices.base import NoisyDevice

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from accounting.guarantee import LedgerCorrupt, NoGuarantee
 from accounting.ledger import Ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.labels import (
     LabelReadout,
     RandomizedResponse,

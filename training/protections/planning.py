@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accounting.guarantee import Adjacency, NoGuarantee
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.labels import LabelReadout
 from accounting.theorems import require_poisson
 from opusim.description.schema import DeviceDescription

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from accounting.composition import calibrate_noise
 from accounting.guarantee import NoGuarantee
 from accounting.ledger import Ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.records import require_bands
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

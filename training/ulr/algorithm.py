@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.ulr import PublishedUlr
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

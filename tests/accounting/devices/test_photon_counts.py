@@ -15,7 +15,7 @@ from scipy.stats import norm, poisson
 from accounting import numerics
 from accounting.composition import calibrate_noise, guarantees
 from accounting.guarantee import NoGuarantee, Status
-from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
+from accounting.mechanism import CertifiedMechanism, mechanism_from_json
 from accounting.mechanisms.counts import (
     LabelArgmax,
     LabelCounts,

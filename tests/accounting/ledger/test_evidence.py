@@ -14,7 +14,7 @@ from accounting.composition import guarantees
 from accounting.explanation import LedgerFacts, Statement
 from accounting.guarantee import Guarantee, LedgerCorrupt, Release, Status
 from accounting.ledger import Alarm, CertificateFacts, Ledger, read_ledger
-from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
+from accounting.mechanism import CertifiedMechanism, mechanism_from_json
 from accounting.mechanisms.convex import ConvexLastIterate
 from accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout
 from accounting.mechanisms.records import RecordCentral, RecordReplaced

@@ -12,7 +12,7 @@ import pytest
 from accounting.composition import Budget
 from accounting.guarantee import BudgetExceeded, LedgerCorrupt
 from accounting.ledger import Ledger, read_ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.records import PoissonGaussian, RecordCentral
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from accounting.explanation import WARNINGS, LedgerFacts, RunFacts, Statement, number
 from accounting.guarantee import Release
 from accounting.ledger import Ledger, read_ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.records import PoissonGaussian, RecordCentral, Unprotected
 from tests.support.command import WIDTH, opusim
 from tests.support.run_folders import made

@@ -17,7 +17,7 @@ from scipy.special import ndtr
 from accounting import Budget, RecordCentral, guarantees
 from accounting.guarantee import BudgetExceeded, Guarantee
 from accounting.ledger import Ledger, read_ledger
-from accounting.mechanisms import mechanism_from_json
+from accounting.mechanism import mechanism_from_json
 from accounting.mechanisms.records import RecordReplaced
 
 RUN = RecordCentral(

@@ -17,7 +17,7 @@ from accounting.explanation import explain, guarantee_rows
 from accounting.guarantee import Adjacency, Guarantee
 from accounting.journal import Journal
 from accounting.ledger import Ledger, read_ledger
-from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.mechanism import Mechanism, mechanism_from_json
 from accounting.mechanisms.records import (
     Gaussian,
     PoissonGaussian,

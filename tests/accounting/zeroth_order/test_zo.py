@@ -12,7 +12,7 @@ import pytest
 
 from accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from accounting.guarantee import Guarantee
-from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.mechanism import Mechanism, mechanism_from_json
 from accounting.mechanisms.records import PoissonGaussian, PoissonLaplace
 from accounting.mechanisms.zeroth_order import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
 from tests.oracles.dp_events import event

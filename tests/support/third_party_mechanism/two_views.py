@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.mechanisms import Positive, SamplingProbability, counted
+from accounting.mechanism import Positive, SamplingProbability, counted
 from opusim import AdditiveNoise, Theorem
 
 THEOREM = Theorem(

@@ -14,7 +14,7 @@ from torch import nn
 
 import training
 from accounting.guarantee import Adjacency, NoGuarantee
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.records import RecordCentral, RecordReplaced
 from training.attacks import record_terms
 from training.attacks.findings import Audit, Finding, Role

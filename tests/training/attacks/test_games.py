@@ -15,7 +15,7 @@ import torch
 
 import training
 from accounting.audit import AuditResult, audit_drawn_noise, lower_bound
-from accounting.mechanisms import mechanism_classes
+from accounting.mechanism import mechanism_classes
 from benchmarks.attacks import crafted as benchmark
 from benchmarks.attacks import guarantees
 from opusim.randomness.streams import NoiseStream

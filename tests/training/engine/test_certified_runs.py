@@ -16,7 +16,7 @@ import torch
 from accounting.composition import guarantees
 from accounting.guarantee import NoGuarantee, Status
 from accounting.ledger import read_ledger
-from accounting.mechanisms import CertifiedMechanism
+from accounting.mechanism import CertifiedMechanism
 from opusim.calibration.calibrate import calibrate
 from opusim.description.loading import load_description
 from opusim.description.schema import DeviceDescription

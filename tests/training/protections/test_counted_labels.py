@@ -19,7 +19,7 @@ import training
 from accounting.composition import guarantees
 from accounting.guarantee import BudgetExceeded
 from accounting.ledger import read_ledger
-from accounting.mechanisms import CertifiedMechanism, Mechanism
+from accounting.mechanism import CertifiedMechanism, Mechanism
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from opusim import open_device
 from opusim.camera.stages import number_law

@@ -15,7 +15,7 @@ from scipy.stats import norm
 import training
 from accounting.guarantee import BudgetExceeded, LedgerCorrupt
 from accounting.ledger import read_ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.labels import LabelReadout, RandomizedResponse
 from opusim import open_device
 from opusim.errors import ConfigError

@@ -14,7 +14,7 @@ import training
 from accounting.composition import guarantees
 from accounting.guarantee import BudgetExceeded, LedgerCorrupt
 from accounting.ledger import read_ledger
-from accounting.mechanisms import mechanism_from_json
+from accounting.mechanism import mechanism_from_json
 from accounting.mechanisms.labels import LabelRelease, noise_of
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of

@@ -20,7 +20,7 @@ from accounting.composition import guarantees
 from accounting.guarantee import BudgetExceeded, LedgerCorrupt, NoGuarantee
 from accounting.journal import Journal
 from accounting.ledger import Ledger, read_ledger
-from accounting.mechanisms import mechanism_from_json
+from accounting.mechanism import mechanism_from_json
 from training.cli import main
 from training.engine.loop import Engine
 from training.engine.steps import STEPS_PAID_AT_ONCE

@@ -18,7 +18,7 @@ from torch import Tensor
 from accounting.audit import AuditPlan, AuditResult, Estimate, Estimator, audit, audit_drawn_noise, estimated
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim import checks
 from opusim.randomness.streams import derive_seed
 from training.data import Dataset, Split

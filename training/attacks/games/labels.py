@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from accounting.composition import guarantees
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.counts import LabelCounts
 from accounting.mechanisms.labels import LabelAmplified, LabelReadout, RandomizedResponse, StagedResponse
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes, same_labels

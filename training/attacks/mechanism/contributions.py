@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.ledger import read_ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from opusim.medium.directions import Direction
 from opusim.p_values import bonferroni
 from training.attacks.base import Records

@@ -20,7 +20,7 @@ from accounting.audit import gaussian_mu
 from accounting.composition import guarantees as composed
 from accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
 from accounting.ledger import LedgerContent, read_ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.mechanisms.records import ClippedRecords
 from accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim import checks

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, NoGuarantee, from_json
-from accounting.mechanisms import Mechanism
+from accounting.mechanism import Mechanism
 from accounting.one_run import FEWEST_CANARIES
 from opusim import checks
 from opusim.files import make_private_folder

@@ -175,18 +175,28 @@ def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False
         guarantees: The guarantees.
         seed_stored: Whether the run keeps the seed of its noise (experiment mode), which a finite epsilon forbids.
     """
-    return [
-        {
-            "status": guarantee.status.value,
-            "epsilon": number(guarantee.epsilon),
-            "delta": f"{guarantee.delta:g}",
-            "protects": f"{guarantee.unit.value}, {guarantee.adjacency.value}",
-            "released": guarantee.release.value,
-            "mechanism": guarantee.mechanism,
-            "notes": "; ".join(_notes(guarantee, seed_stored)),
-        }
-        for guarantee in guarantees
-    ]
+    rows = []
+    for guarantee in guarantees:
+        notes = [guarantee.reason] if guarantee.reason else []
+        if guarantee.adjacency is Adjacency.ZERO_OUT:
+            notes.append("at a public number of records")
+        if seed_stored and math.isfinite(guarantee.epsilon):
+            notes.append("holds for the same run in release mode: here the seed of the noise is stored")
+        notes += [f"does not hold: {assumption.text}" for assumption in guarantee.failed_assumptions]
+        if guarantee.formula_value is not None:
+            notes.append(f"the paper's formula, its hypotheses taken as given: {guarantee.formula_value:.3g}")
+        rows.append(
+            {
+                "status": guarantee.status.value,
+                "epsilon": number(guarantee.epsilon),
+                "delta": f"{guarantee.delta:g}",
+                "protects": f"{guarantee.unit.value}, {guarantee.adjacency.value}",
+                "released": guarantee.release.value,
+                "mechanism": guarantee.mechanism,
+                "notes": "; ".join(notes),
+            }
+        )
+    return rows
 
 
 def number(epsilon: float) -> str:
@@ -207,18 +217,6 @@ def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -
     """
     columns = [key for key in rows[0] if key not in without]
     print_table("", columns, [[row[key] for key in columns] for row in rows])
-
-
-def _notes(guarantee: Guarantee, seed_stored: bool) -> list[str]:
-    notes = [guarantee.reason] if guarantee.reason else []
-    if guarantee.adjacency is Adjacency.ZERO_OUT:
-        notes.append("at a public number of records")
-    if seed_stored and math.isfinite(guarantee.epsilon):
-        notes.append("holds for the same run in release mode: here the seed of the noise is stored")
-    notes += [f"does not hold: {assumption.text}" for assumption in guarantee.failed_assumptions]
-    if guarantee.formula_value is not None:
-        notes.append(f"the paper's formula, its hypotheses taken as given: {guarantee.formula_value:.3g}")
-    return notes
 
 
 SCHEMA = "opusim-guarantee"

@@ -356,8 +356,21 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
             elif "alarm" in entry:
                 alarms.append(from_json(Alarm, entry["alarm"]))
             elif "stopped" not in entry and "resumed" not in entry:
-                payments.append(_payment(entry))
-                require_certified(payments[-1].mechanisms, certificates)
+                mechanisms = tuple(mechanism_from_json(each) for each in entry["mechanisms"])
+                if not mechanisms:
+                    raise ValueError("mechanisms = []: pays for nothing")
+                name, first_step, steps = entry.get("name"), None, 1
+                if "name" in entry:
+                    checks.instance(str, name=name)
+                else:
+                    first_step, steps = entry["first_step"], entry["steps"]
+                    if {type(first_step), type(steps)} != {int} or first_step < 0 or steps < 1:
+                        raise ValueError(
+                            f"first_step = {checks.short(first_step)}, steps = {checks.short(steps)}: pays for no "
+                            "block of steps"
+                        )
+                payments.append(Payment(first_step=first_step, steps=steps, mechanisms=mechanisms, name=name))
+                require_certified(mechanisms, certificates)
         except (KeyError, ValueError, TypeError) as error:
             raise LedgerCorrupt(f"{path}: line {number}: {error}") from error
         block_before = "first_step" in entry
@@ -406,21 +419,6 @@ def shortened(payment: Payment, first_step: int, steps: int) -> Payment:
             "block in the line before"
         )
     return replace(payment, steps=first_step - begin)
-
-
-def _payment(entry: dict[str, Any]) -> Payment:
-    mechanisms = tuple(mechanism_from_json(content) for content in entry["mechanisms"])
-    if not mechanisms:
-        raise ValueError("mechanisms = []: pays for nothing")
-    if "name" in entry:
-        checks.instance(str, name=entry["name"])
-        return Payment(first_step=None, steps=1, mechanisms=mechanisms, name=entry["name"])
-    first_step, steps = entry["first_step"], entry["steps"]
-    if type(first_step) is not int or type(steps) is not int or first_step < 0 or steps < 1:
-        raise ValueError(
-            f"first_step = {checks.short(first_step)}, steps = {checks.short(steps)}: pays for no block of steps"
-        )
-    return Payment(first_step=first_step, steps=steps, mechanisms=mechanisms)
 
 
 LEDGER_FILE = "ledger.jsonl"
@@ -529,10 +527,8 @@ class Ledger:
         """What has been paid for so far."""
         if self._process.is_this:  # else it is what was paid when this process was forked
             self._require_current()
-        return LedgerContent(
-            mode=self._content.mode,
-            delta=self._content.delta,
-            enforced=self._content.enforced,
+        return replace(
+            self._content,
             payments=tuple(self._payments),
             certificates=tuple(self._certificates),
             alarms=tuple(self._alarms),

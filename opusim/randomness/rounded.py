@@ -18,7 +18,7 @@ Step 3 happens to some 1 in 10^10 numbers if |s| is below 1,000 b: twice the bou
 step. It takes longer, so that time tells at most that a number was near an edge.
 
 Long float32 arrays, such as a model's gradients, take their numbers in pairs and step 1 in float32 first:
-`opusim.randomness.rounding_kernels`, of which `settle` is step 3.
+`opusim.randomness.kernels`, of which `settle` is step 3.
 
 **Sums.** Noise hides a sum only if neighbouring data sets change the *computed* sum by at most the stated bound.
 `toward_zero` makes contributions multiples of a power of two, so that sums of them are exact in any order.
@@ -164,7 +164,7 @@ def settle(
     *,
     first_pair: int = 0,
 ) -> None:
-    """Round in place what `rounding_kernels` left open, by interval arithmetic.
+    """Round in place what `kernels` left open, by interval arithmetic.
 
     Args:
         out: s where numbers are open, one axis.
@@ -206,7 +206,7 @@ def kept_digits(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
 
 
 def turn_of_pair(v: int, *, sine: bool) -> int:
-    """Return 64 digits of V' with X = sqrt(-2 ln U) cos(2 pi V') for a number of a pair of `rounding_kernels`.
+    """Return 64 digits of V' with X = sqrt(-2 ln U) cos(2 pi V') for a number of a pair of `kernels`.
 
     The arc t is a whole turn times n 2^-64, with n the last 62 digits in two's complement, and sin t = cos(t - pi / 2).
     So V' and V have the same digits behind the 64th.

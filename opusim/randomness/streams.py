@@ -32,7 +32,7 @@ from opusim.randomness import MAX_SEED as MAX_SEED
 from opusim.randomness import derive_seed as derive_seed
 from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise, grid_of, kept_digits, settle
 
-kernels, rounding = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.rounding_kernels")
+kernels = Deferred("opusim.randomness.kernels")
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -248,7 +248,7 @@ class SeededStream(NoiseStream):
             opened = np.empty((min(stop - start, _CHUNKS_PER_THREAD) * chunk, 3), np.uint64)
             for first in range(start, stop, _CHUNKS_PER_THREAD):
                 out = flat[first * chunk : min(first + _CHUNKS_PER_THREAD, stop) * chunk]
-                found = rounding.add_rounded_from_philox(
+                found = kernels.add_rounded_from_philox(
                     out, grid, std / grid, opened, first, *keys, *more_key
                 )
                 if found:
@@ -330,7 +330,7 @@ class SystemStream(NoiseStream):
             for start in range(0, flat.size, len(opened)):
                 out = flat[start : start + len(opened)]
                 self._current_cipher().update_into(zeros, drawn.data)
-                found = rounding.add_rounded_from_words(out, grid, std / grid, opened, words)
+                found = kernels.add_rounded_from_words(out, grid, std / grid, opened, words)
                 if found:
                     settle(out, opened[:found], std, kept_digits(self._more))
         return y

@@ -17,7 +17,7 @@ from accounting.mechanisms.convex import ConvexLastIterate, log_expansion, resid
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
-from opusim.processes.memory import require_memory
+from opusim.processes import require_memory
 from training.config.run import RunConfig
 from training.config.sections import ModelConfig
 from training.convex.config import ConvexConfig

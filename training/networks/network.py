@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from opusim.processes.memory import require_memory
+from opusim.processes import require_memory
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.networks.base import BYTES_PER_PARAMETER, seeded_generator

@@ -1,1 +1,1 @@
-"""Device descriptions that come with opusim: one TOML file each, read by `opusim.description.loading`."""
+"""Device descriptions that come with opusim: one TOML file each, read by `opusim.description.schema`."""

@@ -48,8 +48,8 @@ from opusim.crossbar.layers import DeviceConv2d as DeviceConv2d
 from opusim.crossbar.layers import DeviceLinear as DeviceLinear
 from opusim.crossbar.noise_aware import noise_aware as noise_aware
 from opusim.crossbar.programmable import ProgrammableDevice as ProgrammableDevice
-from opusim.description.loading import load_description as load_description
 from opusim.description.schema import DeviceDescription as DeviceDescription
+from opusim.description.schema import load_description as load_description
 from opusim.devices.base import NoisyDevice as NoisyDevice
 from opusim.devices.kinds import register_device as register_device
 from opusim.devices.registry import list_devices as list_devices

@@ -20,7 +20,7 @@ from accounting.guarantee import LedgerCorrupt, NoGuarantee
 from accounting.journal import Journal, head_file
 from accounting.ledger import LEDGER_FILE, CertificateFacts, Ledger, read_ledger
 from accounting.mechanisms.records import RecordCentral
-from opusim.description.loading import load_description, packaged_names, parse_description
+from opusim.description.schema import load_description, packaged_names, parse_description
 from opusim.devices.access import require_configuration
 from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw, digest_of, load_certificate
 from opusim.errors import ConfigError, DeviceUnavailable

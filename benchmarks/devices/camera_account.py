@@ -18,7 +18,7 @@ from accounting.mechanisms.labels import label_distance
 from accounting.mechanisms.readings import epsilon_of_divergence
 from benchmarks.results_file import load_results, save_results
 from opusim.camera.exposure import OperatingPoint
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from training.device_privacy.camera import LabelCounts, label_counts
 from training.device_privacy.camera_tables import LIGHTS

@@ -34,7 +34,7 @@ from opusim.crossbar.placement import (
     plain_class,
     weight_matrices,
 )
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage

@@ -75,7 +75,7 @@ def serve_command(
     import signal
     import threading
 
-    from opusim.description.loading import load_description
+    from opusim.description.schema import load_description
     from opusim.serving.instrument import Instrument
     from opusim.serving.journal import Journal, journal_file
     from opusim.serving.keys import Users

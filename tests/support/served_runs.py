@@ -30,7 +30,7 @@ import torch
 import opusim
 from opusim.calibration.calibrate import Plan
 from opusim.calibration.calibrate import calibrate as calibrated
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceError, OpusimError
 from opusim.serving.instrument import Instrument

@@ -390,7 +390,7 @@ def account_device(
     """State what a device's own noise is worth for labels read once: from sigma or temperature to epsilon and back."""
     from accounting.explanation import print_rows
     from opusim import checks
-    from opusim.description.loading import load_description
+    from opusim.description.schema import load_description
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
     from opusim.tables import wrapped

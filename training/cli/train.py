@@ -86,7 +86,7 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
 def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
     """Train under a configuration; a device's driver must be there before anything else begins."""
     if config.uses_device and not _follows(config):
-        from opusim.description.loading import load_description
+        from opusim.description.schema import load_description
         from opusim.devices.access import require_present
 
         require_present(load_description(config.device.name, config.device.overrides))
@@ -117,7 +117,7 @@ def resume(
     trust_code: TrustCode = False,
 ) -> None:
     """Resume a run that was stopped or killed, from its newest checkpoint."""
-    from opusim.description.loading import parse_description
+    from opusim.description.schema import parse_description
     from opusim.devices.access import require_present
     from training.engine.session import train
     from training.networks.user_code import require_trusted

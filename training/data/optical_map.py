@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description, parse_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.devices.usage import DeviceWork, Usage

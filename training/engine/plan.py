@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from accounting.mechanism import Mechanism
-from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription, NoiseSettings
+from opusim.description.schema import DeviceDescription, NoiseSettings, load_description, parse_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from training.config.reading import flat, load_config, merged, nested

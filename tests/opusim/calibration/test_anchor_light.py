@@ -6,7 +6,7 @@ import torch
 
 from opusim.calibration.calibrate import Calibration, Plan, calibrate
 from opusim.calibration.flat_series import Level, sums_of, take_series
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 
 pytestmark = pytest.mark.compiled

@@ -11,7 +11,7 @@ from opusim.calibration.estimates import decorrelation_time, sparse_patterns
 from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
 from opusim.calibration.report import write_report
 from opusim.camera.exposure import Exposure
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import PhotonCountLaw, load_certificate

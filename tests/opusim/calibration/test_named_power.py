@@ -12,7 +12,7 @@ from opusim.calibration.calibrate import Calibration, Plan, calibrate, require_n
 from opusim.calibration.count_law import without_power
 from opusim.calibration.independence import independence_p_values
 from opusim.camera.imperfect import Laser
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, load_certificate
 from opusim.errors import NoiseBelowCertificate

@@ -8,7 +8,7 @@ from opusim.calibration.calibrate import Calibration, Plan, calibrate
 from opusim.calibration.estimates import jackknife
 from opusim.calibration.flat_series import Level, take_series
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 
 pytestmark = pytest.mark.compiled

@@ -11,7 +11,7 @@ import torch
 
 from opusim.crossbar import conductances
 from opusim.crossbar.conductances import Pairs
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from tests.oracles.conductance_moments import moments
 
 DEVICES = 2**18

@@ -18,7 +18,7 @@ import torch
 
 from opusim import open_device
 from opusim.camera.from_description import noise_line
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
 from opusim.errors import DeviceBusy
 from opusim.serving.remote import about

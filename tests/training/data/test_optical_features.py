@@ -17,7 +17,7 @@ import opusim
 import training
 from accounting.guarantee import NoGuarantee
 from opusim import open_device
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.errors import ConfigError
 from opusim.files import to_toml
 from training.config.reading import load_config

@@ -14,7 +14,7 @@ from accounting.composition import guarantees
 from accounting.guarantee import NoGuarantee, Status, Unit
 from accounting.mechanisms.labels import LabelReadout, label_distance
 from opusim.camera.exposure import OperatingPoint
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of, load_certificate
 from opusim.devices.registry import open_device

@@ -11,7 +11,7 @@ import pytest
 
 from accounting.composition import guarantees
 from accounting.mechanisms.labels import LabelReadout, label_distance
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError

@@ -18,8 +18,7 @@ from accounting.guarantee import NoGuarantee, Status
 from accounting.ledger import read_ledger
 from accounting.mechanism import CertifiedMechanism
 from opusim.calibration.calibrate import calibrate
-from opusim.description.loading import load_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw, digest_of
 from opusim.devices.kinds import register_device

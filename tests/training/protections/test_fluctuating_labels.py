@@ -19,7 +19,7 @@ from accounting.guarantee import Status
 from accounting.ledger import read_ledger
 from accounting.mechanisms.counts import LabelArgmax, argmax_epsilon
 from opusim import open_device
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.noise import LightPower

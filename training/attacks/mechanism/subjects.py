@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.guarantee import NoGuarantee
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.errors import ConfigError
 from training.config.reading import flat
 from training.config.run import RunConfig

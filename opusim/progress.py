@@ -66,7 +66,14 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._stream.isatty():
-            self._bar = _bar(self._stream)
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=28),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.fields[news]}"),
+                console=Console(file=self._stream),
+            )
             self._bar.start()
         return self
 
@@ -119,7 +126,11 @@ class Progress:
         is_rough = left_s is None and self._set_up is None and counted == 1
         if self._set_up is None and counted > 0:
             self._set_up = self._done, spent
-        if self._due(spent) and self._done < self._total:
+        if self._last_line is not None:
+            is_due = self._clock() - self._last_line >= BETWEEN_LINES_S
+        else:
+            is_due = spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
+        if is_due and self._done < self._total:
             self._line(self._left_s, news, is_rough=is_rough, is_set_up=is_rough and spent < _SET_UP_S)
 
     def follow(self, total: int, count: Callable[[], int]) -> None:
@@ -145,11 +156,6 @@ class Progress:
         else:
             self._write(text)
 
-    def _due(self, spent: float) -> bool:
-        if self._last_line is not None:
-            return self._clock() - self._last_line >= BETWEEN_LINES_S
-        return spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
-
     def _line(
         self, left_s: float | None, news: str, *, is_rough: bool = False, is_set_up: bool = False
     ) -> None:
@@ -162,15 +168,3 @@ class Progress:
     def _write(self, text: str) -> None:
         print(f"{self._label}: {text}", file=self._stream, flush=True)
         self._last_line = self._clock()
-
-
-def _bar(stream: TextIO) -> Bar:
-
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[news]}"),
-        console=Console(file=stream),
-    )

@@ -176,15 +176,10 @@ def settle(
     for place, u, v in opened.tolist():
         chunk, number = divmod(place, 2 * _PAIRS)
         sine, pair = divmod(number, _PAIRS)
-        digits = _in_turn(more(first_pair + chunk * _PAIRS + pair))
+        digits = more(first_pair + chunk * _PAIRS + pair)
         words = np.array([[u, turn_of_pair(v, sine=bool(sine))]], dtype=np.uint64)
-        noise = ExactNoise(words, digits, scale, "gaussian")
+        noise = ExactNoise(words, lambda _, digits=digits: next(digits), scale, "gaussian")  # type: ignore[misc]
         out[place] = noise._exact(0, float(out[place])) * grid_of(scale)
-
-
-def _in_turn(digits: Iterator[int]) -> Callable[[int], int]:
-    """Return what gives the next digits, of whichever number they are."""
-    return lambda _: next(digits)
 
 
 def kept_digits(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:

@@ -106,7 +106,8 @@ class DeviceContract:
             _skip_without(device, "program")
             crossbar = device.require("program")
             wanted = _real_matrix()
-            spread = _programming_std(device, wanted)
+            told = getattr(device, "programming_std", None)  # the spread that a device may state
+            spread = torch.zeros_like(wanted) if told is None else told(wanted).cpu()
             realised = crossbar.program(wanted)
             assert (realised.shape, realised.dtype) == ((N_OUTPUTS, N_INPUTS), torch.float32)
             assert torch.equal(crossbar.matrix(), realised)
@@ -438,12 +439,6 @@ def _converter(device: NoisyDevice) -> Converter:
     """Return what a device states as `converter`; others show inputs as they are."""
     found = getattr(device, "converter", None)
     return found if isinstance(found, Converter) else Converter()
-
-
-def _programming_std(device: NoisyDevice, matrix: torch.Tensor) -> torch.Tensor:
-    """Return the spread of programming that a device states in a method `programming_std`, else 0."""
-    told = getattr(device, "programming_std", None)
-    return torch.zeros_like(matrix) if told is None else told(matrix).cpu()
 
 
 def _real_matrix() -> torch.Tensor:

@@ -6,6 +6,7 @@ Those that are not additive (`Mechanism.additive`) are merged only by the ledger
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -131,13 +132,7 @@ class Budget:
                 paid, [mechanism.repeated(steps * mechanism.steps) for mechanism in step]
             )
 
-        if not too_many(wanted):
-            return wanted
-        fits, exceeds = 0, wanted
-        while exceeds - fits > 1:
-            middle = (fits + exceeds) // 2
-            fits, exceeds = (fits, middle) if too_many(middle) else (middle, exceeds)
-        return fits
+        return bisect.bisect_left(range(1, wanted), True, key=too_many) if too_many(wanted) else wanted
 
     def require(self, paid: Sequence[Mechanism], step: Sequence[Mechanism]) -> None:
         """Refuse a step that would exceed the budget.

@@ -20,6 +20,7 @@ which a test stands next to them. epsilon of mu at delta is that of the Gaussian
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -200,10 +201,7 @@ class OneRunPlan:
             return _refutes_mu(own, m, guesses, correct, level)
 
         # the least number of right guesses that refutes; one more than all if none does
-        low, least = -1, guesses + 1
-        while least - low > 1:
-            middle = (low + least) // 2
-            low, least = (low, middle) if refuted(middle) else (middle, least)
+        least = bisect.bisect_left(range(guesses + 1), True, key=refuted)
         return float(numerics.binomial.sf(least - 1, guesses, _ideal_accuracy(mu, guesses / m)))
 
 

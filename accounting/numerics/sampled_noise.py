@@ -91,17 +91,8 @@ _TILTS, _EVERY = 96, 4
 _LARGEST_EXPONENT = 300.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoisyStep:
-    """A step, and how often it is composed.
-
-    Attributes:
-        laws: The law of its loss in each direction.
-        steps: At least 1.
-    """
-
-    laws: tuple[LossLaw, ...]
-    steps: int
+NoisyStep = tuple[tuple[LossLaw, ...], int]
+"""The law of a step's loss in each direction, and how often it is composed."""
 
 
 def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
@@ -187,8 +178,8 @@ def composed_curve(parts: Sequence[NoisyStep], deltas: Sequence[float]) -> Compo
 
 
 def _plans(parts: Sequence[NoisyStep], delta: float) -> list[Plan] | None:
-    steps = [part.steps for part in parts]
-    plans = [plan_of(laws, steps, delta) for laws in zip(*(part.laws for part in parts), strict=True)]
+    steps = [count for _, count in parts]
+    plans = [plan_of(laws, steps, delta) for laws in zip(*(laws for laws, _ in parts), strict=True)]
     known = [plan for plan in plans if plan is not None]
     return known if len(known) == len(plans) else None
 
@@ -673,13 +664,13 @@ def _noisy_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
     if one.law == "gaussian":
         ways: tuple[Direction, ...] = ("replace",) if replaces else ("remove", "add")
         laws = [GaussianLaw(noise=one.scale, probability=one.probability, direction=way) for way in ways]
-        return NoisyStep(laws=tuple(laws), steps=one.steps)
+        return tuple(laws), one.steps
     if one.scale * LARGEST_LOSS < 1:
         raise NoGuarantee(f"Laplace noise: its loss exceeds what doubles can follow at scale = {one.scale:g}")
     if replaces:
         raise NoGuarantee("Laplace noise: its loss has no known distribution for replace_one; use delta = 0")
     remove = LaplaceLaw(scale=one.scale, probability=one.probability, direction="remove")
-    return NoisyStep(laws=(remove, replace(remove, direction="add")), steps=one.steps)
+    return (remove, replace(remove, direction="add")), one.steps
 
 
 def mixture_bounds(mixtures: Sequence[GaussianMixture], delta: float) -> EpsilonBounds:
@@ -699,7 +690,7 @@ def mixture_bounds(mixtures: Sequence[GaussianMixture], delta: float) -> Epsilon
             for way in ("remove", "add")
         ]
         mixed = (MixedLaw(parts=((1 - one.share, all_), (one.share, half))) for all_, half in laws)
-        steps.append(NoisyStep(laws=tuple(mixed), steps=one.steps))
+        steps.append((tuple(mixed), one.steps))
     with np.errstate(all="ignore"):
         found = composed_curve(steps, [delta])
         upper = math.inf if found is None else found.epsilon(delta)

@@ -160,7 +160,7 @@ def test_a_single_step_among_many_costs_little_rounding() -> None:
             GaussianLaw(noise=z, probability=q, direction="remove"),
             GaussianLaw(noise=z, probability=q, direction="add"),
         ]
-        return NoisyStep(laws=tuple(laws), steps=steps)
+        return tuple(laws), steps
 
     with np.errstate(all="ignore"):
         found = compose_bounds([step(0.9, 1e-3, 1), step(0.9, 1e-3, 9999)], 1e-9)

@@ -5,6 +5,7 @@ Records become plain JSON values through pydantic; numbers survive the round tri
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -20,8 +21,6 @@ from opusim.errors import OpusimError
 pydantic = lazy_loader.load("pydantic")  # a tenth of a second, which no command needs for its help
 
 R = TypeVar("R")
-
-_adapters: dict[type[Any], Any] = {}
 
 
 def to_json(record: Any) -> dict[str, Any]:
@@ -60,10 +59,9 @@ def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
         raise ValueError(str(cause) if cause else f"{place}{shown}: {problem['msg']}") from error
 
 
+@functools.cache
 def _adapter_of(kind: type[Any]) -> Any:
-    if kind not in _adapters:
-        _adapters[kind] = pydantic.TypeAdapter(kind)
-    return _adapters[kind]
+    return pydantic.TypeAdapter(kind)
 
 
 class BudgetExceeded(OpusimError):

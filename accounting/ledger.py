@@ -280,21 +280,15 @@ class LedgerContent:
 
 
 class Coverage:
-    """The steps that are paid for, found by bisection."""
+    """The steps that are paid for, found by bisection; a release that happens once covers none."""
 
     def __init__(self, payments: Sequence[Payment]) -> None:
-        self._firsts: list[int] = []
-        self._payments: list[Payment] = []
-        for payment in payments:
-            self.add(payment)
+        self._payments = sorted((one for one in payments if one.first_step is not None), key=_first)
 
     def add(self, payment: Payment) -> None:
-        """Add a payment; one for a release that happens once covers no step."""
-        if payment.first_step is None:
-            return
-        place = bisect.bisect_right(self._firsts, payment.first_step)
-        self._firsts.insert(place, payment.first_step)
-        self._payments.insert(place, payment)
+        """Add a payment."""
+        if payment.first_step is not None:
+            bisect.insort(self._payments, payment, key=_first)
 
     def exchange(self, old: Payment, new: Payment) -> None:
         """Replace a payment by one for fewer steps with the same first step."""
@@ -303,24 +297,27 @@ class Coverage:
 
     def find(self, step: int) -> Payment | None:
         """Return the payment that covers a step, or None."""
-        place = bisect.bisect_right(self._firsts, step) - 1
-        if place < 0 or step >= self._firsts[place] + self._payments[place].steps:
-            return None
-        return self._payments[place]
+        place = bisect.bisect_right(self._payments, step, key=_first) - 1
+        found = self._payments[place] if place >= 0 else None
+        return found if found is not None and step < _first(found) + found.steps else None
 
     def room(self, step: int, wanted: int) -> int:
         """Return the number of steps from an unpaid one to the next paid one, at most those wanted."""
-        place = bisect.bisect_right(self._firsts, step)
-        return wanted if place == len(self._firsts) else min(wanted, self._firsts[place] - step)
+        place = bisect.bisect_right(self._payments, step, key=_first)
+        return wanted if place == len(self._payments) else min(wanted, _first(self._payments[place]) - step)
 
     def first_gap(self) -> int:
         """Return the first step that is not paid for."""
         end = 0
-        for first, payment in zip(self._firsts, self._payments, strict=True):
-            if first > end:
+        for payment in self._payments:
+            if _first(payment) > end:
                 break
-            end = max(end, first + payment.steps)
+            end = max(end, _first(payment) + payment.steps)
         return end
+
+
+def _first(payment: Payment) -> int:
+    return payment.first_step or 0
 
 
 def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:

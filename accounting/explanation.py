@@ -55,7 +55,7 @@ def guarantees_text(guarantees: Sequence[Guarantee], *, seed_stored: bool = Fals
         {key: cell for key, cell in row.items() if key != "notes"}
         for row in guarantee_rows(guarantees, seed_stored=seed_stored)
     ]
-    parts = [table_text("", list(rows[0]), [list(row.values()) for row in rows])]
+    parts = [table_text(list(rows[0]), [list(row.values()) for row in rows])]
     for guarantee in guarantees:
         lines = explain(guarantee, seed_stored=seed_stored).splitlines()
         parts.append("\n".join(wrapped(line, indent="  ") for line in lines) + "\n")

@@ -144,24 +144,6 @@ _EIGHTH_TURN = np.float32(0.7853981633974483 * 2.0**-31)
 
 
 @numba.njit(nogil=True, forceinline=True)
-def _float_bits(x: np.float32) -> np.int32:
-    """Return the bits of a float32."""
-    return np.float32(x).view(np.int32)
-
-
-@numba.njit(nogil=True, forceinline=True)
-def _bits_float(bits: np.int32) -> np.float32:
-    """Return the float32 of these bits."""
-    return np.int32(bits).view(np.float32)
-
-
-@numba.njit(nogil=True, forceinline=True)
-def _signed(bits: np.uint32) -> np.int32:
-    """Return the int32 of these bits."""
-    return np.uint32(bits).view(np.int32)
-
-
-@numba.njit(nogil=True, forceinline=True)
 def _log1p(f: np.float32) -> np.float32:
     """ln(1 + f) - f for f in [sqrt(1/2) - 1, sqrt(2) - 1] (Cephes logf)."""
     z = f * f
@@ -189,9 +171,9 @@ def _log_uniform(high: np.uint32, low: np.uint32) -> np.float32:
     b = _U(~low) if top else low
     v = _F(a) * _F(2.0**-32) + (_F(b) * _F(2.0**-64) + _F(2.0**-65))  # U, or 1 - U; in (0, 1/2]
     u = _F(_F(1.0) - v) if top else v
-    shifted = np.int32(_float_bits(u) - _SQRT_HALF_BITS)
+    shifted = np.int32(_F(u).view(np.int32) - _SQRT_HALF_BITS)
     exponent = np.int32(shifted >> _MANTISSA_BITS)
-    mantissa = _bits_float(np.int32(np.int32(shifted & _MANTISSA) + _SQRT_HALF_BITS))
+    mantissa = np.int32(np.int32(shifted & _MANTISSA) + _SQRT_HALF_BITS).view(np.float32)
     f = _F(-v) if (top and exponent == 0) else _F(mantissa - _F(1.0))
     return _F(exponent) * _LN2 + (f + _log1p(f))
 
@@ -205,7 +187,7 @@ def _normal_pair(high: np.uint32, low: np.uint32, angle: np.uint32) -> tuple[np.
     """
     radius = _F(np.sqrt(_F(-2.0) * _log_uniform(high, low)))
     radius = _F(-radius) if angle >= _TOP_BIT else radius
-    t = _F(_signed(_U(angle << _U(2)))) * _EIGHTH_TURN
+    t = _F(_U(angle << _U(2)).view(np.int32)) * _EIGHTH_TURN
     z = t * t
     s = _F(-1.9515295891e-4)
     s = s * z + _F(8.3321608736e-3)

@@ -525,22 +525,20 @@ def _pure_epsilon(one: NoisySum, adjacency: Adjacency) -> float:
 
 
 def _sampled_bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
-    """Bounds on epsilon(delta) for delta in (0, 1).
-
-    Parameters beyond what doubles can follow move toward more epsilon: noise above 1e5 counts as 1e5, a sampling
-    probability below 1e-9 as 1e-9, and noise below 1e-3 as none.
-    """
+    """Bounds on epsilon(delta) for delta in (0, 1); noise below 1e-3 counts as none."""
     if any(one.scale < _LEAST_NOISE for one in sums):
         return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers for so little noise")
-    followed = [
-        replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
-        for one in sums
-    ]
+    followed = [_followed(one) for one in sums]
     with np.errstate(all="ignore"):  # what overflows ends as infinity or is refused
         bounds = _bounds(followed, adjacency, delta)
     if followed != list(sums):
         return EpsilonBounds(lower=0.0, upper=bounds.upper, method=bounds.method)
     return bounds
+
+
+def _followed(one: NoisySum) -> NoisySum:
+    """The sum that doubles can follow, of more epsilon: noise above 1e5 counts as 1e5, q below 1e-9 as 1e-9."""
+    return replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
 
 
 def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
@@ -609,7 +607,7 @@ def noise_curves(
     nothing = NoiseCurves(renyi=np.full(len(grid), math.inf), inner=math.inf, deltas=np.ones(len(epsilons)))
     if one.scale < _LEAST_NOISE:
         return nothing
-    one = replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
+    one = _followed(one)
     with np.errstate(all="ignore"):
         curve = _renyi_curve(one, adjacency, grid) if one.law == "gaussian" else nothing.renyi
         renyi = np.where(np.isfinite(curve) & (curve > 0), curve, math.inf)

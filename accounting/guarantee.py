@@ -59,9 +59,7 @@ def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
         raise ValueError(str(cause) if cause else f"{place}{shown}: {problem['msg']}") from error
 
 
-@functools.cache
-def _adapter_of(kind: type[Any]) -> Any:
-    return pydantic.TypeAdapter(kind)
+_adapter_of: Any = functools.cache(lambda kind: pydantic.TypeAdapter(kind))
 
 
 class BudgetExceeded(OpusimError):

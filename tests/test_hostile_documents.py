@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opusim.accounting.journal import Journal, head_file
 
 from opusim.accounting.explanation import LedgerFacts, Statement
 from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee
+from opusim.accounting.journal import Journal, head_file
 from opusim.accounting.ledger import LEDGER_FILE, CertificateFacts, Ledger, read_ledger
 from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.description.schema import load_description, packaged_names, parse_description

@@ -17,18 +17,16 @@ import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
 from opusim.accounting.audit import (
-    NOT_NORMAL,
     AuditPlan,
     AuditResult,
     Estimate,
     Estimator,
-    OneRunBound,
-    OneRunResult,
     Verdict,
     area_under_curve,
     clopper_pearson_upper,
 )
 from opusim.accounting.guarantee import Status
+from opusim.accounting.one_run import NOT_NORMAL, OneRunBound, OneRunResult
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from opusim.training.runs.storage import (

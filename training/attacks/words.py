@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from opusim.accounting.audit import AuditPlan, AuditResult, Estimator, OneRunResult, Verdict, guesses_bound
+from opusim.accounting.audit import AuditPlan, AuditResult, Estimator, Verdict
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
+from opusim.accounting.one_run import OneRunResult, guesses_bound
 from opusim.training.attacks.findings import Audit, Played, Role
 
 _WEAK = 0.5

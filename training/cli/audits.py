@@ -224,7 +224,7 @@ def _play(asked: _Asked, trials: int | None, canaries: int | None, *, one_run: b
 def _play_final_model(asked: _Asked, trainings: int | None, jobs: int | None, cluster: str | None) -> Audit:
     """Train many times with a crafted record or without it."""
     from opusim import checks
-    from opusim.accounting.audit import FEWEST_CANARIES
+    from opusim.accounting.one_run import FEWEST_CANARIES
     from opusim.progress import Progress
     from opusim.training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
 

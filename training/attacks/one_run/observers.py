@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.audit import Law, Method
+from opusim.accounting.one_run import Law, Method
 from opusim.training.attacks.base import Descent
 from opusim.training.attacks.one_run.canaries import Canaries, CraftedGradients
 from opusim.training.attacks.update_attacks import row_space

@@ -245,7 +245,6 @@ def show(
     mechanisms: list[Mechanism],
     *,
     as_json: bool,
-    seed_stored: bool = False,
     found: str | None = None,
 ) -> None:
     """Print guarantees: as JSON, or as a table with a paragraph for each, after what a calibration found."""
@@ -255,14 +254,14 @@ def show(
         content = {
             "guarantees": [guarantee.to_json() for guarantee in guarantees],
             "mechanisms": [mechanism.to_json() for mechanism in mechanisms],
-            "seed_stored": seed_stored,
+            "seed_stored": False,
             "warnings": [{"code": "large-delta", "text": line} for line in warned],
         }
         typer.echo(json.dumps(content, indent=2))
         return
     if found is not None:
         typer.echo(f"least noise that reaches the target: {found} = {getattr(mechanisms[0], found):.6g}")
-    typer.echo(guarantees_text(guarantees, seed_stored=seed_stored))
+    typer.echo(guarantees_text(guarantees))
     for line in warned:
         typer.echo(wrapped(line, indent="  "))
 

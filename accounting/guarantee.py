@@ -5,6 +5,7 @@ Records become plain JSON values through pydantic; numbers survive the round tri
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -15,13 +16,11 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import lazy_loader
 
 from opusim import checks
-from opusim.accounting.guarantee import NoGuarantee
+from opusim.errors import OpusimError
 
 pydantic = lazy_loader.load("pydantic")  # a tenth of a second, which no command needs for its help
 
 R = TypeVar("R")
-
-_adapters: dict[type[Any], Any] = {}
 
 
 def to_json(record: Any) -> dict[str, Any]:
@@ -60,10 +59,19 @@ def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
         raise ValueError(str(cause) if cause else f"{place}{shown}: {problem['msg']}") from error
 
 
-def _adapter_of(kind: type[Any]) -> Any:
-    if kind not in _adapters:
-        _adapters[kind] = pydantic.TypeAdapter(kind)
-    return _adapters[kind]
+_adapter_of: Any = functools.cache(lambda kind: pydantic.TypeAdapter(kind))
+
+
+class BudgetExceeded(OpusimError):
+    """The next step would spend more than the budget; it was not taken."""
+
+
+class NoGuarantee(OpusimError, ValueError):
+    """No theorem covers what was asked; the message names what is missing and what would be covered."""
+
+
+class LedgerCorrupt(OpusimError, ValueError):
+    """A ledger was changed, cut or reordered; the message names file and line."""
 
 
 class Status(StrEnum):

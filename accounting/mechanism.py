@@ -30,13 +30,15 @@ themselves, so that one record describes one mechanism.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import Doc
 
@@ -54,8 +56,113 @@ from opusim.accounting.guarantee import (
     from_json,
     to_json,
 )
-from opusim.accounting.mechanism import Absent, Count, parameters_of
-from opusim.accounting.theorems import DEVICE_NOISE_IS_GAUSSIAN, Theorem, about_relation, about_rounding
+from opusim.accounting.theorems import (
+    DEVICE_NOISE_IS_GAUSSIAN,
+    Theorem,
+    about_relation,
+    about_rounding,
+    leaving_out,
+)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """In the annotation of a field that ledgers of earlier versions lack: the value that its absence means."""
+
+    means: Any
+
+
+Count = Annotated[int, partial(checks.integer, minimum=1)]
+Positive = Annotated[float, checks.positive]
+NonNegative = Annotated[float, checks.non_negative]
+SamplingProbability = Annotated[
+    float,
+    Doc("q in (0, 1], the probability with which each record enters a batch."),
+    partial(checks.in_unit_interval, closed="right"),
+]
+ExactlyRounded = Annotated[
+    bool,
+    Doc(
+        "Whether every number is released with its noise as one exactly rounded number (docs/privacy.md); a ledger of "
+        "an opusim before 0.3 says false."
+    ),
+    Absent(False),
+]
+DeviceNoise = Annotated[bool, Doc("Whether the credited noise is a device's, of Gaussian law.")]
+StatedRelation = Annotated[
+    Adjacency,
+    Doc(
+        "add_or_remove_one if q, the number of steps, the noise and the divisor are constants; zero_out if one of "
+        "them was computed from the number of records, which is then public."
+    ),
+    leaving_out,
+    Absent(Adjacency.ZERO_OUT),
+]
+"""Types of fields with their rules; a field may add its own `Doc`."""
+
+
+def require_text(remedy: str) -> Callable[..., None]:
+    """Return a rule that refuses an empty text; the remedy says what to write."""
+
+    def rule(**texts: str) -> None:
+        for name, text in texts.items():
+            if not text.strip():
+                raise ValueError(f"{name} = '': {remedy}")
+
+    return rule
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A field of a mechanism, as its annotation describes it.
+
+    Attributes:
+        name: The field.
+        value_type: Its type, without None.
+        item: The type of its elements if it is a tuple, else None.
+        meaning: The text of its `Doc`.
+        rules: Checkers, each called with the value under the field's name.
+        default: None if it has none or is None.
+        required: Whether it has no default.
+        absent: What its absence from a ledger of an earlier version means; nothing if it was always there.
+    """
+
+    name: str
+    value_type: type
+    item: type | None
+    meaning: str
+    rules: tuple[Callable[..., None], ...]
+    default: Any
+    required: bool
+    absent: tuple[Any, ...]
+
+
+@functools.cache
+def parameters_of(kind: type[Any]) -> tuple[Parameter, ...]:
+    """Return the fields of a mechanism, in their order."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = []
+    for field in fields(kind):
+        hint, extras = hints[field.name], list[Any]()
+        if get_origin(hint) is Annotated:
+            hint, *extras = get_args(hint)
+        if get_origin(hint) in (Union, UnionType):
+            (hint,) = (part for part in get_args(hint) if part is not NoneType)
+        meanings = [extra.documentation for extra in extras if isinstance(extra, Doc)]
+        found.append(
+            Parameter(
+                name=field.name,
+                value_type=get_origin(hint) or hint,
+                item=next(iter(get_args(hint)), None),
+                meaning=meanings[-1] if meanings else "",
+                rules=tuple(extra for extra in extras if callable(extra)),
+                default=None if field.default is MISSING else field.default,
+                required=field.default is MISSING,
+                absent=tuple(extra.means for extra in extras if isinstance(extra, Absent)),
+            )
+        )
+    return tuple(found)
+
 
 SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "opusim.mechanisms"
@@ -199,40 +306,39 @@ class Mechanism(ABC):
         # of several theorems the one whose hypotheses contain the others': one about sampling before one without
         theorems = [one.theorem for one in mechanisms if one.theorem is not None]
         theorem = max(theorems, key=lambda each: (len(each.checked_by_code), each.name), default=None)
+        facts: dict[str, Any] = {
+            "delta": delta,
+            "unit": mechanisms[0].unit,
+            "adjacency": adjacency,
+            "release": mechanisms[0].release,
+            "mechanism": described(mechanisms),
+        }
         if cls.refuted is not None:
+            cited = "no theorem" if theorem is None else theorem.citation
             return [
-                Guarantee(
-                    epsilon=math.inf,
-                    delta=delta,
-                    unit=mechanisms[0].unit,
-                    adjacency=adjacency,
-                    release=mechanisms[0].release,
-                    status=Status.NONE,
-                    mechanism=described(mechanisms),
-                    source="no theorem" if theorem is None else theorem.citation,
-                    reason=cls.refuted,
-                )
+                Guarantee(epsilon=math.inf, status=Status.NONE, source=cited, reason=cls.refuted, **facts)
             ]
         if theorem is None:
             raise NoGuarantee(
                 f"mechanism {mechanisms[0].kind!r}: names no theorem; set one in {cls.__name__}"
             )
-        bounds, reason = spend_certificates(
-            delta, cls.delta_errors(mechanisms), lambda left: cls.bounds(mechanisms, adjacency, left)
-        )
-        device = any(one.credits_device for one in mechanisms)
+        # what may go wrong with a certificate is taken off delta before epsilon is computed
+        beta, reason = math.fsum(cls.delta_errors(mechanisms)), None
+        if beta == 0 or delta > beta:
+            bounds = cls.bounds(mechanisms, adjacency, delta - beta)
+        else:
+            bounds = EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
+            whose = "the probability that a certificate is wrong or light brighter than accounted for"
+            reason = f"delta = {delta:g} must exceed beta = {beta:g}, {whose}"
         infinite = math.isinf(bounds.upper)
         source = (theorem.citation, cls.detail(mechanisms), "" if infinite else bounds.method)
         checked, trusted = cls.hypotheses(mechanisms, delta=delta, bounds=bounds)
         return [
             Guarantee(
                 epsilon=bounds.upper,
-                delta=delta,
-                unit=mechanisms[0].unit,
-                adjacency=adjacency,
-                release=mechanisms[0].release,
-                status=proven_status(bounds.upper, device_model=device),
-                mechanism=described(mechanisms),
+                status=proven_status(
+                    bounds.upper, device_model=any(one.credits_device for one in mechanisms)
+                ),
                 source="; ".join(part for part in source if part),
                 assumptions=(
                     *theorem.assumptions(enforced=enforced, checked_by_code=checked, trusted=trusted),
@@ -240,6 +346,7 @@ class Mechanism(ABC):
                 ),
                 epsilon_lower=None if infinite or bounds.lower == bounds.upper else bounds.lower,
                 reason=(reason or cls.why_infinite(mechanisms, delta)) if infinite else None,
+                **facts,
             )
         ]
 
@@ -530,24 +637,3 @@ def proven_status(epsilon: float, *, device_model: bool) -> Status:
     if math.isinf(epsilon):
         return Status.NONE
     return Status.PROVEN_UNDER_DEVICE_MODEL if device_model else Status.PROVEN
-
-
-def spend_certificates(
-    delta: float, betas: Sequence[float], bounds: Callable[[float], EpsilonBounds]
-) -> tuple[EpsilonBounds, str | None]:
-    """Return bounds at the delta that is left once the device's certificates may fail.
-
-    Args:
-        delta: In [0, 1).
-        betas: Probabilities that a hypothesis of the device's law fails (a certificate's error), which add up.
-        bounds: Computes bounds on epsilon at a delta.
-
-    Returns:
-        The bounds, and the reason if they are infinite because of the certificates, else None.
-    """
-    beta = math.fsum(betas)
-    if beta == 0 or delta > beta:
-        return bounds(delta - beta), None
-    nothing = EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
-    whose = "the probability that a certificate is wrong or light brighter than accounted for"
-    return nothing, f"delta = {delta:g} must exceed beta = {beta:g}, {whose}"

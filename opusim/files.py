@@ -117,8 +117,9 @@ def folder_problem(path: Path) -> str | None:
     there = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     if not there.is_dir():
         return f"{there.name} is no folder"
-    try:
-        _require_room(there)
+    try:  # it may be read-only, or the disk full
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            file.write(b" ")
     except OSError as error:
         return error.strerror or str(error)
     return None
@@ -135,16 +136,6 @@ def require_utf8(path: Path, option: str) -> None:
     except UnicodeDecodeError as error:
         shown = os.fsencode(path).decode(errors="backslashreplace")
         raise ConfigError(option, shown, "is not UTF-8; choose another name, or rename it") from error
-
-
-def _require_room(folder: Path) -> None:
-    """Write a byte into a file without a name.
-
-    Raises:
-        OSError: The folder is read-only, or the disk is full.
-    """
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        file.write(b" ")
 
 
 def require_writable(path: Path, option: str, suffixes: Sequence[str] = ()) -> None:

@@ -147,8 +147,7 @@ def _scanned(group: str, path: tuple[str, ...]) -> Mapping[str, tuple[_Plugin, .
     for point in entry_points(group=group):
         same = found.setdefault(point.name, {})
         same.setdefault(point.value, _Plugin(point, named(point.dist)))
-    return {name: _preferred(tuple(same.values())) for name, same in found.items()}
-
-
-def _preferred(plugins: tuple[_Plugin, ...]) -> tuple[_Plugin, ...]:
-    return tuple(plugin for plugin in plugins if plugin.package == _OURS) or plugins
+    return {
+        name: tuple(plugin for plugin in same.values() if plugin.package == _OURS) or tuple(same.values())
+        for name, same in found.items()
+    }

@@ -27,10 +27,10 @@ _POLL_S = 0.5
 class Progress:
     """Report what is done, of how much, and the time left; standard output stays clean.
 
-    Off a terminal, the first line comes with the first unit of work, or before it if an estimate is given, and only if
-    the work takes more than 5 s. Later ones are at least 10 s apart. The first unit also sets things up (kernels are
-    compiled, caches filled). Its pace gives an estimate only if it took more than a minute; else the line says that
-    the time left is not known yet. Later estimates leave the first unit out.
+    Off a terminal, the first line comes with the first unit of work, and only if the work takes more than 5 s. Later
+    ones are at least 10 s apart. The first unit also sets things up (kernels are compiled, caches filled). Its pace
+    gives an estimate only if it took more than a minute; else the line says that the time left is not known yet. Later
+    estimates leave the first unit out.
 
         >>> with Progress("audit", "trials") as progress:
         ...     progress.start(2)
@@ -66,7 +66,14 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._stream.isatty():
-            self._bar = _bar(self._stream)
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=28),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.fields[news]}"),
+                console=Console(file=self._stream),
+            )
             self._bar.start()
         return self
 
@@ -81,23 +88,20 @@ class Progress:
         elif self._last_line is not None and error is None:
             self._write(f"done after {duration(self._clock() - self._started)}")
 
-    def start(
-        self, total: int, *, done: int = 0, estimate_s: float | None = None, at_once: bool = False
-    ) -> None:
+    def start(self, total: int, *, done: int = 0, at_once: bool = False) -> None:
         """Begin to count.
 
         Args:
             total: Units of the whole work.
             done: Units that were done before.
-            estimate_s: What the rest will take, if that is known.
             at_once: Whether a line comes before the first unit, as each may take minutes.
         """
         self._total, self._first, self._done = total, done, done
-        self._left_s, self._started, self._set_up = estimate_s, self._clock(), None
+        self._left_s, self._started, self._set_up = None, self._clock(), None
         if self._bar is not None:
             self._task = self._bar.add_task(self._label, total=total, completed=done, news="")
-        elif done < total and (at_once or (estimate_s is not None and estimate_s >= _WORTH_A_LINE_S)):
-            self._line(estimate_s, "")
+        elif done < total and at_once:
+            self._line(None, "")
 
     def advance(self, *, done: int | None = None, left_s: float | None = None, news: str = "") -> None:
         """Count one more unit, or set how many are done in all.
@@ -119,7 +123,11 @@ class Progress:
         is_rough = left_s is None and self._set_up is None and counted == 1
         if self._set_up is None and counted > 0:
             self._set_up = self._done, spent
-        if self._due(spent) and self._done < self._total:
+        if self._last_line is not None:
+            is_due = self._clock() - self._last_line >= BETWEEN_LINES_S
+        else:
+            is_due = spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
+        if is_due and self._done < self._total:
             self._line(self._left_s, news, is_rough=is_rough, is_set_up=is_rough and spent < _SET_UP_S)
 
     def follow(self, total: int, count: Callable[[], int]) -> None:
@@ -145,11 +153,6 @@ class Progress:
         else:
             self._write(text)
 
-    def _due(self, spent: float) -> bool:
-        if self._last_line is not None:
-            return self._clock() - self._last_line >= BETWEEN_LINES_S
-        return spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
-
     def _line(
         self, left_s: float | None, news: str, *, is_rough: bool = False, is_set_up: bool = False
     ) -> None:
@@ -162,15 +165,3 @@ class Progress:
     def _write(self, text: str) -> None:
         print(f"{self._label}: {text}", file=self._stream, flush=True)
         self._last_line = self._clock()
-
-
-def _bar(stream: TextIO) -> Bar:
-
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[news]}"),
-        console=Console(file=stream),
-    )

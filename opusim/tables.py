@@ -70,9 +70,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     print(table) if isinstance(table, str) else Console(width=output_width()).print(table)
 
 
-def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the table that `print_table` prints, without colours; it ends in a line break."""
-    table = _table(title, columns, rows)
+def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return the table that `print_table` prints without a title and colours; it ends in a line break."""
+    table = _table("", columns, rows)
     if isinstance(table, str):
         return f"{table}\n"
     page = io.StringIO()

@@ -18,12 +18,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from opusim.accounting.journal import Position
 from PIL import Image
 from safetensors.numpy import save
 
 from opusim import training
 from opusim.accounting.audit import AuditPlan, AuditResult
+from opusim.accounting.journal import Position
 from opusim.calibration.conductance_fit import read_measurements
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError

@@ -15,10 +15,10 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opusim.accounting.journal import Journal, head_file
 
 from opusim.accounting.explanation import LedgerFacts, Statement
 from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee
+from opusim.accounting.journal import Journal, head_file
 from opusim.accounting.ledger import LEDGER_FILE, CertificateFacts, Ledger, read_ledger
 from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.description.schema import LightonSettings, load_description, packaged_names, parse_description

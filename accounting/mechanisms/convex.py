@@ -24,6 +24,7 @@ gradients of Huber functions of a distance to a convex set, hence 1-Lipschitz an
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -496,23 +497,20 @@ def most_epochs(mechanism: ConvexLastIterate, *, target_epsilon: float, delta: f
     """
     checks.positive(target_epsilon=target_epsilon)
 
-    def fits(epochs: int) -> bool:
-        return _epsilon(replace(mechanism, epochs=epochs), delta) <= target_epsilon
+    def exceeds(epochs: int) -> bool:
+        return not _epsilon(replace(mechanism, epochs=epochs), delta) <= target_epsilon
 
-    if not fits(1):
+    if exceeds(1):
         raise NoGuarantee(
             f"target_epsilon = {target_epsilon:g}: one epoch with noise_multiplier = {mechanism.noise_multiplier:g} "
             "costs more; use more noise"
         )
     largest = max(2**20 // mechanism.batches, 1)
-    low = high = 1  # the largest number that is known to fit; above it, one that is not known to
-    while high < largest and fits(min(2 * high, largest)):
-        low = high = min(2 * high, largest)
-    high = min(2 * high, largest + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return replace(mechanism, epochs=low)
+    fits = 1  # the largest number that is known to
+    while fits < largest and not exceeds(min(2 * fits, largest)):
+        fits = min(2 * fits, largest)
+    above = range(fits + 1, min(2 * fits, largest + 1))
+    return replace(mechanism, epochs=fits + bisect.bisect_left(above, True, key=exceeds))
 
 
 def _epsilon(mechanism: ConvexLastIterate, delta: float) -> float:

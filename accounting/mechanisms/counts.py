@@ -82,37 +82,27 @@ def known_counts_guarantee(
     *,
     delta: float,
     beta: float = 0.0,
-    unit: Unit = Unit.LABEL,
-    brightest: float = 1.0,
-    dark_low: np.ndarray | float = 0.0,
     power_error: float = 0.0,
 ) -> Guarantee:
-    """Return the guarantee of one reading by photon counts of inputs whose expected counts are known.
+    """Return the guarantee of one reading by photon counts of labels whose expected counts are known.
 
     It is sharper than boxes around the counts.
 
     Args:
-        rates: Expected counts of each possible input at every pixel and frame, shape (inputs, pixels).
+        rates: Expected counts of each label at every pixel and frame, shape (labels, pixels); see `at_brightest`.
         delta: In (beta, 1); beta is taken off before anything is converted.
         beta: Probability that a rate is wrong, in [0, 1).
-        unit: Whether an input is a record or a label.
-        brightest: Most light, as a multiple of that within `rates`, above 0.
-        dark_low: Least expected counts that no input changes and no light scales, contained in `rates`; one number or
-            shape (pixels,).
-        power_error: Probability that a frame is brighter than `brightest`, if the light fluctuates; taken off delta.
+        power_error: Probability that a frame is brighter than accounted for, if the light fluctuates; taken off delta.
 
     Raises:
         NoGuarantee: delta does not exceed beta and the power's error together.
     """
-    checks.positive(brightest=brightest)
-    left = _left_of(delta, beta, power_error)
-    bounds = _known_bounds(at_brightest(rates, brightest=brightest, dark_low=dark_low), left)
     return readings_guarantee(
-        bounds,
+        _known_bounds(np.asarray(rates, dtype=float), _left_of(delta, beta, power_error)),
         POISSON_LOSS,
         delta=delta,
         beta=beta,
-        unit=unit,
+        unit=Unit.LABEL,
         mechanism=f"one reading of {len(rates)} possible inputs by {np.shape(rates)[1]:,} photon counts",
         also=_fluctuating(power_error),
         reason=_NO_EPSILON,
@@ -122,7 +112,15 @@ def known_counts_guarantee(
 def at_brightest(
     rates: np.ndarray, *, brightest: float = 1.0, dark_low: np.ndarray | float = 0.0
 ) -> np.ndarray:
-    """Return the rates that count for a guarantee: most light and least dark counts; see `known_counts_guarantee`."""
+    """Return the rates that count for a guarantee: most light and least dark counts.
+
+    Args:
+        rates: Expected counts of each label at every pixel and frame, shape (labels, pixels).
+        brightest: Most light, as a multiple of that within `rates`, above 0.
+        dark_low: Least expected counts that no label changes and no light scales, contained in `rates`; one number or
+            shape (pixels,).
+    """
+    checks.positive(brightest=brightest)
     light = np.asarray(rates, dtype=float) - dark_low
     if light.size and light.min() < 0:
         raise ValueError("dark_low: exceeds a rate that contains it; lower it")

@@ -109,12 +109,6 @@ class DeviceReadings:
                 "distance = None: the Gaussian law needs the largest distance of two inputs' readings"
             )
 
-    @property
-    def beta(self) -> float:
-        """The probability that the certificate of the law's numbers is wrong."""
-        laws = GaussianNoise, PhotonCountNoise, FluctuatingCountNoise
-        return self.noise.beta if isinstance(self.noise, laws) else 0.0
-
 
 def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarantee:
     """Return the guarantee of the readings, `proven under a device model`, replace_one.
@@ -127,9 +121,11 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
         NoGuarantee: The law has no theorem, or delta does not exceed beta.
     """
     checks.in_unit_interval(closed="neither", delta=delta)
-    if delta <= readings.beta:
-        raise NoGuarantee(f"delta = {delta}: must exceed beta = {readings.beta}, the certificate's own error")
-    noise, left = readings.noise, delta - readings.beta
+    if delta <= readings.noise.beta:
+        raise NoGuarantee(
+            f"delta = {delta}: must exceed beta = {readings.noise.beta}, the certificate's own error"
+        )
+    noise, left = readings.noise, delta - readings.noise.beta
     also: tuple[str, ...] = ()
     reason = "a rate may be 0 in its box"
     if isinstance(noise, GaussianNoise):
@@ -158,7 +154,7 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
         EpsilonBounds(lower=0.0, upper=epsilon, method=case),
         theorem,
         delta=delta,
-        beta=readings.beta,
+        beta=readings.noise.beta,
         unit=readings.unit,
         mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {noise.describe()}",
         also=also,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -123,14 +123,7 @@ class NoisyTrial:
         Raises:
             NoGuarantee: No noisy sum dominates it.
         """
-        found = whole.as_noise()
-        return cls(
-            law=found.law,
-            scale=found.scale,
-            probability=found.probability,
-            steps=found.steps,
-            what=whole.describe(),
-        )
+        return cls(**asdict(whole.as_noise()), what=whole.describe())
 
     @classmethod
     def from_text(cls, text: str) -> NoisyTrial:
@@ -381,9 +374,7 @@ def _affordable(
     search: PrivateSelection, sums: Sequence[numerics.NoisySum], epsilon: float, delta: float
 ) -> list[numerics.NoisySum]:
     """Return sums with the least noise, in the given proportion, that keep the search within epsilon."""
-    trials = tuple(
-        NoisyTrial(law=one.law, scale=one.scale, probability=one.probability, steps=one.steps) for one in sums
-    )
+    trials = tuple(NoisyTrial(**asdict(one)) for one in sums)
     return [trial.as_noise() for trial in _calibrated(replace(search, trials=trials), epsilon, delta).trials]
 
 

@@ -239,45 +239,41 @@ def published_value(runs: Sequence[PublishedUlr], delta: float, *, checked: bool
     return min(values, default=math.inf)
 
 
-def _assumptions(run: PublishedUlr) -> tuple[tuple[Assumption, ...], tuple[Assumption, ...]]:
-    """Return the conditions of Theorem 2, each checked against the run, and what Algorithm 1 does not provide."""
-    q, least, n = run.sampling_probability, run.min_batch_size, run.n_records
-    conditions = (
-        (f"q <= 1/5 (q = {q:g})", q <= 0.2),
-        (f"sigma_0 >= 4 (sigma_0 = {run.target_std:g})", run.target_std >= 4),
-        (f"1 <= N_B <= q N (N_B = {least}, q N = {q * n:g})", least <= q * n * (1 + 1e-12)),
-        (
-            "both conditions on alpha hold at some order",
-            run.target_std > 0 and any(admissible(run, order) for order in _ORDERS),
-        ),
-        ("batches are sampled independently and drawn again below N_B", run.sampled),
-        ("N, q and N_B are public constants, the same for both data sets", None),
-    )
-    real = math.sqrt(q * n / run.largest_module)
-    gaps = (
-        (
-            "the clipped estimate's noise has standard deviation sigma_0 C in every direction (clipping bounds it by "
-            f"C sqrt(batch / parameters) = {real:.3g} C in the largest module)",
-            real >= run.target_std,
-        ),
-        (
-            f"one module is released (each of {run.modules} is clipped to C separately, so a record moves them by "
-            f"{math.sqrt(run.modules):.3g} C together)",
-            run.modules == 1,
-        ),
-        *((text, False) for text in _GAPS),
-    )
-    checked, missing = (
-        tuple(Assumption(text=text, holds=None if holds is None else bool(holds)) for text, holds in each)
-        for each in (conditions, gaps)
-    )
-    return checked, missing
-
-
 def published_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee:
     """Return what the paper claims: infinite if a condition of its theorem fails; `formula_value` ignores them."""
-    found = [_assumptions(run) for run in runs]
-    checked = tuple(dict.fromkeys(item for conditions, _ in found for item in conditions))
+    # the conditions of Theorem 2, each checked against its run, and what Algorithm 1 does not provide
+    checked: list[Assumption] = []
+    missing: list[Assumption] = []
+    for run in runs:
+        q, least, n = run.sampling_probability, run.min_batch_size, run.n_records
+        conditions = (
+            (f"q <= 1/5 (q = {q:g})", q <= 0.2),
+            (f"sigma_0 >= 4 (sigma_0 = {run.target_std:g})", run.target_std >= 4),
+            (f"1 <= N_B <= q N (N_B = {least}, q N = {q * n:g})", least <= q * n * (1 + 1e-12)),
+            (
+                "both conditions on alpha hold at some order",
+                run.target_std > 0 and any(admissible(run, order) for order in _ORDERS),
+            ),
+            ("batches are sampled independently and drawn again below N_B", run.sampled),
+            ("N, q and N_B are public constants, the same for both data sets", None),
+        )
+        real = math.sqrt(q * n / run.largest_module)
+        gaps = (
+            (
+                "the clipped estimate's noise has standard deviation sigma_0 C in every direction (clipping bounds it "
+                f"by C sqrt(batch / parameters) = {real:.3g} C in the largest module)",
+                real >= run.target_std,
+            ),
+            (
+                f"one module is released (each of {run.modules} is clipped to C separately, so a record moves them by "
+                f"{math.sqrt(run.modules):.3g} C together)",
+                run.modules == 1,
+            ),
+            *((text, False) for text in _GAPS),
+        )
+        for kept, found in ((checked, conditions), (missing, gaps)):
+            kept += (Assumption(text=text, holds=None if ok is None else bool(ok)) for text, ok in found)
+    checked = list(dict.fromkeys(checked))
     failed = [item.text for item in checked if item.holds is False]
     epsilon = math.inf if failed else published_value(runs, delta, checked=True)
     reason = None
@@ -292,7 +288,7 @@ def published_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee
         status=Status.CLAIMED,
         mechanism=described(runs),
         source=_SOURCE,
-        assumptions=(*checked, *dict.fromkeys(item for _, gaps in found for item in gaps)),
+        assumptions=(*checked, *dict.fromkeys(missing)),
         formula_value=published_value(runs, delta, checked=False),
         reason=reason,
     )

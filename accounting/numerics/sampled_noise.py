@@ -11,6 +11,16 @@ dp_accounting's RDP and PLD accountants read a replace_one event differently, so
 bound for replace_one is built here from add_or_remove_one through the data set without the record, by the weak triangle
 inequality (Mironov 2017, Proposition 11, p = q = 2):
 D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_(2a-1)(Q || R).
+
+**Composition.** Each step's law of loss lies between two laws on a grid; domination of divergence curves survives
+composition (`loss_laws`), so the composed grids enclose epsilon for any number of steps. If the bounds still are apart,
+the interval is refined, or widened where rounding separates them; the best of all bounds count.
+
+**The plan** chooses tilt, window and interval from coarse laws of the steps' losses. No bound depends on whether these
+choices are good. The grid adds a variance V to the whole loss, which moves epsilon by
+s V / 2, s being the slope of -log delta; the interval is the widest at which this stays below `_ACCURACY` of epsilon on
+either side. A grid has few points (they thin out away from 0), so its cost does not depend on q, and large losses need
+no fine interval. The size of the answer is guessed by the Chernoff bound first and then by coarse transforms.
 """
 
 from __future__ import annotations
@@ -24,19 +34,394 @@ from typing import Literal, Self
 
 import dp_accounting
 import numpy as np
-from dp_accounting import rdp
+from dp_accounting import get_epsilon_gaussian, rdp
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from dp_accounting.rdp import compute_epsilon
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-from scipy.special import logsumexp
+from scipy import optimize, special, stats
 
+from opusim import checks
 from opusim.accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee
-from opusim.accounting.numerics.loss_laws import LARGEST_LOSS, Direction, GaussianLaw, LaplaceLaw, MixedLaw
-from opusim.accounting.numerics.sampled_noise import (
-    NoisyStep,
-    compose_bounds,
-    composed_curve,
-    gaussian_bounds,
-    renyi_to_epsilon,
+from opusim.accounting.numerics.loss_laws import (
+    LARGEST_LOSS,
+    UNIT,
+    Direction,
+    GaussianLaw,
+    LaplaceLaw,
+    LossLaw,
+    MixedLaw,
+    Plan,
+    TiltedLaw,
+    composed,
+    largest_weight,
+    weight_norm,
+    weight_sum,
 )
+
+_REFINEMENTS, _GAP = 2, 5e-3
+"""How often an interval is refined, and the distance of both bounds, in shares of epsilon, from which it is."""
+_LEAST_GAP, _LARGE, _LARGE_GAP = 1e-6, 2**17, 2e-4
+"""That distance at least, and that of transforms with as many points."""
+_COARSER = 4.0
+"""By how much wider an interval becomes if rounding, which falls with it, separates the bounds."""
+LARGEST_WINDOW = 2**21
+"""Most points of a transform."""
+_ACCURACY = 2e-4
+"""By which share of epsilon, or of the loss's deviation if that is larger, the grid may move it on either side."""
+_LEAST_ACCURACY = 2e-6
+"""By how much the grid may move epsilon, however small it is."""
+_FEWEST = 0.05
+"""Largest interval, in shares of epsilon or of the loss's deviation, whichever is larger."""
+_INFINITE = 1e-6
+"""Share of delta that lies above all grids."""
+_BELOW = 1e-9
+"""Mass below all grids, over all steps."""
+_TAIL = 1e-5
+"""Share of delta that the losses beyond the window may make, on either side."""
+_COARSE = 16
+"""How much coarser a last trial may be than what follows."""
+_SEEN = 1e-3
+"""Share of delta from which on rounding shows."""
+_TRIALS, _TRIAL_TAIL = (2**12, 2**14, 2**16, 2**18), 1e-8
+"""Points of the coarse grids by which epsilon is guessed, and the mass outside of the first one's window."""
+_BINS = 320
+"""Bins on either side of 0 in a plan."""
+_TILTS, _EVERY = 96, 4
+"""Tilts of a plan, and which of them are tried."""
+_LARGEST_EXPONENT = 300.0
+
+
+NoisyStep = tuple[tuple[LossLaw, ...], int]
+"""The law of a step's loss in each direction, and how often it is composed."""
+
+
+def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
+    """Return bounds on epsilon(delta) of all parts, or None if doubles cannot follow.
+
+    Args:
+        parts: What is composed, at least one, all with the same number of directions.
+        delta: In (0, 1).
+    """
+    lower, upper = 0.0, 0.0
+    try:
+        plans = _plans(parts, delta)
+        for plan in plans or ():
+            low, high = _enclosed(plan, delta, lower)
+            lower, upper = max(lower, low), max(upper, high)
+    except NoGuarantee:
+        return None
+    if plans is None or math.isinf(upper):
+        return None
+    return EpsilonBounds(lower=min(lower, upper), upper=upper, method=_method(plans))
+
+
+def _enclosed(plan: Plan, delta: float, least: float) -> tuple[float, float]:
+    """Bounds on epsilon of one direction; they need not be close below `least`, which another direction reaches."""
+    low, high = 0.0, math.inf
+    for _ in range(_REFINEMENTS + 1):
+        below, above = composed(plan, plan.below()), composed(plan, plan.above())
+        low, high = max(low, below.least_epsilon(delta)), min(high, above.largest_epsilon(delta))
+        gap = high - max(low, least)
+        wanted = max(_GAP * high, _LARGE_GAP if len(above.losses) >= _LARGE else _LEAST_GAP)
+        if gap <= wanted:
+            break
+        exact = replace(above, error=0.0), replace(below, error=0.0)  # as if the transforms were
+        by_grid = exact[0].largest_epsilon(delta) - exact[1].least_epsilon(delta)
+        share = max(0.5 * wanted / gap, 0.1) if by_grid > 0.5 * gap else _COARSER
+        interval = max(plan.interval * share, plan.finest)
+        if 0.9 < interval / plan.interval < 1.1:
+            break
+        plan = replace(plan, interval=interval)
+    return low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposedCurve:
+    """delta(epsilon) of all steps together, the largest of all directions, from above.
+
+    Attributes:
+        laws: For each delta at which the curve is sharp, the law of each direction.
+        method: How it was computed.
+    """
+
+    laws: tuple[tuple[TiltedLaw, ...], ...]
+    method: str
+
+    def epsilon(self, delta: float) -> float:
+        """Return the epsilon at a delta, infinite where it is not known."""
+        return min(max(law.largest_epsilon(delta) for law in laws) for laws in self.laws)
+
+    def deltas(self, epsilons: np.ndarray) -> np.ndarray:
+        """Return the delta at each epsilon, from 0 to 1."""
+        found = [np.max([law.deltas(epsilons) for law in laws], axis=0) for laws in self.laws]
+        return np.asarray(np.min(found, axis=0))
+
+
+def composed_curve(parts: Sequence[NoisyStep], deltas: Sequence[float]) -> ComposedCurve | None:
+    """Return the curve of all parts, or None if doubles cannot follow.
+
+    Args:
+        parts: What is composed, at least one, all with the same number of directions.
+        deltas: In (0, 1): where the curve is sharp, at least one.
+    """
+    laws, method = [], ""
+    try:
+        for delta in deltas:
+            plans = _plans(parts, delta)
+            if plans is None:
+                return None
+            laws.append(tuple(composed(plan, plan.above()) for plan in plans))
+            method = method or _method(plans)
+    except NoGuarantee:
+        return None
+    return ComposedCurve(laws=tuple(laws), method=method)
+
+
+def _plans(parts: Sequence[NoisyStep], delta: float) -> list[Plan] | None:
+    steps = [count for _, count in parts]
+    plans = [plan_of(laws, steps, delta) for laws in zip(*(laws for laws, _ in parts), strict=True)]
+    known = [plan for plan in plans if plan is not None]
+    return known if len(known) == len(plans) else None
+
+
+def _method(plans: Sequence[Plan]) -> str:
+    return f"privacy loss distribution, interval {max(plan.interval for plan in plans):.3g}"
+
+
+def plan_of(laws: Sequence[LossLaw], steps: Sequence[int], delta: float) -> Plan | None:
+    """Plan by the Chernoff bound, compose that coarsely, and plan again about the epsilon found."""
+    total = sum(steps)
+    below, above = _BELOW / total, _INFINITE * delta / total
+    spans = [law.span(below, above) for law in laws]
+    low, high = min(min(span) for span in spans), max(max(span) for span in spans)
+    if not (high - low < LARGEST_LOSS and high > 0):
+        return None
+    # beyond these tails rounding is a larger part of masses that make less than 1e-6 of delta: below the rest's
+    roundings = [law.rounding(min(below, above / 2)) for law in laws]
+    planner = _Planner(laws, steps, roundings, low, high)
+    if not planner.deviation > 0:
+        return None
+    scores = (planner.logs + np.log(largest_weight(planner.tilts) / delta)) / planner.tilts
+    guess, at = max(float(scores.min()), 0.0), min(int(np.argmin(scores)), _TILTS - 2)
+    tail, interval = _TRIAL_TAIL, 0.0
+    for points in _TRIALS:
+        trial = planner.plan(at, guess, tail, None, points)
+        guess = min(guess, composed(trial, trial.above()).estimate(delta))
+        at, tail, interval = planner.best_tilt(guess, delta)
+        if trial.interval <= _COARSE * interval:
+            break
+    return planner.plan(at, guess, tail, interval)
+
+
+class _Planner:
+    """Chooses tilts, windows and intervals by coarse laws of one direction.
+
+    Args:
+        laws: Of each part.
+        steps: Of each part.
+        roundings: Of each part's masses and losses.
+        low: Loss below which the mass is negligible.
+        high: Loss above which it counts as infinite.
+    """
+
+    def __init__(
+        self,
+        laws: Sequence[LossLaw],
+        steps: Sequence[int],
+        roundings: Sequence[float],
+        low: float,
+        high: float,
+    ) -> None:
+        self.laws, self.steps, self.roundings, self.low, self.high = laws, steps, roundings, low, high
+        # masses and losses of bins whose widths are in proportion to their distance from 0
+        sides = [np.geomspace(1e-9 * end, end, _BINS) if end > 0 else np.zeros(0) for end in (-low, high)]
+        edges, self.bins = np.concatenate([-sides[0][::-1], sides[1]]), []
+        for law in laws:
+            masses, losses = law.bins(edges)
+            some = (masses > 0) & np.isfinite(losses)
+            self.bins.append((masses[some], losses[some]))
+        self.deviation = math.sqrt(
+            sum(n * float(p @ np.square(loss)) for n, (p, loss) in zip(steps, self.bins, strict=True))
+        )
+        largest = _LARGEST_EXPONENT / high
+        least = min(0.01 / self.deviation, 1e-3 * largest) if self.deviation > 0 else 1e-3 * largest
+        self.tilts = np.geomspace(least, largest, _TILTS)
+        self.logs = self._logs(self.tilts)
+        self.negative = np.append(0.0, -self.tilts * min(1.0, high / max(-low, 1e-300)))
+        self.negative_logs = self._logs(self.negative)
+
+    def _logs(self, tilts: np.ndarray) -> np.ndarray:
+        """Log of the mean of e^(t l) of all steps, for each tilt t."""
+        parts = zip(self.steps, self.bins, strict=True)
+        return np.sum([n * np.log(np.exp(np.outer(tilts, loss)) @ p) for n, (p, loss) in parts], axis=0)
+
+    def best_tilt(self, epsilon: float, delta: float) -> tuple[int, float, float]:
+        """Return the number of the tilt with the smallest window, the mass that may lie beyond it, and the interval.
+
+        Errors of the tilted law are multiplied by M(t)^T e^(-t epsilon), which is least at one tilt; others may have
+        shorter windows. A tilt at which rounding would show counts as a longer window.
+
+        Args:
+            epsilon: About what the answer will be.
+            delta: In (0, 1).
+        """
+        logs = self.logs - self.tilts * epsilon - math.log(delta)
+        slope = float(self.tilts[int(np.argmin(logs - np.log(self.tilts * (1 + self.tilts))))])
+        interval = self._interval(
+            slope, epsilon, max(_ACCURACY * max(epsilon, self.deviation), _LEAST_ACCURACY)
+        )
+        sizes = [2 * float(p @ np.abs(loss)) / interval for p, loss in self.bins]
+        outside = sum(n * min(1.0, size) for n, size in zip(self.steps, sizes, strict=True))
+        found = []
+        for at in range(0, _TILTS - 1, _EVERY):
+            tilt = float(self.tilts[at])
+            multiple = math.exp(min(float(logs[at]), 600.0))
+            tail = min(max(_TAIL / multiple, 1e-30), 1e-6)
+            top, bottom, *_ = self._window(at, tail)
+            weight = min(weight_sum(tilt, interval), weight_norm(tilt, interval))
+            error = multiple * (550 * UNIT * outside * weight + tail)
+            found.append((math.log(top - bottom) + 2 * math.log1p(error / _SEEN), at, tail))
+        _, at, tail = min(found)
+        return at, tail, interval
+
+    def _window(self, at: int, tail: float) -> tuple[float, float, float, float]:
+        """The top and the bottom of a window, and the tilts of their Chernoff bounds."""
+        tilt, log, rest = float(self.tilts[at]), self.logs[at], -math.log(tail)
+        downs = np.append(self.tilts[:at], self.negative)
+        tops = (self.logs[at + 1 :] - log + rest) / (self.tilts[at + 1 :] - tilt)
+        bottoms = (log - np.append(self.logs[:at], self.negative_logs) - rest) / (tilt - downs)
+        up, down = int(tops.argmin()), int(bottoms.argmax())
+        return float(tops[up]), float(bottoms[down]), float(self.tilts[at + 1 + up]), float(downs[down])
+
+    def plan(
+        self, at: int, guess: float, tail: float, interval: float | None, points: int = LARGEST_WINDOW
+    ) -> Plan:
+        """Return the plan with a tilt.
+
+        Args:
+            at: Number of the tilt.
+            guess: About what epsilon will be.
+            tail: Mass of the tilted law outside of the window, on either side.
+            interval: h, wider if its window is too large; None for the window's share of its points.
+            points: Most points of the window.
+        """
+        top, bottom, upper_tilt, lower_tilt = self._window(at, tail)
+        tilt, window = float(self.tilts[at]), top - bottom
+        finest = window / points
+        return Plan(
+            laws=tuple(self.laws),
+            steps=tuple(self.steps),
+            roundings=tuple(self.roundings),
+            low=self.low,
+            high=self.high,
+            interval=max(interval or 0.0, finest),
+            finest=finest,
+            tilt=tilt,
+            upper_tilt=upper_tilt,
+            lower_tilt=lower_tilt,
+            tail=tail,
+            guess=guess,
+        )
+
+    def _interval(self, slope: float, epsilon: float, accuracy: float) -> float:
+        """The widest interval that moves epsilon by at most `accuracy`; `slope` is that of -log delta."""
+        top = max(self.high, -self.low)
+        intervals = np.geomspace(1e-10 * top, top, 120)
+        moved = np.zeros(len(intervals))
+        for (masses, losses), count in zip(self.bins, self.steps, strict=True):
+            weights = masses * np.exp(slope * np.minimum(losses, epsilon))
+            sizes = np.abs(losses)
+            gaps = np.maximum(intervals[:, None], sizes / 128)
+            moved += 0.5 * slope * count * (np.minimum(gaps / 6, sizes) * gaps) @ (weights / weights.sum())
+        most = max(accuracy, 2 * float(moved[0]))  # the points far from 0 move it at any interval
+        found = float(intervals[max(int(np.searchsorted(moved, most)) - 1, 0)])
+        return min(found, self.high, _FEWEST * max(epsilon, self.deviation, _LEAST_ACCURACY))
+
+
+_ROUNDING = 2e-14
+"""What a response's share in a transform may change delta by: 2^19 doubles, raised to the number of steps."""
+
+find_root, logistic = optimize.brentq, special.expit
+normal_cdf, log_normal_cdf, normal_quantile = special.ndtr, special.log_ndtr, special.ndtri
+binomial, chi_squared, beta_quantile = stats.binom, stats.chi2, stats.beta.ppf
+"""Functions of scipy that are used elsewhere; the quantile is called as beta_quantile(probability, a, b)."""
+
+
+def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
+    """Return epsilon of mu-GDP, exact up to the root search.
+
+    Args:
+        mu: At least 0. From 1e8 on, where doubles fail, epsilon is infinite; below 1e-9 the bound of 1e-9 is used.
+        delta: In [0, 1); epsilon is infinite at 0.
+    """
+    checks.in_unit_interval(closed="left", delta=delta)
+    if delta == 0 or not mu < 1e8:
+        return EpsilonBounds(lower=math.inf, upper=math.inf, method="exact Gaussian trade-off")
+    with np.errstate(all="ignore"):  # dp_accounting takes the logarithm of 0 if delta exceeds mu
+        epsilon = float(get_epsilon_gaussian(1.0 / max(mu, 1e-9), delta))
+    lower = max(epsilon * (1 - 1e-9) - 1e-9, 0.0) if mu >= 1e-9 else 0.0
+    return EpsilonBounds(lower=lower, upper=epsilon * (1 + 1e-9) + 1e-9, method="exact Gaussian trade-off")
+
+
+def response_bounds(
+    keep: float, n_classes: int, step_epsilon: float, steps: int, delta: float
+) -> EpsilonBounds:
+    """Return epsilon of k-ary randomized response, drawn independently several times for one label.
+
+    The loss takes the values step_epsilon, 0 and -step_epsilon, so its distribution is composed without discretisation.
+
+    Args:
+        keep: Probability that a label stays, in (1 / k, 1).
+        n_classes: k, at least 2.
+        step_epsilon: log(keep (k - 1) / (1 - keep)).
+        steps: Number of responses, at least 1.
+        delta: In (0, 1).
+    """
+    pure = steps * step_epsilon
+    if not _ROUNDING * steps <= delta / 2:  # a transform of so many steps would round delta away
+        return EpsilonBounds(lower=0.0, upper=pure, method="closed form")
+    other = (1 - keep) / (n_classes - 1)
+    masses = {1: keep, 0: (n_classes - 2) * other, -1: other}
+    loss = PrivacyLossDistribution.create_from_rounded_probability(masses, 0.0, step_epsilon)
+    composed = loss if steps == 1 else loss.self_compose(steps)
+    slack = _ROUNDING * steps if steps > 1 else 0.0
+    epsilon = min(float(composed.get_epsilon_for_delta(delta - slack)) * (1 + 1e-9), pure)
+    lower = min(float(composed.get_epsilon_for_delta(delta + slack)) * (1 - 1e-6), epsilon)
+    return EpsilonBounds(lower=lower, upper=epsilon, method="exact distribution of the loss")
+
+
+def renyi_to_epsilon(
+    orders: Sequence[float] | np.ndarray, curve: Sequence[float] | np.ndarray, delta: float
+) -> float:
+    """Return dp_accounting's conversion of a Renyi curve to epsilon(delta).
+
+    Args:
+        orders: Renyi orders, above 1.
+        curve: The divergence at each order, finite.
+        delta: In (0, 1).
+    """
+    return float(compute_epsilon(orders, curve, delta)[0])
+
+
+def normality_p_value(values: np.ndarray) -> float:
+    """Return the p-value of normality by skewness and kurtosis (D'Agostino and Pearson 1973).
+
+    Args:
+        values: At least 20, not all equal, shape (n,).
+    """
+    return float(stats.normaltest(values).pvalue)
+
+
+def variance_ratio_p_value(ratio: float, above: int, below: int) -> float:
+    """Return the two-sided p-value of a ratio of two sample variances of normal values whose true variances are equal.
+
+    Args:
+        ratio: Above 0.
+        above: Degrees of freedom of the numerator.
+        below: Degrees of freedom of the denominator.
+    """
+    return float(min(1.0, 2 * min(stats.f.cdf(ratio, above, below), stats.f.sf(ratio, above, below))))
+
 
 _ORDERS = (
     *(1 + k / 20 for k in range(2, 20)), *(2 + k / 10 for k in range(90)), *range(11, 64), 80, 96, 128, 192, 256, 512
@@ -140,22 +525,20 @@ def _pure_epsilon(one: NoisySum, adjacency: Adjacency) -> float:
 
 
 def _sampled_bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
-    """Bounds on epsilon(delta) for delta in (0, 1).
-
-    Parameters beyond what doubles can follow move toward more epsilon: noise above 1e5 counts as 1e5, a sampling
-    probability below 1e-9 as 1e-9, and noise below 1e-3 as none.
-    """
+    """Bounds on epsilon(delta) for delta in (0, 1); noise below 1e-3 counts as none."""
     if any(one.scale < _LEAST_NOISE for one in sums):
         return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers for so little noise")
-    followed = [
-        replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
-        for one in sums
-    ]
+    followed = [_followed(one) for one in sums]
     with np.errstate(all="ignore"):  # what overflows ends as infinity or is refused
         bounds = _bounds(followed, adjacency, delta)
     if followed != list(sums):
         return EpsilonBounds(lower=0.0, upper=bounds.upper, method=bounds.method)
     return bounds
+
+
+def _followed(one: NoisySum) -> NoisySum:
+    """The sum that doubles can follow, of more epsilon: noise above 1e5 counts as 1e5, q below 1e-9 as 1e-9."""
+    return replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
 
 
 def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
@@ -224,7 +607,7 @@ def noise_curves(
     nothing = NoiseCurves(renyi=np.full(len(grid), math.inf), inner=math.inf, deltas=np.ones(len(epsilons)))
     if one.scale < _LEAST_NOISE:
         return nothing
-    one = replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
+    one = _followed(one)
     with np.errstate(all="ignore"):
         curve = _renyi_curve(one, adjacency, grid) if one.law == "gaussian" else nothing.renyi
         renyi = np.where(np.isfinite(curve) & (curve > 0), curve, math.inf)
@@ -279,13 +662,13 @@ def _noisy_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
     if one.law == "gaussian":
         ways: tuple[Direction, ...] = ("replace",) if replaces else ("remove", "add")
         laws = [GaussianLaw(noise=one.scale, probability=one.probability, direction=way) for way in ways]
-        return NoisyStep(laws=tuple(laws), steps=one.steps)
+        return tuple(laws), one.steps
     if one.scale * LARGEST_LOSS < 1:
         raise NoGuarantee(f"Laplace noise: its loss exceeds what doubles can follow at scale = {one.scale:g}")
     if replaces:
         raise NoGuarantee("Laplace noise: its loss has no known distribution for replace_one; use delta = 0")
     remove = LaplaceLaw(scale=one.scale, probability=one.probability, direction="remove")
-    return NoisyStep(laws=(remove, replace(remove, direction="add")), steps=one.steps)
+    return (remove, replace(remove, direction="add")), one.steps
 
 
 def mixture_bounds(mixtures: Sequence[GaussianMixture], delta: float) -> EpsilonBounds:
@@ -305,7 +688,7 @@ def mixture_bounds(mixtures: Sequence[GaussianMixture], delta: float) -> Epsilon
             for way in ("remove", "add")
         ]
         mixed = (MixedLaw(parts=((1 - one.share, all_), (one.share, half))) for all_, half in laws)
-        steps.append(NoisyStep(laws=tuple(mixed), steps=one.steps))
+        steps.append((tuple(mixed), one.steps))
     with np.errstate(all="ignore"):
         found = composed_curve(steps, [delta])
         upper = math.inf if found is None else found.epsilon(delta)
@@ -332,4 +715,4 @@ def mixture_renyi_curve(one: GaussianMixture, orders: Sequence[float] = _MIXTURE
         curve = one_way_curve(NoisySum(law="gaussian", scale=noise, probability=one.probability), grid)
         curves.append(np.where(np.isfinite(curve) & (curve > 0), curve, np.nan) * (grid - 1))
     weights = np.array([[1 - one.share], [one.share]])
-    return np.asarray(logsumexp(np.array(curves), b=weights, axis=0) / (grid - 1))
+    return np.asarray(special.logsumexp(np.array(curves), b=weights, axis=0) / (grid - 1))

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from opusim.accounting.audit import Method
+from opusim.accounting.one_run import Method
 from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
 from opusim.training.attacks.findings import Role

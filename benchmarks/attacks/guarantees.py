@@ -26,8 +26,9 @@ from benchmarks.attacks import final_model, one_run
 from benchmarks.attacks.crafted import DELTA, ROWS, Row, convex
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import commit, load_results, save_results
-from opusim.accounting.audit import Method, audit, audit_drawn_noise
+from opusim.accounting.audit import audit, audit_drawn_noise
 from opusim.accounting.guarantee import Guarantee, Status
+from opusim.accounting.one_run import Method
 from opusim.tables import print_table
 from opusim.training.attacks.findings import Curve
 from opusim.training.attacks.games import LEAN, LastIterateGame, TwoWorlds, played

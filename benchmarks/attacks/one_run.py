@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from opusim.accounting.audit import Method, ceiling
+from opusim.accounting.one_run import Method, ceiling
 from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
 from opusim.training.attacks.findings import Audit, Role

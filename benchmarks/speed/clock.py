@@ -29,8 +29,9 @@ WORK = {
     },
     "opusim.training.feedback.closed_form": {"ClosedForm._diagnostics": "diagnostics"},
     "opusim.training.engine.plan": {"load_data": "loading data"},
-    "opusim.accounting.numerics.poisson_loss": {"_worst": "accounting", "_lower": "accounting"},
-    "opusim.accounting.numerics.poisson_loss": {"renyi_upper": "accounting"},
+    "opusim.accounting.numerics.poisson_loss": dict.fromkeys(
+        ("_worst", "_lower", "renyi_upper"), "accounting"
+    ),
     "opusim.accounting.ledger": {"Ledger.pay": "ledger"},
     "numba.core.dispatcher": {"Dispatcher.compile": "loading kernels"},
     "matplotlib.figure": {"Figure.savefig": "drawing"},

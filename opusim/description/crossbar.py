@@ -211,7 +211,7 @@ class CrossbarSettings(StrictSection):
     @model_validator(mode="after")
     def _spreads_are_not_negative(self) -> Self:
         for polynomial in self.spreads_us():
-            if min(polynomial_value(polynomial, k / 100) for k in range(101)) < 0:
+            if min(sum(c * (k / 100) ** n for n, c in enumerate(polynomial)) for k in range(101)) < 0:
                 raise ValueError(
                     f"programming polynomial {polynomial}: is below 0 for some g in [0, 1]; check its signs"
                 )
@@ -222,8 +222,3 @@ class CrossbarSettings(StrictSection):
         if self.relaxation is not None:
             return self.relaxation.polynomials_us
         return [] if self.programming_us is None else [self.programming_us]
-
-
-def polynomial_value(coefficients: list[float], g: float) -> float:
-    """Return sum_k coefficients[k] g^k."""
-    return sum(c * g**k for k, c in enumerate(coefficients))

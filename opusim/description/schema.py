@@ -5,18 +5,26 @@ stage of a camera that is switched off by 0 needs none.
 The meaning of a key never changes under one `schema` number.
 
 It also holds the sections for a device behind lightonml, for time-outs and exclusive use, and for the monitor.
+`load_description` reads a TOML file, lays overrides over it, and refuses what it cannot mean.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from opusim import plugins
 from opusim.description.camera import CameraSettings, DoublingSettings
 from opusim.description.crossbar import CrossbarSettings
-from opusim.description.section import StrictSection, flat
+from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged
+from opusim.errors import ConfigError
+from opusim.files import parse_toml, read_text
 from opusim.temperature import TemperatureLaw
 
 
@@ -102,7 +110,6 @@ _OWN_SECTION = {
 
 LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
-
 
 NUMBERS = (int, float, list)
 """Types of plain values that are numbers, or lists of them, and need a provenance; a bool is none."""
@@ -385,3 +392,114 @@ class DeviceDescription(StrictSection):
         content = self.dump()
         content.pop("provenance", None)
         return {key: value for key, value in flat(content).items() if type(value) in NUMBERS}
+
+
+SCHEME_GROUP = "opusim.description_schemes"
+"""Entry points that read descriptions of names with a scheme: called with the name, they return what a file holds."""
+_ALTERNATIVES = (
+    {"noise.sigma", "noise.temperature_law"},
+    {"camera.dark.doubling", "camera.dark.table"},
+)
+"""Keys that exclude each other: an override by one takes the others away."""
+
+
+def load_description(
+    name_or_path: str | Path, overrides: Mapping[str, Any] | None = None
+) -> DeviceDescription:
+    """Read and check a device description.
+
+    Args:
+        name_or_path: the name of a description shipped with opusim, such as ``gaussian``, a path that ends in
+            ``.toml``, or the address of a served device, ``remote://HOST:PORT``, whose server is asked.
+        overrides: nested mapping laid over the file's keys, such as ``{"noise": {"sigma": 0.1}}``; the
+            provenance of an overridden number becomes ``override``. A value of None removes a key.
+
+    Returns:
+        The frozen description.
+
+    Raises:
+        ConfigError: names file, key and reason: no such file, not TOML, an unknown key (with a close match),
+            a value out of range, a number without provenance.
+        DeviceUnavailable: a server does not answer.
+    """
+    file = str(name_or_path)
+    content = _read(file)
+    if overrides:
+        laid = flat(overrides)
+        given = {*_sections(overrides), *laid}
+        removed = {other for group in _ALTERNATIVES if group & given for other in group - given}
+        content = _pruned(merged(content, overrides), removed)
+        # the provenance of what was given, without that of what is no longer there
+        provenance = dict(content.get("provenance", {}))
+        for key, value in laid.items():
+            is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+            if is_number and key.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
+                provenance[key] = {"status": "override", "source": "given by the caller"}
+        present = flat(content)
+        content["provenance"] = {key: entry for key, entry in provenance.items() if key in present}
+    return parse_description(file, content)
+
+
+def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescription:
+    """Check plain values, as `DeviceDescription.dump` gives them.
+
+    Args:
+        file: what to call the source in errors.
+        content: nested mapping under the files' keys.
+
+    Raises:
+        ConfigError: as for `load_description`.
+    """
+    try:
+        return DeviceDescription.model_validate(dict(content))
+    except ValidationError as error:
+        raise first_problem(error, DeviceDescription, file, whole="description") from None
+
+
+def packaged_names() -> tuple[str, ...]:
+    """Return the names of the descriptions that come with opusim, in order."""
+    files = resources.files("opusim.hw_configs").iterdir()
+    return tuple(sorted(file.name[: -len(".toml")] for file in files if file.name.endswith(".toml")))
+
+
+def _read(file: str) -> dict[str, Any]:
+    """Return the raw content of a packaged description, of a path, or of a name with a scheme."""
+    if "://" in file:
+        try:
+            found: dict[str, Any] = plugins.load(SCHEME_GROUP, file.partition("://")[0])(file)
+        except plugins.PluginError as error:
+            raise ConfigError(file, "name", f"cannot be read: {error}") from error
+        return found
+    try:
+        if file.endswith(".toml"):
+            return parse_toml(read_text(file))
+        names = packaged_names()
+        if file not in names:
+            reason = f"no such device; known are {', '.join(names)}, or give a path ending in .toml"
+            raise ConfigError(file, "name", reason + did_you_mean(file, names))
+        return parse_toml(
+            resources.files("opusim.hw_configs").joinpath(f"{file}.toml").read_text(encoding="utf-8")
+        )
+    except OSError as error:
+        raise ConfigError(
+            file, "path", f"cannot be read ({error.strerror or error}); check the path"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(file, "syntax", f"not a TOML file: {error}") from None
+
+
+def _sections(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Return the dotted names of all sections."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"{prefix}{key}"
+            yield from _sections(value, f"{prefix}{key}.")
+
+
+def _pruned(values: Mapping[str, Any], removed: set[str], prefix: str = "") -> dict[str, Any]:
+    """Return the values without the removed keys and without those that are None."""
+    return {
+        key: _pruned(value, removed, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value is not None and f"{prefix}{key}" not in removed
+    }

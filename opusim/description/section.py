@@ -104,7 +104,7 @@ def first_problem(
         tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
         return ConfigError(origin, f"{key}.kind", f"{tag!r} is no {keys[-1]}; take one of {expected}")
     reason = _reason(problem, None if section is None or not keys else _field(section, keys[-1]))
-    if not key and (named := _NAMED_KEY.match(reason)) and _has_key(model, named["key"]):
+    if not key and (named := _NAMED_KEY.match(reason)) and named["key"].split(".")[0] in keys_of(model):
         key, reason = named["key"], reason[named.end() :]
     return ConfigError(origin, key or whole, reason)
 
@@ -131,16 +131,16 @@ def _attribute_docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, KeyError):
         return {}
-    return {node.name: _documented(node) for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _documented(node: ast.ClassDef) -> dict[str, str]:
     return {
-        first.target.id: inspect.cleandoc(second.value.value)
-        for first, second in pairwise(node.body)
-        if isinstance(first, ast.AnnAssign) and isinstance(first.target, ast.Name)
-        if isinstance(second, ast.Expr) and isinstance(second.value, ast.Constant)
-        if isinstance(second.value.value, str)
+        node.name: {
+            first.target.id: inspect.cleandoc(second.value.value)
+            for first, second in pairwise(node.body)
+            if isinstance(first, ast.AnnAssign) and isinstance(first.target, ast.Name)
+            if isinstance(second, ast.Expr) and isinstance(second.value, ast.Constant)
+            if isinstance(second.value.value, str)
+        }
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
     }
 
 
@@ -209,14 +209,6 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 """Annotations of a number's range, in words."""
 
 
-def _example(field: FieldInfo | None) -> str:
-    """Return the first key of the section that a field takes, as an example; nothing if it takes another thing."""
-    section = None if field is None else field.annotation
-    if not (isinstance(section, type) and issubclass(section, BaseModel) and section.model_fields):
-        return ""
-    return f", such as {{{next(iter(section.model_fields))!r}: ...}}"
-
-
 def default_of(field: FieldInfo) -> Any:
     """Return a field's default; pydantic 2.7 has no other argument, and no factory here takes one."""
     return field.get_default(call_default_factory=True)
@@ -249,29 +241,23 @@ def _reason(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
             if isinstance(value, str | int | float | list | tuple)
             else f"a {type(value).__name__}"
         )
-        return f"is a section, not one value; give its keys instead of {given}{_example(field)}"
+        section, example = None if field is None else field.annotation, ""
+        if isinstance(section, type) and issubclass(section, BaseModel) and section.model_fields:
+            example = f", such as {{{next(iter(section.model_fields))!r}: ...}}"
+        return f"is a section, not one value; give its keys instead of {given}{example}"
     rule = (
         message.replace("Input should be", "must be")
         .split(", unable to parse")[0]
         .split(", got a number with")[0]
     )
     if field is not None and problem["type"].startswith(("greater_than", "less_than")):
-        rule = f"must be {_range(field)}"
+        limits = [
+            (words, getattr(each, name, None)) for name, words in _BOUNDS.items() for each in field.metadata
+        ]
+        rule = "must be " + " and ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
     default = None if field is None or field.is_required() else field.get_default(call_default_factory=False)
     usual = f"; the default is {default}" if isinstance(default, str | int | float) else ""
     return f"{rule}, got {value!r}{usual}"
-
-
-def _range(field: FieldInfo) -> str:
-    """Return the bounds of a number in words."""
-    limits = [
-        (words, getattr(each, name, None)) for name, words in _BOUNDS.items() for each in field.metadata
-    ]
-    return " and ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
-
-
-def _has_key(model: type[BaseModel], key: str) -> bool:
-    return key.split(".")[0] in keys_of(model)
 
 
 def _walk(
@@ -296,7 +282,12 @@ def _walk(
         found = () if field is None else variants_of(field.annotation)
         below = sections.get(".".join(keys)) or (found[0] if len(found) == 1 else None)
         if field is not None and len(found) > 1 and below is None:
-            choices = {tag: kind for kind in found for tag in _tags(kind, field.discriminator)}
+            # a discriminated union tells a variant by the words of one field
+            name = field.discriminator if isinstance(field.discriminator, str) else "kind"
+            tagged = ((kind, kind.model_fields.get(name)) for kind in found)
+            choices = {
+                str(tag): kind for kind, by in tagged if by is not None for tag in get_args(by.annotation)
+            }
     return holder, keys
 
 
@@ -304,10 +295,3 @@ def _field(section: type[BaseModel], key: str) -> Any:
     """Return the field under a key, by its alias or its name."""
     by_alias = (field for field in section.model_fields.values() if field.alias == key)
     return next(by_alias, section.model_fields.get(key))
-
-
-def _tags(variant: type[BaseModel], discriminator: Any) -> tuple[str, ...]:
-    """Return the words by which a discriminated union tells a variant."""
-    name = discriminator if isinstance(discriminator, str) else "kind"
-    field = variant.model_fields.get(name)
-    return () if field is None else tuple(map(str, get_args(field.annotation)))

@@ -1,17 +1,27 @@
-"""Several processes that work on one run: who they are, what they exchange, how an error reaches all of them.
+"""Several processes that work on one run: who they are, and (`ranks`) what they exchange.
 
-And **pauses** in a long computation, at which its caller may stop it or let something else run first. What computes a
+**Pauses** in a long computation, at which its caller may stop it or let something else run first. What computes a
 reading that may take minutes calls `pause` between blocks of at most about half a second; what asked for it decides by
 `pausing` what happens there. Without `pausing` nothing happens.
+
+**Memory**: one rule for all sizes. What a number asks for at least, in bytes, must fit into the memory that is free.
+The estimate is a lower bound, such as the parameters and gradients of a network, so that nothing that fits is refused.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from opusim.plugins import Deferred
+
+checks, tables = Deferred("opusim.checks"), Deferred("opusim.tables")
 
 PRODUCTS_PER_BLOCK = 2**33
 """Multiplications of a product of matrices between two pauses: less than half a second on two processor cores."""
@@ -94,3 +104,100 @@ def pausing(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _at_pause.reset(token)
+
+
+_EXHAUSTED = (
+    *("can't allocate memory", "Cannot allocate memory", "cannot allocate memory", "out of memory"),
+    *("failed to map segment", "can't start new thread", "Storage size calculation overflowed"),
+)
+"""What torch, the C library and Python say if memory, or address space, is exhausted."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> float:
+    """Return the bytes that this process may still take; infinity if the system does not tell.
+
+    The least of what the system has free (swap included), of what the control group leaves, and of what `ulimit -v`
+    leaves.
+    """
+    return min(_of_system(), _of_group(), _of_limit())
+
+
+def require_memory(n_bytes: float, *, why: str, remedy: str, **sizes: Any) -> None:
+    """Refuse sizes that need more memory than is free.
+
+    Args:
+        n_bytes: What they need at least.
+        why: What takes it, such as "weights and gradients".
+        remedy: What to change.
+        **sizes: The numbers at fault, by name; a double underscore stands for a dot.
+
+    Raises:
+        ValueError: They need more.
+    """
+    free = available_memory()
+    if n_bytes > free:
+        named = ", ".join(f"{name.replace('__', '.')} = {checks.short(size)}" for name, size in sizes.items())
+        raise ValueError(
+            f"{named}: {why} need at least {_size(n_bytes)}, and {_size(free)} of memory are free; {remedy}"
+        )
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return whether an error says that memory is exhausted, as those of torch's allocators do."""
+    known = isinstance(error, (RuntimeError, ImportError))
+    return isinstance(error, MemoryError) or (known and any(sign in str(error) for sign in _EXHAUSTED))
+
+
+def exhausted_message() -> str:
+    """Return one line for a user whose command needed more memory than there is."""
+    limit = _limit()
+    found = "this machine's" if limit is None else f"the {_size(limit)} that `ulimit -v` allows"
+    return (
+        f"the memory is exhausted ({found}): lower sampler.batch_size or model.hidden, give less data, or raise the "
+        "limit"
+    )
+
+
+def _of_system() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    kib = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    wanted = ("MemAvailable", "SwapFree")
+    return (
+        1024.0 * sum(int(kib[name].split()[0]) for name in wanted) if set(wanted) <= kib.keys() else math.inf
+    )
+
+
+def _of_group() -> float:
+    """Return what the control group of a container leaves; its cache of files can be given back."""
+    try:
+        most = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        facts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return math.inf
+    return math.inf if most == "max" else float(int(most) - used + int(facts.get("file", 0)))
+
+
+def _of_limit() -> float:
+    limit = _limit()
+    if limit is None:
+        return math.inf
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return float(limit)
+    return max(0.0, limit - float(pages * os.sysconf("SC_PAGE_SIZE")))
+
+
+def _limit() -> int | None:
+    """Return the limit of this process's address space, or None."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _size(n_bytes: float) -> str:
+    return f"{n_bytes:.3g} bytes" if n_bytes >= 2.0**60 else str(tables.data_size(int(n_bytes)))

@@ -164,7 +164,7 @@ def settle(
     *,
     first_pair: int = 0,
 ) -> None:
-    """Round in place what `rounding_kernels` left open, by interval arithmetic.
+    """Round in place what `kernels` left open, by interval arithmetic.
 
     Args:
         out: s where numbers are open, one axis.
@@ -176,15 +176,10 @@ def settle(
     for place, u, v in opened.tolist():
         chunk, number = divmod(place, 2 * _PAIRS)
         sine, pair = divmod(number, _PAIRS)
-        digits = _in_turn(more(first_pair + chunk * _PAIRS + pair))
+        digits = more(first_pair + chunk * _PAIRS + pair)
         words = np.array([[u, turn_of_pair(v, sine=bool(sine))]], dtype=np.uint64)
-        noise = ExactNoise(words, digits, scale, "gaussian")
+        noise = ExactNoise(words, lambda _, digits=digits: next(digits), scale, "gaussian")  # type: ignore[misc]
         out[place] = noise._exact(0, float(out[place])) * grid_of(scale)
-
-
-def _in_turn(digits: Iterator[int]) -> Callable[[int], int]:
-    """Return what gives the next digits, of whichever number they are."""
-    return lambda _: next(digits)
 
 
 def kept_digits(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
@@ -206,7 +201,7 @@ def kept_digits(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
 
 
 def turn_of_pair(v: int, *, sine: bool) -> int:
-    """Return 64 digits of V' with X = sqrt(-2 ln U) cos(2 pi V') for a number of a pair of `rounding_kernels`.
+    """Return 64 digits of V' with X = sqrt(-2 ln U) cos(2 pi V') for a number of a pair of `kernels`.
 
     The arc t is a whole turn times n 2^-64, with n the last 62 digits in two's complement, and sin t = cos(t - pi / 2).
     So V' and V have the same digits behind the 64th.

@@ -19,7 +19,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, RoundedNoise
 from opusim.randomness.seeds import MAX_SEED as MAX_SEED
 from opusim.randomness.seeds import derive_seed as derive_seed
 
-kernels, rounding = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.kernels")
+kernels = Deferred("opusim.randomness.kernels")
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -80,17 +80,6 @@ def philox_torch(
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return w0, w1, w2, w3
 
-
-__all__ = [
-    "MODES",
-    "CorrelatedStream",
-    "NoiseStream",
-    "SeededStream",
-    "SystemStream",
-    "SystemUniforms",
-    "derive_seed",
-    "noise_stream",
-]
 
 MODES = ("experiment", "release")
 MAX_ELEMENTS = 2**33  # a draw's pairs are counted by one 32-bit word
@@ -230,7 +219,8 @@ class SeededStream(NoiseStream):
         if y.device.type != "cpu" or y.dtype != torch.float32 or not y.is_contiguous():
             return super().add_to(y, std)
         _check_shape(y.shape)
-        self._run(y.view(-1).numpy(), partial(_add_scaled, np.float32(_checked_std(std))))
+        factor = np.float32(_checked_std(std))
+        self._run(y.view(-1).numpy(), lambda out, *position: kernels.add_from_philox(out, factor, *position))
         return y
 
     def add_rounded(self, y: torch.Tensor, std: float) -> torch.Tensor:
@@ -248,7 +238,7 @@ class SeededStream(NoiseStream):
             opened = np.empty((min(stop - start, _CHUNKS_PER_THREAD) * chunk, 3), np.uint64)
             for first in range(start, stop, _CHUNKS_PER_THREAD):
                 out = flat[first * chunk : min(first + _CHUNKS_PER_THREAD, stop) * chunk]
-                found = rounding.add_rounded_from_philox(
+                found = kernels.add_rounded_from_philox(
                     out, grid, std / grid, opened, first, *keys, *more_key
                 )
                 if found:
@@ -330,7 +320,7 @@ class SystemStream(NoiseStream):
             for start in range(0, flat.size, len(opened)):
                 out = flat[start : start + len(opened)]
                 self._current_cipher().update_into(zeros, drawn.data)
-                found = rounding.add_rounded_from_words(out, grid, std / grid, opened, words)
+                found = kernels.add_rounded_from_words(out, grid, std / grid, opened, words)
                 if found:
                     settle(out, opened[:found], std, kept_digits(self._more))
         return y
@@ -339,7 +329,6 @@ class SystemStream(NoiseStream):
         """See the base class."""
         _check_shape((count,))
         words = np.frombuffer(self._current_cipher().update(bytes(16 * count)), dtype=np.uint64)
-
         return ExactNoise(words.reshape(count, 2), lambda _: self._more(), scale, law)
 
     def _more(self) -> int:
@@ -501,11 +490,6 @@ def _flat(y: torch.Tensor) -> Iterator[np.ndarray]:
     yield row.numpy()
     if row.data_ptr() != y.data_ptr():
         y.copy_(row.view(y.shape))
-
-
-def _add_scaled(scale: np.float32, out: np.ndarray, *position: int) -> None:
-    """The adding kernel with its factor in front."""
-    kernels.add_from_philox(out, scale, *position)
 
 
 def _check_shape(shape: Sequence[int]) -> None:

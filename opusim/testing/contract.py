@@ -71,20 +71,18 @@ class DeviceContract:
 
     def test_the_matrix_is_that_of_the_readings(self) -> None:
         with self.open_window() as device:
-            _skip_without(device, "matrix")
-            b = device.require("matrix").matrix()
+            b = _able(device, "matrix").matrix()
             assert (b.shape, b.dtype) == ((N_OUTPUTS, N_INPUTS), torch.float32)
             device.seek(0)
             x = ternary_batch()[0]
             left = _mean(device, x) - (x.float() @ b.cpu().T).double().numpy()
             error = math.sqrt(float(np.mean(device.noise.variance_bounds()[1])) / _READINGS)
-            assert np.sqrt(np.mean(left**2)) <= error * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 2e-2
+            assert _are_small(left, error)
 
     def test_intensities_are_those_of_one_field(self) -> None:
         """Fields add: abs(u + v) lies between abs(abs(u) - abs(v)) and abs(u) + abs(v) at every output."""
         with self.open_window() as device:
-            _skip_without(device, "intensities")
-            camera, frames = device.require("intensities"), torch.zeros((4, N_INPUTS), dtype=torch.uint8)
+            camera, frames = _able(device, "intensities"), torch.zeros((4, N_INPUTS), dtype=torch.uint8)
             frames[1, : N_INPUTS // 2], frames[2, N_INPUTS // 2 :], frames[3] = 1, 1, 1
             opened = device.usage.frames
             shown = camera.intensities(frames.repeat(_READINGS, 1)).double().cpu().numpy()
@@ -103,10 +101,10 @@ class DeviceContract:
 
     def test_a_programmed_matrix_is_told_as_realised(self) -> None:
         with self.open_window() as device:
-            _skip_without(device, "program")
-            crossbar = device.require("program")
+            crossbar = _able(device, "program")
             wanted = _real_matrix()
-            spread = _programming_std(device, wanted)
+            told = getattr(device, "programming_std", None)  # the spread that a device may state
+            spread = torch.zeros_like(wanted) if told is None else told(wanted).cpu()
             realised = crossbar.program(wanted)
             assert (realised.shape, realised.dtype) == ((N_OUTPUTS, N_INPUTS), torch.float32)
             assert torch.equal(crossbar.matrix(), realised)
@@ -123,39 +121,38 @@ class DeviceContract:
 
     def test_products_are_those_of_the_told_matrix(self) -> None:
         with self.open_window() as device:
-            _skip_without(device, "multiply")
+            product = _able(device, "multiply").multiply
             if "program" in device.capabilities:
                 device.require("program").program(_real_matrix())
             x = torch.linspace(-1, 1, N_INPUTS).repeat(2 * _READINGS, 1)
             device.seek(0)
-            y = device.require("multiply").multiply(x)
+            y = product(x)
             assert (y.shape, y.dtype) == ((2 * _READINGS, N_OUTPUTS), torch.float32)
             self._check_scatter(device, y.double().cpu().numpy())
             if "matrix" in device.capabilities:
                 matrix, converter = device.require("matrix").matrix().cpu(), _converter(device)
                 self._check_mean(y, converter.shown(x[0]) @ matrix.T, converter.output_step / 2)
             with pytest.raises(ValueError, match="x"):
-                device.require("multiply").multiply(1.5 * x)
+                product(1.5 * x)
 
     def test_transposed_products_are_those_of_the_told_matrix(self) -> None:
         with self.open_window() as device:
-            _skip_without(device, "multiply_transposed")
+            product = _able(device, "multiply_transposed").multiply_transposed
             matrix = device.require("program").program(_real_matrix()).cpu()
             x = torch.linspace(-1, 1, N_OUTPUTS).repeat(2 * _READINGS, 1)
             device.seek(0)
-            y = device.require("multiply_transposed").multiply_transposed(x)
+            y = product(x)
             assert (y.shape, y.dtype) == ((2 * _READINGS, N_INPUTS), torch.float32)
             converter = _converter(device)
             self._check_mean(y, converter.shown(x[0]) @ matrix, converter.output_step / 2)
             with pytest.raises(ValueError, match="x"):
-                device.require("multiply_transposed").multiply_transposed(1.5 * x)
+                product(1.5 * x)
 
     def _check_mean(self, y: torch.Tensor, expected: torch.Tensor, bias: float) -> None:
         """The mean over readings lies at the expected outputs, up to a bias of each, at their own standard errors."""
         readings = y.double().cpu().numpy()
         error = math.sqrt(float(readings.var(0, ddof=1).mean()) / len(readings))
-        left = np.sqrt(np.mean((readings.mean(0) - expected.double().numpy()) ** 2))
-        assert left <= error * (1 + _SURE / math.sqrt(2 * readings.shape[1])) + bias + 1e-5
+        assert _are_small(readings.mean(0) - expected.double().numpy(), error, bias=bias + 1e-5)
 
     def test_the_noise_of_a_product_is_the_one_told_for_its_input(self) -> None:
         """A device that tells `reading_variance` tells it of every input, small and large."""
@@ -175,8 +172,7 @@ class DeviceContract:
 
     def test_time_changes_the_told_matrix_and_nothing_else(self) -> None:
         with self.open_window() as device:
-            _skip_without(device, "wait")
-            clock = device.require("wait")
+            clock = _able(device, "wait")
             programmed = device.require("program").program(_real_matrix())
             assert torch.equal(clock.wait(0.0), programmed)
             drifted = clock.wait(86400.0)
@@ -241,13 +237,13 @@ class DeviceContract:
 
     def test_the_noise_drawn_is_the_reported_one(self) -> None:
         with self.open_window() as device:
-            _skip_without(device, "draw")
+            _able(device, "draw")
             device.seek(0)
             self._check_scatter(device, device.draw((2 * _READINGS, N_OUTPUTS)).double().numpy())
 
     def test_the_noise_drawn_has_no_mean_that_readings_lack(self) -> None:
         with self.open_window() as device:
-            _skip_without(device, "draw")
+            _able(device, "draw")
             device.seek(0)
             drawn = device.draw((_READINGS, N_OUTPUTS)).double().numpy()
             blank = device.project(torch.zeros(_READINGS, N_INPUTS)).double().numpy()
@@ -280,7 +276,7 @@ class DeviceContract:
             expected = x.double().numpy() @ columns
             left = _mean(device, x) - expected
             bound = error * math.sqrt(1 + float(x.abs().sum()))
-            assert np.sqrt(np.mean(left**2)) <= bound * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 2e-2
+            assert _are_small(left, bound)
 
     def test_the_matrix_stays_over_opening_and_closing(self) -> None:
         means = []
@@ -290,10 +286,7 @@ class DeviceContract:
                 means.append(_mean(device, ternary_batch()[1]))
                 high = float(np.mean(device.noise.variance_bounds()[1]))
         error = math.sqrt(2 * high / _READINGS)
-        assert (
-            np.sqrt(np.mean((means[0] - means[1]) ** 2))
-            <= error * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 2e-2
-        )
+        assert _are_small(means[0] - means[1], error)
 
     def test_a_reading_does_not_depend_on_its_batch(self) -> None:
         x = ternary_batch()
@@ -305,11 +298,7 @@ class DeviceContract:
             small = torch.stack(parts).double().numpy().mean(axis=0)
             high = float(np.mean(device.noise.variance_bounds()[1]))
         for other, readings in ((mixed, _READINGS), (small, 20)):
-            error = math.sqrt(high / _READINGS + high / readings)
-            assert (
-                np.sqrt(np.mean((other - alone) ** 2))
-                <= error * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 2e-2
-            )
+            assert _are_small(other - alone, math.sqrt(high / _READINGS + high / readings))
 
     # Replaying
 
@@ -317,21 +306,12 @@ class DeviceContract:
         if not self.replayable:
             return
         with self.open_window() as device:
-            device.seek(3)
-            first = (
-                device.project(ternary_batch()),
-                device.draw((2, N_OUTPUTS)),
-                device.project(ternary_batch()),
-            )
-            device.seek(4)
-            device.project(ternary_batch())
-            device.seek(3)
-            again = (
-                device.project(ternary_batch()),
-                device.draw((2, N_OUTPUTS)),
-                device.project(ternary_batch()),
-            )
-            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+            found = []
+            for step in (3, 4, 3):
+                device.seek(step)
+                x = ternary_batch()
+                found.append((device.project(x), device.draw((2, N_OUTPUTS)), device.project(x)))
+            assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
 
     def test_release_noise_is_never_repeated(self) -> None:
         with self.open_window(mode="release") as device:
@@ -427,6 +407,11 @@ def scatter_fits(differences: np.ndarray, low: np.ndarray, high: np.ndarray) -> 
     return fits
 
 
+def _are_small(left: np.ndarray, error: float, *, bias: float = 2e-2) -> bool:
+    """Whether the root mean square of deviations is at most their standard error, at five of its own, and a bias."""
+    return bool(np.sqrt(np.mean(left**2)) <= error * (1 + _SURE / math.sqrt(2 * left.size)) + bias)
+
+
 def _mean(device: NoisyDevice, x: torch.Tensor) -> np.ndarray:
     """Return the mean of many readings of one vector, float64, shape (n_outputs,)."""
     rows = x.float().reshape(1, -1).repeat(_READINGS, 1)
@@ -440,17 +425,13 @@ def _converter(device: NoisyDevice) -> Converter:
     return found if isinstance(found, Converter) else Converter()
 
 
-def _programming_std(device: NoisyDevice, matrix: torch.Tensor) -> torch.Tensor:
-    """Return the spread of programming that a device states in a method `programming_std`, else 0."""
-    told = getattr(device, "programming_std", None)
-    return torch.zeros_like(matrix) if told is None else told(matrix).cpu()
-
-
 def _real_matrix() -> torch.Tensor:
     """Return a fixed matrix with entries in [-1, 1]."""
     return torch.rand((N_OUTPUTS, N_INPUTS), generator=torch.Generator().manual_seed(3)).mul_(2).sub_(1)
 
 
-def _skip_without(device: NoisyDevice, capability: Capability) -> None:
+def _able(device: NoisyDevice, capability: Capability) -> Any:
+    """Return the device for what it declares; the test is skipped if it does not declare it."""
     if capability not in device.capabilities:
         pytest.skip(f"{device.name} does not declare {capability}")
+    return device.require(capability)

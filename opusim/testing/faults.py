@@ -115,6 +115,7 @@ class _Plan:
         self.amount = float(options.pop("amount", _AMOUNTS.get(self.fault, 1.0)))
         self._calls_left = options.pop("lasts_calls", None)
         self._name = description.name
+        self._last: torch.Tensor | None = None
         self.step = -1
         self.rest = options
 
@@ -140,23 +141,15 @@ class _Plan:
             raise DeviceBusy(f"device {self._name!r} is used by another program; end it")
         raise DeviceUnavailable(f"device {self._name!r} is unplugged; check its cables")
 
-
-class _Spoiler:
-    """What happens to a reading behind the camera."""
-
-    def __init__(self, plan: _Plan) -> None:
-        self._plan = plan
-        self._last: torch.Tensor | None = None
-
     def spoil(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the reading that reaches the caller."""
-        if self._plan.active(Fault.FROZEN) and y.numel():
+        """Return the reading that reaches the caller, after what happens to it behind the camera."""
+        if self.active(Fault.FROZEN) and y.numel():
             frame = y[:1] if self._last is None else self._last
             self._last = frame.clone()
             return frame.expand_as(y).clone() if frame.shape[1:] == y.shape[1:] else y
-        if self._plan.active(Fault.WRONG_SHAPE):
+        if self.active(Fault.WRONG_SHAPE):
             return y[..., :-1]
-        if self._plan.active(Fault.NOT_A_NUMBER) and y.numel():
+        if self.active(Fault.NOT_A_NUMBER) and y.numel():
             y = y.clone()
             y.view(-1)[0] = torch.nan
         return y
@@ -181,9 +174,10 @@ class FaultyDevice(NoisyDevice):
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         self._plan = _Plan(description)
-        self._spoiler = _Spoiler(self._plan)
         self._inner = self._wrapped(description, window)
-        self._other = self._wrapped(_with_medium(description), window)
+        medium = description.medium  # the other device has another one
+        other = None if medium is None else medium.model_copy(update={"seed": medium.seed + 1})
+        self._other = self._wrapped(description.model_copy(update={"medium": other}), window)
         if isinstance(self._inner, CameraDevice):
             raise ConfigError(description.name, "options.kind", "is a camera; open it by `faulty_device`")
         if "matrix" not in self._inner.capabilities and self._plan.fault in (
@@ -250,7 +244,7 @@ class FaultyDevice(NoisyDevice):
             hit = torch.from_numpy(self._plan.hit(self.n_outputs)).to(y.device)
             stuck = 0.0 if self._plan.fault is Fault.DEAD_OUTPUTS or not y.numel() else float(y.abs().max())
             y = y.masked_fill(hit, stuck)
-        return self._spoiler.spoil(y)
+        return self._plan.spoil(y)
 
 
 class _CameraFaults(CameraDevice):
@@ -258,7 +252,6 @@ class _CameraFaults(CameraDevice):
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         self._plan = _Plan(description)
-        self._spoiler = _Spoiler(self._plan)
         changes: dict[str, Any] = {"options": self._plan.rest}
         super().__init__(description.model_copy(update=changes), **window)
         self.description = description
@@ -302,7 +295,7 @@ class _CameraFaults(CameraDevice):
         if self._plan.active(*_RESCALED):
             signal = _signal(self, x)
             y = signal + (y - signal) * self._plan.amount
-        return self._spoiler.spoil(y)
+        return self._plan.spoil(y)
 
 
 class _MixedSpeckle(Speckle):
@@ -321,11 +314,3 @@ class _MixedSpeckle(Speckle):
 def _signal(device: NoisyDevice, x: torch.Tensor) -> torch.Tensor:
     """B x without noise, of a simulated device."""
     return x @ device.require("matrix").matrix().T
-
-
-def _with_medium(description: DeviceDescription) -> DeviceDescription:
-    """Return the description with another medium."""
-    if description.medium is None:
-        return description
-    medium = description.medium.model_copy(update={"seed": description.medium.seed + 1})
-    return description.model_copy(update={"medium": medium})

@@ -11,7 +11,7 @@ import pytest
 from scipy.fft import rfft
 
 from opusim.accounting.guarantee import Adjacency
-from opusim.accounting.numerics import tilted_law
+from opusim.accounting.numerics import loss_laws
 from opusim.accounting.numerics.loss_laws import (
     GaussianLaw,
     LaplaceLaw,
@@ -29,7 +29,7 @@ from opusim.accounting.numerics.sampled_noise import (
     plan_of,
 )
 
-UNIT = tilted_law.UNIT
+UNIT = loss_laws.UNIT
 ADDED = Adjacency.ADD_OR_REMOVE_ONE
 
 
@@ -82,7 +82,7 @@ def test_large_losses_of_a_mixture_are_kept() -> None:
 
 
 def test_a_spectrum_near_zero_keeps_its_size() -> None:
-    found = tilted_law._log_sizes(np.array([0.0, 1e-17, -1 + 1e-9, -1 - 1e-9j, -0.25, -1.0], dtype=complex))
+    found = loss_laws._log_sizes(np.array([0.0, 1e-17, -1 + 1e-9, -1 - 1e-9j, -0.25, -1.0], dtype=complex))
     assert found[:2].tolist() == [0.0, 1e-17]
     assert found[2:5] == pytest.approx([math.log(1e-9), math.log(1e-9), math.log(0.75)], rel=1e-7)
     assert -math.inf < found[5] < -500
@@ -93,7 +93,7 @@ def test_the_sum_of_weights_does_not_cancel() -> None:
     with mpmath.workdps(50):
         a, b = (mpmath.exp(-(mpmath.mpf(tilt) + k) * mpmath.mpf(interval)) for k in (0, 1))
         exact = float(1 / (1 - a) - 1 / (1 - b))
-    assert tilted_law.weight_sum(tilt, interval) == pytest.approx(exact, rel=1e-12)
+    assert loss_laws.weight_sum(tilt, interval) == pytest.approx(exact, rel=1e-12)
 
 
 def test_no_lower_bound_comes_from_where_the_window_begins() -> None:
@@ -101,7 +101,7 @@ def test_no_lower_bound_comes_from_where_the_window_begins() -> None:
     law = GaussianLaw(noise=1.0, probability=1.0, direction="remove")
     plan = plan_of([law], [400], 1e-20)
     assert plan is not None
-    composed = tilted_law.composed(plan, plan.below())
+    composed = loss_laws.composed(plan, plan.below())
     assert composed.losses[0] > 1
     assert composed.least_epsilon(1e-20) > 250
     assert replace(composed, error=1e9).least_epsilon(1e-20) == 0.0
@@ -166,7 +166,7 @@ def test_a_single_step_among_many_costs_little_rounding() -> None:
             GaussianLaw(noise=z, probability=q, direction="remove"),
             GaussianLaw(noise=z, probability=q, direction="add"),
         ]
-        return NoisyStep(laws=tuple(laws), steps=steps)
+        return tuple(laws), steps
 
     with np.errstate(all="ignore"):
         found = compose_bounds([step(0.9, 1e-3, 1), step(0.9, 1e-3, 9999)], 1e-9)

@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from opusim.accounting.one_run import _p_value, _refutes_mu
 from scipy.special import expit
 from scipy.stats import binom, norm
 
-from opusim.accounting.audit import (
+from opusim.accounting.audit import gaussian_mu, normal_limits
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.mechanisms.records import RecordCentral
+from opusim.accounting.one_run import (
     FEWEST_CANARIES,
     Law,
     Method,
     OneRunPlan,
+    _p_value,
+    _refutes_mu,
     audit_one_run,
     ceiling,
     correct_guesses,
-    gaussian_mu,
     guesses_bound,
-    normal_limits,
 )
-from opusim.accounting.guarantee import NoGuarantee
-from opusim.accounting.mechanisms.records import RecordCentral
 
 DELTA, REPEATS, LEVEL = 1e-5, 10_000, 0.05
 TOLERANCE = 5 * math.sqrt(LEVEL * (1 - LEVEL) / REPEATS)

@@ -15,7 +15,7 @@ from dp_accounting.pld import privacy_loss_distribution as distributions
 from opusim.accounting.composition import calibrate_noise, guarantees
 from opusim.accounting.guarantee import Adjacency, EpsilonBounds
 from opusim.accounting.mechanisms.records import PoissonGaussian
-from opusim.accounting.numerics import tilted_law
+from opusim.accounting.numerics import loss_laws
 from opusim.accounting.numerics.loss_laws import Direction, GaussianLaw, LaplaceLaw, LossLaw
 from opusim.accounting.numerics.sampled_noise import NoisySum, noise_bounds
 
@@ -98,7 +98,7 @@ def test_a_single_step_is_enclosed(q: float, z: float, delta: float) -> None:
     assert found.upper <= exact * CLOSE + 1e-5
 
 
-def grid_curve(grid: tilted_law.LossGrid, epsilon: float) -> float:
+def grid_curve(grid: loss_laws.LossGrid, epsilon: float) -> float:
     later = grid.losses > epsilon
     return grid.beyond + float(grid.masses[later] @ -np.expm1(epsilon - grid.losses[later]))
 
@@ -113,7 +113,7 @@ def test_grids_lie_on_either_side_of_the_curve(
     """Relative to delta, in 40 digits, whether the interval is longer or shorter than most losses."""
     law, curve = GaussianLaw(noise=z, probability=q, direction=direction), gaussian_curve(q, z, direction)
     ends = law.span(1e-12, 1e-16)
-    above, below = (find(law, *ends, interval) for find in (tilted_law.grid_above, tilted_law.grid_below))
+    above, below = (find(law, *ends, interval) for find in (loss_laws.grid_above, loss_laws.grid_below))
     for epsilon in above.losses[:: max(1, len(above.losses) // 40)] + 0.3 * interval:
         with mpmath.workdps(40):
             exact = float(curve(mpmath.mpf(float(epsilon))))
@@ -123,7 +123,7 @@ def test_grids_lie_on_either_side_of_the_curve(
 
 def test_a_law_rounded_down_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: the law below in the place of that above."""
-    monkeypatch.setattr(tilted_law, "grid_above", tilted_law.grid_below)
+    monkeypatch.setattr(loss_laws, "grid_above", loss_laws.grid_below)
     found = bounds(1e-3, 0.6, 1, 1e-6)
     assert found.upper < exact_epsilon([gaussian_curve(1e-3, 0.6, "remove")], 1e-6)
 

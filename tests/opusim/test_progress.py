@@ -93,13 +93,6 @@ def test_set_up_in_the_first_unit_is_left_out_of_estimates() -> None:
     assert second == "audit: 26 of 120 trials, about 38 s left"
 
 
-def test_an_estimate_comes_before_the_work() -> None:
-    stream = io.StringIO()
-    with Progress("curve", "runs", stream=stream) as progress:
-        progress.start(12, estimate_s=7200.0)
-        assert stream.getvalue() == "curve: 0 of 12 runs, about 2.0 h left\n"
-
-
 def test_long_units_are_announced() -> None:
     stream = io.StringIO()
     with Progress("tune", "trials", stream=stream) as progress:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from opusim.accounting.audit import Law, Method
+from opusim.accounting.one_run import Law, Method
 from opusim.errors import ConfigError
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.dataset import Dataset, Split, Standardisation

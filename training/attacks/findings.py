@@ -17,20 +17,17 @@ import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
 from opusim.accounting.audit import (
-    NOT_NORMAL,
     AuditPlan,
     AuditResult,
     Estimate,
     Estimator,
-    OneRunBound,
-    OneRunResult,
     Verdict,
     area_under_curve,
     clopper_pearson_upper,
-    guesses_bound,
 )
 from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
+from opusim.accounting.one_run import NOT_NORMAL, OneRunBound, OneRunResult, guesses_bound
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE, FINAL_MODEL_FILE, ONE_RUN_FILE
 from opusim.training.runs.storage import (

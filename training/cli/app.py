@@ -20,11 +20,9 @@ from typing_extensions import override
 
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimError
 from opusim.files import require_utf8
-from opusim.plugins import Deferred, PluginError
-from opusim.processes import environment_number, launched_processes
+from opusim.plugins import PluginError
+from opusim.processes import environment_number, exhausted_message, is_exhausted, launched_processes
 from opusim.training.cli.groups import LazyGroup, built
-
-memory = Deferred("opusim.processes")
 
 _TRAIN = "Train"
 _RUNS = "Runs and privacy"
@@ -190,9 +188,9 @@ def main() -> None:
         typer.echo(f"opusim: {line.as_typed(error)}", err=True)
         raise SystemExit(_exit_code(error)) from error
     except (MemoryError, RuntimeError, ImportError) as error:
-        if debug or not memory.is_exhausted(error):
+        if debug or not is_exhausted(error):
             raise
-        typer.echo(f"opusim: {memory.exhausted_message()}", err=True)
+        typer.echo(f"opusim: {exhausted_message()}", err=True)
         raise SystemExit(2) from error
     raise SystemExit(code if isinstance(code, int) else 0)
 

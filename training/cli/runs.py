@@ -581,7 +581,7 @@ def _play_final_model(
 ) -> Audit:
     """Train many times with a crafted record or without it."""
     from opusim import checks
-    from opusim.accounting.audit import FEWEST_CANARIES
+    from opusim.accounting.one_run import FEWEST_CANARIES
     from opusim.progress import Progress
     from opusim.training.attacks.one_run.final_model import DEFAULT_TRAININGS, audit_final_model
 

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from opusim.accounting.journal import Position
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from opusim.accounting.journal import Position
 from opusim.accounting.ledger import Ledger, LedgerContent
 from opusim.accounting.mechanism import Mechanism
 from opusim.files import OwnProcess

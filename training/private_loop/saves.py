@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from opusim.accounting.journal import Position
 from torch import Tensor
 
 from opusim import checks
+from opusim.accounting.journal import Position
 from opusim.files import parse_json, read_bytes, require_regular, write_file
 from opusim.training.errors import RunFolderError
 from opusim.training.private_loop.settings import SETTINGS_FILE

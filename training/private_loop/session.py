@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from opusim.accounting.journal import Witness
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from opusim.accounting.explanation import LedgerFacts, Statement
 from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.journal import Witness
 from opusim.accounting.ledger import LEDGER_FILE, Ledger
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
 from opusim.training.private_loop.accountants import NamedAccountant

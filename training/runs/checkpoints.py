@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from opusim.accounting.journal import head_file, read_position
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from opusim.accounting.journal import head_file, read_position
 from opusim.crossbar.layers import DeviceLinear
 from opusim.errors import ConfigError
 from opusim.files import require_regular, write_file

@@ -11,10 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from opusim.accounting.journal import Position, Witness
-
 from opusim import checks, plugins
 from opusim.accounting.guarantee import Guarantee, LedgerCorrupt
+from opusim.accounting.journal import Position, Witness
 from opusim.accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
 from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from opusim.accounting.journal import Position
 from pydantic import PlainSerializer, PlainValidator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from opusim import checks
 from opusim.accounting.guarantee import Guarantee, from_json, to_json
+from opusim.accounting.journal import Position
 from opusim.devices.access import LockHeld, held
 from opusim.errors import ConfigError
 from opusim.files import (

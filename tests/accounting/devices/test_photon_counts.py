@@ -21,6 +21,7 @@ from opusim.accounting.mechanisms.counts import (
     LabelArgmax,
     LabelCounts,
     argmax_epsilon,
+    at_brightest,
     confusion_matrix,
     known_counts_guarantee,
 )
@@ -240,7 +241,9 @@ def test_the_statement_of_counts_is_proven_under_a_device_model() -> None:
 def test_light_that_varies_is_covered_by_its_brightest_frame(power: tuple[float, ...]) -> None:
     """The exact mixture over powers of two pixels' counts, more dark light included, against w_max and d_min."""
     light, dark = np.array([[1.2, 0.2], [0.3, 0.8]]), 1.7
-    bounds = known_counts_guarantee(light + dark, delta=DELTA, brightest=max(power), dark_low=dark).epsilon
+    bounds = known_counts_guarantee(
+        at_brightest(light + dark, brightest=max(power), dark_low=dark), delta=DELTA
+    ).epsilon
     counts = np.arange(60)
     laws = [
         np.mean(
@@ -254,7 +257,9 @@ def test_light_that_varies_is_covered_by_its_brightest_frame(power: tuple[float,
     ]
     for p, q in (laws, laws[::-1]):
         assert np.maximum(p - math.exp(bounds) * q, 0).sum() <= DELTA
-    at_mean = known_counts_guarantee(light + dark, delta=DELTA, brightest=0.2, dark_low=dark).epsilon
+    at_mean = known_counts_guarantee(
+        at_brightest(light + dark, brightest=0.2, dark_low=dark), delta=DELTA
+    ).epsilon
     assert (
         max(np.maximum(p - math.exp(at_mean) * q, 0).sum() for p, q in (laws, laws[::-1])) > DELTA
     )  # planted: less light than the brightest

@@ -12,7 +12,7 @@ from scipy.stats import poisson
 
 from opusim.accounting import numerics
 from opusim.accounting.mechanisms.counts import known_counts_epsilon
-from opusim.accounting.numerics import poisson_loss, poisson_pairs
+from opusim.accounting.numerics import poisson_loss
 from opusim.accounting.numerics.poisson_loss import RenyiBounds, tilted_bounds
 
 DELTA = 1e-5
@@ -78,7 +78,7 @@ def test_planted_faults_the_other_direction_and_forgotten_pixels_are_noticed() -
 def test_delta_of_the_transform_is_above_the_enumerated_one(tilt: float, is_close: bool) -> None:
     """At any tilt and epsilon, also far from the best ones; two pixels, both directions."""
     rates = np.array([[2.33, 6.34], [5.1, 3.2]])
-    transform = poisson_pairs._Transform.of(rates, tilt)
+    transform = poisson_loss._Transform.of(rates, tilt)
     assert transform is not None
     counts = np.arange(80)
     p, q = (np.outer(*(poisson.pmf(counts, rate) for rate in row)) for row in rates)

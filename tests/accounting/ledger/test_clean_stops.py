@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from opusim.accounting.journal import Journal, Position, Witness, read_position, read_positioned
 
 from opusim.accounting.composition import Budget
 from opusim.accounting.guarantee import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.journal import Journal, Position, Witness, read_position, read_positioned
 from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms.labels import LabelReadout
 from opusim.accounting.mechanisms.records import PoissonGaussian

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from opusim.accounting.journal import Journal, read_positioned
 
-from opusim.accounting.ledger import Ledger, journal, read_ledger
+from opusim.accounting import journal
+from opusim.accounting.journal import Journal, read_positioned
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms.records import PoissonGaussian
 from tests.support.forked import in_forked_process
 

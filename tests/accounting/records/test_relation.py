@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from opusim.accounting.journal import Journal
 from scipy.stats import binom
 
 from opusim.accounting.composition import guarantees
 from opusim.accounting.explanation import explain, guarantee_rows
 from opusim.accounting.guarantee import Adjacency, Guarantee
+from opusim.accounting.journal import Journal
 from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanism import Mechanism, mechanism_from_json
 from opusim.accounting.mechanisms.records import (

@@ -15,7 +15,7 @@ import pytest
 import torch
 from scipy import stats
 
-from opusim.randomness import kernels, rounding_kernels, streams
+from opusim.randomness import kernels, streams
 from opusim.randomness.kernels import (
     CHUNK,
     PAIRS,
@@ -246,13 +246,11 @@ def test_the_bound_of_the_first_tier_holds_and_is_not_loose(mode: str, seed: int
 def _worst_radius(first: int, last: int, top: bool) -> float:
     worst = 0.0
     for bits in range(first, last + 1):
-        v = kernels._bits_float(np.int32(bits))
+        v = np.int32(bits).view(np.float32)
         u = np.float32(np.float32(1.0) - v) if top else v
-        shifted = np.int32(kernels._float_bits(u) - kernels._SQRT_HALF_BITS)
+        shifted = np.int32(np.float32(u).view(np.int32) - kernels._SQRT_HALF_BITS)
         exponent = np.int32(shifted >> kernels._MANTISSA_BITS)
-        mantissa = kernels._bits_float(
-            np.int32(np.int32(shifted & kernels._MANTISSA) + kernels._SQRT_HALF_BITS)
-        )
+        mantissa = np.int32(np.int32(shifted & kernels._MANTISSA) + kernels._SQRT_HALF_BITS).view(np.float32)
         f = np.float32(-v) if (top and exponent == 0) else np.float32(mantissa - np.float32(1.0))
         log = np.float32(exponent) * kernels._LN2 + (f + kernels._log1p(f))
         wide = np.float64(v)
@@ -441,4 +439,4 @@ def test_constants_of_the_kernels_agree() -> None:
     from opusim.randomness import rounded
 
     assert rounded._PAIRS == PAIRS
-    assert CHUNK % rounding_kernels._GROUP == PAIRS % rounding_kernels._GROUP == 0
+    assert CHUNK % kernels._GROUP == PAIRS % kernels._GROUP == 0

@@ -15,8 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from opusim import training
-from opusim.accounting.audit import Method
 from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.one_run import Method
 from opusim.training.attacks.findings import audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.final_model import (
     SCORES_FILE,

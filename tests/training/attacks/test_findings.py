@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from opusim.accounting.audit import AuditPlan, Law, OneRunPlan, audit, audit_one_run
+from opusim.accounting.audit import AuditPlan, audit
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
+from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim.training.attacks.findings import Audit, Finding, Played, Role, paragraphs, verdict
 
 DELTA = 1e-5

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim import training
-from opusim.accounting.audit import Method
+from opusim.accounting.one_run import Method
 from opusim.randomness.streams import NoiseStream
 from opusim.training.attacks.findings import Role
 from opusim.training.attacks.mechanism.checks import MechanismAudit, report_text

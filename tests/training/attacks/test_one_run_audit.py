@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from benchmarks.attacks import one_run
 from opusim import training
-from opusim.accounting.audit import Method
 from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanisms.records import RecordReplaced
+from opusim.accounting.one_run import Method
 from opusim.errors import ConfigError
 from opusim.training.attacks.findings import Audit, Role, audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from typer.testing import CliRunner
 
 import opusim
-from opusim.accounting.audit import Method
+from opusim.accounting.one_run import Method
 from opusim.errors import ConfigError
 from opusim.training.attacks.findings import Role, read_audit
 from opusim.training.attacks.mechanism.checks import report_text

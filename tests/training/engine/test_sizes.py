@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim import files
-from opusim.processes import memory
+from opusim import files, processes
 from opusim.training.config import load_config
 from opusim.training.data.arrays import from_arrays
 from opusim.training.data.public_maps import HogMap
@@ -62,7 +61,7 @@ def plan(n_features: int = 16, n_classes: int = 2, **config: Any) -> RunPlan:
 def test_sizes_that_do_not_fit_are_refused(
     config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: float(GIB))
+    monkeypatch.setattr(processes, "available_memory", lambda: float(GIB))
     if config.get("trainer", {}).get("kind") == "convex":
         config = config | {"sampler": {"scheme": "disjoint-cyclic", "batch_size": 10}}
     with pytest.raises(ValueError, match=message):
@@ -72,7 +71,7 @@ def test_sizes_that_do_not_fit_are_refused(
 def test_what_fits_exactly_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and gradients of 16 x 8 and 8 x 2 numbers take 8 bytes each, the biases are not counted."""
     for free, fits in ((8 * (16 * 8 + 8 * 2), True), (8 * (16 * 8 + 8 * 2) - 1, False)):
-        monkeypatch.setattr(memory, "available_memory", lambda free=free: float(free))
+        monkeypatch.setattr(processes, "available_memory", lambda free=free: float(free))
         if fits:
             plan(model={"hidden": [8]})
         else:
@@ -87,7 +86,7 @@ def test_a_stored_network_and_many_features_are_refused(monkeypatch: pytest.Monk
     facts["layers"][0]["n_outputs"] = 10**9
     with pytest.raises(ValueError, match="need at least"):
         FullyConnected.from_facts(facts)
-    monkeypatch.setattr(memory, "available_memory", lambda: 1000.0)
+    monkeypatch.setattr(processes, "available_memory", lambda: 1000.0)
     with pytest.raises(ValueError, match=r"data.features = 'hog', .*records = 8: features in half precision"):
         HogMap(record_shape=(1, 16, 16), groups=None).apply(torch.zeros(8, 256))
 
@@ -96,16 +95,16 @@ def test_a_stored_network_and_many_features_are_refused(monkeypatch: pytest.Monk
 
 
 def test_free_memory_is_the_least_of_what_limits_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_of_system", lambda: 7.0 * GIB)
-    monkeypatch.setattr(memory, "_of_limit", lambda: 9.0 * GIB)
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert memory.available_memory() == 7 * GIB
+    monkeypatch.setattr(processes, "_of_system", lambda: 7.0 * GIB)
+    monkeypatch.setattr(processes, "_of_limit", lambda: 9.0 * GIB)
+    monkeypatch.setattr(processes, "_CGROUP", tmp_path)
+    assert processes.available_memory() == 7 * GIB
     (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{2 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\nfile {GIB}\n")
-    assert memory.available_memory() == 2 * GIB
+    assert processes.available_memory() == 2 * GIB
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_memory() == 7 * GIB
+    assert processes.available_memory() == 7 * GIB
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_free_memory_is_the_least_of_what_limits_it(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_errors_of_exhausted_memory_are_known(error: Exception, found: bool) -> None:
-    assert memory.is_exhausted(error) == found
+    assert processes.is_exhausted(error) == found
 
 
 def limited(code: str, n_bytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -135,10 +134,10 @@ def limited(code: str, n_bytes: int, *arguments: str) -> subprocess.CompletedPro
 def test_a_limit_of_the_address_space_counts() -> None:
     """A file is read within a limit that leaves no room for the longest file that would be taken."""
     code = (
-        "from opusim import files\nfrom opusim.processes import memory\n"
-        "free = memory.available_memory()\nassert 0 < free < 2**28, free\n"
+        "from opusim import files, processes\n"
+        "free = processes.available_memory()\nassert 0 < free < 2**28, free\n"
         'assert files.read_bytes(files.__file__, at_most=2**31).startswith(b\'"""\')\n'
-        "try: memory.require_memory(2**28, why='it', remedy='lower it', size=3)\n"
+        "try: processes.require_memory(2**28, why='it', remedy='lower it', size=3)\n"
         "except ValueError as error: print(error)\n"
     )
     done = limited(code, 2**28)

@@ -19,12 +19,13 @@ from typing_extensions import override
 
 from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
+from opusim.accounting.audit import gaussian_mu
 from opusim.accounting.composition import guarantees as composed
 from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
 from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
+from opusim.accounting.one_run import Law, OneRunPlan, audit_one_run
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary
 from opusim.training.attacks.findings import Audit, Finding, Played, Role

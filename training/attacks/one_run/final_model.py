@@ -37,10 +37,10 @@ import torch
 from torch import Tensor, nn
 
 from opusim import checks
-from opusim.accounting.audit import FEWEST_CANARIES
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Adjacency, NoGuarantee, from_json
 from opusim.accounting.mechanism import Mechanism
+from opusim.accounting.one_run import FEWEST_CANARIES
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary

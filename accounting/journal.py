@@ -224,7 +224,8 @@ def head_file(path: Path) -> Path:
 
 def _read(path: Path, witnesses: Sequence[Witness]) -> list[_Line]:
     """Return the lines that count."""
-    promised, promised_digest = _read_head(path)
+    head = _read_head(path)
+    promised = head.lines
     content = read_bytes(path, at_most=_LIMIT) if path.exists() else b""
     *lines, rest = content.split(b"\n")
     found: list[_Line] = []
@@ -239,7 +240,7 @@ def _read(path: Path, witnesses: Sequence[Witness]) -> list[_Line]:
             break
         digest, end = json.loads(line)["digest"], end + len(line) + 1
         found.append(_Line(entry, digest, end))
-        if number == promised and digest != promised_digest:
+        if number == promised and digest != head.digest:
             raise LedgerCorrupt(
                 f"{path}: line {number}: is not the line that {head_file(path).name} ends with"
             )
@@ -289,18 +290,18 @@ def _dump(content: dict[str, Any]) -> bytes:
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _read_head(path: Path) -> tuple[int, str]:
+def _read_head(path: Path) -> Position:
     head = head_file(path)
     if not head.exists():
-        return 0, _GENESIS
+        return Position()
     try:
         content = parse_json(read_bytes(head))
-        lines, digest, version = content["lines"], content["digest"], content["schema_version"]
+        found, version = Position.from_json(content), content["schema_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise LedgerCorrupt(f"{head}: line 1: was changed; restore the file from a copy") from error
-    if version != SCHEMA_VERSION or type(lines) is not int or lines < 1 or not isinstance(digest, str):
+    if version != SCHEMA_VERSION or not found.lines:
         raise LedgerCorrupt(f"{head}: line 1: was changed, or is of another schema than {SCHEMA_VERSION}")
-    return lines, digest
+    return found
 
 
 def _write_head(path: Path, position: Position) -> None:

@@ -20,6 +20,7 @@ which a test stands next to them. epsilon of mu at delta is that of the Gaussian
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -32,13 +33,7 @@ from typing_extensions import Doc
 
 from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.audit import (
-    LARGEST_MU,
-    area_under_curve,
-    epsilon_of,
-    gaussian_mu,
-    normal_limits,
-)
+from opusim.accounting.audit import LARGEST_MU, area_under_curve, epsilon_of, gaussian_mu, normal_limits
 from opusim.accounting.guarantee import NoGuarantee
 
 _SHARES = (0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
@@ -167,14 +162,22 @@ class OneRunPlan:
         """
         if not method.guesses:
             return 0
-        counts = sorted({_even(share * self.canaries) for share in _SHARES})
-        return max(
-            reversed(counts), key=lambda count: self._ceiling(method, count)
-        )  # of equal ones the largest
+        counts = sorted({max(2, 2 * round(share * self.canaries / 2)) for share in _SHARES})
+        # of equal ones the largest
+        return max(reversed(counts), key=lambda count: self.ceiling(method, count))
 
-    def ceiling(self, method: Method) -> float:
-        """Return what a perfect attack on a Gaussian mechanism of the claimed epsilon would give; see `ceiling`."""
-        return self._ceiling(method, self.guesses(method))
+    def ceiling(self, method: Method, guesses: int | None = None) -> float:
+        """Return what a perfect attack on a Gaussian mechanism of the claimed epsilon would give; see `ceiling`.
+
+        Args:
+            method: How the scores are read.
+            guesses: Number of guesses, by default the plan's.
+        """
+        epsilon = min(self.claimed or _LARGEST_CLAIM, _LARGEST_CLAIM)
+        guesses = self.guesses(method) if guesses is None else guesses
+        return ceiling(
+            method, self.canaries, epsilon, self.delta, confidence=self.confidence, guesses=guesses
+        )
 
     def power(self, method: Method) -> float | None:
         """Return the probability with which a bound from ideal scores refutes the claim if the noise is halved.
@@ -197,14 +200,9 @@ class OneRunPlan:
                 return _p_value(m, guesses, correct, claimed, self.delta) <= level
             return _refutes_mu(own, m, guesses, correct, level)
 
-        least = _least(refuted, guesses)
+        # the least number of right guesses that refutes; one more than all if none does
+        least = bisect.bisect_left(range(guesses + 1), True, key=refuted)
         return float(numerics.binomial.sf(least - 1, guesses, _ideal_accuracy(mu, guesses / m)))
-
-    def _ceiling(self, method: Method, guesses: int) -> float:
-        epsilon = min(self.claimed or _LARGEST_CLAIM, _LARGEST_CLAIM)
-        return ceiling(
-            method, self.canaries, epsilon, self.delta, confidence=self.confidence, guesses=guesses
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,29 +323,39 @@ def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> O
         raise ValueError(
             f"inside: {n_in} of {plan.canaries} canaries are in; at least two must be in and out"
         )
+    parts = scores[inside], scores[~inside]
+    bounds = []
+    for method in plan.methods:
+        facts: dict[str, Any] = {
+            "method": method,
+            "ceiling": plan.ceiling(method),
+            "power": plan.power(method),
+        }
+        if method.guesses:
+            k = plan.guesses(method)
+            right = int(correct_guesses(scores, inside, k))
+            found = guesses_bound(
+                method, plan.canaries, k, right, delta=plan.delta, confidence=plan.confidence
+            )
+            bounds.append(OneRunBound(epsilon=found, guesses=k, correct=right, **facts))
+            continue
+        limits = normal_limits(*parts, confidence=plan.confidence)
+        value, least, most = (epsilon_of(mu, plan.delta) for mu in limits)
+        if method is Method.NORMAL_BOUND:
+            bounds.append(OneRunBound(epsilon=least, **facts))
+        else:
+            bounds.append(OneRunBound(epsilon=value, interval=(least, most), **facts))
+    # Normality with equal variances: twice the smaller of the p-values of the test of D'Agostino and Pearson on the
+    # residuals (skewness and kurtosis) and of the two-sided F test on the ratio of the variances.
+    variances, normality = [float(np.var(part, ddof=1)) for part in parts], 0.0
+    if min(variances) > 0:
+        shape = numerics.normality_p_value(np.concatenate([part - part.mean() for part in parts]))
+        ratio = variances[0] / variances[1]
+        other = numerics.variance_ratio_p_value(ratio, len(parts[0]) - 1, len(parts[1]) - 1)
+        normality = min(1.0, 2 * min(shape, other))
     return OneRunResult(
-        plan=plan,
-        n_in=n_in,
-        bounds=tuple(_read(scores, inside, plan, method) for method in plan.methods),
-        normality=_normality(scores, inside),
-        auc=area_under_curve(scores[inside], scores[~inside]),
+        plan=plan, n_in=n_in, bounds=tuple(bounds), normality=normality, auc=area_under_curve(*parts)
     )
-
-
-def _read(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan, method: Method) -> OneRunBound:
-    facts: dict[str, Any] = {"method": method, "ceiling": plan.ceiling(method), "power": plan.power(method)}
-    if method.guesses:
-        guesses = plan.guesses(method)
-        correct = int(correct_guesses(scores, inside, guesses))
-        found = guesses_bound(
-            method, plan.canaries, guesses, correct, delta=plan.delta, confidence=plan.confidence
-        )
-        return OneRunBound(epsilon=found, guesses=guesses, correct=correct, **facts)
-    estimate, low, high = normal_limits(scores[inside], scores[~inside], confidence=plan.confidence)
-    value, least, most = (epsilon_of(mu, plan.delta) for mu in (estimate, low, high))
-    if method is Method.NORMAL_BOUND:
-        return OneRunBound(epsilon=least, **facts)
-    return OneRunBound(epsilon=value, interval=(least, most), **facts)
 
 
 def correct_guesses(scores: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
@@ -434,15 +442,6 @@ def _largest(refuted: Callable[[float], bool], limit: float) -> float:
     return low
 
 
-def _least(refuted: Callable[[int], bool], guesses: int) -> int:
-    """Return the least number of right guesses that refutes; one more than all if none does."""
-    low, high = -1, guesses + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if refuted(middle) else (middle, high)
-    return high
-
-
 def _standard_error(mu: float, canaries: int) -> float:
     """Standard error of an estimate of mu from normal scores, half of them of canaries that were in."""
     return math.sqrt(4 / canaries + mu * mu / (2 * (canaries - 2)))
@@ -490,23 +489,3 @@ def _ideal_accuracy(mu: float, share: float) -> float:
 
     threshold = float(numerics.find_root(lambda t: guessed(t) - share / 2, -40.0, mu + 40.0))
     return float(numerics.normal_cdf(mu - threshold)) / 2 / guessed(threshold)
-
-
-def _even(number: float) -> int:
-    return max(2, 2 * round(number / 2))
-
-
-def _normality(scores: np.ndarray, inside: np.ndarray) -> float:
-    """p-value of normality with equal variances: skewness and kurtosis of the residuals, and the ratio of variances.
-
-    Twice the smaller of the p-values of the test of D'Agostino and Pearson on the residuals and of the two-sided F test
-    on the variances.
-    """
-    parts = [scores[inside], scores[~inside]]
-    variances = [float(np.var(part, ddof=1)) for part in parts]
-    if min(variances) == 0:
-        return 0.0
-    residuals = np.concatenate([part - part.mean() for part in parts])
-    shape = numerics.normality_p_value(residuals)
-    ratio = numerics.variance_ratio_p_value(variances[0] / variances[1], len(parts[0]) - 1, len(parts[1]) - 1)
-    return min(1.0, 2 * min(shape, ratio))

@@ -157,9 +157,32 @@ def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> Aud
         if len(scores) < 4:
             raise ValueError(f"{name} has {len(scores)} entries: at least 4 are needed, two for each half")
     generator = np.random.default_rng(plan.seed)
-    choose_in, use_in = _halves(scores_in, generator)
-    choose_out, use_out = _halves(scores_out, generator)
-    threshold = _best_threshold(choose_in, choose_out, plan)
+    (choose_in, use_in), (choose_out, use_out) = (
+        np.split(scores[generator.permutation(len(scores))], [len(scores) // 2])
+        for scores in (scores_in, scores_out)
+    )
+    # The threshold has the largest bound on the half that is spent on choosing. One at a score itself would lose fresh
+    # scores next to it although the worlds are far apart, so it lies midway between two scores; of thresholds with
+    # equal bounds, the one in the widest gap is taken.
+    points = np.unique(np.concatenate([choose_in, choose_out]))
+    candidates = np.concatenate([points[:1], (points[:-1] + points[1:]) / 2])
+    widths = np.concatenate([[0.0], np.diff(points)])
+    misses = np.searchsorted(np.sort(choose_in), candidates)
+    alarms = len(choose_out) - np.searchsorted(np.sort(choose_out), candidates)
+    # All thresholds of the Gaussian estimator tell the same mu, so that the largest bound of many is often luck at few
+    # errors; a hundredth of the level makes few errors weigh less there, unless it leaves no bound at all.
+    for share in (0.01, 1.0) if plan.estimator is Estimator.GAUSSIAN else (1.0,):
+        level = share * (1 - plan.confidence) / 2
+        miss, alarm = (
+            _upper_limits(np.arange(trials + 1), trials, level)[events]
+            for trials, events in ((len(choose_in), misses), (len(choose_out), alarms))
+        )
+        strengths = _strength(miss, alarm, plan)
+        if strengths.max() > 0:
+            break
+    best = np.flatnonzero(strengths == strengths.max())
+    threshold = float(candidates[best[np.argmax(widths[best])]])
+    # the errors there on the other half
     positives, negatives = int(np.sum(use_out >= threshold)), int(np.sum(use_in < threshold))
     sizes = len(use_in), len(use_out)
     return AuditResult(
@@ -299,13 +322,15 @@ def detection_probability(
         n_out: Scores without it.
         plan: Confidence, delta and estimator.
     """
+    mus = [gaussian_mu(epsilon, delta) for delta, epsilon in statements if delta > 0]
     if plan.estimator is Estimator.DRAWN_NOISE:
-        return _drawn_noise_detects(statements, claimed, n_in + n_out, plan)
+        ratio = max(mus, default=0.0) / gaussian_mu(claimed, plan.delta)
+        law = numerics.chi_squared(n_in + n_out)
+        return float(law.cdf(ratio**2 * law.ppf(1 - plan.confidence)))
     alarms = np.geomspace(0.5 / n_out, 0.5, _FALSE_RATES)
     deltas, epsilons = (np.array(values)[:, None] for values in zip(*statements, strict=True))
     growth = np.exp(np.minimum(epsilons, 700.0))
     hits = np.minimum(growth * alarms + deltas, 1 - (1 - alarms - deltas) / growth).min(axis=0).clip(0.0, 1.0)
-    mus = [gaussian_mu(epsilon, delta) for delta, epsilon in statements if delta > 0]
     if mus:
         hits = np.minimum(hits, numerics.normal_cdf(numerics.normal_quantile(alarms) + max(mus)))
     generator, level = np.random.default_rng(plan.seed), (1 - plan.confidence) / 2
@@ -317,16 +342,6 @@ def detection_probability(
         limits.append(_upper_limits(events, trials, level)[places].reshape(_DRAWS, _FALSE_RATES))
     least = claimed if plan.estimator is Estimator.CLOPPER_PEARSON else gaussian_mu(claimed, plan.delta)
     return float((_strength(limits[0], limits[1], plan) > least).mean(axis=0).max())
-
-
-def _drawn_noise_detects(
-    statements: Sequence[tuple[float, float]], claimed: float, n: int, plan: AuditPlan
-) -> float:
-    """Return the probability with which n values of drawn noise refute a claim; see `detection_probability`."""
-    other = max((gaussian_mu(epsilon, delta) for delta, epsilon in statements if delta > 0), default=0.0)
-    ratio = other / gaussian_mu(claimed, plan.delta)
-    law = numerics.chi_squared(n)
-    return float(law.cdf(ratio**2 * law.ppf(1 - plan.confidence)))
 
 
 def clopper_pearson_upper(events: int, trials: int, level: float) -> float:
@@ -344,40 +359,6 @@ def clopper_pearson_upper(events: int, trials: int, level: float) -> float:
     return float(_upper_limits(np.array(events), trials, level))
 
 
-def _halves(scores: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    order = generator.permutation(len(scores))
-    return scores[order[: len(scores) // 2]], scores[order[len(scores) // 2 :]]
-
-
-def _best_threshold(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> float:
-    """The threshold with the largest bound on the half that is spent on choosing; midway between two scores.
-
-    A threshold at a score itself would lose fresh scores next to it although the worlds are far apart. Of thresholds
-    with equal bounds, the one in the widest gap is taken. All thresholds of the Gaussian estimator tell the same mu, so
-    that the largest bound of many is often luck at few errors; a hundredth of the level makes few errors weigh less
-    there, unless it leaves no bound at all.
-    """
-    points = np.unique(np.concatenate([scores_in, scores_out]))
-    candidates = np.concatenate([points[:1], (points[:-1] + points[1:]) / 2])
-    widths = np.concatenate([[0.0], np.diff(points)])
-    misses = np.searchsorted(np.sort(scores_in), candidates)
-    alarms = len(scores_out) - np.searchsorted(np.sort(scores_out), candidates)
-    for share in (0.01, 1.0) if plan.estimator is Estimator.GAUSSIAN else (1.0,):
-        level = share * (1 - plan.confidence) / 2
-        miss = _limits_table(len(scores_in), level)[misses]
-        alarm = _limits_table(len(scores_out), level)[alarms]
-        strengths = _strength(miss, alarm, plan)
-        if strengths.max() > 0:
-            break
-    best = np.flatnonzero(strengths == strengths.max())
-    return float(candidates[best[np.argmax(widths[best])]])
-
-
-def _limits_table(trials: int, level: float) -> np.ndarray:
-    """The limits for 0 .. trials events."""
-    return _upper_limits(np.arange(trials + 1), trials, level)
-
-
 def _upper_limits(events: np.ndarray, trials: int, level: float) -> np.ndarray:
     """Clopper-Pearson limits; 1 if every trial is an event."""
     inside = np.minimum(events, trials - 1)
@@ -391,9 +372,6 @@ def area_under_curve(first: np.ndarray, second: np.ndarray) -> float:
     ordered = np.sort(second)
     ranks = np.searchsorted(ordered, first, side="left") + np.searchsorted(ordered, first, side="right")
     return float(np.mean(ranks) / 2 / len(ordered))
-
-
-# Normal scores
 
 
 def normal_limits(

@@ -1,1 +1,0 @@
-"""The ledger of a run: what it has paid for, on disk before it is computed."""

@@ -1,2 +1,2 @@
-from .loading import load_description as load_description
+from .schema import load_description as load_description
 from .schema import DeviceDescription as DeviceDescription

@@ -9,8 +9,7 @@ from typing import TypeVar
 from opusim import checks
 from opusim.accounting import numerics
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.guarantee import Guarantee, NoGuarantee
 from opusim.accounting.mechanism import Mechanism
 
 _MOST_NOISE = 1e6

@@ -16,12 +16,10 @@ import numpy as np
 import typer
 
 from opusim import checks
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.explanation import explain_theorem, guarantees_text, large_delta
-from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.mechanism import Mechanism, mechanism_classes
+from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.explanation import explain_theorem, guarantees_text, large_delta, number, print_rows
+from opusim.accounting.guarantee import Guarantee, NoGuarantee
+from opusim.accounting.mechanism import Mechanism, Parameter, mechanism_classes, parameters_of
 from opusim.accounting.mechanisms.convex import (
     ConvexLastIterate,
     least_regularisation,
@@ -29,8 +27,6 @@ from opusim.accounting.mechanisms.convex import (
     priced_descents,
 )
 from opusim.accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
-from opusim.accounting.parameters import Parameter, parameters_of
-from opusim.accounting.tables import number, print_rows
 from opusim.accounting.theorems import known_theorems, theorem
 from opusim.noise import PhotonCountNoise
 from opusim.tables import print_table, wrapped

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from opusim import checks
-from opusim.accounting.errors import BudgetExceeded, NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Guarantee, Unit
+from opusim.accounting.guarantee import Adjacency, BudgetExceeded, Guarantee, NoGuarantee, Unit
 from opusim.accounting.mechanism import Mechanism
 
 

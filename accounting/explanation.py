@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from opusim.accounting.explanation import guarantee_rows, number
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
 from opusim.accounting.mechanism import Mechanism
-from opusim.accounting.tables import guarantee_rows, number
 from opusim.accounting.theorems import Theorem
 from opusim.tables import table_text, wrapped
 

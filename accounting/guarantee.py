@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import lazy_loader
 
 from opusim import checks
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 
 pydantic = lazy_loader.load("pydantic")  # a tenth of a second, which no command needs for its help
 

@@ -42,19 +42,19 @@ from typing_extensions import Doc
 
 from opusim import checks, plugins
 from opusim.accounting import numerics
-from opusim.accounting.errors import NoGuarantee
 from opusim.accounting.guarantee import (
     Adjacency,
     Assumption,
     EpsilonBounds,
     Guarantee,
+    NoGuarantee,
     Release,
     Status,
     Unit,
     from_json,
     to_json,
 )
-from opusim.accounting.parameters import Absent, Count, parameters_of
+from opusim.accounting.mechanism import Absent, Count, parameters_of
 from opusim.accounting.theorems import DEVICE_NOISE_IS_GAUSSIAN, Theorem, about_relation, about_rounding
 
 SCHEMA_VERSION = 1

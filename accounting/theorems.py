@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Assumption
+from opusim.accounting.guarantee import Adjacency, Assumption, NoGuarantee
 
 _KNOWN: dict[str, Theorem] = {}
 

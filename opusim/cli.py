@@ -66,7 +66,7 @@ def show_command(
 ) -> None:
     """Show a device: each number with its unit, status and source, and what its noise is."""
     from opusim.camera.from_description import noise_line, number_rows
-    from opusim.description.loading import load_description
+    from opusim.description.schema import load_description
     from opusim.devices.kinds import capabilities_of, require_described
 
     description = load_description(name)
@@ -104,7 +104,7 @@ def copy_command(
     ] = None,
 ) -> None:
     """Write a device's description into a file of your own, with some keys changed."""
-    from opusim.description.loading import load_description
+    from opusim.description.schema import load_description
     from opusim.description.section import merged, parse_setting
     from opusim.errors import ConfigError
     from opusim.files import quoted, require_writable, to_toml

@@ -18,32 +18,37 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from opusim.accounting.journal import Position
+from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, VERSION, read_save
+from opusim.training.sweeps.sweep import Row, read_row
+from opusim.training.sweeps.tuning import STATE_FILE, Draw, SearchState
 from PIL import Image
 from safetensors.numpy import save
 
 from opusim import training
 from opusim.accounting.audit import AuditPlan, AuditResult
-from opusim.accounting.ledger.journal import Position
-from opusim.calibration.conductance_readings import read_measurements
+from opusim.calibration.conductance_fit import read_measurements
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError
+from opusim.serving.connections import BadMessage, Message, read_message
 from opusim.serving.journal import Entry, read_journal
-from opusim.serving.messages import BadMessage, Message, read_message
-from opusim.training.attacks.findings import Audit, Finding, Played, Role, audit_rows, read_audit
-from opusim.training.attacks.words import paragraphs
-from opusim.training.config.data import DataConfig
+from opusim.training.attacks.findings import Audit, Finding, Played, Role, audit_rows, paragraphs, read_audit
+from opusim.training.config.sections import DataConfig
 from opusim.training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx
 from opusim.training.data.tables import file_dataset
 from opusim.training.engine.callbacks import Callback
 from opusim.training.errors import DataError, RunFolderError
-from opusim.training.private_loop.saves import CHECKPOINT_FILE, VERSION, read_save
-from opusim.training.private_loop.settings import SETTINGS_FILE
 from opusim.training.runs.checkpoints import read_checkpoint, read_tensors
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.seal import HEADER_KEY, list_checkpoints
-from opusim.training.runs.storage import digest_of, json_digest, read_array, read_lines, sealed
-from opusim.training.sweeps.results import Row, read_row
-from opusim.training.tuning import STATE_FILE, Draw, SearchState
+from opusim.training.runs.storage import (
+    HEADER_KEY,
+    digest_of,
+    json_digest,
+    list_checkpoints,
+    read_array,
+    read_lines,
+    sealed,
+)
 from opusim.training.zeroth_order.language import read_texts
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file
 from tests.support.hostile_files import damaged_bytes, damaged_values, examples, read_or_refused, to_json

@@ -14,22 +14,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opusim.accounting.journal import Journal, head_file
+from opusim.training.sweeps.sweep import points_of, read_spec
 
-from opusim.accounting.errors import LedgerCorrupt, NoGuarantee
-from opusim.accounting.ledger.content import CertificateFacts
-from opusim.accounting.ledger.journal import Journal, head_file
-from opusim.accounting.ledger.ledger import LEDGER_FILE, Ledger, read_ledger
-from opusim.accounting.ledger.statement import LedgerFacts, Statement
+from opusim.accounting.explanation import LedgerFacts, Statement
+from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee
+from opusim.accounting.ledger import LEDGER_FILE, CertificateFacts, Ledger, read_ledger
 from opusim.accounting.mechanisms.records import RecordCentral
-from opusim.description.loading import load_description, packaged_names, parse_description
+from opusim.description.schema import load_description, packaged_names, parse_description
 from opusim.devices.access import require_configuration
 from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw, digest_of, load_certificate
 from opusim.errors import ConfigError, DeviceUnavailable
 from opusim.files import parse_json, parse_toml
 from opusim.serving.keys import make_key, read_key
-from opusim.training.config.reading import load_config
-from opusim.training.config.run import RunConfig
-from opusim.training.sweeps.spec import points_of, read_spec
+from opusim.training.config.run import RunConfig, load_config
 from tests.support.hostile_files import (
     DATES,
     LONGEST,

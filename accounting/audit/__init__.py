@@ -4,7 +4,7 @@
 run.
 """
 
-from opusim.accounting.audit.one_run import (
+from opusim.accounting.one_run import (
     FEWEST_CANARIES,
     NOT_NORMAL,
     Law,
@@ -17,7 +17,8 @@ from opusim.accounting.audit.one_run import (
     correct_guesses,
     guesses_bound,
 )
-from opusim.accounting.audit.two_worlds import (
+
+from opusim.accounting.audit import (
     AuditPlan,
     AuditResult,
     Estimate,

@@ -32,14 +32,8 @@ from typing_extensions import Doc
 
 from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.audit.two_worlds import (
-    LARGEST_MU,
-    area_under_curve,
-    epsilon_of,
-    gaussian_mu,
-    normal_limits,
-)
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.audit import LARGEST_MU, area_under_curve, epsilon_of, gaussian_mu, normal_limits
+from opusim.accounting.guarantee import NoGuarantee
 
 _SHARES = (0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
 """Shares of canaries to guess, of which the plan takes the one with the highest ceiling at the claimed epsilon."""

@@ -22,8 +22,7 @@ import numpy as np
 
 from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.guarantee import Guarantee, NoGuarantee
 
 LARGEST_MU = 1e3
 """mu of scores that separate the worlds entirely."""

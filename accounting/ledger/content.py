@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from opusim.accounting.journal import Position
+
 from opusim import checks
 from opusim.accounting.composition import guarantees, merge
-from opusim.accounting.errors import LedgerCorrupt
-from opusim.accounting.guarantee import Assumption, Guarantee, Release, Status, from_json
-from opusim.accounting.ledger.journal import Position
+from opusim.accounting.guarantee import Assumption, Guarantee, LedgerCorrupt, Release, Status, from_json
 from opusim.accounting.mechanism import CertifiedMechanism, Mechanism, mechanism_from_json
 
 Mode = Literal["experiment", "release"]

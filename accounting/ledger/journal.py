@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from opusim import checks
-from opusim.accounting.errors import LedgerCorrupt
+from opusim.accounting.guarantee import LedgerCorrupt
 from opusim.files import AppendedFile, open_to_write, parse_json, read_bytes, sync_folder, write_all
 
 SCHEMA_VERSION = 1

@@ -41,11 +41,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from opusim.accounting.journal import Journal, Position, Witness, read_positioned
+
 from opusim import checks
 from opusim.accounting.composition import Budget, merge
-from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
-from opusim.accounting.guarantee import Guarantee, to_json
-from opusim.accounting.ledger.content import (
+from opusim.accounting.guarantee import BudgetExceeded, Guarantee, LedgerCorrupt, to_json
+from opusim.accounting.ledger import (
     Alarm,
     CertificateFacts,
     Coverage,
@@ -56,7 +57,6 @@ from opusim.accounting.ledger.content import (
     require_certified,
     shortened,
 )
-from opusim.accounting.ledger.journal import Journal, Position, Witness, read_positioned
 from opusim.accounting.mechanism import Mechanism
 from opusim.files import OwnProcess
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, get_args
 from opusim import checks
 from opusim.accounting.explanation import LARGE_DELTA, guarantees_text, large_delta
 from opusim.accounting.guarantee import Guarantee, Release, from_json, to_json
-from opusim.accounting.ledger.content import Alarm, CertificateFacts, LedgerContent, Mode
+from opusim.accounting.ledger import Alarm, CertificateFacts, LedgerContent, Mode
 from opusim.accounting.mechanism import Mechanism, mechanism_from_json
 from opusim.accounting.theorems import known_theorems
 from opusim.tables import wrapped

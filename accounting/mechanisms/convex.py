@@ -35,11 +35,17 @@ from typing_extensions import Doc
 
 from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status
-from opusim.accounting.mechanism import CertifiedMechanism, counted, described
-from opusim.accounting.parameters import Count, NonNegative, Positive
+from opusim.accounting.composition import calibrate_noise
+from opusim.accounting.guarantee import (
+    Adjacency,
+    Assumption,
+    EpsilonBounds,
+    Guarantee,
+    NoGuarantee,
+    Release,
+    Status,
+)
+from opusim.accounting.mechanism import CertifiedMechanism, Count, NonNegative, Positive, counted, described
 from opusim.accounting.theorems import NOISE_IS_SECRET, Theorem
 
 OBJECTIVES = ("squared", "margin", "one-against-rest", "softmax")

@@ -18,13 +18,10 @@ from typing_extensions import Doc
 
 from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release, Unit
-from opusim.accounting.mechanism import CertifiedMechanism, Hypotheses, counted
-from opusim.accounting.mechanisms.labels import PUBLIC_FEATURES, pure_bounds
-from opusim.accounting.mechanisms.observations import keep_probability
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, NoGuarantee, Release, Unit
+from opusim.accounting.mechanism import Absent, CertifiedMechanism, Hypotheses, Positive, counted
+from opusim.accounting.mechanisms.labels import PUBLIC_FEATURES, keep_probability, pure_bounds
 from opusim.accounting.mechanisms.readings import FLUCTUATING_LIGHT, readings_guarantee
-from opusim.accounting.parameters import Absent, Positive
 from opusim.accounting.theorems import Theorem
 
 _ONLY_THIS_WAY = "training labels are used only through what is kept"

@@ -16,9 +16,17 @@ from typing_extensions import Doc
 from opusim import checks
 from opusim.accounting import numerics
 from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Unit
-from opusim.accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
-from opusim.accounting.mechanisms.observations import keep_probability
-from opusim.accounting.parameters import DeviceNoise, ExactlyRounded, Positive, SamplingProbability
+from opusim.accounting.mechanism import (
+    CertifiedMechanism,
+    DeviceNoise,
+    ExactlyRounded,
+    Hypotheses,
+    Mechanism,
+    Positive,
+    SamplingProbability,
+    counted,
+)
+from opusim.accounting.mechanisms.labels import keep_probability
 from opusim.accounting.theorems import NOISE_IS_SECRET, NOISY_SUM, SEED_IS_SECRET, Theorem
 
 _SIGNALS_CHECKED = (

@@ -17,8 +17,15 @@ from typing_extensions import Doc
 
 from opusim import checks
 from opusim.accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
-from opusim.accounting.mechanism import Mechanism, counted, described
-from opusim.accounting.parameters import Count, NonNegative, Positive, require_text
+from opusim.accounting.mechanism import (
+    Count,
+    Mechanism,
+    NonNegative,
+    Positive,
+    counted,
+    described,
+    require_text,
+)
 from opusim.accounting.theorems import Theorem
 
 _ORDERS = tuple((1.0 + np.logspace(-5.0, 3.0, 400)).tolist())

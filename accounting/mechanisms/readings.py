@@ -15,8 +15,15 @@ import numpy as np
 
 from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
+from opusim.accounting.guarantee import (
+    Adjacency,
+    Assumption,
+    EpsilonBounds,
+    Guarantee,
+    NoGuarantee,
+    Release,
+    Unit,
+)
 from opusim.accounting.mechanism import counted, proven_status
 from opusim.accounting.theorems import Theorem
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise

@@ -19,14 +19,16 @@ from typing_extensions import Doc
 
 from opusim.accounting import numerics
 from opusim.accounting.guarantee import Adjacency, Assumption
-from opusim.accounting.mechanism import CertifiedMechanism, Mechanism, counted
-from opusim.accounting.parameters import (
+from opusim.accounting.mechanism import (
     Absent,
+    CertifiedMechanism,
     DeviceNoise,
     ExactlyRounded,
+    Mechanism,
     Positive,
     SamplingProbability,
     StatedRelation,
+    counted,
     require_text,
 )
 from opusim.accounting.theorems import (

@@ -18,12 +18,16 @@ from typing_extensions import Doc
 
 from opusim import checks
 from opusim.accounting import numerics
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
-from opusim.accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism
-from opusim.accounting.parameters import Absent, ExactlyRounded, Positive
+from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee, Release, Unit
+from opusim.accounting.mechanism import (
+    Absent,
+    CertifiedMechanism,
+    ExactlyRounded,
+    Hypotheses,
+    Mechanism,
+    Positive,
+)
 from opusim.accounting.theorems import SEED_IS_SECRET, Theorem
 
 _ORDERS = (

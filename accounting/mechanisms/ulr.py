@@ -28,8 +28,7 @@ from typing_extensions import Doc
 from opusim import checks
 from opusim.accounting import numerics
 from opusim.accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status, Unit
-from opusim.accounting.mechanism import Mechanism, counted, described
-from opusim.accounting.parameters import Count, Positive, SamplingProbability
+from opusim.accounting.mechanism import Count, Mechanism, Positive, SamplingProbability, counted, described
 from opusim.accounting.theorems import Theorem
 
 _ORDERS = tuple((1.0 + np.logspace(-2.0, 3.0, 800)).tolist())

@@ -17,17 +17,19 @@ from typing import Annotated, ClassVar, Self
 from typing_extensions import Doc
 
 from opusim.accounting import numerics
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, EpsilonBounds
-from opusim.accounting.mechanism import CertifiedMechanism, Hypotheses, Mechanism, counted
-from opusim.accounting.parameters import (
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee
+from opusim.accounting.mechanism import (
     Absent,
+    CertifiedMechanism,
     Count,
     DeviceNoise,
     ExactlyRounded,
+    Hypotheses,
+    Mechanism,
     Positive,
     SamplingProbability,
     StatedRelation,
+    counted,
 )
 from opusim.accounting.theorems import SEED_IS_SECRET, Theorem
 

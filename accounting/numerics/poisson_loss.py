@@ -32,7 +32,7 @@ from scipy.optimize import isotonic_regression
 from opusim import checks
 from opusim.accounting.guarantee import EpsilonBounds
 from opusim.accounting.numerics.loss_laws import LARGEST_LOSS
-from opusim.accounting.numerics.poisson_pairs import RenyiBounds, tilted_bounds
+from opusim.accounting.numerics.poisson_loss import RenyiBounds, tilted_bounds
 
 METHOD = "exact Poisson loss distribution"
 _ADDED_VARIANCE = 1e-3

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import EpsilonBounds
-from opusim.accounting.numerics.loss_laws import LARGEST_LOSS, LossLaw
-from opusim.accounting.numerics.tilted_law import (
+from opusim.accounting.guarantee import EpsilonBounds, NoGuarantee
+from opusim.accounting.numerics.loss_laws import (
+    LARGEST_LOSS,
     UNIT,
+    LossLaw,
     Plan,
     TiltedLaw,
     composed,

@@ -28,11 +28,15 @@ from dp_accounting import rdp
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from scipy.special import logsumexp
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, EpsilonBounds
-from opusim.accounting.numerics.closed_forms import gaussian_bounds, renyi_to_epsilon
+from opusim.accounting.guarantee import Adjacency, EpsilonBounds, NoGuarantee
 from opusim.accounting.numerics.loss_laws import LARGEST_LOSS, Direction, GaussianLaw, LaplaceLaw, MixedLaw
-from opusim.accounting.numerics.privacy_loss import NoisyStep, compose_bounds, composed_curve
+from opusim.accounting.numerics.sampled_noise import (
+    NoisyStep,
+    compose_bounds,
+    composed_curve,
+    gaussian_bounds,
+    renyi_to_epsilon,
+)
 
 _ORDERS = (
     *(1 + k / 20 for k in range(2, 20)), *(2 + k / 10 for k in range(90)), *range(11, 64), 80, 96, 128, 192, 256, 512

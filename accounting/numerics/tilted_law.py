@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.numerics.loss_laws import LossLaw
 
 UNIT = 2.0**-53

@@ -35,7 +35,7 @@ from benchmarks.markdown import command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim import load_description, open_device
-from opusim.crossbar.conductances import Pairs
+from opusim.crossbar.device import Pairs
 from opusim.tables import print_table
 
 MODULE, NAME, TIMES_NAME = (

@@ -13,9 +13,16 @@ import torch
 
 from benchmarks.attacks.scalars import ScalarsGame
 from benchmarks.attacks.selection import SelectedModelGame, selected_model, selection
-from opusim.training.attacks.games.base import TwoWorlds, crafted
-from opusim.training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
-from opusim.training.attacks.games.released_model import LEAN, LastIterateGame, ReleasedModelGame
+from opusim.training.attacks.base import crafted
+from opusim.training.attacks.games import (
+    LEAN,
+    AmplifiedGame,
+    LastIterateGame,
+    LookGame,
+    ReleasedModelGame,
+    StagedLookGame,
+    TwoWorlds,
+)
 from opusim.training.config import load_config
 from opusim.training.engine.plan import RunPlan
 

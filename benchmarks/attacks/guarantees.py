@@ -30,8 +30,7 @@ from opusim.accounting.audit import Method, audit, audit_drawn_noise
 from opusim.accounting.guarantee import Guarantee, Status
 from opusim.tables import print_table
 from opusim.training.attacks.findings import Curve
-from opusim.training.attacks.games.base import TwoWorlds, played
-from opusim.training.attacks.games.released_model import LEAN, LastIterateGame
+from opusim.training.attacks.games import LEAN, LastIterateGame, TwoWorlds, played
 
 MODULE, NAME, GAMES_NAME = "benchmarks.attacks.guarantees", "guarantees_audited", "last_iterate_games"
 FAULT_CELLS = ("none", "noise_halved")

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
-from opusim.medium.directions import Direction
-from opusim.training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
+from opusim.medium.transmission import Direction
+from opusim.training.attacks.base import Adversary, crafted
+from opusim.training.attacks.games import TwoWorlds, in_passes
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.network import FullyConnected
 from opusim.training.zeroth_order.algorithm import ZoAlgorithm
 from opusim.training.zeroth_order.config import ZoConfig
-from opusim.training.zeroth_order.perturbation import StepEntry
-from opusim.training.zeroth_order.step_log import StepLog
+from opusim.training.zeroth_order.step_log import StepEntry, StepLog
 
 _LARGE = 1e12
 """x."""

@@ -17,17 +17,26 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+from opusim.training.sweeps.tuning import best_of, draw_trials, noisy_score
 
 from opusim.accounting import numerics
-from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import calibrate_noise
 from opusim.accounting.guarantee import Adjacency, Release
 from opusim.accounting.mechanisms.selection import NoisyTrial, PrivateSelection
 from opusim.randomness.streams import derive_seed
-from opusim.training.attacks.games.base import Adversary, TwoWorlds, in_passes
-from opusim.training.attacks.games.labels import LARGE, OPPOSITE, RECORDS, on_one_layer, writer_of, written
+from opusim.training.attacks.base import Adversary
+from opusim.training.attacks.games import (
+    LARGE,
+    OPPOSITE,
+    RECORDS,
+    TwoWorlds,
+    in_passes,
+    on_one_layer,
+    writer_of,
+    written,
+)
 from opusim.training.attacks.one_run.observers import log_ratio
 from opusim.training.engine.plan import RunPlan
-from opusim.training.tuning import best_of, draw_trials, noisy_score
 
 _HELD_OUT = 1000
 _MANY_HELD_OUT = 10**12

@@ -26,8 +26,7 @@ from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
+from opusim.accounting.composition import calibrate_noise, guarantees
 from opusim.accounting.guarantee import Adjacency
 from opusim.accounting.mechanisms.records import PoissonGaussian
 from opusim.tables import print_table

@@ -15,7 +15,7 @@ from dp_accounting import get_sigma_gaussian
 
 from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
-from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import calibrate_noise
 from opusim.accounting.mechanisms.convex import ConvexLastIterate
 from opusim.accounting.mechanisms.selection import refined_epsilon, renyi_epsilon, theorem_epsilon
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from opusim.training.sweeps.tuning import Search
 
 from benchmarks.convex.rows import BASE, CLIPS, CYCLIC, EPSILONS
 from benchmarks.markdown import command, markdown, with_error
@@ -21,7 +22,6 @@ from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from opusim.training.config import load_config
 from opusim.training.config.reading import merged
-from opusim.training.tuning import Search
 
 MODULE = "benchmarks.convex.tuned"
 NAME, FOLDER, SEEDS = "convex_tuned", Path("runs/convex-tuned"), (0, 1, 2)

@@ -24,7 +24,7 @@ from opusim.calibration.calibrate import calibrate
 from opusim.calibration.independence import independence_p_values
 from opusim.calibration.photon_transfer import LightNoise
 from opusim.calibration.reading_noise import shape_p_values
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.certificate import Certificate, GaussianLaw
 from opusim.devices.simulated import GaussianDevice
 from opusim.p_values import FAMILY_ALARM

@@ -12,18 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
+from opusim.training.reports.device_privacy import LIGHTS, LabelCounts, label_counts
 
 from benchmarks.results_file import load_results, save_results
 from opusim.accounting import numerics
-from opusim.accounting.mechanisms.observations import label_distance
+from opusim.accounting.mechanisms.labels import label_distance
 from opusim.accounting.mechanisms.readings import epsilon_of_divergence
 from opusim.camera.exposure import OperatingPoint
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
-from opusim.training.device_privacy.camera import LabelCounts, label_counts
-from opusim.training.device_privacy.camera_tables import LIGHTS
+from opusim.training.protections.argmax_labels import LabelFrames
 from opusim.training.protections.counted_labels import CountsReadout
-from opusim.training.protections.label_frames import LabelFrames
 
 NAME, DEVICE, DELTA = "camera_account", "camera_low_light", 1e-5
 TEMPERATURES_C, EPSILONS = (-30.0, 20.0, 40.0, 60.0), (8.0, 3.0, 1.0)

@@ -27,9 +27,9 @@ import torch
 
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
-from opusim.calibration.calibrate import Calibration, Plan, calibrate
-from opusim.calibration.photon_transfer import PhotonTransfer
-from opusim.description.loading import load_description
+from opusim.calibration.calibrate import Calibration, calibrate
+from opusim.calibration.photon_transfer import PhotonTransfer, Plan
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import Certificate, FluctuatingCountLaw, PhotonCountLaw
 from opusim.devices.registry import open_device

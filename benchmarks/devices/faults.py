@@ -18,7 +18,7 @@ import typer
 import opusim
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.kinds import register_device
 from opusim.errors import OpusimError
 from opusim.tables import print_table

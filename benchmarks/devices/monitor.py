@@ -22,7 +22,7 @@ import typer
 from benchmarks.devices.effects import Effect, monitored
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate

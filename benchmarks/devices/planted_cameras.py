@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from opusim.camera.exposure import Exposure
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.randomness.streams import NoiseStream
 

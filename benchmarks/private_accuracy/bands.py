@@ -22,7 +22,7 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.tuned_rows import RowPlan, TunedRows, shown_accuracy
 from opusim.accounting import RecordCentral
-from opusim.accounting.calibration import calibrate_noise
+from opusim.accounting.composition import calibrate_noise
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.protections.record import banded_coefficients, weights_of_gradients
 

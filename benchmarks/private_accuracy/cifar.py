@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from opusim.training.data.public_maps import ScatteringMap, public_features, synthetic_components
 from PIL import Image
 from sklearn.linear_model import RidgeClassifier
 from torch import Tensor
@@ -31,9 +32,6 @@ from benchmarks.private_accuracy.records import BASE, COMPONENTS, TABLE
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from opusim.training.data import Dataset, load_dataset
-from opusim.training.data.image_maps import ScatteringMap
-from opusim.training.data.public_map import public_features
-from opusim.training.data.synthetic_images import synthetic_components
 
 MODULE, NAME = "benchmarks.private_accuracy.cifar", "private_accuracy_cifar"
 DATA, ROW, EPSILON = "cifar-10", "cifar-10, linear on components, DP-SGD", 3.0

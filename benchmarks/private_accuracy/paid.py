@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from opusim.training.sweeps.tuning import Search
 
 from benchmarks.markdown import command, markdown, section
 from benchmarks.options import seeds_of
@@ -20,7 +21,6 @@ from benchmarks.tuned_rows import shown_accuracy
 from opusim.training.config import load_config
 from opusim.training.config.reading import merged
 from opusim.training.runs.run import load_run
-from opusim.training.tuning import Search
 
 MODULE, NAME = "benchmarks.private_accuracy.paid", "private_accuracy_paid"
 ROW, EPSILON, MEAN = "fashion-mnist, linear on components, DP-SGD", 3.0, 3.0

@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from opusim.training.sweeps.sweep import parse_spec, points_of
 from torch import nn
 
 from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import open_device
 from opusim.accounting.composition import Budget
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms.records import RecordCentral
 from opusim.medium.transmission import Medium
 from opusim.tables import print_table
@@ -42,7 +43,7 @@ from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.reports.drawing import save_figure, style
-from opusim.training.sweeps.spec import SpecText, parse_spec, points_of
+from opusim.training.sweeps.spec import SpecText
 
 MODULE, NAME = "benchmarks.speed.growth", "growth"
 REQUIRED = 1.05

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import typer
+from opusim.training.sweeps.sweep import Point, SweepFolder, parse_spec, points_of
 from torch import Tensor, nn
 
 from benchmarks.markdown import command, markdown, section
@@ -34,8 +35,7 @@ from opusim.tables import print_table
 from opusim.training import train
 from opusim.training.data import from_arrays
 from opusim.training.sweeps.execution import run_sweep
-from opusim.training.sweeps.results import SweepFolder
-from opusim.training.sweeps.spec import Point, SpecText, parse_spec, points_of
+from opusim.training.sweeps.spec import SpecText
 
 MODULE, NAME = "benchmarks.speed.processes", "processes"
 RECORDS, BATCH, WIDTHS = 20_480, 2048, (784, 1024, 1024, 10)

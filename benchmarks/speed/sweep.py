@@ -15,13 +15,12 @@ import time
 from pathlib import Path
 
 import typer
+from opusim.training.sweeps.sweep import SweepFolder, SweepResult, points_of, read_spec
 
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from opusim.training.reports.sweep_report import write_sweep
 from opusim.training.sweeps.execution import run_sweep
-from opusim.training.sweeps.results import SweepFolder, SweepResult
-from opusim.training.sweeps.spec import points_of, read_spec
 
 MODULE, NAME = "benchmarks.speed.sweep", "sweep_overhead"
 JOBS, RUNS, EPOCHS = 2, 200, 15

@@ -45,7 +45,7 @@ from opusim.tables import print_table
 from opusim.training.attacks.base import Scores
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
-from opusim.training.engine.trainer import Trainer
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import FeedbackConfig
 from opusim.training.feedback.trainer import FeedbackTrainer

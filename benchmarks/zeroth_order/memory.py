@@ -156,7 +156,7 @@ def inference(
     shape: Shape, *, bare: bool = False, half: bool = False, passes: int = 1
 ) -> Callable[[], object]:
     if not bare:
-        from opusim.medium.directions import Direction
+        from opusim.medium.transmission import Direction
 
         Direction(0).add_to(torch.zeros(1), 0, 1.0)  # loads the compiled kernels
         Direction(0).return_and_move(torch.zeros(1), 0, back=1.0, keep=1.0, move=1.0)

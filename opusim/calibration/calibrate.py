@@ -18,17 +18,19 @@ import torch
 from scipy.stats import chi2, norm
 
 from opusim import checks
-from opusim.calibration.count_certificate import certify_counts
-from opusim.calibration.count_law import readings_without_power
-from opusim.calibration.estimates import (
+from opusim.calibration.count_law import certify_counts, readings_without_power
+from opusim.calibration.frames import (
     GROUPS,
     Estimate,
+    FlatSeries,
+    Level,
+    TakeFrames,
     dark_noise_dn,
     decorrelation_time,
     root_mean,
     sparse_patterns,
+    take_series,
 )
-from opusim.calibration.flat_series import FlatSeries, Level, TakeFrames, take_series
 from opusim.calibration.photon_transfer import LEAST_VARIANCE_DN2, PhotonTransfer
 from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
 from opusim.camera.from_description import camera_sections

@@ -30,7 +30,7 @@ def record_command(
     seed: _SEED = 0,
 ) -> None:
     """Record frames under uniform light in the layout of the EMVA 1288 standard."""
-    from opusim.calibration.flat_series import Recording, record, shape_of
+    from opusim.calibration.frames import Recording, record, shape_of
     from opusim.devices.camera import CameraDevice
     from opusim.devices.registry import open_window
     from opusim.errors import ConfigError
@@ -82,8 +82,8 @@ def calibrate_command(
 
     Exits with 3 if no law of the noise can be certified; the constants are written all the same.
     """
-    from opusim.calibration.calibrate import Plan, calibrate, frames_of
-    from opusim.calibration.report import print_calibration, write_report
+    from opusim.calibration.calibrate import calibrate, frames_of, print_calibration, write_report
+    from opusim.calibration.photon_transfer import Plan
     from opusim.devices.registry import open_window
     from opusim.errors import ConfigError
 
@@ -114,7 +114,8 @@ def check_command(
     seed: _SEED = 1,
 ) -> None:
     """Compare a device with its certificate; exit with 3 if its noise is below the certified one."""
-    from opusim.calibration.calibrate import Plan, calibrate, compare, frames_of, require_noise
+    from opusim.calibration.calibrate import calibrate, compare, frames_of, require_noise
+    from opusim.calibration.photon_transfer import Plan
     from opusim.devices.certificate import load_certificate
     from opusim.devices.registry import open_window
     from opusim.errors import ConfigError
@@ -158,7 +159,7 @@ def temperature_command(
     """Show how a camera's temperature sets the noise of its readings, and what temperature a noise needs."""
     import torch
 
-    from opusim.calibration.report import print_temperatures, temperature_figure
+    from opusim.calibration.calibrate import print_temperatures, temperature_figure
     from opusim.devices.camera import CameraDevice
     from opusim.devices.registry import open_window
     from opusim.errors import ConfigError
@@ -208,8 +209,9 @@ def fit_command(
 
     Exits with 3, and writes no description, if fewer than 1 % of data of the published forms would deviate as much.
     """
-    from opusim.calibration.conductance_fit import LEAST_P_VALUE, fit
-    from opusim.calibration.conductance_readings import (
+    from opusim.calibration.conductance_fit import (
+        LEAST_P_VALUE,
+        fit,
         fit_figure,
         fit_rows,
         fitted_description,

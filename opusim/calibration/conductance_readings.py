@@ -15,8 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from opusim.calibration.conductance_fit import ConductanceFit, FittedLaw, Measurements, expected_moments
-from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description, parse_description
 from opusim.description.section import flat
 from opusim.errors import ConfigError
 from opusim.files import read_text

@@ -27,16 +27,16 @@ from opusim.calibration.count_law import (
     third_cumulants,
     without_power,
 )
-from opusim.calibration.estimates import Estimate
-from opusim.calibration.flat_series import PIXELS_LOOKED_AT
-from opusim.calibration.independence import independence_p_values, largest_deviate_p_value
-from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
-from opusim.calibration.rare_faults import (
+from opusim.calibration.frames import PIXELS_LOOKED_AT, Estimate
+from opusim.calibration.independence import (
     cut_tails,
+    independence_p_values,
+    largest_deviate_p_value,
     missing_numbers,
     third_cumulant,
     weak_inputs,
 )
+from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
 from opusim.calibration.reading_noise import TOLERANCE, input_p_values
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw, TrustedProperty

@@ -34,9 +34,8 @@ import torch
 from scipy.special import nbdtr, pdtrc
 from scipy.stats import chi2, f
 
-from opusim.calibration.independence import independence_p_values
+from opusim.calibration.independence import independence_p_values, near_limit
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
-from opusim.calibration.rare_faults import near_limit
 from opusim.calibration.reading_noise import shape_p_values
 from opusim.description.camera import PowerSettings
 from opusim.devices.camera import CameraDevice

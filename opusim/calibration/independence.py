@@ -32,7 +32,7 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.sparse.linalg import eigsh
 from scipy.special import gammaln, ndtr, ndtri
 
-from opusim.calibration.rare_faults import least_energy, low_frequencies
+from opusim.calibration.independence import least_energy, low_frequencies
 from opusim.p_values import (
     bonferroni,
     chi_squared_p_value,

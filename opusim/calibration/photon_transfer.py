@@ -33,8 +33,16 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import chi2, t
 
-from opusim.calibration.estimates import Estimate, jackknife
-from opusim.calibration.flat_series import COUNT, MEAN, MEAN_SQUARE, VARIANCE, FlatSeries, sums_of
+from opusim.calibration.frames import (
+    COUNT,
+    MEAN,
+    MEAN_SQUARE,
+    VARIANCE,
+    Estimate,
+    FlatSeries,
+    jackknife,
+    sums_of,
+)
 from opusim.calibration.independence import largest_deviate_p_value
 from opusim.p_values import chi_squared_p_value
 

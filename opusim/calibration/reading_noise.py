@@ -43,19 +43,20 @@ from scipy.special import chdtr, chdtrc, chdtri, digamma, log_ndtr, pdtrc, polyg
 from scipy.stats import kurtosistest, skewtest
 
 from opusim import checks
-from opusim.calibration.independence import independence_p_values, standardised
-from opusim.calibration.photon_transfer import PhotonTransfer
-from opusim.calibration.rare_faults import (
+from opusim.calibration.independence import (
     cut_tails,
     far_limits,
     far_out,
+    independence_p_values,
     missing_numbers,
     missing_readings,
     near_mean,
     one_value,
-    repeats,
     slow_noise,
+    standardised,
 )
+from opusim.calibration.photon_transfer import PhotonTransfer
+from opusim.calibration.rare_faults import repeats
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import TrustedProperty
 from opusim.p_values import (

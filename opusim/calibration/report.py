@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from scipy.special import ndtr, ndtri
 
 from opusim.calibration.calibrate import Calibration
-from opusim.calibration.flat_series import COUNT
+from opusim.calibration.frames import COUNT
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.devices.certificate import Certificate, GaussianLaw, Limits
 from opusim.p_values import FAMILY_ALARM

@@ -27,8 +27,7 @@ import torch
 from scipy.special import chndtr
 
 from opusim import checks
-from opusim.camera.kernels import expose_fields, recover_rows
-from opusim.camera.stages import Sensor
+from opusim.camera.stages import Sensor, expose_fields, recover_rows
 from opusim.description.camera import LightSettings
 from opusim.noise import LightPower
 from opusim.processes import pause

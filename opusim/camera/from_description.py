@@ -10,18 +10,9 @@ from typing import Any
 import numpy as np
 
 from opusim import checks
-from opusim.camera.exposure import MOST_SATURATED, Exposure, Recovery
-from opusim.camera.holography import ReferenceBeam
-from opusim.camera.imperfect import (
-    CrossTalk,
-    ImperfectExposure,
-    Laser,
-    LaserLaw,
-    Pointing,
-    dark_scale,
-    dead_pixels,
-    with_neighbours,
-)
+from opusim.camera.exposure import MOST_SATURATED, Exposure, Recovery, ReferenceBeam
+from opusim.camera.from_description import ImperfectExposure, Laser, dark_scale, dead_pixels, with_neighbours
+from opusim.camera.imperfect import CrossTalk, LaserLaw, Pointing
 from opusim.camera.speckle import FaultyMirrors, Speckle, SpeckleLaw
 from opusim.camera.stages import Sensor, pixel_normals
 from opusim.description.camera import CameraSettings, PixelSettings, TransferSettings

@@ -31,7 +31,7 @@ import torch
 
 from opusim import checks
 from opusim.camera.exposure import Recovery
-from opusim.camera.imperfect import frame_normals
+from opusim.camera.stages import frame_normals
 from opusim.randomness.streams import NoiseStream
 
 _FIRST_PHASE = {3: 0.0, 4: 0.25 * math.pi}

@@ -39,9 +39,8 @@ import torch
 from scipy.special import ndtr, ndtri
 
 from opusim.camera.exposure import FRAME_SIGNS, FRAMES_PER_TERNARY, Exposure
-from opusim.camera.kernels import fill_counts
 from opusim.camera.speckle import grid_point, medium_weights
-from opusim.camera.stages import pixel_normals
+from opusim.camera.stages import fill_counts, pixel_normals
 from opusim.description.camera import PixelSettings
 from opusim.noise import LightPower
 from opusim.plugins import Deferred

@@ -17,14 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from opusim import checks
-from opusim.crossbar.layers import (
-    DeviceConv2d,
-    DeviceLinear,
-    DeviceTransposedLinear,
-    patch_size,
-    zero_padding,
-)
-from opusim.crossbar.placement import (
+from opusim.crossbar.conversion import (
     DigitalProducts,
     Placement,
     convertible_layers,
@@ -34,7 +27,14 @@ from opusim.crossbar.placement import (
     plain_class,
     weight_matrices,
 )
-from opusim.description.loading import load_description
+from opusim.crossbar.layers import (
+    DeviceConv2d,
+    DeviceLinear,
+    DeviceTransposedLinear,
+    patch_size,
+    zero_padding,
+)
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from opusim.crossbar.conductances import Pairs, moments
-from opusim.crossbar.converter import Converter
-from opusim.crossbar.products import TiledProduct
-from opusim.crossbar.programmable import ProgrammableDevice
+from opusim.crossbar.device import Pairs, TiledProduct, moments
+from opusim.crossbar.programmable import Converter, ProgrammableDevice
 from opusim.description.schema import DeviceDescription
 from opusim.devices.inputs import real_batch
 from opusim.errors import ConfigError

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim import checks
-from opusim.crossbar.placement import has_groups
+from opusim.crossbar.layers import has_groups
 from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError

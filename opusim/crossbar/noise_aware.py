@@ -26,8 +26,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from opusim import checks
+from opusim.crossbar.conversion import convertible_layers
 from opusim.crossbar.layers import LEAST_SCALE, zero_padding
-from opusim.crossbar.placement import convertible_layers
 from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError

@@ -25,7 +25,7 @@ import numba
 import numpy as np
 import torch
 
-from opusim.crossbar.converter import Converter, levels
+from opusim.crossbar.programmable import Converter, levels
 from opusim.description.crossbar import ProductSettings
 from opusim.processes import pause
 from opusim.randomness.kernels import run_split

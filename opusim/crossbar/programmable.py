@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opusim import checks
-from opusim.crossbar.converter import Converter
+from opusim.crossbar.programmable import Converter
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import Array, like_input, real_batch

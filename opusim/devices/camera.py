@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.camera.exposure import CountLaw, Exposure, Recovery, saturated_shares
+from opusim.camera.exposure import CountLaw, Exposure, HologramRecovery, Recovery, saturated_shares
 from opusim.camera.from_description import (
+    ImperfectExposure,
     camera_sections,
     count_boxes,
     count_weights,
@@ -26,8 +27,6 @@ from opusim.camera.from_description import (
     speckle_of,
     under_power,
 )
-from opusim.camera.holography import HologramRecovery
-from opusim.camera.imperfect import ImperfectExposure
 from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice

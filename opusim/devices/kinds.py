@@ -28,8 +28,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from opusim import plugins
-from opusim.description.loading import load_description, packaged_names
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description, packaged_names
 from opusim.description.section import did_you_mean
 from opusim.errors import ConfigError, DeviceUnavailable
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from opusim import checks
-from opusim.description.loading import load_description, packaged_names
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description, packaged_names
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate
 from opusim.devices.kinds import device_factory

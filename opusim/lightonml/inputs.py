@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.description.loading import load_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description
 from opusim.description.section import merged
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device

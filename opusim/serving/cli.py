@@ -31,8 +31,7 @@ def new_command(
     days: Annotated[int, typer.Option("--days", help="Days until the key expires.")] = 365,
 ) -> None:
     """Make a key pair: NAME.key stays here, NAME.pub goes to the other side."""
-    from opusim.serving.keys import keys_folder, make_key
-    from opusim.serving.zeromq import require_zmq
+    from opusim.serving.keys import keys_folder, make_key, require_zmq
 
     require_zmq()
     place = folder or keys_folder()
@@ -75,12 +74,11 @@ def serve_command(
     import signal
     import threading
 
-    from opusim.description.loading import load_description
+    from opusim.description.schema import load_description
     from opusim.serving.instrument import Instrument
     from opusim.serving.journal import Journal, journal_file
-    from opusim.serving.keys import Users
+    from opusim.serving.keys import Users, require_zmq
     from opusim.serving.server import Limits, Server
-    from opusim.serving.zeromq import require_zmq
 
     require_zmq()
     limits = Limits(

@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import Any
 
 from opusim.errors import ConfigError, DeviceTimeout, DeviceUnavailable
-from opusim.serving.keys import Key, Users
-from opusim.serving.messages import BadMessage, Message, read_message
-from opusim.serving.zeromq import notice_dead_peers, require_zmq, zmq
+from opusim.serving.connections import BadMessage, Message, read_message
+from opusim.serving.keys import Key, Users, notice_dead_peers, require_zmq
+from opusim.serving.zeromq import zmq
 
 _LOG = logging.getLogger("opusim.serving")
 _HANDSHAKE_MS = 10_000

@@ -28,7 +28,7 @@ from opusim.devices.certificate import digest_of, load_certificate
 from opusim.devices.kinds import Capability, capabilities_of
 from opusim.devices.registry import open_described
 from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable
-from opusim.serving.views import View, Window
+from opusim.serving.instrument import View, Window
 
 SERVED: tuple[Capability, ...] = get_args(Capability)
 """What a client may use; a shared device is programmed by a client that has it to itself."""

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from typing_extensions import override
 
 from opusim import checks
-from opusim.crossbar.converter import Converter
+from opusim.crossbar.programmable import Converter
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem, flat
 from opusim.devices.access import patience_s
@@ -34,11 +34,9 @@ from opusim.devices.monitor import BEFORE_ALL
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, NoiseUnknown
 from opusim.noise import NoiseModel
-from opusim.serving.connections import Link, beat_s
-from opusim.serving.instrument import same_medium
+from opusim.serving.connections import MIB, Link, Message, SessionLost, beat_s, told_error
+from opusim.serving.instrument import same_medium, unpacked_law
 from opusim.serving.keys import own_key, server_key
-from opusim.serving.messages import MIB, Message, SessionLost, told_error
-from opusim.serving.views import unpacked_law
 
 KIND = SCHEME = "remote"
 _LOG = logging.getLogger("opusim")

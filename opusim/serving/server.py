@@ -13,14 +13,20 @@ import numpy as np
 
 from opusim import checks
 from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
-from opusim.serving.connections import Door
-from opusim.serving.instrument import Instrument
+from opusim.serving.connections import (
+    MIB,
+    BadMessage,
+    Door,
+    Message,
+    SessionLost,
+    error_message,
+    read_message,
+)
+from opusim.serving.instrument import Instrument, Window, packed_law
 from opusim.serving.journal import Journal
 from opusim.serving.keys import Key, Users
-from opusim.serving.messages import MIB, BadMessage, Message, SessionLost, error_message, read_message
+from opusim.serving.server import FairQueue, Owner
 from opusim.serving.sessions import TELLING, Places, Session, Work, content_digest, require_room
-from opusim.serving.turns import FairQueue, Owner
-from opusim.serving.views import Window, packed_law
 
 _LOG = logging.getLogger("opusim.serving")
 _TICK_MS = 200

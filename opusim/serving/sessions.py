@@ -15,10 +15,9 @@ import numpy as np
 from opusim import checks
 from opusim.devices.usage import Usage
 from opusim.errors import CapabilityMissing, DeviceBusy
-from opusim.serving.instrument import SERVED, Instrument, require_capability
+from opusim.serving.connections import MIB, BadMessage, Message, raw_bytes
+from opusim.serving.instrument import SERVED, Instrument, View, Window, require_capability
 from opusim.serving.journal import Entry
-from opusim.serving.messages import MIB, BadMessage, Message, raw_bytes
-from opusim.serving.views import View, Window
 
 TURN_S = 0.5
 """Seconds of work after which another client has its turn."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.crossbar.converter import Converter
+from opusim.crossbar.programmable import Converter
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.inputs import drawn_shape

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.crossbar.converter import Converter
+from opusim.crossbar.programmable import Converter
 from opusim.devices.base import NoisyDevice
 from opusim.devices.kinds import CAPABILITIES, Capability
 from opusim.errors import CapabilityMissing, DeviceUnavailable

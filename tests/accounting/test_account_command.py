@@ -13,7 +13,7 @@ from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 
 from opusim.accounting.composition import guarantees
 from opusim.accounting.explanation import explain, most_hits
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanisms.records import Gaussian, RecordCentral, Unprotected
 from opusim.training.cli import main
 

@@ -22,8 +22,7 @@ from opusim.accounting.audit import (
     estimated,
     lower_bound,
 )
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
+from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Release, Status, Unit
 
 DELTA = 1e-5
 PLAN = AuditPlan(threat_model="sees the reading", pair="0 against 1", delta=DELTA)

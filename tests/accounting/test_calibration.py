@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.mechanisms.labels import LabelReadout
 from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian
 

@@ -11,8 +11,7 @@ import pytest
 
 from opusim.accounting import mechanism as mechanism_module
 from opusim.accounting.composition import Budget, guarantees, merge
-from opusim.accounting.errors import BudgetExceeded, NoGuarantee
-from opusim.accounting.guarantee import Adjacency, EpsilonBounds, Release, Unit
+from opusim.accounting.guarantee import Adjacency, BudgetExceeded, EpsilonBounds, NoGuarantee, Release, Unit
 from opusim.accounting.mechanisms import CertifiedMechanism, Mechanism
 from opusim.accounting.mechanisms.labels import LabelBudget
 from opusim.accounting.mechanisms.records import (

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from opusim.accounting.errors import NoGuarantee
 from opusim.accounting.guarantee import (
     Adjacency,
     Assumption,
     EpsilonBounds,
     Guarantee,
+    NoGuarantee,
     Release,
     Status,
     Unit,

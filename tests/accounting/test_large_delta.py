@@ -8,9 +8,8 @@ import pytest
 
 from opusim.accounting.cli import show
 from opusim.accounting.composition import guarantees
-from opusim.accounting.explanation import LARGE_DELTA, large_delta
+from opusim.accounting.explanation import LARGE_DELTA, WARNINGS, LedgerFacts, RunFacts, Statement, large_delta
 from opusim.accounting.guarantee import Adjacency
-from opusim.accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.labels import LabelReadout
 from opusim.accounting.mechanisms.records import PoissonGaussian, RecordCentral

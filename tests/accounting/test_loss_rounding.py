@@ -12,10 +12,22 @@ from scipy.fft import rfft
 
 from opusim.accounting.guarantee import Adjacency
 from opusim.accounting.numerics import tilted_law
-from opusim.accounting.numerics.loss_laws import GaussianLaw, LaplaceLaw, LossLaw, normal_masses, pooled
-from opusim.accounting.numerics.privacy_loss import NoisyStep, compose_bounds, plan_of
-from opusim.accounting.numerics.sampled_noise import NoisySum, noise_bounds
-from opusim.accounting.numerics.tilted_law import grid_above, grid_below
+from opusim.accounting.numerics.loss_laws import (
+    GaussianLaw,
+    LaplaceLaw,
+    LossLaw,
+    grid_above,
+    grid_below,
+    normal_masses,
+    pooled,
+)
+from opusim.accounting.numerics.sampled_noise import (
+    NoisyStep,
+    NoisySum,
+    compose_bounds,
+    noise_bounds,
+    plan_of,
+)
 
 UNIT = tilted_law.UNIT
 ADDED = Adjacency.ADD_OR_REMOVE_ONE

@@ -15,11 +15,9 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import Budget, guarantees, merge
-from opusim.accounting.errors import BudgetExceeded, NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Release, Status, Unit
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.composition import Budget, calibrate_noise, guarantees, merge
+from opusim.accounting.guarantee import Adjacency, BudgetExceeded, NoGuarantee, Release, Status, Unit
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms import Mechanism, mechanism_from_json, mechanism_kinds
 from opusim.accounting.mechanisms.convex import ConvexLastIterate
 from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from opusim.accounting.one_run import _p_value, _refutes_mu
 from scipy.special import expit
 from scipy.stats import binom, norm
 
@@ -22,8 +23,7 @@ from opusim.accounting.audit import (
     guesses_bound,
     normal_limits,
 )
-from opusim.accounting.audit.one_run import _p_value, _refutes_mu
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.mechanisms.records import RecordCentral
 
 DELTA, REPEATS, LEVEL = 1e-5, 10_000, 0.05

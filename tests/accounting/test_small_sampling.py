@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as distributions
 
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
+from opusim.accounting.composition import calibrate_noise, guarantees
 from opusim.accounting.guarantee import Adjacency, EpsilonBounds
 from opusim.accounting.mechanisms.records import PoissonGaussian
 from opusim.accounting.numerics import tilted_law

@@ -8,10 +8,8 @@ import dp_accounting
 import mpmath
 import pytest
 
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Guarantee, Status
+from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Status
 from opusim.accounting.mechanisms import mechanism_from_json
 from opusim.accounting.mechanisms.labels import RandomizedResponse
 from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian, PoissonLaplace

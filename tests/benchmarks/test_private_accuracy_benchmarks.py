@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from opusim.training.data.public_maps import random_shapes
 
 from benchmarks.private_accuracy import cifar, records
 from benchmarks.results_file import load_results
 from opusim.training.config.reading import merged
 from opusim.training.data import from_arrays
-from opusim.training.data.synthetic_images import random_shapes
 from tests.support.paper_data import write_mnist
 
 

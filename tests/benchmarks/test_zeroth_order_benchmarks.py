@@ -12,7 +12,7 @@ import torch
 from benchmarks.results_file import load_results
 from benchmarks.zeroth_order import ablations, joint_clip, sentences
 from benchmarks.zeroth_order.sst2_head import Head, LaplaceSgd
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.training.config import load_config
 from opusim.training.networks.any_module import AnyModule

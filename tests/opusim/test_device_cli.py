@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opusim.cli import app
-from opusim.description.loading import load_description, packaged_names
+from opusim.description.schema import load_description, packaged_names
 from opusim.errors import ConfigError
 from opusim.files import to_toml
 

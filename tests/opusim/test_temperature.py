@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.temperature import DoublingDarkCurrent, TableDarkCurrent, TemperatureLaw

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from opusim import training
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.loop import Engine
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import opusim
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.ledger import Ledger
 from opusim.training.engine.steps import PaidSteps
 from tests.support.killing import skip_syncs
 from tests.support.private_loops import parts, private_loop, records

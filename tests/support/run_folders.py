@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanisms.records import Gaussian
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.seal import Header, checkpoint_path
+from opusim.training.runs.storage import Header, checkpoint_path
 
 STEP = Gaussian(noise_multiplier=2.0)
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.serving.instrument import Instrument
 from opusim.serving.journal import Journal
 from opusim.serving.keys import Users, make_key

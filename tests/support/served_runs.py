@@ -28,15 +28,15 @@ from typing import Any
 import torch
 
 import opusim
-from opusim.calibration.calibrate import Plan
 from opusim.calibration.calibrate import calibrate as calibrated
-from opusim.description.loading import load_description
+from opusim.calibration.photon_transfer import Plan
+from opusim.description.schema import load_description
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceError, OpusimError
+from opusim.serving.connections import told_error
 from opusim.serving.instrument import Instrument
 from opusim.serving.journal import Journal
 from opusim.serving.keys import Users
-from opusim.serving.messages import told_error
 from opusim.serving.server import Limits, Server
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.killing import start_child

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opusim.accounting.ledger.content import LedgerContent
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import LedgerContent, read_ledger
 from tests.support.kill_ranks import computed
 
 ROOT = Path(__file__).parents[2]

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opusim import FeedbackAlignment, NoisyDevice, open_device, open_shared_device
-from opusim.description.loading import load_description
-from opusim.devices.registry import open_described
-from opusim.devices.shared import SharedDevice
+from opusim.description.schema import load_description
+from opusim.devices.registry import SharedDevice, open_described
 from opusim.errors import DeviceFault
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import SeededStream

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from opusim import training
-from opusim.accounting.errors import BudgetExceeded
+from opusim.accounting.guarantee import BudgetExceeded
 from opusim.training.errors import RunInterrupted
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.runs.folder import RunFolder

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import zmq
 
+from opusim.serving.connections import Message, read_message
 from opusim.serving.keys import own_key, server_key
-from opusim.serving.messages import Message, read_message
 
 X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
 WINDOW: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40}

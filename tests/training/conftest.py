@@ -14,7 +14,7 @@ import torch
 from opusim.training.engine.callbacks import Callback
 from opusim.training.runs.checkpoints import list_checkpoints, reseal_checkpoint
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.seal import read_header
+from opusim.training.runs.storage import read_header
 
 
 class StopAt(Callback):

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opusim.training.sweeps.tuning import draw_trials
 
 from opusim.training.data.samplers import PoissonSampler
-from opusim.training.tuning import draw_trials
 from tests.support.faults import FAULTS, OF_RELEASES
 from tests.support.faults.base import replaced
 from tests.support.releases import RELEASES, alarms, private_steps

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opusim.training.sweeps.tuning import Search, draw_trials, parse_choices
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Status
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import NoGuarantee, Status
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError
 from opusim.training import tuning as searching
@@ -24,7 +24,6 @@ from opusim.training.config.reading import merged
 from opusim.training.config.run import RunConfig
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.run import load_run
-from opusim.training.tuning import Search, draw_trials, parse_choices
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

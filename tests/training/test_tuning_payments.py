@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opusim.training.sweeps.sweep import SweepFolder
+from opusim.training.sweeps.tuning import Draw, Search
 
 from opusim import training
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection
 from opusim.training import tuning as searching
 from opusim.training.cli import main
@@ -23,8 +25,6 @@ from opusim.training.errors import FolderBusy, RunFolderError
 from opusim.training.runs import storage
 from opusim.training.runs.storage import only_writer
 from opusim.training.sweeps.execution import run_sweep
-from opusim.training.sweeps.results import SweepFolder
-from opusim.training.tuning import Draw, Search
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

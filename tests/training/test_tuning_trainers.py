@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opusim.training.sweeps.tuning import Draw, Search, parse_choices, priced_trials
 
-from opusim.accounting.errors import LedgerCorrupt, NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Status, Unit
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import Adjacency, LedgerCorrupt, NoGuarantee, Status, Unit
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of
@@ -25,7 +25,6 @@ from opusim.training.config.reading import merged
 from opusim.training.config.run import RunConfig
 from opusim.training.engine.session import train
 from opusim.training.runs.run import load_run
-from opusim.training.tuning import Draw, Search, parse_choices, priced_trials
 
 BASE: dict[str, Any] = {
     "epochs": 1,

@@ -12,8 +12,7 @@ from typing import Any
 
 from opusim.accounting.audit import AuditResult, detection_probability
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Guarantee
+from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee
 from opusim.accounting.mechanisms import Mechanism
 from opusim.training.engine.algorithm import require_applied
 from opusim.training.engine.plan import RunPlan

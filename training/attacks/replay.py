@@ -24,17 +24,20 @@ from opusim.training.attacks.base import (
     Attack,
     Candidates,
     EarlierSteps,
+    KeptTerms,
+    NotedTerms,
     Observation,
+    OuterProducts,
     Records,
     Scores,
     Trial,
     steps_needed,
 )
 from opusim.training.attacks.controls import noiseless_step
-from opusim.training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts, noting
+from opusim.training.attacks.record_terms import noting
 from opusim.training.data import Split
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.plan import RunPlan
-from opusim.training.engine.trainer import Trainer
 from opusim.training.feedback.config import FeedbackConfig
 from opusim.training.networks.base import Network
 from opusim.training.networks.network import FullyConnected

@@ -16,22 +16,30 @@ from torch import nn
 from opusim import checks
 from opusim.accounting.audit import AuditPlan, audit
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.guarantee import Guarantee, NoGuarantee
 from opusim.files import make_private_folder, quoted, require_writable_folder
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Attack
-from opusim.training.attacks.controls import power_of, record_protected, with_half_the_noise, without_noise
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
-from opusim.training.attacks.games.base import TwoWorlds, played
-from opusim.training.attacks.games.labels import AmplifiedGame, LookGame, StagedLookGame
-from opusim.training.attacks.games.released_model import LastIterateGame, ReleasedModelGame
+from opusim.training.attacks.games import (
+    AmplifiedGame,
+    LastIterateGame,
+    LookGame,
+    ReleasedModelGame,
+    StagedLookGame,
+    TwoWorlds,
+    played,
+)
 from opusim.training.attacks.replay import (
     AuditedRun,
     MembershipGame,
     NoiselessStep,
     noiseless_steps,
+    power_of,
+    record_protected,
     replayed_step,
+    with_half_the_noise,
+    without_noise,
 )
 from opusim.training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
 from opusim.training.data import Dataset

@@ -15,8 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opusim.training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
-from opusim.training.attacks.record_terms import OuterProducts
+from opusim.training.attacks.base import (
+    Attack,
+    Candidates,
+    Observation,
+    OuterProducts,
+    Records,
+    Trial,
+    layer_gradient,
+)
 from opusim.training.attacks.replay import NoiselessStep
 from opusim.training.networks.clipping import ActivationClipping
 from opusim.training.networks.network import FullyConnected

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from opusim.accounting.audit import AuditPlan, AuditResult, Estimator, OneRunResult, Verdict, guesses_bound
+from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee, Status
-from opusim.accounting.tables import number
 from opusim.training.attacks.findings import Audit, Played, Role
 
 _WEAK = 0.5

@@ -91,7 +91,7 @@ def _run() -> None:
     try:
         from opusim.training.cli.app import main as run
     except (MemoryError, ImportError) as error:
-        from opusim.processes.memory import exhausted_message, is_exhausted
+        from opusim.processes import exhausted_message, is_exhausted
 
         if not is_exhausted(error):
             raise

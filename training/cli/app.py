@@ -78,13 +78,13 @@ def _train() -> Any:
 
 
 def _tune() -> Any:
-    from opusim.training.cli.searches import tune_app
+    from opusim.training.cli.train import tune_app
 
     return typer.main.get_group(tune_app)
 
 
 def _curve() -> Any:
-    from opusim.training.cli.searches import curve_app
+    from opusim.training.cli.train import curve_app
 
     return typer.main.get_command(curve_app)
 
@@ -96,7 +96,7 @@ def _of_runs(name: str) -> Any:
 
 
 def _audit() -> Any:
-    from opusim.training.cli.audits import audit
+    from opusim.training.cli.runs import audit
 
     return built("audit", audit)
 
@@ -436,7 +436,7 @@ def _require_one_process() -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    from opusim.accounting.errors import BudgetExceeded
+    from opusim.accounting.guarantee import BudgetExceeded
     from opusim.training.errors import RunInterrupted
 
     if isinstance(error, RunInterrupted):

@@ -249,13 +249,12 @@ _WIDE_PAGE = 140
 
 def _show(asked: _Asked, found: Audit) -> None:
     """Write report and pages of what was found, and print the findings and what they mean."""
-    from opusim.accounting.tables import print_rows
+    from opusim.accounting.explanation import print_rows
     from opusim.tables import output_width, wrapped
-    from opusim.training.attacks.findings import LOW, NARROW, audit_rows
-    from opusim.training.attacks.words import paragraphs
+    from opusim.training.attacks.findings import LOW, NARROW, audit_rows, paragraphs
     from opusim.training.reports.audit_page import write_audit_page
     from opusim.training.reports.run_report import NOT_FOR_RELEASE, write_report
-    from opusim.training.runs.stored_run import read_run
+    from opusim.training.runs.folder import read_run
 
     loaded = read_run(asked.run)
     report_file = write_report(loaded, audit=found, folder=asked.out)
@@ -292,7 +291,7 @@ def _audit_mechanism(
     from opusim.files import require_writable
     from opusim.progress import Progress
     from opusim.training.attacks.mechanism.audit import audit_mechanism
-    from opusim.training.attacks.mechanism.report import report_text
+    from opusim.training.attacks.mechanism.checks import report_text
     from opusim.training.runs.storage import write_json
 
     if out is not None:

@@ -209,7 +209,7 @@ def projection_digest() -> str:
 
 def _devices() -> Iterator[Fact]:
     from opusim import plugins
-    from opusim.description.loading import load_description, packaged_names
+    from opusim.description.schema import load_description, packaged_names
     from opusim.devices.access import require_present
     from opusim.devices.kinds import ENTRY_POINT_GROUP, device_factory, device_kinds
     from opusim.errors import DeviceBusy, DeviceUnavailable

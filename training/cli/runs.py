@@ -12,7 +12,7 @@ import typer
 from opusim.training.cli.options import TrustCode, say_trusted
 
 if TYPE_CHECKING:
-    from opusim.accounting.ledger.statement import Statement
+    from opusim.accounting.explanation import Statement
     from opusim.training.runs.folder import RunFolder
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -122,10 +122,10 @@ def report(
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from opusim.files import require_writable
-    from opusim.training.reports.loop_report import write_loop_report
+    from opusim.training.reports.audit_page import write_loop_report
     from opusim.training.reports.run_report import run_name, write_comparison, write_report
+    from opusim.training.runs.folder import read_run
     from opusim.training.runs.storage import kind_of
-    from opusim.training.runs.stored_run import read_run
 
     twice = [
         path for number, path in enumerate(runs) if path.resolve() in {p.resolve() for p in runs[:number]}
@@ -193,7 +193,7 @@ def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the runs of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
-    from opusim.accounting.tables import print_rows
+    from opusim.accounting.explanation import print_rows
     from opusim.tables import wrapped
     from opusim.training.runs.listing import SCHEMA, VERSION, list_runs
 
@@ -261,7 +261,7 @@ def account_run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")] = False,
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
-    from opusim.accounting.ledger.statement import WARNINGS
+    from opusim.accounting.explanation import WARNINGS
     from opusim.tables import wrapped
     from opusim.training.runs.storage import kind_of
 
@@ -285,8 +285,8 @@ def account_run(
 
 def _stated(path: Path, delta: float | None) -> Statement:
     """Read a ledger and what may be stated of it; in a run folder, check it against the checkpoint and the summary."""
-    from opusim.accounting.ledger.ledger import read_ledger
-    from opusim.accounting.ledger.statement import LedgerFacts, RunFacts, Statement
+    from opusim.accounting.explanation import LedgerFacts, RunFacts, Statement
+    from opusim.accounting.ledger import read_ledger
     from opusim.training.runs.folder import RunFolder, versions
 
     folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
@@ -330,8 +330,7 @@ def _public_records(folder: RunFolder) -> int | None:
 def _device_note(path: Path) -> str | None:
     """Return what to know of the device's noise; None if the folder holds no run, or a damaged configuration."""
     from opusim.training.errors import RunFolderError
-    from opusim.training.runs.folder import RunFolder
-    from opusim.training.runs.stored_run import StoredRun
+    from opusim.training.runs.folder import RunFolder, StoredRun
 
     folder = RunFolder(path)
     try:
@@ -388,13 +387,14 @@ def account_device(
     figure: FigureFile = None,
 ) -> None:
     """State what a device's own noise is worth for labels read once: from sigma or temperature to epsilon and back."""
+    from opusim.training.reports.device_privacy import device_levels, level_rows
+
     from opusim import checks
-    from opusim.accounting.tables import print_rows
-    from opusim.description.loading import load_description
+    from opusim.accounting.explanation import print_rows
+    from opusim.description.schema import load_description
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
     from opusim.tables import wrapped
-    from opusim.training.device_privacy.levels import device_levels, level_rows
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
@@ -412,9 +412,9 @@ def account_device(
     for target in targets:
         checks.positive(target_epsilon=target)
     if description.camera is not None:
+        from opusim.training.reports.device_privacy import evaluations, label_counts, print_account
+
         from opusim.progress import Progress
-        from opusim.training.device_privacy.camera import label_counts
-        from opusim.training.device_privacy.camera_tables import evaluations, print_account
 
         with Progress("account device", "evaluations") as progress:
             counts = label_counts(

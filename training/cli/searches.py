@@ -22,13 +22,13 @@ from opusim.training.cli.options import (
     with_signature,
 )
 from opusim.training.cli.train import usage_line
-from opusim.training.config.kinds import TRAINERS
+from opusim.training.config.kinds import TRAINERS, TrainerSection
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
+    from opusim.training.sweeps.sweep import Row
+
     from opusim.training.sweeps.execution import SweepForecast
-    from opusim.training.sweeps.results import Row
 
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -127,8 +127,9 @@ def _tune_command(kind: str, section: type[TrainerSection]) -> Any:
 
 def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: float, quiet: bool) -> None:
     """Search, or resume, and print what was found at which epsilon."""
+    from opusim.training.sweeps.tuning import Search, parse_choices
+
     from opusim import checks
-    from opusim.training.tuning import Search, parse_choices
 
     checks.positive(trials=trials, remedy="take a number such as 5")
     if not choose:
@@ -151,7 +152,7 @@ def _search(config: RunConfig, choose: Sequence[str], *, out: Path, trials: floa
                 progress.start(of, at_once=True)
 
         found = search.run(tell)
-    from opusim.accounting.tables import guarantee_rows, print_rows
+    from opusim.accounting.explanation import guarantee_rows, print_rows
 
     print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
     if found.searches > 1:
@@ -207,7 +208,7 @@ def curve(
     draw_only: DrawOnly = False,
 ) -> None:
     """Train a table of runs, draw accuracy and epsilon against noise, and write one report."""
-    from opusim.training.sweeps.spec import one_at_a_time, points_of, read_spec
+    from opusim.training.sweeps.sweep import one_at_a_time, points_of, read_spec
 
     if draw_only and (jobs is not None or cluster is not None or retry_failed):
         raise ValueError("--draw-only trains nothing; leave --jobs, --cluster and --retry-failed out")
@@ -217,10 +218,11 @@ def curve(
         )
     read, text = read_spec(spec)
     points = points_of(read, text)
-    from opusim.accounting.tables import print_rows
+    from opusim.training.sweeps.sweep import SweepFolder, SweepResult
+
+    from opusim.accounting.explanation import print_rows
     from opusim.training.reports.sweep_report import setting_rows, write_sweep
     from opusim.training.sweeps.execution import run_sweep
-    from opusim.training.sweeps.results import SweepFolder, SweepResult
 
     folder = SweepFolder(out or Path("runs") / spec.stem)
     if draw_only:

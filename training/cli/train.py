@@ -29,9 +29,8 @@ from opusim.training.cli.options import (
     trainer_options,
     with_signature,
 )
-from opusim.training.config.kinds import TRAINERS
+from opusim.training.config.kinds import TRAINERS, TrainerSection
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import TrainerSection
 from opusim.training.engine.callbacks import Callback, Watchers
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
 def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
     """Train under a configuration; a device's driver must be there before anything else begins."""
     if config.uses_device and not _follows(config):
-        from opusim.description.loading import load_description
+        from opusim.description.schema import load_description
         from opusim.devices.access import require_present
 
         require_present(load_description(config.device.name, config.device.overrides))
@@ -99,7 +98,7 @@ def _follows(config: RunConfig) -> bool:
     """Whether this process follows another one in such a run; torch is not loaded without torchrun."""
     if launched_rank() == 0:
         return False
-    from opusim.training.engine.leading import follows
+    from opusim.training.engine.session import follows
 
     return follows(config)
 
@@ -117,7 +116,7 @@ def resume(
     trust_code: TrustCode = False,
 ) -> None:
     """Resume a run that was stopped or killed, from its newest checkpoint."""
-    from opusim.description.loading import parse_description
+    from opusim.description.schema import parse_description
     from opusim.devices.access import require_present
     from opusim.training.engine.session import train
     from opusim.training.networks.user_code import require_trusted
@@ -241,7 +240,7 @@ def work_text(expected: Usage, what_for: str = "") -> str:
 
 def print_run(run: Run, report_file: Path) -> None:
     """Print a run's figures, its guarantees and its folder."""
-    from opusim.accounting.tables import guarantee_rows, print_rows
+    from opusim.accounting.explanation import guarantee_rows, print_rows
     from opusim.tables import wrapped
     from opusim.training.reports.run_report import RELEASE_DASHES, run_name, summary_row
 

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, log_expansion, residual_bound
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
-from opusim.processes.memory import require_memory
+from opusim.processes import require_memory
 from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import ModelConfig
 from opusim.training.convex.config import ConvexConfig
-from opusim.training.convex.gated import GatedNetwork, GatedRelu, hyperplanes_work, seeded_hyperplanes
-from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.training.convex.gated import hyperplanes_work, seeded_hyperplanes
+from opusim.training.convex.trainer import ConvexTrainer, Descent, GatedNetwork, GatedRelu, Objective
 from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Algorithm, DeviceShape
 from opusim.training.networks.base import BYTES_PER_PARAMETER, seeded_generator

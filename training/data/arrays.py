@@ -10,19 +10,21 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.training.config.data import SplitRule
+from opusim.training.config.sections import SplitRule
+from opusim.training.data.arrays import Ids, split_records
 from opusim.training.data.dataset import (
     PADDING,
     Dataset,
     Split,
     Standardisation,
     Target,
+    is_mapped,
     is_text,
     numbered,
     numbers_and_names,
+    on_disk,
+    row_blocks,
 )
-from opusim.training.data.on_disk import is_mapped, on_disk, row_blocks
-from opusim.training.data.splits import Ids, split_records
 
 Array = np.ndarray | torch.Tensor
 Pair = tuple[Array, Array | None]

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
-from opusim.training.config.data import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
-from opusim.training.data.arrays import from_arrays
+from opusim.training.config.sections import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
+from opusim.training.data.arrays import from_arrays, split_by_index
+from opusim.training.data.catalogue import load_text
 from opusim.training.data.dataset import Dataset, Standardisation
 from opusim.training.data.formats import (
     ARCHIVE,
@@ -33,9 +34,7 @@ from opusim.training.data.formats import (
     read_cifar10,
     read_labelled_images,
 )
-from opusim.training.data.splits import split_by_index
 from opusim.training.data.tables import file_dataset, standardisation_of
-from opusim.training.data.texts import load_text
 from opusim.training.errors import DataError
 
 _KIND_OF_ENDING: dict[str, FileKind] = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opusim import checks
-from opusim.training.data.on_disk import changed_on_disk, row_blocks
+from opusim.training.data.dataset import changed_on_disk, row_blocks
 
 Target = Literal["class", "tokens", "real", "labels"]
 """What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from opusim.training.data.public_maps import (
+    GRID,
+    HogMap,
+    OpticalMap,
+    PublicMap,
+    RandomConvolutionMap,
+    ScatteringMap,
+)
+
 from opusim.errors import ConfigError
-from opusim.training.config.data import DataConfig
+from opusim.training.config.sections import DataConfig
 from opusim.training.data.dataset import Dataset
-from opusim.training.data.image_maps import GRID, HogMap, RandomConvolutionMap, ScatteringMap
-from opusim.training.data.optical_map import OpticalMap
-from opusim.training.data.public_map import PublicMap
 
 _OF_A_FILTER = 2 * GRID**2
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from opusim.training.data.public_maps import PublicMap
 from torch import Tensor
 from torch.nn import functional
 
 from opusim.errors import ConfigError
 from opusim.training.data.formats import required_library
-from opusim.training.data.public_map import PublicMap
 
 ANGLES, ORIENTATIONS = 8, 9
 GRID = 4

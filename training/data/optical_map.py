@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+from opusim.training.data.public_maps import RECORDS_AT_ONCE, PublicMap
 from torch import Tensor
 
-from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description, parse_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.encodings import binarize
 from opusim.errors import ConfigError
-from opusim.training.config.data import DataConfig
+from opusim.training.config.sections import DataConfig
 from opusim.training.data.dataset import Dataset
-from opusim.training.data.public_map import RECORDS_AT_ONCE, PublicMap
 
 _TRIALS = 256
 _SEED = 20260101

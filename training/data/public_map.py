@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from opusim.errors import ConfigError
 from opusim.files import make_folder
-from opusim.processes.memory import require_memory
+from opusim.processes import require_memory
 from opusim.training.data.dataset import Dataset, Split, in_single_precision
 
 CACHE_VARIABLE = "OPUSIM_CACHE"

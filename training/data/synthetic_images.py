@@ -7,12 +7,11 @@ import json
 import math
 
 import torch
+from opusim.training.data.public_maps import map_from_facts, public_features
 from torch import Tensor
 
 from opusim.errors import ConfigError
 from opusim.training.data.dataset import Dataset, PrincipalComponents, Standardisation
-from opusim.training.data.features import map_from_facts
-from opusim.training.data.public_map import public_features
 
 _SEED, _COUNT = 20261122, 3000
 _IN_THE_MIDDLE, _ALL_OVER = (6, 0.12), (30, 0.35)

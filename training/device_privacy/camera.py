@@ -26,8 +26,7 @@ from scipy.optimize import brentq
 
 from opusim.accounting import numerics
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Guarantee
+from opusim.accounting.guarantee import Guarantee, NoGuarantee
 from opusim.accounting.mechanisms.counts import (
     LabelArgmax,
     argmax_epsilon,
@@ -44,8 +43,10 @@ from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, LightPower
 from opusim.training.protections.argmax_labels import (
     NO_LIGHT,
+    POWER_SHARE,
     ArgmaxReadout,
     Cell,
+    LabelFrames,
     confusion,
     confusion_at,
     label_groups,
@@ -54,7 +55,6 @@ from opusim.training.protections.argmax_labels import (
     shared_range,
 )
 from opusim.training.protections.counted_labels import CountsReadout, equidistant_pixels
-from opusim.training.protections.label_frames import POWER_SHARE, LabelFrames
 
 MIN_SHARE = 1e-12
 """Smallest share of the light or the exposure that is searched."""

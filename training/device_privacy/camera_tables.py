@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from opusim.training.reports.device_privacy import MAX_BIAS_E, MIN_SHARE, LabelCounts, with_share
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.tables import guarantee_rows, number, print_rows
+from opusim.accounting.explanation import guarantee_rows, number, print_rows
 from opusim.camera.exposure import OperatingPoint
 from opusim.errors import ConfigError
 from opusim.plugins import Deferred
-from opusim.training.device_privacy.camera import MAX_BIAS_E, MIN_SHARE, LabelCounts, with_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
-from opusim.accounting.mechanisms.labels import LabelReadout
-from opusim.accounting.mechanisms.observations import label_distance
-from opusim.accounting.tables import number
+from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.explanation import number
+from opusim.accounting.mechanisms.labels import LabelReadout, label_distance
 from opusim.description.schema import DeviceDescription
 from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described

@@ -11,20 +11,19 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
+from opusim.training.config.kinds import TrainerSection
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import TrainerSection
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import Target
 from opusim.training.data.tables import Arrays
-from opusim.training.engine.trainer import Trainer
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.networks.base import Network
 from opusim.training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
 from opusim.training.protections.planning import Plan, ProtectedAlgorithm

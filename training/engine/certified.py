@@ -9,8 +9,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from opusim.accounting.ledger.content import Alarm, CertificateFacts, LedgerContent
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.ledger import Alarm, CertificateFacts, Ledger, LedgerContent
 from opusim.description.schema import DeviceDescription, MonitorSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate

@@ -9,20 +9,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from opusim.accounting.errors import BudgetExceeded, NoGuarantee
-from opusim.accounting.ledger.content import Alarm
+from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee
+from opusim.accounting.ledger import Alarm
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from opusim.training.data import Split
+from opusim.training.engine.algorithm import EpochSums, Trainer
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
-from opusim.training.engine.forecast import OBSERVED_STEPS
-from opusim.training.engine.leading import lead
-from opusim.training.engine.plan import RunPlan, to_device
+from opusim.training.engine.loop import lead
+from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan, to_device
 from opusim.training.engine.steps import PaidSteps
-from opusim.training.engine.trainer import EpochSums, Trainer
 from opusim.training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from opusim.training.networks.optimizers import TailAverage, set_learning_rate
 from opusim.training.networks.record_independence import system_generators
@@ -35,7 +34,7 @@ from opusim.training.runs.checkpoints import (
 )
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import evaluate_split
-from opusim.training.runs.seal import Seal, read_header
+from opusim.training.runs.storage import Seal, read_header
 
 
 class Engine:

@@ -11,26 +11,27 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from opusim.training.data.public_maps import (
+    map_from_facts,
+    named_map,
+    synthetic_components,
+    with_public_features,
+)
 from torch import nn
 
 from opusim.accounting.mechanisms import Mechanism
-from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription, NoiseSettings
+from opusim.description.schema import DeviceDescription, NoiseSettings, load_description, parse_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
-from opusim.devices.registry import open_described
-from opusim.devices.shared import SharedDevice
+from opusim.devices.registry import SharedDevice, open_described
 from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
-from opusim.training.config.data import OWN_ARRAYS
 from opusim.training.config.run import RunConfig, require_offered
+from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.data import Dataset, Split
 from opusim.training.data.catalogue import build_dataset
 from opusim.training.data.dataset import PrincipalComponents, reduced
-from opusim.training.data.features import map_from_facts, named_map
-from opusim.training.data.public_map import with_public_features
 from opusim.training.data.samplers import PoissonSampler, Sampler, make_sampler
-from opusim.training.data.synthetic_images import synthetic_components
 from opusim.training.data.tables import OwnData, OwnTest, own_dataset
 from opusim.training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from opusim.training.engine.certified import certificate_of, monitored

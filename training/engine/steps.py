@@ -16,12 +16,11 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
+from opusim.accounting.journal import Position
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from opusim.accounting.ledger.content import LedgerContent
-from opusim.accounting.ledger.journal import Position
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.ledger import Ledger, LedgerContent
 from opusim.accounting.mechanisms import Mechanism
 from opusim.files import OwnProcess
 from opusim.processes.ranks import Ranks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.devices.base import NoisyDevice
-from opusim.processes.memory import require_memory
+from opusim.processes import require_memory
 from opusim.training.data import Dataset
 
 BYTES_PER_PARAMETER = 8

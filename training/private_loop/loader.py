@@ -23,11 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from opusim.training.private_loop.folder import PrivacySettings
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from opusim.accounting.errors import BudgetExceeded
+from opusim.accounting.guarantee import BudgetExceeded
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import derive_seed
 from opusim.training.data.samplers import PoissonSampler
@@ -38,10 +39,8 @@ from opusim.training.networks.record_independence import (
     seed_generators,
     system_generators,
 )
-from opusim.training.private_loop.batch import PhysicalBatches
 from opusim.training.private_loop.inputs import first_records
-from opusim.training.private_loop.module import PrivateModule
-from opusim.training.private_loop.settings import PrivacySettings
+from opusim.training.private_loop.module import PhysicalBatches, PrivateModule
 
 _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from opusim import checks
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import Budget
+from opusim.accounting.composition import Budget, calibrate_noise
 from opusim.accounting.guarantee import Adjacency, Assumption, Guarantee
-from opusim.accounting.ledger.content import Mode
-from opusim.accounting.ledger.ledger import LEDGER_FILE
+from opusim.accounting.ledger import LEDGER_FILE, Mode
 from opusim.accounting.mechanisms.records import CLIPPED_RECORDS, RecordCentral
 from opusim.accounting.theorems import NOISY_SUM, about_rounding
 from opusim.randomness import MAX_SEED

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from opusim import checks
 from opusim.accounting.mechanisms.counts import LabelArgmax, argmax_epsilon, confusion_matrix
-from opusim.accounting.mechanisms.observations import UniformSource
+from opusim.accounting.mechanisms.labels import UniformSource
 from opusim.camera.exposure import CountLaw
 from opusim.camera.stages import number_law, spread_error
 from opusim.errors import ConfigError
-from opusim.training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
+from opusim.training.protections.argmax_labels import FRAMES_AT_ONCE, KEY, LabelFrames
 from opusim.training.protections.noisy_labels import Pay
 
 LEAST_LIGHT = 1e-9

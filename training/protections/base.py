@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from opusim import checks
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opusim.accounting.errors import LedgerCorrupt, NoGuarantee
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee
+from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanisms import Mechanism
-from opusim.accounting.mechanisms.labels import LabelReadout, RandomizedResponse, StagedResponse
-from opusim.accounting.mechanisms.observations import (
+from opusim.accounting.mechanisms.labels import (
+    LabelReadout,
+    RandomizedResponse,
+    StagedResponse,
     UniformSource,
     label_distance,
     reading_log_likelihood,
@@ -38,12 +40,8 @@ from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from opusim.training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
+from opusim.training.protections.noisy_labels import LEAST_PART, MOST_FEATURES, randomize_in_stages
 from opusim.training.protections.planning import epsilon_of, require_own_noise
-from opusim.training.protections.staged_responses import (
-    LEAST_PART,
-    MOST_FEATURES,
-    randomize_in_stages,
-)
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array, write_array
 

@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
+from opusim.training.data.public_maps import map_from_facts
+
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.labels import LabelReadout
 from opusim.accounting.theorems import require_poisson
@@ -18,10 +19,9 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
+from opusim.training.config.kinds import ProtectionSection
 from opusim.training.config.run import RunConfig, split_refusal
-from opusim.training.config.sections import ProtectionSection
 from opusim.training.data import Dataset
-from opusim.training.data.features import map_from_facts
 from opusim.training.data.samplers import Sampler
 
 

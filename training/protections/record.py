@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.composition import calibrate_noise
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.records import require_bands
 from opusim.devices.base import NoisyDevice

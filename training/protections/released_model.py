@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from opusim.training.data.public_maps import cache_folder
 from torch import Tensor
 
 from opusim.accounting.mechanisms.labels import LabelRelease, noise_of
@@ -36,11 +37,10 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.files import make_folder
 from opusim.randomness.rounded import toward_zero
-from opusim.training.data.public_map import cache_folder
 from opusim.training.protections.base import calibrated_once
-from opusim.training.protections.metric import Metric
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
 from opusim.training.protections.planning import epsilon_of
+from opusim.training.protections.released_model import Metric
 from opusim.training.ridge.config import RidgeConfig
 from opusim.training.runs.folder import RunFolder
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opusim.accounting.mechanisms.labels import StagedResponse
-from opusim.accounting.mechanisms.observations import (
+from opusim.accounting.mechanisms.labels import (
+    StagedResponse,
     UniformSource,
     among_log_likelihood,
     among_targets,

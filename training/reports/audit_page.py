@@ -20,15 +20,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from opusim.accounting.audit import AuditPlan
+from opusim.accounting.explanation import number
 from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.tables import number
 from opusim.files import write_file
 from opusim.tables import data_url, html_page, png_bytes
-from opusim.training.attacks.findings import LOW, LOW_RATE, Audit, Curve, Played, Role, audit_rows
-from opusim.training.attacks.words import paragraphs, perfect_guesses, verdict
+from opusim.training.attacks.findings import (
+    LOW,
+    LOW_RATE,
+    Audit,
+    Curve,
+    Played,
+    Role,
+    audit_rows,
+    paragraphs,
+    perfect_guesses,
+    verdict,
+)
 from opusim.training.reports.drawing import new_figure, style
 from opusim.training.reports.run_report import NOT_FOR_RELEASE, run_name
-from opusim.training.runs.stored_run import StoredRun
+from opusim.training.runs.folder import StoredRun
 
 _A4 = (8.27, 11.69)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.07, 0.93, 0.965, 0.025

@@ -18,8 +18,17 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
+from opusim.training.sweeps.sweep import (
+    Curve,
+    Point,
+    Row,
+    SweepResult,
+    audited_epsilon,
+    axis_label,
+    curve_rows,
+)
 
-from opusim.accounting.tables import guarantee_rows, number
+from opusim.accounting.explanation import guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
 from opusim.training.reports.drawing import COLOURS, LINES, new_figure, save_figure, style
@@ -27,16 +36,7 @@ from opusim.training.reports.run_report import distinct
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import record_json, write_json
 from opusim.training.sweeps import results as curves
-from opusim.training.sweeps.results import (
-    SCHEMA_VERSION,
-    Curve,
-    Row,
-    SweepResult,
-    audited_epsilon,
-    axis_label,
-    curve_rows,
-)
-from opusim.training.sweeps.spec import Point
+from opusim.training.sweeps.results import SCHEMA_VERSION
 
 _NOTHING = "–"
 _LOG_SCALE_RATIO = 20.0

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from opusim.accounting.journal import head_file, read_position
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from opusim.accounting.ledger.journal import head_file, read_position
 from opusim.crossbar.layers import DeviceLinear
 from opusim.errors import ConfigError
 from opusim.files import require_regular, write_file
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.seal import REMEDY, Header, Seal, checkpoint_path, list_checkpoints, read_header
+from opusim.training.runs.storage import REMEDY, Header, Seal, checkpoint_path, list_checkpoints, read_header
 
 
 class Trained(Protocol):

@@ -11,25 +11,29 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
+from opusim.accounting.journal import Position, Witness
+
 from opusim import checks, plugins
-from opusim.accounting.errors import LedgerCorrupt
-from opusim.accounting.ledger.content import LedgerContent
-from opusim.accounting.ledger.journal import Position, Witness
-from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
+from opusim.accounting.guarantee import LedgerCorrupt
+from opusim.accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
 from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file
 from opusim.processes import launched_rank
-from opusim.training.config.reading import stored_config
-from opusim.training.config.run import RunConfig
+from opusim.training.config.run import RunConfig, stored_config
 from opusim.training.errors import RunFolderError
-from opusim.training.runs.seal import SIZE_LIMIT, GrowingFile, Header, Seal, list_checkpoints, read_header
 from opusim.training.runs.storage import (
     LOCK_FILE,
+    SIZE_LIMIT,
+    GrowingFile,
+    Header,
+    Seal,
     append_line,
     digest_of,
     json_content,
     kind_of,
+    list_checkpoints,
     only_writer,
+    read_header,
     read_json,
     read_lines,
     require_kind,

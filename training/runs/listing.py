@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
-from opusim.accounting.tables import number
+from opusim.accounting.explanation import number
+from opusim.accounting.guarantee import Guarantee, NoGuarantee
+from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.devices.access import is_held
 from opusim.plugins import FOREIGN_ERRORS
 from opusim.tables import data_size

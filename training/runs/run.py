@@ -12,24 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from opusim.training.data.public_maps import map_from_facts
 from torch import Tensor, nn
 
 from opusim.plugins import Deferred
-from opusim.training.config.data import OWN_ARRAYS, DataConfig
 from opusim.training.config.run import LossName
-from opusim.training.config.sections import is_import_path
+from opusim.training.config.sections import OWN_ARRAYS, DataConfig, is_import_path
 from opusim.training.data import Dataset, Split
 from opusim.training.data.arrays import RecordForm, standardised
-from opusim.training.data.catalogue import build_dataset
+from opusim.training.data.catalogue import bits_per_byte, build_dataset
 from opusim.training.data.dataset import PrincipalComponents, Standardisation, Target, in_single_precision
-from opusim.training.data.features import map_from_facts
 from opusim.training.data.formats import read_arrays
 from opusim.training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
-from opusim.training.data.texts import bits_per_byte
 from opusim.training.errors import DataError
 from opusim.training.networks.base import Network
-from opusim.training.networks.memory import preserved_state
-from opusim.training.networks.objectives import Objective, measure
+from opusim.training.networks.functions import Objective, measure
+from opusim.training.networks.record_independence import preserved_state
 from opusim.training.networks.user_code import (
     load_object,
     require_importable,
@@ -37,9 +35,8 @@ from opusim.training.networks.user_code import (
     warn_if_changed,
 )
 from opusim.training.runs.checkpoints import copy_parameters, read_checkpoint
-from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.folder import RunFolder, StoredRun, newest_checkpoint
 from opusim.training.runs.storage import read_array
-from opusim.training.runs.stored_run import StoredRun, newest_checkpoint
 
 if TYPE_CHECKING:
     from opusim.crossbar.conversion import DeviceModel

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opusim.accounting.journal import Position
 from safetensors import SafetensorError, safe_open
 
 from opusim import checks
-from opusim.accounting.ledger.journal import Position
 from opusim.files import parse_json, read_bytes, require_regular
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.storage import json_digest, new_digest, record_from_json, record_json

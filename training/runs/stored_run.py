@@ -10,7 +10,7 @@ from opusim.accounting.guarantee import Guarantee
 from opusim.training.config.run import RunConfig
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.seal import list_checkpoints, read_header
+from opusim.training.runs.storage import list_checkpoints, read_header
 
 if TYPE_CHECKING:
     from opusim.training.data.dataset import Target

@@ -18,17 +18,16 @@ from typing import Self
 
 import joblib
 from joblib.externals.loky.process_executor import TerminatedWorkerError
+from opusim.training.sweeps.sweep import Point, Row, SweepFolder, failed_row, row_of, write_row
 
-from opusim.accounting.errors import BudgetExceeded
+from opusim.accounting.guarantee import BudgetExceeded
 from opusim.devices.usage import Usage
 from opusim.plugins import FOREIGN_ERRORS
-from opusim.training.config.data import DataConfig, SplitRule
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import is_import_path
+from opusim.training.config.sections import DataConfig, SplitRule, is_import_path
 from opusim.training.data import Dataset
 from opusim.training.data.catalogue import build_dataset
-from opusim.training.engine.forecast import Forecast
-from opusim.training.engine.plan import RunPlan
+from opusim.training.engine.plan import Forecast, RunPlan
 from opusim.training.engine.session import train_on
 from opusim.training.errors import FolderBusy, RunInterrupted, SweepStopped
 from opusim.training.networks.user_code import require_trusted
@@ -36,8 +35,6 @@ from opusim.training.runs.cluster import connected
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.run import Run, load_run
 from opusim.training.runs.storage import only_writer, require_kind
-from opusim.training.sweeps.results import Row, SweepFolder, failed_row, row_of, write_row
-from opusim.training.sweeps.spec import Point
 
 _MAX_DEATHS = 3
 """Worker processes that may die over one run before it counts as failed. If so many die before they start any run, the

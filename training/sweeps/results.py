@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from opusim.training.sweeps.sweep import Point, SweepSpec
+
 from opusim.accounting.guarantee import Status
 from opusim.description.schema import NoiseSettings
 from opusim.training.attacks.findings import read_audit
@@ -21,7 +23,6 @@ from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import AUDIT_FILE
 from opusim.training.runs.run import Run, evaluate_run
 from opusim.training.runs.storage import StoredGuarantee, read_record, write_record
-from opusim.training.sweeps.spec import Point, SweepSpec
 
 SCHEMA_VERSION = 1
 _NOISE_KEYS = ("sigma", "temperature_c", "exposure_us", "noise_multiplier", "epsilon")

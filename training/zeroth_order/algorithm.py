@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork

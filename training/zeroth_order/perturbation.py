@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 
 _CAN_RELEASE_MEMORY = hasattr(mmap, "MADV_DONTNEED")
 _PENDING_LIMIT = 256

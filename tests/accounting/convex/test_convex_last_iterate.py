@@ -12,10 +12,8 @@ from dp_accounting import get_epsilon_gaussian
 from scipy.optimize import minimize
 
 from benchmarks.attacks.claims import FOUR_GATES_RATE, four_gates
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Release, Status
+from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.guarantee import Adjacency, NoGuarantee, Release, Status
 from opusim.accounting.mechanisms.convex import (
     ConvexLastIterate,
     claimed_mu,

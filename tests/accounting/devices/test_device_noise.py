@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opusim.accounting import numerics
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Status
+from opusim.accounting.guarantee import NoGuarantee, Status
 from opusim.accounting.mechanisms.counts import known_counts_guarantee
 from opusim.accounting.mechanisms.readings import (
     ORDERS,

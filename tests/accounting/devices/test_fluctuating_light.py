@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm, poisson
 
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee, least_epsilon
 from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
 

@@ -14,10 +14,8 @@ from scipy.stats import norm, poisson
 
 from benchmarks.devices.count_attack import certified_confusion
 from opusim.accounting import numerics
-from opusim.accounting.calibration import calibrate_noise
-from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Status
+from opusim.accounting.composition import calibrate_noise, guarantees
+from opusim.accounting.guarantee import NoGuarantee, Status
 from opusim.accounting.mechanisms import CertifiedMechanism, mechanism_from_json
 from opusim.accounting.mechanisms.counts import (
     LabelArgmax,
@@ -28,8 +26,7 @@ from opusim.accounting.mechanisms.counts import (
 )
 from opusim.accounting.mechanisms.readings import epsilon_of_divergence
 from opusim.accounting.numerics import poisson_loss
-from opusim.accounting.numerics.poisson_loss import polygon_below
-from opusim.accounting.numerics.poisson_pairs import RenyiBounds
+from opusim.accounting.numerics.poisson_loss import RenyiBounds, polygon_below
 
 DELTA = 1e-5
 PAIRS = [

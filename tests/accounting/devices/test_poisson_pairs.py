@@ -13,7 +13,7 @@ from scipy.stats import poisson
 from opusim.accounting import numerics
 from opusim.accounting.mechanisms.counts import known_counts_epsilon
 from opusim.accounting.numerics import poisson_loss, poisson_pairs
-from opusim.accounting.numerics.poisson_pairs import RenyiBounds, tilted_bounds
+from opusim.accounting.numerics.poisson_loss import RenyiBounds, tilted_bounds
 
 DELTA = 1e-5
 Regime = tuple[int, int, int, float, float]

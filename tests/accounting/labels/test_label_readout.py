@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Guarantee, Status, Unit
-from opusim.accounting.mechanisms.labels import LabelReadout
-from opusim.accounting.mechanisms.observations import (
+from opusim.accounting.mechanisms.labels import (
+    LabelReadout,
     keep_probability,
     label_distance,
     reading_log_likelihood,

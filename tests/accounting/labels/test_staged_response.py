@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
-from opusim.accounting.mechanisms.observations import (
+from opusim.accounting.mechanisms.labels import (
+    RandomizedResponse,
+    StagedResponse,
     among_log_likelihood,
     among_targets,
     respond_among,
     response_log_likelihood,
     telling_labels,
 )
-from opusim.training.protections.staged_responses import ResponseModel
+from opusim.training.protections.noisy_labels import ResponseModel
 
 DELTA = 1e-5
 

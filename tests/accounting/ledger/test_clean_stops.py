@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from opusim.accounting.journal import Journal, Position, Witness, read_position, read_positioned
 
 from opusim.accounting.composition import Budget
-from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
-from opusim.accounting.ledger.journal import Journal, Position, Witness, read_position, read_positioned
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.guarantee import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms.labels import LabelReadout
 from opusim.accounting.mechanisms.records import PoissonGaussian
 

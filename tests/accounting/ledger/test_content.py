@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from opusim.accounting.errors import LedgerCorrupt
-from opusim.accounting.ledger.content import Coverage, Payment, content_of, shortened
+from opusim.accounting.guarantee import LedgerCorrupt
+from opusim.accounting.ledger import Coverage, Payment, content_of, shortened
 from opusim.accounting.mechanisms.labels import LabelBudget
 from opusim.accounting.mechanisms.records import PoissonGaussian
 

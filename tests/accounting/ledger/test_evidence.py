@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import LedgerCorrupt
-from opusim.accounting.guarantee import Guarantee, Release, Status
-from opusim.accounting.ledger.content import Alarm, CertificateFacts
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
-from opusim.accounting.ledger.statement import LedgerFacts, Statement
+from opusim.accounting.explanation import LedgerFacts, Statement
+from opusim.accounting.guarantee import Guarantee, LedgerCorrupt, Release, Status
+from opusim.accounting.ledger import Alarm, CertificateFacts, Ledger, read_ledger
 from opusim.accounting.mechanisms import CertifiedMechanism, mechanism_from_json
 from opusim.accounting.mechanisms.convex import ConvexLastIterate
 from opusim.accounting.mechanisms.labels import LabelAmplified, LabelBudget, LabelReadout

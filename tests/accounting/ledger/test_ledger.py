@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from opusim.accounting.composition import Budget
-from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.guarantee import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.records import PoissonGaussian, RecordCentral
 

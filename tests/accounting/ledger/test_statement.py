@@ -11,12 +11,11 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from opusim.accounting.explanation import WARNINGS, LedgerFacts, RunFacts, Statement, number
 from opusim.accounting.guarantee import Release
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
-from opusim.accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.records import PoissonGaussian, RecordCentral, Unprotected
-from opusim.accounting.tables import number
 from tests.support.command import WIDTH, opusim
 from tests.support.run_folders import made
 

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from opusim.accounting.journal import Journal, read_positioned
 
-from opusim.accounting.ledger import journal
-from opusim.accounting.ledger.journal import Journal, read_positioned
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.ledger import Ledger, journal, read_ledger
 from opusim.accounting.mechanisms.records import PoissonGaussian
 from tests.support.forked import in_forked_process
 

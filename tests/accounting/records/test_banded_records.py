@@ -15,9 +15,8 @@ from dp_accounting.pld import PLDAccountant
 from scipy.special import ndtr
 
 from opusim.accounting import Budget, RecordCentral, guarantees
-from opusim.accounting.errors import BudgetExceeded
-from opusim.accounting.guarantee import Guarantee
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.guarantee import BudgetExceeded, Guarantee
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms import mechanism_from_json
 from opusim.accounting.mechanisms.records import RecordReplaced
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opusim.accounting.journal import Journal
 from scipy.stats import binom
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.explanation import explain
+from opusim.accounting.explanation import explain, guarantee_rows
 from opusim.accounting.guarantee import Adjacency, Guarantee
-from opusim.accounting.ledger.journal import Journal
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms import Mechanism, mechanism_from_json
 from opusim.accounting.mechanisms.records import (
     Gaussian,
@@ -26,7 +26,6 @@ from opusim.accounting.mechanisms.records import (
     RecordReplaced,
 )
 from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
-from opusim.accounting.tables import guarantee_rows
 from opusim.accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 
 ADDED, NULL, REPLACED = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE

@@ -22,8 +22,7 @@ from scipy.stats import norm
 
 from benchmarks.attacks.claims import search_epsilon
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Release, Status, Unit
+from opusim.accounting.guarantee import Adjacency, NoGuarantee, Release, Status, Unit
 from opusim.accounting.mechanisms.records import Gaussian, PoissonGaussian
 from opusim.accounting.mechanisms.selection import (
     NoisyTrial,

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from opusim.calibration.frames import Level, sums_of, take_series
 
-from opusim.calibration.calibrate import Calibration, Plan, calibrate
-from opusim.calibration.flat_series import Level, sums_of, take_series
-from opusim.description.loading import load_description
+from opusim.calibration.calibrate import Calibration, calibrate
+from opusim.calibration.photon_transfer import Plan
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 
 pytestmark = pytest.mark.compiled

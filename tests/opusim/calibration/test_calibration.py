@@ -5,13 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opusim.calibration.frames import decorrelation_time, sparse_patterns
 
-from opusim.calibration.calibrate import Calibration, Plan, calibrate, compare, frames_of, require_noise
-from opusim.calibration.estimates import decorrelation_time, sparse_patterns
+from opusim.calibration.calibrate import (
+    Calibration,
+    calibrate,
+    compare,
+    frames_of,
+    require_noise,
+    write_report,
+)
+from opusim.calibration.photon_transfer import Plan
 from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
-from opusim.calibration.report import write_report
 from opusim.camera.exposure import Exposure
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import PhotonCountLaw, load_certificate

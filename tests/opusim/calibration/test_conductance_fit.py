@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.calibration.conductance_fit import ConductanceFit, Measurements, Shape, fit
-from opusim.calibration.conductance_readings import fit_figure, read_measurements
+from opusim.calibration.conductance_fit import (
+    ConductanceFit,
+    Measurements,
+    Shape,
+    fit,
+    fit_figure,
+    read_measurements,
+)
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from tests.support.command import opusim

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opusim.calibration.calibrate import Calibration, Plan, calibrate, require_noise
+from opusim.calibration.calibrate import Calibration, calibrate, require_noise
 from opusim.calibration.count_law import without_power
 from opusim.calibration.independence import independence_p_values
-from opusim.camera.imperfect import Laser
-from opusim.description.loading import load_description
+from opusim.calibration.photon_transfer import Plan
+from opusim.camera.from_description import Laser
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, load_certificate
 from opusim.errors import NoiseBelowCertificate

@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
+from opusim.calibration.frames import Estimate, Level, jackknife, take_series
 
-from opusim.calibration.calibrate import Plan, take_photon_transfer
-from opusim.calibration.estimates import Estimate, jackknife
-from opusim.calibration.flat_series import Level, take_series
-from opusim.calibration.photon_transfer import PhotonTransfer
+from opusim.calibration.photon_transfer import PhotonTransfer, Plan, take_photon_transfer
 from opusim.devices.registry import open_device
 
 pytestmark = pytest.mark.compiled

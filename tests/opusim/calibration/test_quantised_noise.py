@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from opusim.calibration.frames import dark_noise_dn
 
-from opusim.calibration.estimates import dark_noise_dn
 from opusim.devices.registry import open_device
 
 CONFIDENCE, RUNS = 0.9, 400

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.devices.calibration_faults import RARE, TRUSTED, asked, pink
-from opusim.calibration.independence import standardised
-from opusim.calibration.rare_faults import (
+from opusim.calibration.independence import (
     cut_tails,
     far_limits,
     far_out,
@@ -20,6 +19,7 @@ from opusim.calibration.rare_faults import (
     near_mean,
     one_value,
     slow_noise,
+    standardised,
 )
 from opusim.calibration.reading_noise import evaluate_readings
 from opusim.devices.certificate import Certificate, GaussianLaw, TrustedProperty

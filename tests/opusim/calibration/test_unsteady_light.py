@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from opusim.calibration.frames import Level, jackknife, take_series
 
-from opusim.calibration.calibrate import Calibration, Plan, calibrate
-from opusim.calibration.estimates import jackknife
-from opusim.calibration.flat_series import Level, take_series
-from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
-from opusim.description.loading import load_description
+from opusim.calibration.calibrate import Calibration, calibrate
+from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer, Plan
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 
 pytestmark = pytest.mark.compiled

@@ -5,7 +5,7 @@ import pytest
 from scipy.special import ndtr, ndtri
 from scipy.stats import poisson
 
-from opusim.camera.kernels import fill_counts, fill_numbers
+from opusim.camera.stages import fill_counts, fill_numbers
 from tests.oracles import naive_camera
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from opusim.calibration.calibrate import Plan, calibrate
-from opusim.camera.holography import ReferenceBeam
+from opusim.calibration.calibrate import calibrate
+from opusim.calibration.photon_transfer import Plan
+from opusim.camera.exposure import ReferenceBeam
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseUnknown

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.calibration.calibrate import Plan, calibrate
+from opusim.calibration.calibrate import calibrate
+from opusim.calibration.photon_transfer import Plan
 from opusim.camera.from_description import noise_line, number_rows
 from opusim.camera.stages import Sensor, number_law
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import digest_of
 from opusim.devices.registry import open_device

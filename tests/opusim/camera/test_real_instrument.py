@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from opusim.camera.imperfect import ImperfectExposure
+from opusim.camera.from_description import ImperfectExposure
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseUnknown

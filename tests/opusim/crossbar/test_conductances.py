@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from opusim.crossbar import conductances
-from opusim.crossbar.conductances import Pairs
-from opusim.description.loading import load_description
+from opusim.crossbar.device import Pairs
+from opusim.description.schema import load_description
 from tests.oracles.conductance_moments import moments
 
 DEVICES = 2**18

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opusim.crossbar.device import CrossbarDevice
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
 from opusim.testing.contract import DeviceContract

@@ -19,7 +19,7 @@ from opusim.crossbar.device import CrossbarDevice
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
 from opusim.crossbar.noise_aware import noise_aware
 from opusim.crossbar.programmable import ProgrammableDevice
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from opusim.errors import CapabilityMissing, ConfigError
 from opusim.files import to_toml

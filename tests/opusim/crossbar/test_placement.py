@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from opusim import convert, noise_aware, open_device
+from opusim.crossbar.conversion import digital_names
 from opusim.crossbar.layers import DeviceLinear, DeviceTransposedLinear
-from opusim.crossbar.placement import digital_names
 from opusim.features.optical import OpticalLayer
 
 EXACT = {

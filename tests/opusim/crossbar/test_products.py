@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from opusim.crossbar import products
-from opusim.crossbar.converter import Converter
-from opusim.crossbar.products import TiledProduct, add_codes
+from opusim.crossbar.device import TiledProduct, add_codes
+from opusim.crossbar.programmable import Converter
 from opusim.description.crossbar import ProductSettings
 from opusim.noise import rounded_variance
 from opusim.randomness.streams import NoiseStream, SeededStream

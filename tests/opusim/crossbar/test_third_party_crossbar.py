@@ -12,7 +12,7 @@ import torch
 from opusim.accounting import NoGuarantee
 from opusim.accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
 from opusim.crossbar.conversion import convert
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices import kinds
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device

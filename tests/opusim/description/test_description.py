@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from opusim.description.loading import load_description, packaged_names, parse_description
+from opusim.description.schema import load_description, packaged_names, parse_description
 from opusim.errors import ConfigError
 
 SMALL = """

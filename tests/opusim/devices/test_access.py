@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.access import FOLDER_VARIABLE, lock_file
 from opusim.devices.lighton import quiet
 from opusim.devices.simulated import GaussianDevice

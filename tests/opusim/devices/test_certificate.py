@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.certificate import Certificate, GaussianLaw, OtherLaw, digest_of, load_certificate
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import ConfigError

@@ -122,7 +122,7 @@ def test_hardware_without_its_driver_is_one_clear_line() -> None:
 
 
 def test_hardware_states_no_law_that_nobody_measured() -> None:
-    from opusim.description.loading import load_description
+    from opusim.description.schema import load_description
     from opusim.devices.lighton import LightonDevice
 
     device = LightonDevice(load_description("lighton_appliance"), n_inputs=12, n_outputs=40)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opusim.camera.diagnosis import _shared
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.camera import CameraDevice

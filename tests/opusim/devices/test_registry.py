@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opusim.description.loading import packaged_names
+from opusim.description.schema import packaged_names
 from opusim.devices import kinds
 from opusim.devices.kinds import capabilities_of, device_kinds, devices_that, register_device
 from opusim.devices.registry import list_devices, open_device

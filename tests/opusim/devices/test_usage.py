@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from opusim import open_device
-from opusim.description.loading import load_description
-from opusim.description.schema import FrameSettings
+from opusim.description.schema import FrameSettings, load_description
 from opusim.devices.usage import Usage, UsageMeter
 from opusim.tables import duration, energy
 from tests.support.command import ROOT, opusim

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.medium.directions import Direction
-from opusim.medium.transmission import Medium
+from opusim.medium.transmission import Direction, Medium
 
 SIZES = (1, 7, 2048, 2049, 300_000)
 

@@ -16,14 +16,15 @@ import torch
 from scipy import stats
 
 from opusim.randomness import derive_seed, kernels, rounding_kernels, streams
-from opusim.randomness.kernels import CHUNK, PAIRS
-from opusim.randomness.rounded import ExactNoise, _standard, grid_of, kept_digits, settle, turn_of_pair
-from opusim.randomness.rounding_kernels import (
+from opusim.randomness.kernels import (
+    CHUNK,
+    PAIRS,
     RADIUS_ERROR,
     TRIG_ERROR,
     add_rounded_from_words,
     nearest_by_64_digits,
 )
+from opusim.randomness.rounded import ExactNoise, _standard, grid_of, kept_digits, settle, turn_of_pair
 from opusim.randomness.streams import CorrelatedStream, NoiseStream, SeededStream, SystemStream, noise_stream
 from tests.oracles import naive_philox
 from tests.support.forked import in_forked_process

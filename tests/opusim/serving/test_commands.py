@@ -18,11 +18,11 @@ import torch
 
 from opusim import open_device
 from opusim.camera.from_description import noise_line
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
 from opusim.errors import DeviceBusy
+from opusim.serving.keys import require_zmq
 from opusim.serving.remote import about
-from opusim.serving.zeromq import require_zmq
 from tests.support.command import COMMAND, ROOT, opusim
 from tests.support.served import Laboratory, ServerProcess, new_laboratory, serving
 

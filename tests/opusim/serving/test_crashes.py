@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from opusim import open_device, register_device
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseBelowCertificate

@@ -11,8 +11,8 @@ import torch
 import zmq
 
 from opusim import open_device
+from opusim.serving.connections import Message, read_message, told_error
 from opusim.serving.keys import own_key, server_key
-from opusim.serving.messages import Message, read_message, told_error
 from opusim.serving.server import Limits
 from tests.support.served import Laboratory, serving
 

@@ -18,9 +18,8 @@ import zmq
 
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, DeviceUnavailable
-from opusim.serving.connections import _LINES, Door, Refusals
+from opusim.serving.connections import _LINES, Door, Message, Refusals, told_error
 from opusim.serving.keys import Users, own_key
-from opusim.serving.messages import Message, told_error
 from opusim.serving.server import Limits, Server
 from tests.support.killing import start_child
 from tests.support.patience import eventually

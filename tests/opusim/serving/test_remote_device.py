@@ -11,7 +11,7 @@ import torch
 
 from opusim import open_device
 from opusim.crossbar.layers import DeviceLinear
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.errors import CapabilityMissing, ConfigError, DeviceFault, DeviceUnavailable
 from opusim.noise import GaussianNoise, PhotonCountNoise

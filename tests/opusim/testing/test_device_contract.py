@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from opusim import checks
-from opusim.description.loading import load_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device

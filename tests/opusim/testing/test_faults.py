@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from opusim import hw_configs
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices import kinds
 from opusim.devices.camera import CameraDevice
 from opusim.devices.kinds import register_device

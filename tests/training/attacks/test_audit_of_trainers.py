@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced
 from opusim.training.attacks import record_terms
+from opusim.training.attacks.base import KeptTerms, NotedTerms, OuterProducts
 from opusim.training.attacks.findings import Audit, Finding, Role
-from opusim.training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts
 from opusim.training.attacks.replay import MembershipGame, noiseless_steps, replayed_step
 from opusim.training.attacks.run_audit import audit_run, read_run
 from opusim.training.attacks.update_attacks import DifferenceAttack

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from opusim import training
 from opusim.accounting.audit import Method
-from opusim.accounting.errors import NoGuarantee
-from opusim.training.attacks.findings import audit_rows, read_audit
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.training.attacks.findings import audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.final_model import (
     SCORES_FILE,
     FinalModelGame,
@@ -27,7 +27,6 @@ from opusim.training.attacks.one_run.final_model import (
     read_scores,
 )
 from opusim.training.attacks.run_audit import read_run
-from opusim.training.attacks.words import paragraphs
 from opusim.training.cli.app import app
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import FINAL_MODEL_FILE, RunFolder

@@ -10,8 +10,7 @@ import pytest
 
 from opusim.accounting.audit import AuditPlan, Law, OneRunPlan, audit, audit_one_run
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from opusim.training.attacks.findings import Audit, Finding, Played, Role
-from opusim.training.attacks.words import paragraphs, verdict
+from opusim.training.attacks.findings import Audit, Finding, Played, Role, paragraphs, verdict
 
 DELTA = 1e-5
 CLAIM = Guarantee(

@@ -19,12 +19,9 @@ from opusim import training
 from opusim.accounting.audit import AuditResult, audit_drawn_noise, lower_bound
 from opusim.accounting.mechanisms import mechanism_classes
 from opusim.randomness.streams import NoiseStream
-from opusim.training.attacks.findings import Curve, Role
-from opusim.training.attacks.games.base import TwoWorlds, played
-from opusim.training.attacks.games.labels import RECORDS, AmplifiedGame
-from opusim.training.attacks.games.released_model import LastIterateGame
+from opusim.training.attacks.findings import Curve, Role, paragraphs
+from opusim.training.attacks.games import RECORDS, AmplifiedGame, LastIterateGame, TwoWorlds, played
 from opusim.training.attacks.run_audit import audit_run
-from opusim.training.attacks.words import paragraphs
 from opusim.training.convex.trainer import ConvexTrainer
 from opusim.training.reports.audit_page import write_audit_page
 from tests.support.faults.base import all_replaced, replaced

@@ -14,14 +14,21 @@ import pytest
 from typer.testing import CliRunner
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.mechanisms.labels import StagedResponse
-from opusim.accounting.mechanisms.observations import UniformSource
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.mechanisms.labels import StagedResponse, UniformSource
 from opusim.errors import ConfigError
-from opusim.training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked, shared
-from opusim.training.attacks.mechanism.contributions import Amounts, single_record_checks
-from opusim.training.attacks.mechanism.counted import staged_checks
-from opusim.training.attacks.mechanism.report import Check, MechanismAudit, report_text
+from opusim.training.attacks.mechanism.audit import staged_checks
+from opusim.training.attacks.mechanism.checks import (
+    BatchLaw,
+    Check,
+    MechanismAudit,
+    Released,
+    Sums,
+    checked,
+    report_text,
+    shared,
+)
+from opusim.training.attacks.mechanism.readings import Amounts, single_record_checks
 from opusim.training.cli.app import app
 from opusim.training.protections import noisy_labels, staged_responses
 from opusim.training.zeroth_order.trainer import Differences

@@ -18,7 +18,7 @@ from opusim import training
 from opusim.accounting.audit import Method
 from opusim.randomness.streams import NoiseStream
 from opusim.training.attacks.findings import Role
-from opusim.training.attacks.mechanism.report import MechanismAudit, report_text
+from opusim.training.attacks.mechanism.checks import MechanismAudit, report_text
 from opusim.training.attacks.one_run.audit import audit_one_training
 from opusim.training.attacks.run_audit import audit_run
 from opusim.training.cli import main

@@ -17,15 +17,13 @@ from typer.testing import CliRunner
 from benchmarks.attacks import one_run
 from opusim import training
 from opusim.accounting.audit import Method
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanisms.records import RecordReplaced
 from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Audit, Role, audit_rows, read_audit
+from opusim.training.attacks.findings import Audit, Role, audit_rows, paragraphs, read_audit
 from opusim.training.attacks.one_run.audit import _crafted, audit_one_training, claimed_epsilon, started_again
 from opusim.training.attacks.one_run.observers import EntryObserver, Steps, log_ratio, shifted
 from opusim.training.attacks.run_audit import read_run
-from opusim.training.attacks.words import paragraphs
 from opusim.training.cli.app import app
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.engine.session import train_planned

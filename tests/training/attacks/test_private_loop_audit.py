@@ -16,7 +16,7 @@ import opusim
 from opusim.accounting.audit import Method
 from opusim.errors import ConfigError
 from opusim.training.attacks.findings import Role, read_audit
-from opusim.training.attacks.mechanism.report import report_text
+from opusim.training.attacks.mechanism.checks import report_text
 from opusim.training.cli.app import app
 from opusim.training.protections.record import RecordGradients
 from tests.support.faults import clipped_by_layer, noise_halved

@@ -13,10 +13,9 @@ import torch
 from opusim import training
 from opusim.accounting.guarantee import Status
 from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Audit, Finding, Role
+from opusim.training.attacks.findings import Audit, Finding, Role, paragraphs
 from opusim.training.attacks.replay import replayed_step
 from opusim.training.attacks.run_audit import audit_run, read_run
-from opusim.training.attacks.words import paragraphs
 from opusim.training.errors import RunFolderError
 from opusim.training.protections.record import RecordGradients
 from opusim.training.reports.run_report import write_report

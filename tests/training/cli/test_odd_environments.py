@@ -18,8 +18,7 @@ from opusim.processes.ranks import Ranks
 from opusim.training.cli import app
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.folder import RunFolder
-from opusim.training.runs.seal import GrowingFile, Prefix
-from opusim.training.runs.storage import append_line, digest_of, only_writer
+from opusim.training.runs.storage import GrowingFile, Prefix, append_line, digest_of, only_writer
 from tests.support import run_folders
 from tests.support.command import ROOT, opusim
 

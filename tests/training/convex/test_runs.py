@@ -17,9 +17,8 @@ import torch
 from typer.testing import CliRunner
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Release, Status
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import Adjacency, NoGuarantee, Release, Status
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, proven_mu
 from opusim.errors import ConfigError
 from opusim.training.cli import main

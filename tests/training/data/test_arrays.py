@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from opusim.training.data import Dataset, Split, from_arrays, load_dataset
+from opusim.training.data.arrays import seeded_permutation, split_by_index
 from opusim.training.data.dataset import Standardisation
-from opusim.training.data.splits import seeded_permutation, split_by_index
 
 X = np.arange(60, dtype=np.float64).reshape(20, 3)
 Y = np.arange(20) % 4

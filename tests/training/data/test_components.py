@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from opusim.training.data.public_maps import random_shapes, synthetic_components
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.training.config.reading import merged
 from opusim.training.data import from_arrays
 from opusim.training.data.dataset import PrincipalComponents, reduced
-from opusim.training.data.synthetic_images import random_shapes, synthetic_components
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.run import evaluate_run
 from opusim.training.runs.storage import read_array, write_array

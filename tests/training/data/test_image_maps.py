@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opusim.training.data.public_maps import (
+    HogMap,
+    PublicMap,
+    RandomConvolutionMap,
+    ScatteringMap,
+    map_from_facts,
+)
 
 from opusim import training
 from opusim.errors import ConfigError
 from opusim.training.data import load_dataset, public_map
-from opusim.training.data.features import map_from_facts
-from opusim.training.data.image_maps import HogMap, RandomConvolutionMap, ScatteringMap
-from opusim.training.data.public_map import PublicMap
 
 CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp"},

@@ -165,7 +165,7 @@ SPEC = 'title = "t"\nconfig = { trainer = { kind = "bp" }, model = { hidden = [4
 def test_rows_of_sweeps(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     arguments = ("curve", tmp_path / "spec.toml", "--draw-only", "--out", tmp_path / "sweep")
-    from opusim.training.sweeps.spec import points_of, read_spec
+    from opusim.training.sweeps.sweep import points_of, read_spec
 
     (point,) = points_of(*read_spec(tmp_path / "spec.toml"))
     rows = tmp_path / "sweep" / "rows"

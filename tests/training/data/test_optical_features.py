@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opusim.training.data.public_maps import OpticalMap
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from opusim import open_device, training
-from opusim.accounting.errors import NoGuarantee
-from opusim.description.loading import load_description
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.description.schema import load_description
 from opusim.errors import ConfigError
 from opusim.files import to_toml
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.data import load_dataset, public_map
-from opusim.training.data.optical_map import OpticalMap
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan, load_data, with_own_inputs
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from opusim.training.data import Dataset, from_arrays, load_dataset
-from opusim.training.data.splits import split_by_content, split_by_id
+from opusim.training.data.arrays import split_by_content, split_by_id
 
 WIDTH = 4
 FLOATS = hnp.arrays(

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import opusim
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.config import load_config

@@ -14,12 +14,12 @@ import torch
 
 import opusim
 import opusim.training.runs.run
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.config import load_config
 from opusim.training.data import Dataset, texts
-from opusim.training.data.texts import bits_per_byte, load_text
+from opusim.training.data.catalogue import bits_per_byte, load_text
 from opusim.training.engine.plan import load_data
 from opusim.training.errors import DataError
 from opusim.training.protections.planning import require_covered

@@ -8,25 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opusim.training.reports.device_privacy import (
+    MIN_SHARE,
+    LabelCounts,
+    label_counts,
+    target_rows,
+    temperature_rows,
+)
 from typer.testing import CliRunner
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Status, Unit
-from opusim.accounting.mechanisms.labels import LabelReadout
-from opusim.accounting.mechanisms.observations import label_distance
+from opusim.accounting.guarantee import NoGuarantee, Status, Unit
+from opusim.accounting.mechanisms.labels import LabelReadout, label_distance
 from opusim.camera.exposure import OperatingPoint
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of, load_certificate
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.training.cli.app import app
-from opusim.training.device_privacy.camera import MIN_SHARE, LabelCounts, label_counts
-from opusim.training.device_privacy.camera_tables import target_rows, temperature_rows
-from opusim.training.protections.argmax_labels import ArgmaxReadout
+from opusim.training.protections.argmax_labels import ArgmaxReadout, LabelFrames
 from opusim.training.protections.counted_labels import CountsReadout
-from opusim.training.protections.label_frames import LabelFrames
 
 DELTA = 1e-2
 HOT = OperatingPoint(temperature_c=60.0, light=0.01)

@@ -8,15 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
+from opusim.training.reports.device_privacy import device_levels
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.mechanisms.labels import LabelReadout
-from opusim.accounting.mechanisms.observations import label_distance
-from opusim.description.loading import load_description
+from opusim.accounting.mechanisms.labels import LabelReadout, label_distance
+from opusim.description.schema import load_description
 from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
-from opusim.training.device_privacy.levels import device_levels
 from opusim.training.engine.session import train
 from opusim.training.runs.run import load_run
 

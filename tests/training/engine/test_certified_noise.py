@@ -11,7 +11,7 @@ import torch
 
 from opusim.accounting.composition import Budget
 from opusim.accounting.guarantee import Status
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.devices.kinds import register_device
 from opusim.errors import DeviceError, NoiseBelowCertificate
 from opusim.training.config.run import RunConfig

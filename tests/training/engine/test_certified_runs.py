@@ -12,15 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from opusim.training.sweeps.tuning import Search
 
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Status
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import NoGuarantee, Status
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms import CertifiedMechanism
 from opusim.calibration.calibrate import calibrate
-from opusim.description.loading import load_description
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw, digest_of
 from opusim.devices.kinds import register_device
@@ -31,7 +30,7 @@ from opusim.randomness.streams import noise_stream
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training import train as trained
 from opusim.training.attacks.run_audit import audit_run
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.engine.certified import VOUCHED
 from opusim.training.engine.loop import Engine
 from opusim.training.errors import RunFolderError, RunInterrupted
@@ -40,7 +39,6 @@ from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.listing import list_runs
 from opusim.training.runs.run import Run, load_run
-from opusim.training.tuning import Search
 
 TODAY, BETA, SIGMA, OUTPUTS = datetime.date.today(), 1e-7, 0.5, 64
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from opusim import training
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.training.engine.callbacks import Callback
 
 BASE: dict[str, Any] = {

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opusim.training.data.public_maps import HogMap
 
 from opusim import files
 from opusim.processes import memory
 from opusim.training.config import load_config
 from opusim.training.data.arrays import from_arrays
-from opusim.training.data.image_maps import HogMap
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.network import FullyConnected
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from opusim.accounting.ledger.content import LedgerContent
+from opusim.accounting.ledger import LedgerContent
 from opusim.training.runs.folder import RunFolder
 from tests.support.stop_harness import STEPS
 

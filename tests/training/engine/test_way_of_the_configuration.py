@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from opusim import training
-from opusim.accounting.ledger.ledger import Ledger
+from opusim.accounting.ledger import Ledger
 from opusim.training.config.run import RunConfig
 from opusim.training.engine.plan import RunPlan
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import opusim
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.errors import ConfigError
 from opusim.training.errors import RunInterrupted
 from opusim.training.reports.run_report import write_report

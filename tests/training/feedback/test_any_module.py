@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from opusim import open_device, training
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError, DeviceError
 from opusim.training.cli.train import print_run
 from opusim.training.config.sections import MODEL_NAMES, OptimizerConfig
 from opusim.training.data import from_arrays
-from opusim.training.engine.trainer import Trainer
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.errors import DataError, RunFolderError, TrainingDiverged
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
@@ -25,15 +25,14 @@ from opusim.training.feedback.modules import ModuleGradients, feedback_points
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.any_module import AnyModule, from_recipe
+from opusim.training.networks.functions import Objective, measure
 from opusim.training.networks.models import MODELS
 from opusim.training.networks.network import FullyConnected
-from opusim.training.networks.objectives import Objective, measure
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.networks.user_code import require_trusted
 from opusim.training.reports.run_report import write_report
-from opusim.training.runs.folder import RunFolder
+from opusim.training.runs.folder import RunFolder, read_run
 from opusim.training.runs.listing import list_runs
-from opusim.training.runs.stored_run import read_run
 
 CONFIG: dict[str, Any] = {
     "threads": 1,

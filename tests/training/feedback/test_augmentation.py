@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opusim.training.data.public_maps import Augmentation
 from torch import Tensor, nn
 
 from opusim import training
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 from opusim.training.config.reading import merged
-from opusim.training.data.image_maps import Augmentation
 from opusim.training.feedback.modules import ModuleGradients
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.any_module import AnyModule
-from opusim.training.networks.objectives import Objective
+from opusim.training.networks.functions import Objective
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint

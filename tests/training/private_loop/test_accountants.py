@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from opusim.accounting.explanation import Statement
 from opusim.accounting.guarantee import Status
-from opusim.accounting.ledger.statement import Statement
 from tests.support.packages import install
 from tests.support.private_loops import private_loop, run_epoch
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import opusim
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.training.errors import FolderBusy
 from tests.support.forked import in_forked_process
 from tests.support.private_loops import parts, private_loop, run_epoch

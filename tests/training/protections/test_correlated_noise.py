@@ -16,11 +16,10 @@ from scipy.optimize import minimize
 from scipy.stats import norm
 
 from opusim import training
-from opusim.accounting.errors import BudgetExceeded, NoGuarantee
-from opusim.accounting.guarantee import Status
+from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee, Status
 from opusim.errors import ConfigError
 from opusim.randomness.streams import CorrelatedStream, SeededStream, SystemStream
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.engine.plan import RunPlan, load_data
 from opusim.training.errors import RunInterrupted

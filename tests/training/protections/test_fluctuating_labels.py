@@ -11,27 +11,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opusim.training.reports.device_privacy import label_counts
 from scipy.stats import norm
 
 from opusim import open_device, training
 from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import Status
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.counts import LabelArgmax, argmax_epsilon
-from opusim.description.loading import load_description
+from opusim.description.schema import load_description
 from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.noise import LightPower
-from opusim.training.device_privacy.camera import OperatingPoint, label_counts
+from opusim.training.device_privacy.camera import OperatingPoint
 from opusim.training.protections.argmax_labels import (
+    POWER_SHARE,
     ArgmaxReadout,
     Cell,
+    LabelFrames,
     confusion,
     largest_epsilon,
     shared_range,
 )
 from opusim.training.protections.counted_labels import CountsReadout
-from opusim.training.protections.label_frames import POWER_SHARE, LabelFrames
 
 K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
 POWER = {"law": "log_normal", "rms": 0.3}

@@ -13,8 +13,8 @@ import torch
 from scipy.stats import norm
 
 from opusim import open_device, training
-from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import BudgetExceeded, LedgerCorrupt
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.labels import LabelReadout, RandomizedResponse
 from opusim.errors import ConfigError

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from opusim import training
-from opusim.accounting.errors import NoGuarantee
+from opusim.accounting.guarantee import NoGuarantee
 from opusim.randomness.streams import noise_stream
 from opusim.training.config.reading import merged
 from opusim.training.config.sections import OptimizerConfig

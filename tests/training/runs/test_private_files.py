@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opusim.training.sweeps.sweep import SweepFolder, SweepResult, points_of, read_spec
 
 from opusim import files, training
 from opusim.training.reports.run_report import write_report
 from opusim.training.reports.sweep_report import write_sweep
 from opusim.training.runs.run import load_run
 from opusim.training.sweeps.execution import run_sweep
-from opusim.training.sweeps.results import SweepFolder, SweepResult
-from opusim.training.sweeps.spec import points_of, read_spec
 from tests.support.command import opusim
 
 SMALL: dict[str, Any] = {

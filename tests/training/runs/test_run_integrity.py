@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opusim.accounting.journal import Journal, read_positioned
 from safetensors.torch import save
 
 from opusim import training
-from opusim.accounting.errors import LedgerCorrupt
-from opusim.accounting.ledger.journal import Journal, read_positioned
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import LedgerCorrupt
+from opusim.accounting.ledger import read_ledger
 from opusim.errors import DeviceError
 from opusim.training.attacks.run_audit import audit_run
 from opusim.training.cli import main

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opusim.accounting.journal import Journal
 
 from opusim import training
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import BudgetExceeded, LedgerCorrupt, NoGuarantee
-from opusim.accounting.ledger.journal import Journal
-from opusim.accounting.ledger.ledger import Ledger, read_ledger
+from opusim.accounting.guarantee import BudgetExceeded, LedgerCorrupt, NoGuarantee
+from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanisms import mechanism_from_json
 from opusim.training.cli import main
 from opusim.training.engine.loop import Engine

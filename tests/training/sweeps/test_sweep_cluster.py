@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from opusim.training.sweeps.sweep import Point, SweepFolder, points_of, read_spec
 
 from opusim.training.errors import SweepStopped
 from opusim.training.sweeps.execution import run_sweep
-from opusim.training.sweeps.results import SweepFolder
-from opusim.training.sweeps.spec import Point, points_of, read_spec
 from tests.support.ports import free_port
 
 dask = pytest.importorskip("dask")

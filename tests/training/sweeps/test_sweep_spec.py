@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from opusim.training.sweeps.sweep import Point, one_at_a_time, points_of, read_spec
 
 from opusim.errors import ConfigError
-from opusim.training.sweeps.spec import Point, one_at_a_time, points_of, read_spec
 
 SPEC = """\
 title = "t"

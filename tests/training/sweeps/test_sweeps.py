@@ -16,6 +16,17 @@ from pathlib import Path
 
 import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
+from opusim.training.sweeps.sweep import (
+    Point,
+    Row,
+    SweepFolder,
+    SweepResult,
+    SweepSpec,
+    points_of,
+    read_row,
+    read_spec,
+    write_row,
+)
 
 from opusim.tables import energy
 from opusim.training.cli import main
@@ -28,8 +39,6 @@ from opusim.training.runs.run import evaluate_run, load_run
 from opusim.training.sweeps import execution
 from opusim.training.sweeps import results as curves
 from opusim.training.sweeps.execution import SweepForecast, run_point, run_sweep
-from opusim.training.sweeps.results import Row, SweepFolder, SweepResult, read_row, write_row
-from opusim.training.sweeps.spec import Point, SweepSpec, points_of, read_spec
 
 SPEC = """\
 title = "Digits at three noises"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 from opusim.randomness.rounded import toward_zero
-from opusim.training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
+from opusim.training.zeroth_order.step_log import InPlacePerturbation, MemoryMappedTensors, StepEntry
 from opusim.training.zeroth_order.trainer import (
     LARGEST_DIFFERENCE,
     Differences,

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from opusim import training
-from opusim.accounting.errors import BudgetExceeded, NoGuarantee
-from opusim.accounting.guarantee import Status
+from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee, Status
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import RoundedNoise
 from opusim.randomness.streams import SeededStream

@@ -33,7 +33,9 @@ from opusim.accounting.mechanisms.labels import (
     RandomizedResponse,
     StagedResponse,
 )
-from opusim.training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes, same_labels
+from opusim.training.attacks.base import Adversary, crafted
+from opusim.training.attacks.games import TwoWorlds, in_passes
+from opusim.training.attacks.games.base import same_labels
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
@@ -41,8 +43,12 @@ from opusim.training.networks.network import FullyConnected
 from opusim.training.protections.amplified_labels import AmplifiedLabelProtection
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.protections.config import LabelAmplifiedConfig
-from opusim.training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
-from opusim.training.protections.staged_responses import StagedResponses, drawn_parts
+from opusim.training.protections.noisy_labels import (
+    OneLookProtection,
+    StagedResponseProtection,
+    StagedResponses,
+    drawn_parts,
+)
 
 _PAIR_DELTA = 1e-5
 _LEAST_KNOWN = 2000

@@ -23,9 +23,10 @@ import torch
 
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, learning_rates, proven_mu
 from opusim.accounting.mechanisms.labels import LabelRelease
-from opusim.training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
+from opusim.training.attacks.base import Adversary, crafted
+from opusim.training.attacks.games import TwoWorlds, in_passes
 from opusim.training.convex.algorithm import ConvexAlgorithm
-from opusim.training.convex.gated import GatedNetwork, GatedRelu
+from opusim.training.convex.trainer import GatedNetwork, GatedRelu
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.optimizers import set_learning_rate
 from opusim.training.protections.released_model import LabelReleaseProtection

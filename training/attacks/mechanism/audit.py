@@ -16,33 +16,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opusim import checks
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from opusim.training.attacks.mechanism.checks import Released, checked, shared
-from opusim.training.attacks.mechanism.contributions import (
+from opusim.training.attacks.mechanism.audit import count_checks, response_checks, staged_checks
+from opusim.training.attacks.mechanism.checks import Check, MechanismAudit, Released, checked, shared
+from opusim.training.attacks.mechanism.counted import answer_checks
+from opusim.training.attacks.mechanism.readings import (
     STEPS,
     Weights,
+    kept_scores,
+    kept_states,
     read_amounts,
+    released_steps,
+    responses,
     single_record_checks,
     small_batches,
 )
-from opusim.training.attacks.mechanism.counted import (
-    answer_checks,
-    count_checks,
-    response_checks,
-    staged_checks,
-)
-from opusim.training.attacks.mechanism.readings import (
-    kept_scores,
-    kept_states,
-    released_steps,
-    responses,
-)
-from opusim.training.attacks.mechanism.report import Check, MechanismAudit
 from opusim.training.attacks.mechanism.subjects import (
     COUNTED,
     MODULES,
@@ -55,10 +48,9 @@ from opusim.training.attacks.mechanism.subjects import (
     require_known_laws,
     require_steps,
 )
-from opusim.training.config.kinds import PROTECTIONS
-from opusim.training.config.reading import load_config, merged, parse_setting
-from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import ProtectionSection
+from opusim.training.config.kinds import PROTECTIONS, ProtectionSection
+from opusim.training.config.reading import merged, parse_setting
+from opusim.training.config.run import RunConfig, load_config
 from opusim.training.data import Dataset
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.session import train

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import kolmogorov, ndtr
 
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value
-from opusim.training.attacks.mechanism.report import Check
+from opusim.training.attacks.mechanism.checks import Check
 
 LAGS = (1, 2, 3, 4)
 _PARTS, _LEAST_PART = 32, 8

@@ -20,15 +20,14 @@ import scipy.stats
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms import Mechanism
-from opusim.medium.directions import Direction
+from opusim.medium.transmission import Direction
 from opusim.p_values import bonferroni
 from opusim.training.attacks.base import Records
-from opusim.training.attacks.controls import plain_descent
-from opusim.training.attacks.mechanism.report import Check
+from opusim.training.attacks.mechanism.checks import Check
 from opusim.training.attacks.mechanism.subjects import Subject
-from opusim.training.attacks.replay import NoiselessStep
+from opusim.training.attacks.replay import NoiselessStep, plain_descent
 from opusim.training.config.reading import merged
 from opusim.training.config.run import RunConfig
 from opusim.training.convex.config import ConvexConfig

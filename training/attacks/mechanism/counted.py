@@ -19,12 +19,11 @@ import scipy.stats
 from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
-from opusim.training.attacks.mechanism.checks import LAGS, shared
-from opusim.training.attacks.mechanism.report import Check
+from opusim.training.attacks.mechanism.checks import LAGS, Check, shared
 from opusim.training.data import Dataset
 from opusim.training.engine.plan import RunPlan
+from opusim.training.protections.argmax_labels import LabelFrames
 from opusim.training.protections.counted_labels import equidistant_pixels
-from opusim.training.protections.label_frames import LabelFrames
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array
 

@@ -18,10 +18,10 @@ import numpy as np
 import scipy.signal
 from torch import Tensor
 
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, learning_rates
 from opusim.training.attacks.mechanism.checks import BatchLaw, Released, Sums
-from opusim.training.attacks.mechanism.contributions import (
+from opusim.training.attacks.mechanism.readings import (
     Gradient,
     Weights,
     clipped,

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opusim.accounting.errors import NoGuarantee
-from opusim.description.loading import load_description
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.description.schema import load_description
 from opusim.errors import ConfigError
+from opusim.training.config.kinds import ProtectionSection
 from opusim.training.config.reading import flat
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import ProtectionSection
-from opusim.training.convex.gated import GatedRelu
+from opusim.training.convex.trainer import GatedRelu
 from opusim.training.data import Dataset, Split
 from opusim.training.data.dataset import Standardisation
 from opusim.training.networks.sequence_models import encoder_block

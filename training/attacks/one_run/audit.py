@@ -19,20 +19,20 @@ from opusim import checks
 from opusim.accounting import numerics
 from opusim.accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from opusim.accounting.composition import guarantees as composed
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, Guarantee, Unit
-from opusim.accounting.ledger.content import LedgerContent
-from opusim.accounting.ledger.ledger import read_ledger
+from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
+from opusim.accounting.ledger import LedgerContent, read_ledger
 from opusim.accounting.mechanisms import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.findings import Audit, Finding, Played, Role
-from opusim.training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
 from opusim.training.attacks.one_run.observers import (
+    Canaries,
+    CraftedGradients,
     EntryObserver,
     FirstLayerObserver,
     Observer,
     Sight,
+    weight_layers,
 )
 from opusim.training.attacks.replay import AuditedRun
 from opusim.training.attacks.run_audit import ROOM, audit_place, drawn_seed, keep, read_run, update_clipping
@@ -41,8 +41,7 @@ from opusim.training.engine.algorithm import Arrays
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train_planned
 from opusim.training.feedback.config import FeedbackConfig
-from opusim.training.networks.layers import LayeredNetwork
-from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.network import FullyConnected, LayeredNetwork
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import RunFolder
 from opusim.training.ulr.config import UlrConfig

@@ -27,7 +27,7 @@ from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.base import Network
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import ConvolutionUse, LinearUse, Use
-from opusim.training.networks.layers import LayeredNetwork, ModuleUse
+from opusim.training.networks.network import LayeredNetwork, ModuleUse
 from opusim.training.protections.base import PrivateGradients, WrappedGradients
 
 _EXCESS = 2.0**10

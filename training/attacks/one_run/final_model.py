@@ -40,8 +40,7 @@ from torch import Tensor, nn
 from opusim import checks
 from opusim.accounting.audit import FEWEST_CANARIES
 from opusim.accounting.composition import guarantees
-from opusim.accounting.errors import NoGuarantee
-from opusim.accounting.guarantee import Adjacency, from_json
+from opusim.accounting.guarantee import Adjacency, NoGuarantee, from_json
 from opusim.accounting.mechanisms import Mechanism
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed

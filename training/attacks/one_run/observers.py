@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from opusim.accounting.audit import Law, Method
 from opusim.training.attacks.base import Descent
-from opusim.training.attacks.one_run.canaries import Canaries, CraftedGradients
+from opusim.training.attacks.one_run.observers import Canaries, CraftedGradients
 from opusim.training.attacks.update_attacks import row_space
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.samplers import Sampler

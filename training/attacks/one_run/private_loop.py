@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
 from opusim import checks
-from opusim.accounting.ledger.ledger import LEDGER_FILE, read_ledger
+from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.findings import Audit
 from opusim.training.attacks.one_run.audit import DEFAULT_CANARIES, read_canaries
-from opusim.training.attacks.one_run.canaries import Canaries, CraftedGradients
-from opusim.training.attacks.one_run.observers import GradientObserver
+from opusim.training.attacks.one_run.observers import Canaries, CraftedGradients, GradientObserver
 from opusim.training.attacks.run_audit import drawn_seed
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.networks.any_module import AnyModule

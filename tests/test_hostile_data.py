@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, VERSION, read_save
 from PIL import Image
 from safetensors.numpy import save
 
@@ -30,13 +31,11 @@ from opusim.errors import ConfigError
 from opusim.serving.connections import BadMessage, Message, read_message
 from opusim.serving.journal import Entry, read_journal
 from opusim.training.attacks.findings import Audit, Finding, Played, Role, audit_rows, paragraphs, read_audit
-from opusim.training.config.data import DataConfig
+from opusim.training.config.sections import DataConfig
 from opusim.training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx
 from opusim.training.data.tables import file_dataset
 from opusim.training.engine.callbacks import Callback
 from opusim.training.errors import DataError, RunFolderError
-from opusim.training.private_loop.saves import CHECKPOINT_FILE, VERSION, read_save
-from opusim.training.private_loop.settings import SETTINGS_FILE
 from opusim.training.runs.checkpoints import read_checkpoint, read_tensors
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import (

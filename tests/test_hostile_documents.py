@@ -27,8 +27,7 @@ from opusim.devices.certificate import Certificate, GaussianLaw, PhotonCountLaw,
 from opusim.errors import ConfigError, DeviceUnavailable
 from opusim.files import parse_json, parse_toml
 from opusim.serving.keys import make_key, read_key
-from opusim.training.config.reading import load_config
-from opusim.training.config.run import RunConfig
+from opusim.training.config.run import RunConfig, load_config
 from opusim.training.sweeps.sweep import points_of, read_spec
 from tests.support.hostile_files import (
     DATES,

@@ -33,12 +33,11 @@ from opusim import convert, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import SeededStream
 from opusim.tables import duration, energy, print_table
-from opusim.training.config.data import DataConfig
+from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset
 from opusim.training.data.catalogue import build_dataset
 from opusim.training.feedback.points import FeedbackAlignment
-from opusim.training.ulr.estimator import Estimator
-from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
 
 MODULE, NAME = "benchmarks.analog.in_situ", "analog_in_situ"

@@ -28,7 +28,7 @@ from benchmarks.markdown import command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, noise_aware
 from opusim.tables import print_table
-from opusim.training.config.data import DataConfig
+from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset, Split
 from opusim.training.data.catalogue import build_dataset
 

@@ -24,7 +24,7 @@ from benchmarks.analog.lifetimes import NAME as LIFETIMES
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, load_description
-from opusim.training.config.data import DataConfig
+from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset
 from opusim.training.data.catalogue import build_dataset
 

@@ -23,7 +23,7 @@ from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
 from opusim.training.attacks.findings import Role
 from opusim.training.attacks.one_run.final_model import DRAWN, FinalModelGame, play, read_scores
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.data.catalogue import build_dataset
 from opusim.training.data.tables import own_dataset
 from opusim.training.engine.plan import RunPlan, with_own_inputs

@@ -26,7 +26,7 @@ from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
 from opusim.training.attacks.findings import Audit, Role
 from opusim.training.attacks.one_run.audit import CONFIDENCE, play_one_run
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.data.tables import own_dataset
 from opusim.training.engine.plan import RunPlan, with_own_inputs
 from tests.support.faults import FAULTS, OF_ONE_RUN

@@ -28,8 +28,7 @@ from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.network import FullyConnected
 from opusim.training.zeroth_order.algorithm import ZoAlgorithm
 from opusim.training.zeroth_order.config import ZoConfig
-from opusim.training.zeroth_order.perturbation import StepEntry
-from opusim.training.zeroth_order.step_log import StepLog
+from opusim.training.zeroth_order.step_log import StepEntry, StepLog
 
 _LARGE = 1e12
 """x."""

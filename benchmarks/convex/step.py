@@ -23,8 +23,14 @@ from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.pdfa_step import void
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
-from opusim.training.convex.gated import GatedNetwork, GatedRecords, GatedRelu
-from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.training.convex.trainer import (
+    ConvexTrainer,
+    Descent,
+    GatedNetwork,
+    GatedRecords,
+    GatedRelu,
+    Objective,
+)
 
 MODULE, NAME = "benchmarks.convex.step", "convex_step"
 FEATURES, CLASSES, HYPERPLANES, BATCH = 784, 10, 128, 1000

@@ -20,8 +20,8 @@ from opusim.accounting.mechanisms.readings import epsilon_of_divergence
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
+from opusim.training.protections.argmax_labels import LabelFrames
 from opusim.training.protections.counted_labels import CountsReadout
-from opusim.training.protections.label_frames import LabelFrames
 from opusim.training.reports.device_privacy import LIGHTS, LabelCounts, label_counts
 
 NAME, DEVICE, DELTA = "camera_account", "camera_low_light", 1e-5

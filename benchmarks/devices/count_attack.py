@@ -31,9 +31,8 @@ from opusim import checks
 from opusim.accounting import numerics
 from opusim.accounting.audit import clopper_pearson_upper
 from opusim.devices.registry import open_device
-from opusim.training.protections.argmax_labels import ArgmaxReadout, Cell, confusion
+from opusim.training.protections.argmax_labels import ArgmaxReadout, Cell, LabelFrames, confusion
 from opusim.training.protections.counted_labels import CountsReadout
-from opusim.training.protections.label_frames import LabelFrames
 
 NAME, PICTURE, MODULE = "count_attack", Path("docs/count_attack.png"), "benchmarks.devices.count_attack"
 N_CLASSES, N_OUTPUTS, DELTA, ALARM = 10, 128, 1e-5, 1e-3

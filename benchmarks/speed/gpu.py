@@ -30,8 +30,7 @@ from opusim.training.config.sections import OptimizerConfig
 from opusim.training.feedback.config import PdfaConfig
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.record import RecordGradients
-from opusim.training.ulr.estimator import Estimator
-from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
 
 MODULE, NAME = "benchmarks.speed.gpu", "gpu"

@@ -30,7 +30,7 @@ from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved_turns
 from opusim.randomness.streams import noise_stream
-from opusim.training.networks.image_models import ConvolutionalNetwork, ResNet
+from opusim.training.networks.models import ConvolutionalNetwork, ResNet
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.sequence_models import TransformerLM
 from opusim.training.protections.record import RecordGradients

@@ -25,8 +25,7 @@ from benchmarks.ulr.variance import Measured
 from opusim.accounting import RecordCentral, calibrate_noise, guarantees
 from opusim.randomness.streams import noise_stream
 from opusim.training.data import Dataset, load_dataset
-from opusim.training.ulr.estimator import Estimator
-from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.estimator import Estimator, ModuleSequence
 
 MODULE, NAME = "benchmarks.ulr.bound", "ulr_bound"
 RECORDS, SIGMA, DELTA, EPSILONS, CLIP = 1000, 0.3, 1e-5, (3.0, 1.0), 1.0

@@ -27,10 +27,8 @@ from opusim.training.config.sections import OptimizerConfig
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.record import RecordGradients
 from opusim.training.ulr.config import UlrConfig
-from opusim.training.ulr.estimator import Estimator
-from opusim.training.ulr.network import ModuleSequence
-from opusim.training.ulr.published import PublishedUpdate
-from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
+from opusim.training.ulr.estimator import Estimator, ModuleSequence
+from opusim.training.ulr.trainer import PlainUpdate, PublishedUpdate, UlrTrainer
 
 MODULE, NAME = "benchmarks.ulr.epoch", "ulr_epoch"
 BATCH, STEPS_AN_EPOCH = 500, 120

@@ -28,8 +28,7 @@ from opusim.randomness.streams import noise_stream
 from opusim.training.data import Dataset, load_dataset
 from opusim.training.data.samplers import ShuffledEpochsSampler
 from opusim.training.networks.functions import LOSS_VALUES
-from opusim.training.ulr.estimator import Estimator
-from opusim.training.ulr.network import ModuleSequence, Outputs
+from opusim.training.ulr.estimator import Estimator, ModuleSequence, Outputs
 
 MODULE, NAME, BIAS = "benchmarks.ulr.variance", "ulr_variance", "ulr_bias"
 RECORDS, REPEATS, SEED = 64, 8, 0

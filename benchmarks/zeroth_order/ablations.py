@@ -33,7 +33,7 @@ from opusim.accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_no
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
-from opusim.training.engine.trainer import Trainer
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.networks.optimizers import set_learning_rate

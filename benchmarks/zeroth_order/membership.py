@@ -44,7 +44,7 @@ from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
-from opusim.training.engine.trainer import Trainer
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import FeedbackConfig
 from opusim.training.feedback.trainer import FeedbackTrainer

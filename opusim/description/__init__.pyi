@@ -1,2 +1,2 @@
-from .schema import load_description as load_description
 from .schema import DeviceDescription as DeviceDescription
+from .schema import load_description as load_description

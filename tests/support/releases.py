@@ -26,7 +26,7 @@ from opusim import training
 from opusim.accounting.ledger import read_ledger
 from opusim.training.attacks.mechanism.checks import noise_checks, shared
 from opusim.training.config import load_config
-from opusim.training.convex.gated import GatedRelu
+from opusim.training.convex.trainer import GatedRelu
 from opusim.training.engine.plan import load_data
 from opusim.training.runs.run import Run, evaluate_split
 from opusim.training.runs.storage import read_array

@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from opusim.accounting.ledger import Ledger
 from opusim.accounting.mechanisms.records import Gaussian
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import Header, checkpoint_path
 

@@ -45,7 +45,7 @@ from opusim.accounting.mechanisms.labels import (
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary, crafted
 from opusim.training.convex.algorithm import ConvexAlgorithm
-from opusim.training.convex.gated import GatedNetwork, GatedRelu
+from opusim.training.convex.trainer import GatedNetwork, GatedRelu
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
@@ -54,9 +54,13 @@ from opusim.training.networks.optimizers import set_learning_rate
 from opusim.training.protections.amplified_labels import AmplifiedLabelProtection
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.protections.config import LabelAmplifiedConfig
-from opusim.training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
+from opusim.training.protections.noisy_labels import (
+    OneLookProtection,
+    StagedResponseProtection,
+    StagedResponses,
+    drawn_parts,
+)
 from opusim.training.protections.released_model import LabelReleaseProtection
-from opusim.training.protections.staged_responses import StagedResponses, drawn_parts
 
 PARTS = 20
 """Parts in which the trials of a world are played, so that a progress bar moves."""

@@ -36,9 +36,8 @@ from opusim.training.attacks.base import (
     steps_needed,
 )
 from opusim.training.data import Split
-from opusim.training.engine.algorithm import require_applied
+from opusim.training.engine.algorithm import Trainer, require_applied
 from opusim.training.engine.plan import RunPlan
-from opusim.training.engine.trainer import Trainer
 from opusim.training.feedback.config import FeedbackConfig
 from opusim.training.networks.base import Network
 from opusim.training.networks.network import FullyConnected

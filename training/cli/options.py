@@ -20,10 +20,10 @@ from pydantic.fields import FieldInfo
 from opusim.description.section import default_of, described_fields
 from opusim.errors import ConfigError
 from opusim.files import quoted
-from opusim.training.config.kinds import KINDS, PROTECTIONS
-from opusim.training.config.reading import load_config, merged, named_trainer, nested
-from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import MODEL_NAMES, TrainerSection
+from opusim.training.config.kinds import KINDS, PROTECTIONS, TrainerSection
+from opusim.training.config.reading import merged, nested
+from opusim.training.config.run import RunConfig, load_config, named_trainer
+from opusim.training.config.sections import MODEL_NAMES
 
 Config = Annotated[
     Path | None, typer.Option(help="Run configuration: a TOML file, or the config.json of a run.")

@@ -32,9 +32,8 @@ from opusim.training.cli.options import (
     trainer_options,
     with_signature,
 )
-from opusim.training.config.kinds import TRAINERS
+from opusim.training.config.kinds import TRAINERS, TrainerSection
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import TrainerSection
 from opusim.training.engine.callbacks import Callback, Watchers
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def _follows(config: RunConfig) -> bool:
     """Whether this process follows another one in such a run; torch is not loaded without torchrun."""
     if launched_rank() == 0:
         return False
-    from opusim.training.engine.leading import follows
+    from opusim.training.engine.session import follows
 
     return follows(config)
 

@@ -15,14 +15,8 @@ from pydantic import BaseModel
 
 from opusim import plugins
 from opusim.description.section import BadKey, did_you_mean, merged
-from opusim.training.config.sections import (
-    CheckpointConfig,
-    KindSection,
-    OptimizerConfig,
-    ProtectionSection,
-    SamplerConfig,
-    TrainerSection,
-)
+from opusim.training.config.kinds import KindSection, ProtectionSection, TrainerSection
+from opusim.training.config.sections import CheckpointConfig, OptimizerConfig, SamplerConfig
 
 SectionT = TypeVar("SectionT", bound=KindSection)
 

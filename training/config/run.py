@@ -14,20 +14,27 @@ from opusim.accounting.guarantee import Adjacency
 from opusim.description.section import BadKey, default_of, first_problem
 from opusim.errors import ConfigError
 from opusim.randomness.seeds import derive_seed
-from opusim.training.config.data import DataConfig, SplitRule
-from opusim.training.config.kinds import DEFAULT_EPOCHS, DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
+from opusim.training.config.kinds import (
+    DEFAULT_EPOCHS,
+    DEFAULT_TRAINER,
+    PROTECTIONS,
+    TRAINERS,
+    KindSection,
+    ProtectionSection,
+    TrainerSection,
+    completed,
+)
 from opusim.training.config.sections import (
     CheckpointConfig,
+    DataConfig,
     DeviceChoice,
     Effect,
-    KindSection,
     LossName,
     ModelConfig,
     OptimizerConfig,
-    ProtectionSection,
     SamplerConfig,
     Section,
-    TrainerSection,
+    SplitRule,
 )
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -21,8 +21,8 @@ from opusim.processes import require_memory
 from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import ModelConfig
 from opusim.training.convex.config import ConvexConfig
-from opusim.training.convex.gated import GatedNetwork, GatedRelu, hyperplanes_work, seeded_hyperplanes
-from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.training.convex.gated import hyperplanes_work, seeded_hyperplanes
+from opusim.training.convex.trainer import ConvexTrainer, Descent, GatedNetwork, GatedRelu, Objective
 from opusim.training.data import Dataset
 from opusim.training.engine.algorithm import Algorithm, DeviceShape
 from opusim.training.networks.base import BYTES_PER_PARAMETER, seeded_generator

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from opusim.training.config.sections import Effect, Flag, Given, ProtectionSection, Relation, TrainerSection
+from opusim.training.config.kinds import Flag, ProtectionSection, TrainerSection
+from opusim.training.config.sections import Effect, Given, Relation
 
 
 class ConvexConfig(TrainerSection):

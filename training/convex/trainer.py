@@ -18,8 +18,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
 from opusim.training.config.run import LossName
 from opusim.training.convex.config import ConvexConfig
-from opusim.training.convex.gated import GatedNetwork, device_hyperplanes
-from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.convex.trainer import GatedNetwork, device_hyperplanes
+from opusim.training.engine.algorithm import StepRecord, Trainer
 from opusim.training.networks.clipping import bounded_factors, finite_rows, full_precision, row_norms
 from opusim.training.networks.functions import LOSSES
 

@@ -18,7 +18,7 @@ import torch
 
 from opusim import checks
 from opusim.randomness.streams import derive_seed
-from opusim.training.config.data import SplitRule
+from opusim.training.config.sections import SplitRule
 from opusim.training.data.dataset import (
     PADDING,
     Dataset,

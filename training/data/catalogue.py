@@ -30,7 +30,7 @@ from torch import Tensor
 
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
-from opusim.training.config.data import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
+from opusim.training.config.sections import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
 from opusim.training.data.arrays import from_arrays, split_by_index
 from opusim.training.data.dataset import Dataset, Split, Standardisation
 from opusim.training.data.formats import (

@@ -31,7 +31,7 @@ from opusim.encodings import binarize
 from opusim.errors import ConfigError
 from opusim.files import make_folder
 from opusim.processes import require_memory
-from opusim.training.config.data import DataConfig
+from opusim.training.config.sections import DataConfig
 from opusim.training.data.dataset import (
     Dataset,
     PrincipalComponents,

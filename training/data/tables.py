@@ -21,7 +21,7 @@ from typing_extensions import TypeIs
 
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
-from opusim.training.config.data import DataConfig, SplitRule
+from opusim.training.config.sections import DataConfig, SplitRule
 from opusim.training.data.arrays import Array, Ids, Pair, from_arrays
 from opusim.training.data.dataset import Dataset, Standardisation, standardised_by_records
 from opusim.training.data.formats import required_library

@@ -18,12 +18,12 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
+from opusim.training.config.kinds import TrainerSection
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import TrainerSection
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import Target
 from opusim.training.data.tables import Arrays
-from opusim.training.engine.trainer import Trainer
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.networks.base import Network
 from opusim.training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
 from opusim.training.protections.planning import Plan, ProtectedAlgorithm

@@ -18,9 +18,9 @@ from opusim.processes import launched_rank
 from opusim.processes.ranks import Ranks
 from opusim.training.config.run import RunConfig
 from opusim.training.data import Split
+from opusim.training.engine.algorithm import StepRecord, Trainer
 from opusim.training.engine.plan import RunPlan, fingerprint
 from opusim.training.engine.steps import share_state
-from opusim.training.engine.trainer import StepRecord, Trainer
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.checkpoints import held_by_devices, hold_on_devices
 

@@ -16,13 +16,12 @@ from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from opusim.training.data import Split
+from opusim.training.engine.algorithm import EpochSums, Trainer
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
-from opusim.training.engine.forecast import OBSERVED_STEPS
-from opusim.training.engine.leading import lead
-from opusim.training.engine.plan import RunPlan, to_device
+from opusim.training.engine.loop import lead
+from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan, to_device
 from opusim.training.engine.steps import PaidSteps
-from opusim.training.engine.trainer import EpochSums, Trainer
 from opusim.training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from opusim.training.networks.optimizers import TailAverage, set_learning_rate
 from opusim.training.networks.record_independence import system_generators

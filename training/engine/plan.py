@@ -20,8 +20,8 @@ from opusim.devices.certificate import Certificate
 from opusim.devices.registry import SharedDevice, open_described
 from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
-from opusim.training.config.data import OWN_ARRAYS
 from opusim.training.config.run import RunConfig, require_offered
+from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.data import Dataset, Split
 from opusim.training.data.catalogue import build_dataset
 from opusim.training.data.dataset import PrincipalComponents, reduced

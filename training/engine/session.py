@@ -22,27 +22,20 @@ from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
 from opusim.devices.usage import Usage
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
 from opusim.processes.ranks import Ranks, init_process_group
-from opusim.training.config.data import DataConfig
 from opusim.training.config.kinds import KINDS
-from opusim.training.config.reading import flat, load_config
-from opusim.training.config.run import RunConfig
+from opusim.training.config.reading import flat
+from opusim.training.config.run import RunConfig, load_config
+from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import wide_feature
 from opusim.training.data.public_maps import expected_usage as features_usage
 from opusim.training.data.tables import OwnData, OwnTest
 from opusim.training.engine.callbacks import Callback, Watchers
 from opusim.training.engine.certified import facts_of, noted_alarms, require_undoubted
-from opusim.training.engine.forecast import Forecast
-from opusim.training.engine.leading import (
-    end,
-    follow,
-    leads_steps,
-    require_same_plan,
-    require_shareable,
-    share_trainer,
-)
-from opusim.training.engine.loop import Engine
+from opusim.training.engine.leading import end
+from opusim.training.engine.loop import Engine, follow
 from opusim.training.engine.plan import (
+    Forecast,
     RunPlan,
     default_inputs,
     fingerprint,
@@ -51,6 +44,7 @@ from opusim.training.engine.plan import (
     to_device,
     with_own_inputs,
 )
+from opusim.training.engine.session import leads_steps, require_same_plan, require_shareable, share_trainer
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, torch_threads
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.record_independence import system_generators

@@ -28,6 +28,7 @@ from opusim.training.feedback.config import (
     PdfaConfig,
 )
 from opusim.training.feedback.diagnosis import BATCHES
+from opusim.training.feedback.hooks import refuse_second
 from opusim.training.feedback.modules import (
     ModuleGradients,
     augmentation_of,
@@ -35,14 +36,13 @@ from opusim.training.feedback.modules import (
     feedback_start,
     points_on,
 )
-from opusim.training.feedback.points import FeedbackAlignment, refuse_second
+from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.feedback.projection import calibration_work
 from opusim.training.feedback.trainer import FeedbackTrainer, GradientSource
 from opusim.training.networks.any_module import AnyModule, build_any_module
-from opusim.training.networks.functions import ACTIVATIONS, LOSSES
+from opusim.training.networks.functions import ACTIVATIONS, LOSSES, Objective
 from opusim.training.networks.models import MODELS
 from opusim.training.networks.network import FullyConnected, build_network
-from opusim.training.networks.objectives import Objective
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.networks.record_gradients.separation import require_separate_steps
 from opusim.training.networks.record_gradients.tape import RecordTape

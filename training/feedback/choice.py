@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from opusim.training.feedback.marking import (
+from opusim.training.feedback.choice import (
     INPUT,
     OUTPUT,
     activations,
@@ -22,10 +22,9 @@ from opusim.training.feedback.marking import (
     find_points,
     layers,
     repeated,
-    require_place,
     unnormalised,
-    warn_of_unnormalised,
 )
+from opusim.training.feedback.marking import require_place, warn_of_unnormalised
 from opusim.training.feedback.wrapping import Wrapping
 
 _LOG = logging.getLogger("opusim")

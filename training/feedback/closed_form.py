@@ -20,6 +20,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import NoiseStream
 from opusim.training.config.run import LossName
+from opusim.training.feedback.closed_form import Batch, Learned, require_finite
 from opusim.training.feedback.config import (
     BpConfig,
     DfaConfig,
@@ -36,11 +37,10 @@ from opusim.training.feedback.projection import (
     Encoding,
     Projection,
 )
-from opusim.training.feedback.trainer import Batch, GradientSource, Learned, require_finite
+from opusim.training.feedback.trainer import GradientSource
 from opusim.training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
-from opusim.training.networks.functions import LOSSES
+from opusim.training.networks.functions import LOSSES, Objective
 from opusim.training.networks.network import ForwardPass, FullyConnected
-from opusim.training.networks.objectives import Objective
 
 Draw = Callable[[tuple[int, int]], Tensor]
 """Returns fresh noise of shape (batch, width)."""

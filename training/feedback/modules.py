@@ -21,6 +21,8 @@ from opusim.errors import ConfigError
 from opusim.randomness.seeds import derive_seed
 from opusim.training.data import Dataset
 from opusim.training.data.public_maps import Augmentation
+from opusim.training.feedback.choice import OUTPUT
+from opusim.training.feedback.closed_form import Batch, Learned, require_finite
 from opusim.training.feedback.config import (
     BpConfig,
     DfaConfig,
@@ -30,15 +32,13 @@ from opusim.training.feedback.config import (
     TdfaConfig,
 )
 from opusim.training.feedback.diagnosis import Control
-from opusim.training.feedback.marking import OUTPUT
 from opusim.training.feedback.points import FeedbackAlignment
-from opusim.training.feedback.trainer import Batch, GradientSource, Learned, require_finite
+from opusim.training.feedback.trainer import GradientSource
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.base import seeded_torch
-from opusim.training.networks.memory import preserved_state
-from opusim.training.networks.objectives import Objective
-from opusim.training.networks.record_gradients.separation import restore_buffers
+from opusim.training.networks.functions import Objective
 from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.networks.record_independence import preserved_state, restore_buffers
 
 
 class ModuleGradients(GradientSource):

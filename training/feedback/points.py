@@ -38,6 +38,7 @@ from opusim.training.feedback.diagnosis import (
 from opusim.training.feedback.hooks import FeedbackShape
 from opusim.training.feedback.layout import (
     Extent,
+    LearntReadout,
     Rows,
     Slice,
     View,
@@ -56,7 +57,6 @@ from opusim.training.feedback.projection import (
     calibration_work,
     make_encoding,
 )
-from opusim.training.feedback.readout import LearntReadout
 from opusim.training.feedback.wrapping import refuse_export
 
 _LARGEST_STEP = 2**63

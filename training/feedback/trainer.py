@@ -18,13 +18,13 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream
-from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.engine.algorithm import StepRecord, Trainer
 from opusim.training.errors import TrainingDiverged
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.contributions.sums import Contributions
+from opusim.training.networks.functions import Objective
 from opusim.training.networks.network import FullyConnected
-from opusim.training.networks.objectives import Objective
 from opusim.training.protections.base import PrivateGradients, SoftLabels
 
 

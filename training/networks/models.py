@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from opusim.description.section import did_you_mean
 from opusim.processes import is_exhausted, require_memory
 from opusim.training.networks.base import BYTES_PER_PARAMETER, seeded_torch
-from opusim.training.networks.image_models import ConvolutionalNetwork, Mixer, ResNet, VisionTransformer
+from opusim.training.networks.models import ConvolutionalNetwork, Mixer, ResNet, VisionTransformer
 from opusim.training.networks.sequence_models import Gru, TransformerEncoder, TransformerLM
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = {

@@ -16,7 +16,7 @@ from opusim.training.data import Dataset
 from opusim.training.networks.base import BYTES_PER_PARAMETER, seeded_generator
 from opusim.training.networks.clipping import ClippedNeurons
 from opusim.training.networks.functions import ACTIVATIONS, Activation, activation_of
-from opusim.training.networks.layers import LayeredNetwork, LinearJacobian, require_trainable
+from opusim.training.networks.network import LayeredNetwork, LinearJacobian, require_trainable
 
 
 @dataclass(frozen=True, kw_only=True)

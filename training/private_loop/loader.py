@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from opusim.training.private_loop.folder import PrivacySettings
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -39,10 +40,8 @@ from opusim.training.networks.record_independence import (
     seed_generators,
     system_generators,
 )
-from opusim.training.private_loop.batch import PhysicalBatches
 from opusim.training.private_loop.inputs import first_records
-from opusim.training.private_loop.module import PrivateModule
-from opusim.training.private_loop.settings import PrivacySettings
+from opusim.training.private_loop.module import PhysicalBatches, PrivateModule
 
 _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""

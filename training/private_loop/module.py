@@ -34,21 +34,20 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+from opusim.training.private_loop.folder import generator_states, set_generator_states
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.networks.contributions.sums import Contributions
-from opusim.training.networks.memory import preserved_state
-from opusim.training.networks.record_gradients.recorder import Recorder
+from opusim.training.networks.record_gradients.recorder import Recorder, unread_masks
 from opusim.training.networks.record_gradients.tape import RecordTape
-from opusim.training.networks.record_gradients.unread import unread_masks
 from opusim.training.networks.record_independence import (
     fixed_parameters,
     preserved_generators,
+    preserved_state,
     system_generators,
 )
-from opusim.training.private_loop.batch import Batch, Gradients, Pass
 from opusim.training.private_loop.inputs import (
     ProbedParts,
     cut_rows,
@@ -61,7 +60,7 @@ from opusim.training.private_loop.inputs import (
     show_invented,
     template_of,
 )
-from opusim.training.private_loop.saves import generator_states, set_generator_states
+from opusim.training.private_loop.module import Batch, Gradients, Pass
 from opusim.training.protections.base import PrivateGradients
 
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"

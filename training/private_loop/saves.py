@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from opusim.training.private_loop.folder import SETTINGS_FILE
 from torch import Tensor
 
 from opusim import checks
 from opusim.accounting.journal import Position
 from opusim.files import parse_json, read_bytes, require_regular, write_file
 from opusim.training.errors import RunFolderError
-from opusim.training.private_loop.settings import SETTINGS_FILE
 from opusim.training.runs.storage import digest_of, sealed, unsealed, warn_unsealed
 
 CHECKPOINT_FILE = "private.pt"

@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from opusim.training.private_loop.folder import (
+    CHECKPOINT_FILE,
+    PrivacySettings,
+    as_enforced,
+    generator_states,
+    read_save,
+    set_generator_states,
+    write_save,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -17,20 +26,10 @@ from opusim.accounting.guarantee import NoGuarantee
 from opusim.accounting.journal import Witness
 from opusim.accounting.ledger import LEDGER_FILE, Ledger
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
-from opusim.training.private_loop.accountants import NamedAccountant
-from opusim.training.private_loop.batch import PhysicalBatches
-from opusim.training.private_loop.criterion import PrivateCriterion
 from opusim.training.private_loop.inputs import feedback_of, require_own_parameters
 from opusim.training.private_loop.loader import PrivateLoader
-from opusim.training.private_loop.module import PrivateModule
-from opusim.training.private_loop.saves import (
-    CHECKPOINT_FILE,
-    generator_states,
-    read_save,
-    set_generator_states,
-    write_save,
-)
-from opusim.training.private_loop.settings import PrivacySettings, as_enforced
+from opusim.training.private_loop.module import PhysicalBatches, PrivateModule
+from opusim.training.private_loop.session import NamedAccountant, PrivateCriterion
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import versions
 

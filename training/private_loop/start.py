@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from opusim.training.private_loop.folder import PrivacySettings
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -24,8 +25,6 @@ from opusim.training.engine.steps import PaidSteps
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.base import require_fresh_noise
 from opusim.training.networks.record_independence import preserved_generators
-from opusim.training.private_loop.accountants import NamedAccountant
-from opusim.training.private_loop.batch import FIXED_FROM, PhysicalBatches, most_records
 from opusim.training.private_loop.inputs import (
     example_of,
     feedback_of,
@@ -36,9 +35,8 @@ from opusim.training.private_loop.inputs import (
     warn_of_parameters_left_out,
 )
 from opusim.training.private_loop.loader import batch_size_of
-from opusim.training.private_loop.module import PrivateModule
-from opusim.training.private_loop.session import PrivateTraining
-from opusim.training.private_loop.settings import PrivacySettings
+from opusim.training.private_loop.module import FIXED_FROM, PhysicalBatches, PrivateModule, most_records
+from opusim.training.private_loop.session import NamedAccountant, PrivateTraining
 from opusim.training.protections.record import RecordGradients, require_counted_sums
 from opusim.training.runs.storage import only_writer
 

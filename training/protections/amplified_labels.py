@@ -38,7 +38,7 @@ from opusim.training.protections.base import (
     with_constant,
     write_gradient,
 )
-from opusim.training.protections.metric import Metric, equalised_weights
+from opusim.training.protections.released_model import Metric, equalised_weights
 
 _EQUALISING_ROUNDS = 30
 

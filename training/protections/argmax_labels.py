@@ -27,7 +27,7 @@ from opusim.accounting.mechanisms.labels import UniformSource
 from opusim.camera.exposure import CountLaw
 from opusim.camera.stages import number_law, spread_error
 from opusim.errors import ConfigError
-from opusim.training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
+from opusim.training.protections.argmax_labels import FRAMES_AT_ONCE, KEY, LabelFrames
 from opusim.training.protections.noisy_labels import Pay
 
 LEAST_LIGHT = 1e-9

@@ -40,12 +40,8 @@ from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from opusim.training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
+from opusim.training.protections.noisy_labels import LEAST_PART, MOST_FEATURES, randomize_in_stages
 from opusim.training.protections.planning import epsilon_of, require_own_noise
-from opusim.training.protections.staged_responses import (
-    LEAST_PART,
-    MOST_FEATURES,
-    randomize_in_stages,
-)
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array, write_array
 

@@ -17,8 +17,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
+from opusim.training.config.kinds import ProtectionSection
 from opusim.training.config.run import RunConfig, split_refusal
-from opusim.training.config.sections import ProtectionSection
 from opusim.training.data import Dataset
 from opusim.training.data.public_maps import map_from_facts
 from opusim.training.data.samplers import Sampler

@@ -38,9 +38,9 @@ from opusim.files import make_folder
 from opusim.randomness.rounded import toward_zero
 from opusim.training.data.public_maps import cache_folder
 from opusim.training.protections.base import calibrated_once
-from opusim.training.protections.metric import Metric
 from opusim.training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
 from opusim.training.protections.planning import epsilon_of
+from opusim.training.protections.released_model import Metric
 from opusim.training.ridge.config import RidgeConfig
 from opusim.training.runs.folder import RunFolder
 

@@ -53,8 +53,10 @@ from opusim.plugins import Deferred
 from opusim.temperature import TemperatureLaw
 from opusim.training.protections.argmax_labels import (
     NO_LIGHT,
+    POWER_SHARE,
     ArgmaxReadout,
     Cell,
+    LabelFrames,
     confusion,
     confusion_at,
     label_groups,
@@ -64,7 +66,6 @@ from opusim.training.protections.argmax_labels import (
 )
 from opusim.training.protections.base import creditable_law
 from opusim.training.protections.counted_labels import CountsReadout, equidistant_pixels
-from opusim.training.protections.label_frames import POWER_SHARE, LabelFrames
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

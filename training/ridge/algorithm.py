@@ -12,8 +12,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.training.config.run import RunConfig
 from opusim.training.data import Dataset
-from opusim.training.engine.algorithm import Algorithm, DeviceShape
-from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from opusim.training.errors import TrainingDiverged
 from opusim.training.networks.clipping import full_precision
 from opusim.training.networks.functions import LOSSES

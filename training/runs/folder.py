@@ -18,8 +18,7 @@ from opusim.accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
 from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file
 from opusim.processes import launched_rank
-from opusim.training.config.reading import stored_config
-from opusim.training.config.run import RunConfig
+from opusim.training.config.run import RunConfig, stored_config
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.storage import (
     LOCK_FILE,

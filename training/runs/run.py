@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from opusim.plugins import Deferred
-from opusim.training.config.data import OWN_ARRAYS, DataConfig
 from opusim.training.config.run import LossName
-from opusim.training.config.sections import is_import_path
+from opusim.training.config.sections import OWN_ARRAYS, DataConfig, is_import_path
 from opusim.training.data import Dataset, Split
 from opusim.training.data.arrays import RecordForm, standardised
 from opusim.training.data.catalogue import bits_per_byte, build_dataset
@@ -28,8 +27,8 @@ from opusim.training.data.public_maps import map_from_facts
 from opusim.training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
 from opusim.training.errors import DataError
 from opusim.training.networks.base import Network
-from opusim.training.networks.memory import preserved_state
-from opusim.training.networks.objectives import Objective, measure
+from opusim.training.networks.functions import Objective, measure
+from opusim.training.networks.record_independence import preserved_state
 from opusim.training.networks.user_code import (
     load_object,
     require_importable,

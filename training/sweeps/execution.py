@@ -22,13 +22,11 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from opusim.accounting.guarantee import BudgetExceeded
 from opusim.devices.usage import Usage
 from opusim.plugins import FOREIGN_ERRORS
-from opusim.training.config.data import DataConfig, SplitRule
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import is_import_path
+from opusim.training.config.sections import DataConfig, SplitRule, is_import_path
 from opusim.training.data import Dataset
 from opusim.training.data.catalogue import build_dataset
-from opusim.training.engine.forecast import Forecast
-from opusim.training.engine.plan import RunPlan
+from opusim.training.engine.plan import Forecast, RunPlan
 from opusim.training.engine.session import train_on
 from opusim.training.errors import FolderBusy, RunInterrupted, SweepStopped
 from opusim.training.networks.user_code import require_trusted

@@ -24,8 +24,8 @@ from opusim.description.schema import NoiseSettings, load_description
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from opusim.training.attacks.findings import read_audit
-from opusim.training.config.reading import flat, load_config, merged, nested
-from opusim.training.config.run import RunConfig
+from opusim.training.config.reading import flat, merged, nested
+from opusim.training.config.run import RunConfig, load_config
 from opusim.training.config.sections import Section
 from opusim.training.data.catalogue import CATALOGUE
 from opusim.training.errors import RunFolderError

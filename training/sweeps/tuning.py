@@ -37,8 +37,8 @@ from opusim.accounting.mechanisms.selection import PrivateSelection, priced_sear
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
-from opusim.training.config.reading import flat, load_config, parse_setting
-from opusim.training.config.run import RunConfig
+from opusim.training.config.reading import flat, parse_setting
+from opusim.training.config.run import RunConfig, load_config
 from opusim.training.data import Dataset
 from opusim.training.engine.plan import RunPlan, default_inputs, for_this_machine, load_data, with_maps
 from opusim.training.engine.session import train

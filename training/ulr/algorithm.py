@@ -26,11 +26,16 @@ from opusim.training.networks.record_gradients.probe import require_separate_out
 from opusim.training.networks.record_independence import invented_records
 from opusim.training.protections.base import DeviceNormals, SoftLabels
 from opusim.training.ulr.config import UlrConfig
-from opusim.training.ulr.directions import coordinates_of, draw_sizes, needed_copies
-from opusim.training.ulr.estimator import Estimator, parts_of_records
-from opusim.training.ulr.network import ModuleSequence, Outputs
-from opusim.training.ulr.published import PublishedUpdate
-from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer, Update
+from opusim.training.ulr.estimator import (
+    Estimator,
+    ModuleSequence,
+    Outputs,
+    coordinates_of,
+    draw_sizes,
+    needed_copies,
+    parts_of_records,
+)
+from opusim.training.ulr.trainer import PlainUpdate, PublishedUpdate, UlrTrainer, Update
 
 _WIDEST_READING = 65_536
 """Most outputs with which a device is opened; more noise than that takes further readings."""

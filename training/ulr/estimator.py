@@ -30,8 +30,7 @@ from torch import Tensor
 from opusim.randomness.streams import NoiseStream
 from opusim.training.networks.clipping import by_record
 from opusim.training.ulr.config import Directions, Reduction
-from opusim.training.ulr.directions import Draws, coordinates_of, needed_copies
-from opusim.training.ulr.network import ModuleSequence, Outputs
+from opusim.training.ulr.estimator import Draws, ModuleSequence, Outputs, coordinates_of, needed_copies
 
 Losses = Callable[[Tensor, slice], Tensor]
 """Maps outputs for copies of some of the batch's records, shape (copies x records, n_classes), to losses (copies,

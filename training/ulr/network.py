@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opusim.training.networks.layers import Jacobian, LayeredNetwork, jacobian_of, require_trainable
-from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.network import (
+    FullyConnected,
+    Jacobian,
+    LayeredNetwork,
+    jacobian_of,
+    require_trainable,
+)
 from opusim.training.networks.record_independence import batch_statistics
 
 

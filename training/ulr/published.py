@@ -22,8 +22,7 @@ from opusim.training.networks.clipping import (
     row_norms,
 )
 from opusim.training.ulr.config import UlrConfig
-from opusim.training.ulr.estimator import Estimator, Losses, parameter_estimates
-from opusim.training.ulr.network import ModuleSequence, Outputs
+from opusim.training.ulr.estimator import Estimator, Losses, ModuleSequence, Outputs, parameter_estimates
 from opusim.training.ulr.trainer import Update, used_records
 
 _RANK_TOLERANCE = 1e-10

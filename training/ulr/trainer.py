@@ -17,14 +17,13 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
 from opusim.training.config.run import LossName
-from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.engine.algorithm import StepRecord, Trainer
 from opusim.training.errors import TrainingDiverged
 from opusim.training.networks.clipping import finite_rows
 from opusim.training.networks.functions import LOSS_VALUES
-from opusim.training.networks.memory import preserved_state
+from opusim.training.networks.record_independence import preserved_state
 from opusim.training.protections.base import PrivateGradients
-from opusim.training.ulr.estimator import Estimator, Losses
-from opusim.training.ulr.network import ModuleSequence, Outputs
+from opusim.training.ulr.estimator import Estimator, Losses, ModuleSequence, Outputs
 
 
 class Update(ABC):

@@ -8,16 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from opusim.training.config.data import OWN_ARRAYS
-from opusim.training.config.sections import (
-    Effect,
-    Flag,
-    Given,
-    ProtectionSection,
-    Relation,
-    Section,
-    TrainerSection,
-)
+from opusim.training.config.kinds import Flag, ProtectionSection, TrainerSection
+from opusim.training.config.sections import OWN_ARRAYS, Effect, Given, Relation, Section
 
 
 class LanguageConfig(Section):

@@ -38,7 +38,7 @@ from opusim.training.errors import RunFolderError
 from opusim.training.networks.base import parameters_digest, tensor_facts
 from opusim.training.runs.checkpoints import read_tensors
 from opusim.training.runs.storage import read_json, require_unchanged, sealed, write_json
-from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
+from opusim.training.zeroth_order.step_log import InPlacePerturbation, StepEntry
 
 MAGIC = b"OPUSIMZO"
 SCHEMA_VERSION = 1

@@ -22,13 +22,12 @@ from opusim.randomness.rounded import Law, RoundedNoise, toward_zero
 from opusim.randomness.streams import NoiseStream, derive_seed
 from opusim.training.config.run import LossName
 from opusim.training.config.sections import OptimizerConfig
-from opusim.training.engine.trainer import StepRecord, Trainer
+from opusim.training.engine.algorithm import StepRecord, Trainer
 from opusim.training.networks.base import Network
 from opusim.training.networks.functions import LOSS_VALUES
-from opusim.training.networks.memory import preserved_state
+from opusim.training.networks.record_independence import preserved_state
 from opusim.training.zeroth_order.config import ZoConfig
-from opusim.training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
-from opusim.training.zeroth_order.step_log import StepLog
+from opusim.training.zeroth_order.step_log import InPlacePerturbation, StepEntry, StepLog
 
 LARGEST_DIFFERENCE = 1e100
 """Bound on a difference before a joint clip, beyond float32: a loss that is not finite counts as it, and 1,024 of its

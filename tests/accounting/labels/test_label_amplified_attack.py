@@ -17,7 +17,7 @@ from scipy.stats import norm
 
 from opusim.training.networks.clipping import bounded_factors
 from opusim.training.protections.amplified_labels import whitened_norms
-from opusim.training.protections.metric import Metric
+from opusim.training.protections.released_model import Metric
 from tests.oracles import label_simulation as simulation
 
 Q, CLIP, STEPS, TRIALS = 0.4, 0.6, 3, 20_000

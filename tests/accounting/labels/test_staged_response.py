@@ -23,7 +23,7 @@ from opusim.accounting.mechanisms.labels import (
     response_log_likelihood,
     telling_labels,
 )
-from opusim.training.protections.staged_responses import ResponseModel
+from opusim.training.protections.noisy_labels import ResponseModel
 
 DELTA = 1e-5
 

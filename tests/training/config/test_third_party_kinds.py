@@ -13,9 +13,8 @@ import pytest
 from opusim.errors import ConfigError
 from opusim.training import Algorithm, Protection
 from opusim.training.cli.options import key_rows
-from opusim.training.config.kinds import PROTECTIONS, TRAINERS
-from opusim.training.config.reading import load_config
-from opusim.training.config.sections import ProtectionSection
+from opusim.training.config.kinds import PROTECTIONS, TRAINERS, ProtectionSection
+from opusim.training.config.run import load_config
 from tests.support.packages import install
 
 ROOT = Path(__file__).parents[3]

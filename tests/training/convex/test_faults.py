@@ -17,8 +17,7 @@ from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_device
 from opusim.errors import DeviceError, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
-from opusim.training.convex.gated import GatedNetwork, GatedRelu
-from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.training.convex.trainer import ConvexTrainer, Descent, GatedNetwork, GatedRelu, Objective
 from opusim.training.protections.base import DeviceNormals
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 

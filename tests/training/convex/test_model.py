@@ -11,8 +11,15 @@ import torch
 
 from opusim import open_device
 from opusim.accounting.mechanisms.convex import OBJECTIVES, log_expansion, residual_bound, smoothness
-from opusim.training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes, seeded_hyperplanes
-from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.training.convex.gated import seeded_hyperplanes
+from opusim.training.convex.trainer import (
+    ConvexTrainer,
+    Descent,
+    GatedNetwork,
+    GatedRelu,
+    Objective,
+    device_hyperplanes,
+)
 
 D, P, K, N = 7, 12, 3, 40
 

@@ -19,7 +19,7 @@ from opusim.accounting.guarantee import NoGuarantee
 from opusim.description.schema import load_description
 from opusim.errors import ConfigError
 from opusim.files import to_toml
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.data import load_dataset, public_maps
 from opusim.training.data.public_maps import OpticalMap
 from opusim.training.engine.callbacks import Callback

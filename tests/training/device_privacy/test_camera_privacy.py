@@ -20,9 +20,8 @@ from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of, l
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.training.cli.app import app
-from opusim.training.protections.argmax_labels import ArgmaxReadout
+from opusim.training.protections.argmax_labels import ArgmaxReadout, LabelFrames
 from opusim.training.protections.counted_labels import CountsReadout
-from opusim.training.protections.label_frames import LabelFrames
 from opusim.training.reports.device_privacy import (
     MIN_SHARE,
     LabelCounts,

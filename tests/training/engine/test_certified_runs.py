@@ -29,7 +29,7 @@ from opusim.randomness.streams import noise_stream
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training import train as trained
 from opusim.training.attacks.run_audit import audit_run
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.engine.certified import VOUCHED
 from opusim.training.engine.loop import Engine
 from opusim.training.errors import RunFolderError, RunInterrupted

@@ -16,7 +16,7 @@ from opusim import training
 from opusim.errors import CapabilityMissing, ConfigError
 from opusim.training.cli import runs as commands
 from opusim.training.errors import RunFolderError
-from opusim.training.networks.layers import jacobian_of
+from opusim.training.networks.network import jacobian_of
 from opusim.training.runs.checkpoints import (
     Checkpoint,
     hold_on_devices,

@@ -13,7 +13,7 @@ from torch import nn
 
 from opusim import training
 from opusim.errors import ConfigError, DeviceError
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.data import from_arrays
 from opusim.training.engine.session import train_on
 from opusim.training.errors import DataError, RunFolderError, TrainingDiverged

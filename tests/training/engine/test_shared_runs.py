@@ -15,7 +15,7 @@ import torch
 
 from opusim.accounting.ledger import read_ledger
 from opusim.processes.ranks import Ranks
-from opusim.training.engine.leading import share_trainer
+from opusim.training.engine.session import share_trainer
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of

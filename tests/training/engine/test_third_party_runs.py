@@ -15,8 +15,8 @@ from opusim.accounting.ledger import read_ledger
 from opusim.errors import ConfigError
 from opusim.training.attacks.mechanism.audit import audit_mechanism
 from opusim.training.attacks.run_audit import audit_run
-from opusim.training.config.reading import load_config
-from opusim.training.config.sections import TrainerSection
+from opusim.training.config.kinds import TrainerSection
+from opusim.training.config.run import load_config
 from opusim.training.data import from_arrays
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train

@@ -17,7 +17,7 @@ from opusim.errors import ConfigError, DeviceError
 from opusim.training.cli.train import print_run
 from opusim.training.config.sections import MODEL_NAMES, OptimizerConfig
 from opusim.training.data import from_arrays
-from opusim.training.engine.trainer import Trainer
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.errors import DataError, RunFolderError, TrainingDiverged
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
@@ -25,9 +25,9 @@ from opusim.training.feedback.modules import ModuleGradients, feedback_points
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.any_module import AnyModule, from_recipe
+from opusim.training.networks.functions import Objective, measure
 from opusim.training.networks.models import MODELS
 from opusim.training.networks.network import FullyConnected
-from opusim.training.networks.objectives import Objective, measure
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.networks.user_code import require_trusted
 from opusim.training.reports.run_report import write_report

@@ -19,7 +19,7 @@ from opusim.training.data.public_maps import Augmentation
 from opusim.training.feedback.modules import ModuleGradients
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.any_module import AnyModule
-from opusim.training.networks.objectives import Objective
+from opusim.training.networks.functions import Objective
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim import FeedbackAlignment
-from opusim.training.feedback.marking import find_blocks
+from opusim.training.feedback.choice import find_blocks
 
 WIDTH = 8
 

@@ -18,12 +18,12 @@ from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.samplers import PoissonSampler
-from opusim.training.engine.trainer import Trainer
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.feedback.modules import ModuleGradients
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.any_module import AnyModule
-from opusim.training.networks.objectives import Objective
+from opusim.training.networks.functions import Objective
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.networks.record_gradients.separation import require_separate_steps
 from opusim.training.networks.record_gradients.tape import RecordTape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import opusim
-from opusim.training.feedback.readout import LearntReadout
+from opusim.training.feedback.layout import LearntReadout
 from tests.support.private_loops import parts, private_loop
 
 

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from opusim.training.networks.record_gradients.followed import rules, tracking
-from opusim.training.networks.record_gradients.followed.operators import RULES
-from opusim.training.networks.record_gradients.followed.tracking import RowTracker
+from opusim.training.networks.record_gradients.followed.tracking import RULES, RowTracker
 from opusim.training.networks.record_gradients.tape import RecordTape
 
 pytestmark = pytest.mark.usefixtures("one_thread")

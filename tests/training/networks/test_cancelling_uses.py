@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from opusim.randomness.streams import noise_stream
 from opusim.training.networks.clipping import MOST_RECORDS, SUM_ERROR, bounded_factors
 from opusim.training.networks.contributions import sums, uses
-from opusim.training.networks.layers import jacobian_of
+from opusim.training.networks.network import jacobian_of
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.protections.record import RecordGradients, require_counted_sums
 from tests.support.private_loops import parts, private_loop

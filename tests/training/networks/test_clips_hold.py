@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.randomness.streams import SystemStream, noise_stream
-from opusim.training.convex.gated import GatedNetwork, GatedRelu
-from opusim.training.convex.trainer import ConvexTrainer, Descent, Objective
+from opusim.training.convex.trainer import ConvexTrainer, Descent, GatedNetwork, GatedRelu, Objective
 from opusim.training.feedback.closed_form import _add_scaled
 from opusim.training.networks.clipping import (
     ball_factors,
@@ -23,13 +22,12 @@ from opusim.training.networks.clipping import (
     row_norms,
     sphere_factors,
 )
-from opusim.training.networks.layers import LayeredNetwork
-from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.network import FullyConnected, LayeredNetwork
 from opusim.training.protections.amplified_labels import AmplifiedLabels
 from opusim.training.protections.base import with_constant
-from opusim.training.protections.metric import Metric
 from opusim.training.protections.record import RecordGradients
-from opusim.training.ulr.network import ModuleSequence
+from opusim.training.protections.released_model import Metric
+from opusim.training.ulr.estimator import ModuleSequence
 from opusim.training.zeroth_order.trainer import loss_differences
 from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extreme
 from tests.support.ulr_models import MODELS, Residual

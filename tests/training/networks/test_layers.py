@@ -10,13 +10,13 @@ from opusim.training.networks.clipping import measured
 from opusim.training.networks.contributions import uses
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
-from opusim.training.networks.layers import (
+from opusim.training.networks.network import (
     ConvolutionJacobian,
     FunctionalJacobian,
     LinearJacobian,
     jacobian_of,
 )
-from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.estimator import ModuleSequence
 from tests.support.ulr_models import MODELS, new_network, records
 
 

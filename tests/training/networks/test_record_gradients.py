@@ -17,7 +17,7 @@ from opusim import open_device
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.feedback.projection import Projection
 from opusim.training.networks.contributions import sums, uses
-from opusim.training.networks.image_models import ResNet, VisionTransformer
+from opusim.training.networks.models import ResNet, VisionTransformer
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.sequence_models import encoder_block
 from tests.support.extreme_records import KINDS, SIZES, extreme

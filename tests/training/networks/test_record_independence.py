@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from opusim import training
-from opusim.training.networks.memory import require_forgetful
 from opusim.training.networks.record_gradients.probe import require_separate_outputs
+from opusim.training.networks.record_independence import require_forgetful
 from tests.support.ulr_models import MODELS, Residual
 
 N_INPUTS = 6

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from opusim.training.private_loop.folder import read_save
 from torch import Tensor, nn
 
 import opusim
@@ -20,7 +21,6 @@ from opusim.accounting.guarantee import NoGuarantee
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
 from opusim.training.errors import FolderBusy
 from opusim.training.private_loop.loader import PrivateLoader
-from opusim.training.private_loop.saves import read_save
 from tests.support.killing import skip_syncs, start_child
 from tests.support.private_loops import Parts, parts, private_loop, run_epoch
 

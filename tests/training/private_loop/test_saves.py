@@ -13,11 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opusim.training.private_loop.folder import (
+    CHECKPOINT_FILE,
+    SETTINGS_FILE,
+    PrivacySettings,
+    read_save,
+    write_save,
+)
 
 import opusim
 from opusim.training.errors import RunFolderError
-from opusim.training.private_loop.saves import CHECKPOINT_FILE, read_save, write_save
-from opusim.training.private_loop.settings import SETTINGS_FILE, PrivacySettings
 from tests.support.private_loops import parts, private_loop, run_epoch
 
 FLIPS = 120

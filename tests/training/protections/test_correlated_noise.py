@@ -19,7 +19,7 @@ from opusim import training
 from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee, Status
 from opusim.errors import ConfigError
 from opusim.randomness.streams import CorrelatedStream, SeededStream, SystemStream
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.engine.plan import RunPlan, load_data
 from opusim.training.errors import RunInterrupted

@@ -30,6 +30,7 @@ from opusim.training.protections import argmax_labels
 from opusim.training.protections.argmax_labels import (
     ArgmaxReadout,
     Cell,
+    LabelFrames,
     confusion,
     confusion_at,
     label_groups,
@@ -39,7 +40,6 @@ from opusim.training.protections.argmax_labels import (
     shared_range,
 )
 from opusim.training.protections.counted_labels import CountsReadout, equidistant_pixels, read_counts
-from opusim.training.protections.label_frames import LabelFrames
 from opusim.training.protections.noisy_labels import read_once_through
 from opusim.training.runs.storage import read_array
 

@@ -13,7 +13,7 @@ import torch
 from opusim import training
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import SeededStream
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.engine.plan import RunPlan, load_data
 from opusim.training.protections.base import rounds_exactly
 

@@ -23,14 +23,15 @@ from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_
 from opusim.errors import ConfigError
 from opusim.noise import LightPower
 from opusim.training.protections.argmax_labels import (
+    POWER_SHARE,
     ArgmaxReadout,
     Cell,
+    LabelFrames,
     confusion,
     largest_epsilon,
     shared_range,
 )
 from opusim.training.protections.counted_labels import CountsReadout
-from opusim.training.protections.label_frames import POWER_SHARE, LabelFrames
 from opusim.training.reports.device_privacy import OperatingPoint, label_counts
 
 K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02

@@ -17,12 +17,13 @@ from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
 from opusim.training.engine.plan import load_data
-from opusim.training.protections.noisy_labels import NoisyLabels, randomize
-from opusim.training.protections.staged_responses import (
+from opusim.training.protections.noisy_labels import (
     MOST_FEATURES,
+    NoisyLabels,
     ResponseModel,
     StagedResponses,
     drawn_parts,
+    randomize,
     randomize_in_stages,
 )
 from opusim.training.runs.storage import read_array

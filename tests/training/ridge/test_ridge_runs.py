@@ -22,7 +22,7 @@ from opusim.randomness.streams import NoiseStream, SystemStream
 from opusim.training.attacks.findings import Role
 from opusim.training.attacks.run_audit import audit_run
 from opusim.training.config.kinds import without_derived
-from opusim.training.config.reading import load_config
+from opusim.training.config.run import load_config
 from opusim.training.protections import noisy_labels, released_model
 from opusim.training.protections.released_model import Design, public_design
 from opusim.training.ridge.algorithm import RidgeTrainer

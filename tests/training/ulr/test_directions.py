@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
 from opusim.training.ulr import directions
-from opusim.training.ulr.directions import (
+from opusim.training.ulr.estimator import (
     Draws,
+    Estimator,
     Isotropic,
     Matched,
+    ModuleSequence,
     coordinates_of,
     haar_columns,
     needed_copies,
 )
-from opusim.training.ulr.estimator import Estimator
-from opusim.training.ulr.network import ModuleSequence
 from tests.support.ulr_models import new_network, records
 from tests.training.ulr.test_estimator import losses_of, whole_jacobian
 

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
 from opusim.training.networks.functions import LOSS_VALUES, LOSSES, cross_entropy
-from opusim.training.networks.layers import LinearJacobian
+from opusim.training.networks.network import LinearJacobian
 from opusim.training.ulr.config import Reduction
-from opusim.training.ulr.estimator import Estimator
-from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from tests.support.ulr_models import MODELS, new_network, records
 
 SIGMA = 0.4

@@ -16,9 +16,8 @@ from opusim.errors import ConfigError
 from opusim.randomness.streams import noise_stream
 from opusim.training.networks.functions import cross_entropy_values
 from opusim.training.ulr.config import UlrConfig
-from opusim.training.ulr.estimator import parameter_estimates
-from opusim.training.ulr.network import ModuleSequence
-from opusim.training.ulr.published import PublishedUpdate, completing_noise
+from opusim.training.ulr.estimator import ModuleSequence, parameter_estimates
+from opusim.training.ulr.trainer import PublishedUpdate, completing_noise
 from tests.support.ulr_models import new_network, records
 
 OPTIONS = UlrConfig(

@@ -21,8 +21,7 @@ from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.base import DeviceNormals
 from opusim.training.protections.record import RecordGradients
-from opusim.training.ulr.estimator import Estimator
-from opusim.training.ulr.network import ModuleSequence
+from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
 from tests.support.ulr_models import new_network, records
 

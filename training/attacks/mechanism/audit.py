@@ -46,18 +46,17 @@ from opusim.training.attacks.mechanism.subjects import (
     require_known_laws,
     require_steps,
 )
-from opusim.training.config.kinds import PROTECTIONS
-from opusim.training.config.reading import load_config, merged, parse_setting
-from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import ProtectionSection
+from opusim.training.config.kinds import PROTECTIONS, ProtectionSection
+from opusim.training.config.reading import merged, parse_setting
+from opusim.training.config.run import RunConfig, load_config
 from opusim.training.data import Dataset
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan
 from opusim.training.engine.session import train
 from opusim.training.networks.network import FullyConnected
 from opusim.training.private_loop.start import make_private
+from opusim.training.protections.argmax_labels import LabelFrames
 from opusim.training.protections.counted_labels import equidistant_pixels
-from opusim.training.protections.label_frames import LabelFrames
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array

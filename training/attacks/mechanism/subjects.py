@@ -20,10 +20,10 @@ from opusim.accounting.guarantee import NoGuarantee
 from opusim.description.schema import load_description
 from opusim.errors import ConfigError
 from opusim.training.attacks.base import crafted
+from opusim.training.config.kinds import ProtectionSection
 from opusim.training.config.reading import flat
 from opusim.training.config.run import RunConfig
-from opusim.training.config.sections import ProtectionSection
-from opusim.training.convex.gated import GatedRelu
+from opusim.training.convex.trainer import GatedRelu
 from opusim.training.data import Dataset
 from opusim.training.networks.sequence_models import encoder_block
 from opusim.training.zeroth_order.config import ZoConfig

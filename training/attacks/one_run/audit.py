@@ -48,8 +48,7 @@ from opusim.training.engine.session import train_planned
 from opusim.training.feedback.config import FeedbackConfig
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.contributions.sums import Contributions
-from opusim.training.networks.layers import LayeredNetwork
-from opusim.training.networks.network import FullyConnected
+from opusim.training.networks.network import FullyConnected, LayeredNetwork
 from opusim.training.private_loop.session import PrivateTraining
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import RunFolder

@@ -35,7 +35,7 @@ from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.base import Network
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import ConvolutionUse, LinearUse
-from opusim.training.networks.layers import LayeredNetwork, ModuleUse
+from opusim.training.networks.network import LayeredNetwork, ModuleUse
 from opusim.training.networks.optimizers import make_optimizer, set_learning_rate
 from opusim.training.protections.base import PrivateGradients, WrappedGradients, with_constant
 from opusim.training.protections.record import CyclicPoissonSampler

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from opusim.devices.base import NoisyDevice
-from opusim.training.networks.memory import preserved_attributes, require_forgetful
 from opusim.training.networks.record_gradients.calls import Key, Kinds, Site, Slot
 from opusim.training.networks.record_gradients.followed.arguments import seed_pass
 from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State
@@ -31,8 +30,10 @@ from opusim.training.networks.record_independence import (
     MIXES_REMEDY,
     batch_statistics,
     perturbed,
+    preserved_attributes,
     preserved_generators,
     require_fixed_tensors,
+    require_forgetful,
     scaled,
     seeded_output,
 )

@@ -10,6 +10,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import torch
+from opusim.training.networks.record_gradients.layers import (
+    CELLS,
+    RECURRENT,
+    group_norm,
+    require_no_packing,
+    unrolled,
+    unrolled_cell,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -25,15 +33,7 @@ from opusim.training.networks.record_gradients.calls import (
     real_tensors,
 )
 from opusim.training.networks.record_gradients.layout import Layout
-from opusim.training.networks.record_gradients.normalisation import group_norm
-from opusim.training.networks.record_gradients.recurrent import (
-    CELLS,
-    RECURRENT,
-    require_no_packing,
-    unrolled,
-    unrolled_cell,
-)
-from opusim.training.networks.record_gradients.unread import unread_masks
+from opusim.training.networks.record_gradients.recorder import unread_masks
 from opusim.training.networks.record_gradients.uses import CLOSED, copies, require_separate_records
 
 _PLAIN = (Tensor, int, float, complex, str, slice, torch.dtype, torch.device)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import DeviceError
-from opusim.training.networks.memory import preserved_attributes, require_forgetful
 from opusim.training.networks.record_gradients.calls import real_tensors
 from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.tape import RecordTape
@@ -29,8 +28,10 @@ from opusim.training.networks.record_independence import (
     batch_statistics,
     first_half,
     perturbed,
+    preserved_attributes,
     preserved_generators,
     require_fixed_tensors,
+    require_forgetful,
     same,
     seed_generators,
     seeded_output,

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from opusim.training.networks.record_gradients.layers import normalisation
 from torch import Tensor
 from torch.nn import functional
 
 from opusim.training.networks.contributions.uses import ConvolutionUse, EmbeddingUse, LinearUse, Use
 from opusim.training.networks.record_gradients.calls import Bound, Call, CallUse, Site, real_tensors
 from opusim.training.networks.record_gradients.layout import Layout
-from opusim.training.networks.record_gradients.normalisation import normalisation
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")

@@ -38,14 +38,11 @@ from opusim.training.networks.record_gradients.followed.arguments import (
     numbers,
     operator_name,
     outputs_of,
-    overlap,
     overwritten,
     own_draws,
     require_dense,
-    same_owners,
 )
-from opusim.training.networks.record_gradients.followed.lookups import BY_PLACE, counts_on
-from opusim.training.networks.record_gradients.followed.operators import keeps_alike, rule_of
+from opusim.training.networks.record_gradients.followed.operators import rule_of
 from opusim.training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
@@ -53,9 +50,12 @@ from opusim.training.networks.record_gradients.followed.placement import (
     State,
     agrees,
     constant_state,
+    overlap,
+    same_owners,
     scaled_dimension,
 )
-from opusim.training.networks.record_gradients.followed.rules import Operation, Outputs
+from opusim.training.networks.record_gradients.followed.rules import BY_PLACE, Operation, Outputs, counts_on
+from opusim.training.networks.record_gradients.followed.tracking import keeps_alike
 from opusim.training.networks.record_gradients.layout import Layout
 
 _LOGGED = 4096

@@ -21,8 +21,9 @@ from opusim.devices.base import NoisyDevice
 from training.feedback.diagnosis import Reading
 from training.feedback.layout import Extent, Rows, Slice, View, arrange
 from training.feedback.marking import INPUT, OUTPUT, is_a_stream, mapped, tensors_of
+from training.networks.record_gradients.followed.arguments import active_tracker
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
-from training.networks.record_gradients.followed.tracking import RowTracker, active_tracker
+from training.networks.record_gradients.followed.tracking import RowTracker
 
 
 class FeedbackShape(NamedTuple):

@@ -29,11 +29,12 @@ _TRUSTED = frozenset({"torch", "opusim", "training", "builtins"})
 @contextmanager
 def preserved_attributes(model: nn.Module) -> Iterator[None]:
     """Give the Python attributes of a module the values on exit that they had before; see `require_forgetful`."""
-    before = _Memory(model, only_undo=True)
+    before = None if _runs_torch_only(model) else _Memory(model, only_undo=True)
     try:
         yield
     finally:
-        before.put_back()
+        if before is not None:
+            before.put_back()
 
 
 @contextmanager
@@ -48,8 +49,7 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[
         model: The module.
         follow_hooks: Whether to put back what hooks on the module keep, too.
     """
-    parts = list(model.modules())
-    buffers = [(part._buffers, dict(part._buffers)) for part in parts if part._buffers]
+    buffers = [(part._buffers, dict(part._buffers)) for part in model.modules() if part._buffers]
     values = [
         (buffer, buffer.detach().clone())
         for _, held in buffers
@@ -57,7 +57,7 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[
         if buffer is not None
     ]
     attributes = None
-    if any(map(_runs_other_code, parts)):
+    if _runs_other_code(model):
         attributes = _Memory(model, follow_hooks=follow_hooks, only_undo=True)
     try:
         yield
@@ -70,11 +70,29 @@ def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[
             attributes.put_back()
 
 
-def _runs_other_code(part: nn.Module) -> bool:
-    """Whether a pass of a part of a module runs code of other packages, which may set attributes."""
-    own = vars(part)
-    runs = (type(part), *(hook for name in _HOOKS for hook in own[name].values()))
-    return "forward" in own or any(_package(each) not in _TRUSTED for each in runs)
+def _runs_other_code(model: nn.Module) -> bool:
+    """Whether a pass of a module runs code of other packages, which may set attributes."""
+    for part in model.modules():
+        own = vars(part)
+        runs = (type(part), *(hook for name in _HOOKS for hook in own[name].values()))
+        packages = {str(getattr(each, "__module__", "builtins")).partition(".")[0] for each in runs}
+        if "forward" in own or not packages <= _TRUSTED:
+            return True
+    return False
+
+
+def _runs_torch_only(model: nn.Module) -> bool:
+    """Whether a pass runs code of torch.nn.modules only, which keeps nothing of a batch in Python attributes."""
+    for part in model.modules():
+        own = vars(part)
+        if not type(part).__module__.startswith("torch.nn.modules.") or any(own[name] for name in _HOOKS):
+            return False
+        for value in (own[name] for name in own.keys() - _OF_TORCH):  # a function among them may be another's
+            if any(
+                type(each) not in _CONSTANT for each in (value if type(value) in (list, tuple) else [value])
+            ):
+                return False
+    return True
 
 
 def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:
@@ -93,6 +111,8 @@ def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) 
     Raises:
         ValueError: There is such an attribute.
     """
+    if _runs_torch_only(model):
+        return
     kept = []
     for before, factor in (([0, 0, 1, 1, 2], 16.0), ([4, 4, 3, 3, 2], 64.0), ([0, 0, 1, 1, 2], 16.0)):
         with preserved_attributes(model):

@@ -127,7 +127,7 @@ def split_records(values: Tensor, layout: Layout, records: int) -> Tensor:
     """View a tensor record by record, shape (records, ...), where each record keeps the number of dimensions.
 
     The number of rows of a record is the size of the dimension over the number of records, as only the operators of
-    `training.networks.record_gradients.followed.operators` led to it.
+    `training.networks.record_gradients.followed.tracking` led to it.
 
     Raises:
         RuntimeError: The size is no such multiple: the module did not run as it did when it was prepared.

@@ -222,10 +222,9 @@ class _ProbeRecorder(Recorder):
             return None
         state = self._tracker.state(tensor)
         if isinstance(state, Mixed):
-            with self._tracker.noting():
-                raise ValueError(
-                    f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
-                )
+            raise self._tracker.noted(
+                f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
+            )
         return state
 
     def _look(self, key: Key, tensors: Sequence[Tensor]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
@@ -29,7 +30,7 @@ _TRUSTED = frozenset({"torch", "opusim", "training", "builtins"})
 @contextmanager
 def preserved_attributes(model: nn.Module) -> Iterator[None]:
     """Give the Python attributes of a module the values on exit that they had before; see `require_forgetful`."""
-    before = None if _runs_torch_only(model) else _Memory(model, only_undo=True)
+    before = None if runs_torch_only(model) else _Memory(model, only_undo=True)
     try:
         yield
     finally:
@@ -81,16 +82,25 @@ def _runs_other_code(model: nn.Module) -> bool:
     return False
 
 
-def _runs_torch_only(model: nn.Module) -> bool:
-    """Whether a pass runs code of torch.nn.modules only, which keeps nothing of a batch in Python attributes."""
+def runs_torch_only(model: nn.Module) -> bool:
+    """Whether a pass runs code of torch.nn.modules only, which remembers nothing of a batch but in buffers.
+
+    No hook, no function among the attributes, and no class of tensors then brings code of others.
+    """
+    if any(vars(torch_module)[f"_global{name}"] for name in _HOOKS):
+        return False
     for part in model.modules():
         own = vars(part)
-        if not type(part).__module__.startswith("torch.nn.modules.") or any(own[name] for name in _HOOKS):
+        tensors = (*own["_parameters"].values(), *own["_buffers"].values())
+        if (
+            not type(part).__module__.startswith("torch.nn.modules.")
+            or any(own[name] for name in _HOOKS)
+            or any(type(each) not in (Tensor, nn.Parameter, type(None)) for each in tensors)
+        ):
             return False
-        for value in (own[name] for name in own.keys() - _OF_TORCH):  # a function among them may be another's
-            if any(
-                type(each) not in _CONSTANT for each in (value if type(value) in (list, tuple) else [value])
-            ):
+        for value in (own[name] for name in own.keys() - _OF_TORCH):
+            parts = value if type(value) in (list, tuple) else [value]
+            if any(type(each) not in _CONSTANT for each in parts):
                 return False
     return True
 
@@ -111,7 +121,7 @@ def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) 
     Raises:
         ValueError: There is such an attribute.
     """
-    if _runs_torch_only(model):
+    if runs_torch_only(model):
         return
     kept = []
     for before, factor in (([0, 0, 1, 1, 2], 16.0), ([4, 4, 3, 3, 2], 64.0), ([0, 0, 1, 1, 2], 16.0)):

@@ -80,7 +80,9 @@ class Rows(NamedTuple):
 
     def take(self, index: Tensor) -> Self:
         """Return some records."""
-        return self.mapped(lambda leaf: leaf[index.to(leaf.device)])._replace(records=len(index))
+        pairs = zip(self.leaves, self.held, strict=True)
+        taken = [leaf[index.to(leaf.device)] if held else leaf for leaf, held in pairs]
+        return self._replace(leaves=taken, records=len(index))
 
     def repeated(self, count: int) -> Self:
         """Return a number of records, the given ones in turn."""

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from opusim.devices.base import NoisyDevice
-from training.networks.memory import preserved_attributes, require_forgetful
+from training.networks.memory import preserved_attributes, require_forgetful, runs_torch_only
 from training.networks.record_gradients.calls import Key, Kinds, Site, Slot
 from training.networks.record_gradients.followed.arguments import seed_pass
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
@@ -94,8 +94,9 @@ def probe(
         second.require_rows_of_signals()
         second.tracker.require_parameters_kept(model)
         second.tracker.require_nothing_left()
-        after = _Pass(model, named, kinds, batches[1], first.tracker.survey)
-        after.require_rows(first)  # meets what the backward pass kept
+        if not runs_torch_only(model):
+            after = _Pass(model, named, kinds, batches[1], first.tracker.survey)
+            after.require_rows(first)  # meets what the backward pass kept
     second.recorder.settle()
     uses = [call.site.roots for call in second.recorder.calls]
     several = any(sum(n in roots for roots in uses) > 1 for n in range(len(named)))
@@ -205,9 +206,9 @@ class _ProbeRecorder(Recorder):
         """
         slots = self.kinds.slots
         for key, found in self._found:
-            if key in self.kinds.fixed or [slot.kind for slot in slots.setdefault(key, found)] != [
-                slot.kind for slot in found
-            ]:
+            known = slots.setdefault(key, found)
+            differs = known is not found and [slot.kind for slot in known] != [slot.kind for slot in found]
+            if differs or key in self.kinds.fixed:
                 raise ValueError(
                     f"model: {key} sees records in different dimensions in two calls, or constants in one; keep one"
                 )

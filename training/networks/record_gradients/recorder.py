@@ -22,7 +22,6 @@ from training.networks.record_gradients.calls import (
     Key,
     Kinds,
     Site,
-    real_tensors,
 )
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.normalisation import group_norm
@@ -34,7 +33,7 @@ from training.networks.record_gradients.recurrent import (
     unrolled_cell,
 )
 from training.networks.record_gradients.unread import unread_masks
-from training.networks.record_gradients.uses import CLOSED, copies, require_separate_records
+from training.networks.record_gradients.uses import CLOSED, EMBEDDINGS, copies, require_separate_records
 
 _PLAIN = (Tensor, int, float, complex, str, slice, torch.dtype, torch.device)
 
@@ -226,15 +225,17 @@ class Recorder:
         if not others or key in self.kinds.fixed:
             args, options = spec.unflatten(leaves)
             return self._constants(key, roots, func(*args, **options))
-        site = Site(func, spec, str(key), places, others, roots, in_place)
-        require_separate_records(site, leaves)
+        site = Site(func, spec, key, places, others, roots, in_place)
+        if func in EMBEDDINGS:
+            require_separate_records(site, leaves)
         call = Call(site, leaves)
         return self._recorded(call, key, _run(call, leaves), signature)
 
     def _recorded(self, call: Call, key: Key, result: Any, signature: tuple[Any, ...] | None = None) -> Any:
         """Find out where the records stand in the tensors of a call, and let it receive its gradients."""
-        site, outputs = call.site, real_tensors(result)
-        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(result)):
+        site, found = call.site, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in found if leaf.is_floating_point()]
+        if any(leaf.is_complex() for leaf in found):
             raise ValueError(
                 f"model: {key} returns complex numbers, at which no gradient of a parameter is taken; compute it from "
                 "real and imaginary parts (torch.view_as_real)"

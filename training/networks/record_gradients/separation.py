@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import DeviceError
-from training.networks.memory import preserved_attributes, require_forgetful
+from training.networks.memory import preserved_attributes, require_forgetful, runs_torch_only
 from training.networks.record_gradients.calls import real_tensors
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.tape import RecordTape
@@ -114,6 +114,8 @@ def require_steady_gradients(
     Raises:
         ValueError: They do.
     """
+    if runs_torch_only(tape.model):
+        return
     records = Rows.of((args, kwargs)).repeated(_BATCH)
     place = records.tensors[0].device
     targets = torch.arange(_BATCH, device=place)

@@ -25,6 +25,8 @@ from training.networks.record_gradients.normalisation import normalisation
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
+EMBEDDINGS = {functional.embedding: _EMBEDDING, functional.embedding_bag: _BAG}
+"""The functions that look rows of a table up, and the names of their arguments."""
 
 
 class FunctionUse(CallUse):
@@ -130,11 +132,8 @@ def require_separate_records(site: Site, leaves: Sequence[Any]) -> None:
     Raises:
         ValueError: An embedding rescales its weights or its gradient by the batch, or has sparse gradients.
     """
-    names = {functional.embedding: _EMBEDDING, functional.embedding_bag: _BAG}.get(site.func)
-    if names is None:
-        return
     defaults = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
-    found = Bound.of(site, leaves, names, defaults).values
+    found = Bound.of(site, leaves, EMBEDDINGS[site.func], defaults).values
     if found["max_norm"] is not None or found["scale_grad_by_freq"]:
         raise ValueError(
             f"model: {site.where} is an embedding with max_norm or scale_grad_by_freq, which let one record change "

@@ -37,8 +37,7 @@ from training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx
 from training.data.tables import file_dataset
 from training.engine.callbacks import Callback
 from training.errors import DataError, RunFolderError
-from training.private_loop.saves import CHECKPOINT_FILE, VERSION, read_save
-from training.private_loop.settings import SETTINGS_FILE
+from training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, VERSION, read_save
 from training.runs.checkpoints import read_checkpoint, read_tensors
 from training.runs.folder import RunFolder
 from training.runs.seal import HEADER_KEY, list_checkpoints

@@ -38,10 +38,9 @@ from training.networks.record_independence import (
     seed_generators,
     system_generators,
 )
-from training.private_loop.batch import PhysicalBatches
+from training.private_loop.folder import PrivacySettings
 from training.private_loop.inputs import first_records
-from training.private_loop.module import PrivateModule
-from training.private_loop.settings import PrivacySettings
+from training.private_loop.module import PhysicalBatches, PrivateModule
 
 _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""
@@ -91,7 +90,7 @@ class PrivateLoader:
         self.dataset = loader.dataset
         self.batch_size = batch_size_of(loader)
         self._source, self._settings, self._module, self._steps = loader, settings, module, steps
-        self._physical = physical
+        self._physical, self._paid = physical, settings.mechanism
         self._last: _Handed = (0, None, None)
         self._iterations = self._offers = 0
         count, seed = len(self.dataset), settings.seed  # type: ignore[arg-type]
@@ -173,7 +172,9 @@ class PrivateLoader:
         """
         self._module.paid_on_processor = exact = self._module.on_processor
         try:
-            self._steps.pay(replace(self._settings.mechanism, exactly_rounded=exact), until=until)
+            if self._paid.exactly_rounded != exact:
+                self._paid = replace(self._paid, exactly_rounded=exact)
+            self._steps.pay(self._paid, until=until)
         except BudgetExceeded as error:
             self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}"
             warnings.warn(self._steps.stopped, stacklevel=3)

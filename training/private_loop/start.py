@@ -24,8 +24,7 @@ from training.engine.steps import PaidSteps
 from training.feedback.points import FeedbackAlignment
 from training.networks.base import require_fresh_noise
 from training.networks.record_independence import preserved_generators
-from training.private_loop.accountants import NamedAccountant
-from training.private_loop.batch import FIXED_FROM, PhysicalBatches, most_records
+from training.private_loop.folder import PrivacySettings
 from training.private_loop.inputs import (
     example_of,
     feedback_of,
@@ -36,9 +35,8 @@ from training.private_loop.inputs import (
     warn_of_parameters_left_out,
 )
 from training.private_loop.loader import batch_size_of
-from training.private_loop.module import PrivateModule
-from training.private_loop.session import PrivateTraining
-from training.private_loop.settings import PrivacySettings
+from training.private_loop.module import FIXED_FROM, PhysicalBatches, PrivateModule, most_records
+from training.private_loop.session import NamedAccountant, PrivateTraining
 from training.protections.record import RecordGradients, require_counted_sums
 from training.runs.storage import only_writer
 

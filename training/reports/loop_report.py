@@ -12,7 +12,7 @@ from opusim.files import write_file
 from opusim.tables import html_page
 from training.attacks.findings import audit_rows
 from training.attacks.words import paragraphs
-from training.private_loop.settings import PrivacySettings
+from training.private_loop.folder import PrivacySettings
 from training.reports.audit_page import Audited, write_audit_page
 from training.reports.run_report import kept_audits, shown_values
 from training.runs.folder import RunFolder

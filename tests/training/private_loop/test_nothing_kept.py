@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from tests.support.private_loops import private_loop
-from training.private_loop.saves import read_save
+from training.private_loop.folder import read_save
 
 RECORDS, LARGE = 60, 40
 """Batches above the second number are unlike those of a probe: Python's look at their size is not followed."""

@@ -21,8 +21,8 @@ from tests.support.killing import skip_syncs, start_child
 from tests.support.private_loops import Parts, parts, private_loop, run_epoch
 from training.engine.steps import STEPS_PAID_AT_ONCE
 from training.errors import FolderBusy
+from training.private_loop.folder import read_save
 from training.private_loop.loader import PrivateLoader
-from training.private_loop.saves import read_save
 
 
 def steps_paid(folder: Path) -> int:

@@ -17,8 +17,13 @@ import torch
 import opusim
 from tests.support.private_loops import parts, private_loop, run_epoch
 from training.errors import RunFolderError
-from training.private_loop.saves import CHECKPOINT_FILE, read_save, write_save
-from training.private_loop.settings import SETTINGS_FILE, PrivacySettings
+from training.private_loop.folder import (
+    CHECKPOINT_FILE,
+    SETTINGS_FILE,
+    PrivacySettings,
+    read_save,
+    write_save,
+)
 
 FLIPS = 120
 

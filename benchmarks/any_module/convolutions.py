@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from training.networks.image_models import ResNet
+from training.networks.models import ResNet
 
 KERNEL = 3
 

@@ -39,8 +39,7 @@ from benchmarks.results_file import load_results, save_results
 from opusim import FeedbackAlignment, open_device
 from training.data import Dataset, load_dataset
 from training.data.samplers import ShuffledEpochsSampler
-from training.networks.image_models import Mixer, ResNet
-from training.networks.models import multiply_adds
+from training.networks.models import Mixer, ResNet, multiply_adds
 
 MODULE, NAME = "benchmarks.any_module.images", "any_module_images"
 SHAPES = {"cifar-10": (3, 32, 32), "fashion-mnist": (1, 28, 28)}

@@ -39,7 +39,7 @@ import opusim
 from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from training.data import Dataset, load_dataset
-from training.networks.image_models import ConvolutionalNetwork, VisionTransformer
+from training.networks.models import ConvolutionalNetwork, VisionTransformer
 from training.runs.run import evaluate_split
 
 MODULE, NAME = "benchmarks.any_module.private", "any_module_private"

@@ -22,8 +22,8 @@ from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
 from training.device_privacy.camera import LabelCounts, label_counts
 from training.device_privacy.camera_tables import LIGHTS
+from training.protections.argmax_labels import LabelFrames
 from training.protections.counted_labels import CountsReadout
-from training.protections.label_frames import LabelFrames
 
 NAME, DEVICE, DELTA = "camera_account", "camera_low_light", 1e-5
 TEMPERATURES_C, EPSILONS = (-30.0, 20.0, 40.0, 60.0), (8.0, 3.0, 1.0)

@@ -32,8 +32,7 @@ import opusim
 from benchmarks.markdown import markdown, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim.devices.certificate import PhotonCountLaw, load_certificate
-from training.protections.argmax_labels import ArgmaxReadout
-from training.protections.label_frames import LabelFrames
+from training.protections.argmax_labels import ArgmaxReadout, LabelFrames
 from training.runs.run import evaluate_run
 
 NAME, FOLDER = "device_chain", Path("runs/chain")

@@ -31,9 +31,8 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import checks
 from opusim.devices.registry import open_device
-from training.protections.argmax_labels import ArgmaxReadout, Cell, confusion
+from training.protections.argmax_labels import ArgmaxReadout, Cell, LabelFrames, confusion
 from training.protections.counted_labels import CountsReadout
-from training.protections.label_frames import LabelFrames
 
 NAME, PICTURE, MODULE = "count_attack", Path("docs/count_attack.png"), "benchmarks.devices.count_attack"
 N_CLASSES, N_OUTPUTS, DELTA, ALARM = 10, 128, 1e-5, 1e-3

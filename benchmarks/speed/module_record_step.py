@@ -30,7 +30,7 @@ from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved_turns
 from opusim.randomness.streams import noise_stream
-from training.networks.image_models import ConvolutionalNetwork, ResNet
+from training.networks.models import ConvolutionalNetwork, ResNet
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.sequence_models import TransformerLM
 from training.protections.record import RecordGradients

@@ -44,8 +44,10 @@ from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, LightPower
 from training.protections.argmax_labels import (
     NO_LIGHT,
+    POWER_SHARE,
     ArgmaxReadout,
     Cell,
+    LabelFrames,
     confusion,
     confusion_at,
     label_groups,
@@ -54,7 +56,6 @@ from training.protections.argmax_labels import (
     shared_range,
 )
 from training.protections.counted_labels import CountsReadout, equidistant_pixels
-from training.protections.label_frames import POWER_SHARE, LabelFrames
 
 MIN_SHARE = 1e-12
 """Smallest share of the light or the exposure that is searched."""

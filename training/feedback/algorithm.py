@@ -39,10 +39,9 @@ from training.feedback.points import FeedbackAlignment, refuse_second
 from training.feedback.projection import calibration_work
 from training.feedback.trainer import FeedbackTrainer, GradientSource
 from training.networks.any_module import AnyModule, build_any_module
-from training.networks.functions import ACTIVATIONS, LOSSES
+from training.networks.functions import ACTIVATIONS, LOSSES, Objective
 from training.networks.models import MODELS
 from training.networks.network import FullyConnected, build_network
-from training.networks.objectives import Objective
 from training.networks.optimizers import make_optimizer
 from training.networks.record_gradients.separation import require_separate_steps
 from training.networks.record_gradients.tape import RecordTape

@@ -38,9 +38,8 @@ from training.feedback.projection import (
 )
 from training.feedback.trainer import Batch, GradientSource, Learned, require_finite
 from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
-from training.networks.functions import LOSSES
+from training.networks.functions import LOSSES, Objective
 from training.networks.network import ForwardPass, FullyConnected
-from training.networks.objectives import Objective
 
 Draw = Callable[[tuple[int, int]], Tensor]
 """Returns fresh noise of shape (batch, width)."""

@@ -35,10 +35,10 @@ from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import Batch, GradientSource, Learned, require_finite
 from training.networks.any_module import AnyModule
 from training.networks.base import seeded_torch
-from training.networks.memory import preserved_state
-from training.networks.objectives import Objective
+from training.networks.functions import Objective
 from training.networks.record_gradients.separation import restore_buffers
 from training.networks.record_gradients.tape import RecordTape
+from training.networks.record_independence import preserved_state
 
 
 class ModuleGradients(GradientSource):

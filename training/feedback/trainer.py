@@ -23,8 +23,8 @@ from training.errors import TrainingDiverged
 from training.feedback.points import FeedbackAlignment
 from training.networks.any_module import AnyModule
 from training.networks.contributions.sums import Contributions
+from training.networks.functions import Objective
 from training.networks.network import FullyConnected
-from training.networks.objectives import Objective
 from training.protections.base import PrivateGradients, SoftLabels
 
 

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from training.feedback.points import FeedbackAlignment
-from training.networks.memory import preserved_attributes
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.probe import invented_rows
 from training.networks.record_gradients.separation import require_no_hooks, require_steady_gradients
@@ -24,6 +23,7 @@ from training.networks.record_gradients.tape import RecordTape, trained_paramete
 from training.networks.record_independence import (
     MIXES_REMEDY,
     fixed_parameters,
+    preserved_attributes,
     preserved_generators,
     same,
 )

@@ -41,13 +41,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from opusim.plugins import Deferred
 from training.engine.steps import PaidSteps
 from training.networks.contributions.sums import Contributions
-from training.networks.memory import preserved_state
-from training.networks.record_gradients.recorder import Recorder
+from training.networks.record_gradients.recorder import Recorder, unread_masks
 from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_gradients.unread import unread_masks
 from training.networks.record_independence import (
     fixed_parameters,
     preserved_generators,
+    preserved_state,
     system_generators,
 )
 from training.private_loop.folder import generator_states, set_generator_states

@@ -38,7 +38,7 @@ from training.protections.base import (
     with_constant,
     write_gradient,
 )
-from training.protections.metric import Metric, equalised_weights
+from training.protections.released_model import Metric, equalised_weights
 
 _EQUALISING_ROUNDS = 30
 

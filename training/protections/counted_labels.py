@@ -28,9 +28,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SystemUniforms
-from training.protections.argmax_labels import ArgmaxReadout, read_argmax
+from training.protections.argmax_labels import FRAMES_AT_ONCE, KEY, ArgmaxReadout, LabelFrames, read_argmax
 from training.protections.base import calibrated_once
-from training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
 from training.protections.noisy_labels import LABEL_STEP, OneLookProtection, Pay
 from training.protections.planning import epsilon_of
 

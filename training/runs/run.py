@@ -28,8 +28,8 @@ from training.data.tables import Frame, feature_array, is_frame, read_frame, tab
 from training.data.texts import bits_per_byte
 from training.errors import DataError
 from training.networks.base import Network
-from training.networks.memory import preserved_state
-from training.networks.objectives import Objective, measure
+from training.networks.functions import Objective, measure
+from training.networks.record_independence import preserved_state
 from training.networks.user_code import load_object, require_importable, require_trusted, warn_if_changed
 from training.runs.checkpoints import copy_parameters, read_checkpoint
 from training.runs.folder import RunFolder
@@ -77,7 +77,7 @@ def evaluate_split(
 
     Returns:
         "loss", the mean over records, and the figures of the target, such as "accuracy", the share of correct classes,
-        in [0, 1]; see `training.networks.objectives.measure`.
+        in [0, 1]; see `training.networks.functions.measure`.
     """
     compute, at_once = _evaluated(model)
     module = model.model if isinstance(model, Network) else model

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import finite_rows
-from training.networks.layers import Jacobian, LinearJacobian
+from training.networks.network import Jacobian, LinearJacobian
 from training.ulr.config import Directions, Reduction
 
 _FLOOR = 1e-2

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.networks.layers import Jacobian, LayeredNetwork, jacobian_of, require_trainable
-from training.networks.network import FullyConnected
+from training.networks.network import FullyConnected, Jacobian, LayeredNetwork, jacobian_of, require_trainable
 from training.networks.record_independence import batch_statistics
 
 
@@ -34,7 +33,7 @@ class ModuleSequence(LayeredNetwork):
 
     A module without parameters may be any map from a batch of records to a batch of records: an activation without
     derivative, a quantiser, a call to another process. A module with parameters needs only the Jacobian of its own
-    output (`training.networks.layers`).
+    output (`training.networks.network`).
 
     Args:
         model: The sequence. Every module processes records independently. It is put into evaluation mode (no dropout),

@@ -21,7 +21,7 @@ from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.networks.clipping import finite_rows
 from training.networks.functions import LOSS_VALUES
-from training.networks.memory import preserved_state
+from training.networks.record_independence import preserved_state
 from training.protections.base import PrivateGradients
 from training.ulr.estimator import Estimator, Losses
 from training.ulr.network import ModuleSequence, Outputs

@@ -25,7 +25,7 @@ from training.config.sections import OptimizerConfig
 from training.engine.trainer import StepRecord, Trainer
 from training.networks.base import Network
 from training.networks.functions import LOSS_VALUES
-from training.networks.memory import preserved_state
+from training.networks.record_independence import preserved_state
 from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 from training.zeroth_order.step_log import StepLog

@@ -16,7 +16,7 @@ from accounting.guarantee import Guarantee, Status, Unit
 from accounting.mechanisms.labels import LabelAmplified
 from training.networks.clipping import bounded_factors
 from training.protections.amplified_labels import whitened_norms
-from training.protections.metric import Metric
+from training.protections.released_model import Metric
 
 EPSILONS = np.array([0.0, 0.1, 0.5, 1.0, 2.0, 4.0])
 LINE = np.linspace(-14, 14, 20_001)

@@ -18,7 +18,7 @@ from scipy.stats import norm
 from tests.oracles import label_simulation as simulation
 from training.networks.clipping import bounded_factors
 from training.protections.amplified_labels import whitened_norms
-from training.protections.metric import Metric
+from training.protections.released_model import Metric
 
 Q, CLIP, STEPS, TRIALS = 0.4, 0.6, 3, 20_000
 EPSILONS = np.array([0.25, 0.5, 1.0, 1.5])

@@ -22,7 +22,7 @@ from accounting.mechanisms.observations import (
     response_log_likelihood,
     telling_labels,
 )
-from training.protections.staged_responses import ResponseModel
+from training.protections.noisy_labels import ResponseModel
 
 DELTA = 1e-5
 

@@ -25,7 +25,7 @@ from training.attacks.mechanism.contributions import Amounts, single_record_chec
 from training.attacks.mechanism.counted import staged_checks
 from training.attacks.mechanism.report import Check, MechanismAudit, report_text
 from training.cli.app import app
-from training.protections import noisy_labels, staged_responses
+from training.protections import noisy_labels
 from training.zeroth_order.trainer import Differences
 
 LEVELS = {"experiment": 1e-6, "release": 1e-9}
@@ -149,7 +149,7 @@ def test_further_noise_is_what_is_accounted(name: str, mode: str, seed: int) -> 
 STAGED = ("protection.stages=3",)
 STAGED_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "response: share of labels kept": (
-        "staged_responses.respond_among",
+        "respond_among",
         lambda respond: (
             lambda labels, among, *, epsilon, generator: respond(
                 labels, among, epsilon=1.2 * epsilon, generator=generator
@@ -157,7 +157,7 @@ STAGED_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
         ),
     ),
     "response: records apart": (
-        "staged_responses.respond_among",
+        "respond_among",
         lambda respond: (
             lambda labels, among, *, epsilon, generator: respond(
                 labels, among, epsilon=epsilon, generator=OneNumber(generator)
@@ -165,7 +165,7 @@ STAGED_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
         ),
     ),
     "response: equal in two runs": (
-        "noisy_labels.randomize_in_stages",
+        "randomize_in_stages",
         lambda randomize: (
             lambda x, labels, mechanism, source: randomize(x, labels, mechanism, np.random.default_rng(0))
         ),
@@ -188,10 +188,8 @@ class OneNumber:
 def test_faults_of_responses_in_stages_are_found(
     check: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, wrap = STAGED_FAULTS[check]
-    module, name = place.split(".")
-    where = {"staged_responses": staged_responses, "noisy_labels": noisy_labels}[module]
-    monkeypatch.setattr(where, name, wrap(getattr(where, name)))
+    name, wrap = STAGED_FAULTS[check]
+    monkeypatch.setattr(noisy_labels, name, wrap(getattr(noisy_labels, name)))
     found = self_test(
         "dfa", "experiment", seed, protection="label-randomized-response", settings=STAGED, level=1e-4
     )

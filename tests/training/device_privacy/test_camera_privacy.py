@@ -24,9 +24,8 @@ from opusim.errors import ConfigError
 from training.cli.app import app
 from training.device_privacy.camera import MIN_SHARE, LabelCounts, label_counts
 from training.device_privacy.camera_tables import target_rows, temperature_rows
-from training.protections.argmax_labels import ArgmaxReadout
+from training.protections.argmax_labels import ArgmaxReadout, LabelFrames
 from training.protections.counted_labels import CountsReadout
-from training.protections.label_frames import LabelFrames
 
 DELTA = 1e-2
 HOT = OperatingPoint(temperature_c=60.0, light=0.01)

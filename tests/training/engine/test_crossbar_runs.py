@@ -17,7 +17,7 @@ from opusim.errors import CapabilityMissing, ConfigError
 from tests.support.command import opusim as run_command
 from training.cli import runs as commands
 from training.errors import RunFolderError
-from training.networks.layers import jacobian_of
+from training.networks.network import jacobian_of
 from training.runs.checkpoints import (
     Checkpoint,
     hold_on_devices,

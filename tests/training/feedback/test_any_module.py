@@ -26,9 +26,9 @@ from training.feedback.modules import ModuleGradients, feedback_points
 from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule, from_recipe
+from training.networks.functions import Objective, measure
 from training.networks.models import MODELS
 from training.networks.network import FullyConnected
-from training.networks.objectives import Objective, measure
 from training.networks.optimizers import make_optimizer
 from training.networks.user_code import require_trusted
 from training.reports.run_report import write_report

@@ -19,7 +19,7 @@ from training.data.image_maps import Augmentation
 from training.feedback.modules import ModuleGradients
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule
-from training.networks.objectives import Objective
+from training.networks.functions import Objective
 from training.networks.record_gradients.tape import RecordTape
 from training.protections.record import RecordGradients
 from training.runs.checkpoints import list_checkpoints, read_checkpoint

@@ -25,7 +25,7 @@ from training.feedback.modules import ModuleGradients
 from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule
-from training.networks.objectives import Objective
+from training.networks.functions import Objective
 from training.networks.optimizers import make_optimizer
 from training.networks.record_gradients.separation import require_separate_steps
 from training.networks.record_gradients.tape import RecordTape

@@ -17,7 +17,7 @@ from opusim.randomness.streams import noise_stream
 from tests.support.private_loops import parts, private_loop
 from training.networks.clipping import MOST_RECORDS, SUM_ERROR, bounded_factors
 from training.networks.contributions import sums, uses
-from training.networks.layers import jacobian_of
+from training.networks.network import jacobian_of
 from training.networks.record_gradients.tape import RecordTape
 from training.protections.record import RecordGradients, require_counted_sums
 

@@ -25,12 +25,11 @@ from training.networks.clipping import (
     row_norms,
     sphere_factors,
 )
-from training.networks.layers import LayeredNetwork
-from training.networks.network import FullyConnected
+from training.networks.network import FullyConnected, LayeredNetwork
 from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import with_constant
-from training.protections.metric import Metric
 from training.protections.record import RecordGradients
+from training.protections.released_model import Metric
 from training.ulr.network import ModuleSequence
 from training.zeroth_order.trainer import loss_differences
 

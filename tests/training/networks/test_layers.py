@@ -11,7 +11,7 @@ from training.networks.clipping import measured
 from training.networks.contributions import uses
 from training.networks.contributions.sums import Contributions
 from training.networks.contributions.uses import LinearUse
-from training.networks.layers import (
+from training.networks.network import (
     ConvolutionJacobian,
     FunctionalJacobian,
     LinearJacobian,

@@ -19,7 +19,7 @@ from tests.support.record_models import CASES, Custom, features, make, residual_
 from training.feedback.points import FeedbackAlignment
 from training.feedback.projection import Projection
 from training.networks.contributions import sums, uses
-from training.networks.image_models import ResNet, VisionTransformer
+from training.networks.models import ResNet, VisionTransformer
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.sequence_models import encoder_block
 

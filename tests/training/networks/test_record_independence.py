@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import training
 from tests.support.ulr_models import MODELS, Residual
-from training.networks.memory import require_forgetful
 from training.networks.record_gradients.probe import require_separate_outputs
+from training.networks.record_independence import require_forgetful
 
 N_INPUTS = 6
 

@@ -17,7 +17,7 @@ from training.networks import clipping
 from training.networks.clipping import norm_bounds, row_norms
 from training.networks.contributions import sums, uses
 from training.networks.record_gradients.calls import Call
-from training.networks.record_gradients.normalisation import GroupNormUse
+from training.networks.record_gradients.layers import GroupNormUse
 from training.networks.record_gradients.tape import RecordTape
 
 ROUNDING = 1e-5

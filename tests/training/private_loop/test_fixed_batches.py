@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opusim
 from tests.support.private_loops import Parts, network, parts, private_loop
 from training.networks.contributions.sums import Contributions
-from training.private_loop import batch as batches
+from training.private_loop import module as batches
 from training.private_loop.module import OVERFLOW, PhysicalBatches, most_records
 
 TINY = 1e-9

@@ -16,7 +16,7 @@ from opusim.randomness.streams import noise_stream
 from training.errors import RunInterrupted
 from training.networks.network import FullyConnected
 from training.protections.amplified_labels import AmplifiedLabels, whitened_norms
-from training.protections.metric import Metric, equalised_weights
+from training.protections.released_model import Metric, equalised_weights
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 WIDTHS = (5, 7, 6, 3)  # inputs, two hidden layers, classes

@@ -31,6 +31,7 @@ from training.protections import argmax_labels
 from training.protections.argmax_labels import (
     ArgmaxReadout,
     Cell,
+    LabelFrames,
     confusion,
     confusion_at,
     label_groups,
@@ -40,7 +41,6 @@ from training.protections.argmax_labels import (
     shared_range,
 )
 from training.protections.counted_labels import CountsReadout, equidistant_pixels, read_counts
-from training.protections.label_frames import LabelFrames
 from training.protections.noisy_labels import read_once_through
 from training.runs.storage import read_array
 

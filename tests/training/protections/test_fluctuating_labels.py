@@ -25,14 +25,15 @@ from opusim.errors import ConfigError
 from opusim.noise import LightPower
 from training.device_privacy.camera import OperatingPoint, label_counts
 from training.protections.argmax_labels import (
+    POWER_SHARE,
     ArgmaxReadout,
     Cell,
+    LabelFrames,
     confusion,
     largest_epsilon,
     shared_range,
 )
 from training.protections.counted_labels import CountsReadout
-from training.protections.label_frames import POWER_SHARE, LabelFrames
 
 K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
 POWER = {"law": "log_normal", "rms": 0.3}

@@ -17,12 +17,13 @@ from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim.errors import ConfigError
 from training.engine.plan import load_data
-from training.protections.noisy_labels import NoisyLabels, randomize
-from training.protections.staged_responses import (
+from training.protections.noisy_labels import (
     MOST_FEATURES,
+    NoisyLabels,
     ResponseModel,
     StagedResponses,
     drawn_parts,
+    randomize,
     randomize_in_stages,
 )
 from training.runs.storage import read_array
@@ -210,7 +211,7 @@ def test_a_run_in_stages_pays_once_and_says_so(tmp_path: Path, mode: str, stop_a
 
 def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "training.protections.staged_responses.respond_among", lambda *_, **__: pytest.fail("drawn")
+        "training.protections.noisy_labels.respond_among", lambda *_, **__: pytest.fail("drawn")
     )
 
     def refuse(*_: Any) -> None:

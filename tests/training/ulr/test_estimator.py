@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from opusim.randomness.streams import noise_stream
 from tests.support.ulr_models import MODELS, new_network, records
 from training.networks.functions import LOSS_VALUES, LOSSES, cross_entropy
-from training.networks.layers import LinearJacobian
+from training.networks.network import LinearJacobian
 from training.ulr.config import Reduction
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence

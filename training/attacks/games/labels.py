@@ -36,8 +36,12 @@ from training.networks.network import FullyConnected
 from training.protections.amplified_labels import AmplifiedLabelProtection
 from training.protections.base import PrivateGradients
 from training.protections.config import LabelAmplifiedConfig
-from training.protections.noisy_labels import OneLookProtection, StagedResponseProtection
-from training.protections.staged_responses import StagedResponses, drawn_parts
+from training.protections.noisy_labels import (
+    OneLookProtection,
+    StagedResponseProtection,
+    StagedResponses,
+    drawn_parts,
+)
 
 _PAIR_DELTA = 1e-5
 _LEAST_KNOWN = 2000

@@ -23,8 +23,8 @@ from training.attacks.mechanism.checks import LAGS, shared
 from training.attacks.mechanism.report import Check
 from training.data import Dataset
 from training.engine.plan import RunPlan
+from training.protections.argmax_labels import LabelFrames
 from training.protections.counted_labels import equidistant_pixels
-from training.protections.label_frames import LabelFrames
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 

@@ -41,8 +41,7 @@ from training.engine.algorithm import Arrays
 from training.engine.plan import RunPlan
 from training.engine.session import train_planned
 from training.feedback.config import FeedbackConfig
-from training.networks.layers import LayeredNetwork
-from training.networks.network import FullyConnected
+from training.networks.network import FullyConnected, LayeredNetwork
 from training.protections.base import PrivateGradients
 from training.runs.folder import RunFolder
 from training.ulr.config import UlrConfig

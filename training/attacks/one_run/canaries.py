@@ -27,7 +27,7 @@ from training.networks.any_module import AnyModule
 from training.networks.base import Network
 from training.networks.contributions.sums import Contributions
 from training.networks.contributions.uses import ConvolutionUse, LinearUse, Use
-from training.networks.layers import LayeredNetwork, ModuleUse
+from training.networks.network import LayeredNetwork, ModuleUse
 from training.protections.base import PrivateGradients, WrappedGradients
 
 _EXCESS = 2.0**10

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from opusim.devices.base import NoisyDevice
-from training.networks.memory import preserved_attributes, require_forgetful, runs_torch_only
 from training.networks.record_gradients.calls import Key, Kinds, Site, Slot
 from training.networks.record_gradients.followed.arguments import seed_pass
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
@@ -31,8 +30,11 @@ from training.networks.record_independence import (
     MIXES_REMEDY,
     batch_statistics,
     perturbed,
+    preserved_attributes,
     preserved_generators,
     require_fixed_tensors,
+    require_forgetful,
+    runs_torch_only,
     scaled,
     seeded_output,
 )

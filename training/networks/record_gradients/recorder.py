@@ -1,12 +1,19 @@
-"""Catch every use of a parameter in a forward pass, whatever module or function it stands in."""
+"""Catch every use of a parameter in a forward pass, whatever module or function it stands in.
+
+Models of the transformers package leave a mask out if it hides nothing in the whole batch, which one record decides for
+all others, and warn if a record ends in padding. They do neither while a graph is traced, which `is_tracing` tells them
+here (`unread_masks`).
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -23,17 +30,48 @@ from training.networks.record_gradients.calls import (
     Kinds,
     Site,
 )
-from training.networks.record_gradients.layout import Layout
-from training.networks.record_gradients.normalisation import group_norm
-from training.networks.record_gradients.recurrent import (
+from training.networks.record_gradients.layers import (
     CELLS,
     RECURRENT,
+    group_norm,
     require_no_packing,
     unrolled,
     unrolled_cell,
 )
-from training.networks.record_gradients.unread import unread_masks
+from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.uses import CLOSED, EMBEDDINGS, copies, require_separate_records
+
+_PACKAGE, _NAME = "transformers", "is_tracing"
+
+
+@contextmanager
+def unread_masks() -> Iterator[None]:
+    """Let models of transformers run within the block as if their graphs were traced; other packages see nothing."""
+    modules = _modules(len(sys.modules)) if _PACKAGE in sys.modules else ()
+    before = [vars(module)[_NAME] for module in modules]
+    try:
+        for module in modules:
+            vars(module)[_NAME] = _always
+        yield
+    finally:
+        for module, function in zip(modules, before, strict=True):
+            vars(module)[_NAME] = function
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+@lru_cache(maxsize=1)
+def _modules(loaded: int) -> tuple[ModuleType, ...]:
+    """Return the loaded modules of the package that ask whether a graph is traced.
+
+    Args:
+        loaded: Number of loaded modules of all packages; another one may have come with it.
+    """
+    found = [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]
+    return tuple(module for module in found if isinstance(vars(module).get(_NAME), type(_always)))
+
 
 _PLAIN = (Tensor, int, float, complex, str, slice, torch.dtype, torch.device)
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import DeviceError
-from training.networks.memory import preserved_attributes, require_forgetful, runs_torch_only
 from training.networks.record_gradients.calls import real_tensors
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.tape import RecordTape
@@ -29,8 +28,11 @@ from training.networks.record_independence import (
     batch_statistics,
     first_half,
     perturbed,
+    preserved_attributes,
     preserved_generators,
     require_fixed_tensors,
+    require_forgetful,
+    runs_torch_only,
     same,
     seed_generators,
     seeded_output,

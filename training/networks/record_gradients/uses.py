@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from training.networks.contributions.uses import ConvolutionUse, EmbeddingUse, LinearUse, Use
 from training.networks.record_gradients.calls import Bound, Call, CallUse, Site, real_tensors
+from training.networks.record_gradients.layers import normalisation
 from training.networks.record_gradients.layout import Layout
-from training.networks.record_gradients.normalisation import normalisation
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")

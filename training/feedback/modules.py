@@ -36,9 +36,8 @@ from training.feedback.trainer import Batch, GradientSource, Learned, require_fi
 from training.networks.any_module import AnyModule
 from training.networks.base import seeded_torch
 from training.networks.functions import Objective
-from training.networks.record_gradients.separation import restore_buffers
 from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_independence import preserved_state
+from training.networks.record_independence import preserved_state, restore_buffers
 
 
 class ModuleGradients(GradientSource):

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
 from opusim.processes.memory import require_memory
@@ -83,8 +84,8 @@ class LinearJacobian(Jacobian):
         super().__init__(module)
         self._weight, self._bias = module.weight, module.bias
 
+    @override
     def use(self, delta: Tensor, h: Tensor) -> LinearUse:
-        """See Jacobian."""
         return LinearUse(delta, h, self._weight, self._bias)
 
     def set_gradient(self, delta: Tensor, h: Tensor, divisor: float) -> None:
@@ -114,8 +115,8 @@ class ConvolutionJacobian(Jacobian):
         names = ("stride", "padding", "dilation", "groups")
         self._options = {name: getattr(module, name) for name in names}
 
+    @override
     def use(self, delta: Tensor, h: Tensor) -> ConvolutionUse:
-        """See Jacobian."""
         return ConvolutionUse(delta, h, self._convolution.weight, self._convolution.bias, self._options)
 
     def set_gradient(self, delta: Tensor, h: Tensor, divisor: float) -> None:
@@ -138,12 +139,12 @@ class DeviceConvolutionJacobian(Jacobian):
         super().__init__(module)
         self._convolution, self._product = module, LinearJacobian(module.product)
 
+    @override
     def use(self, delta: Tensor, h: Tensor) -> LinearUse:
-        """See Jacobian."""
         return self._product.use(_positions(delta), self._convolution.patches(h))
 
+    @override
     def set_gradient(self, delta: Tensor, h: Tensor, divisor: float) -> None:
-        """See Jacobian."""
         self._product.set_gradient(_positions(delta), self._convolution.patches(h), divisor)
 
     def factor_rows(self, h: Tensor) -> Tensor:
@@ -154,8 +155,8 @@ class DeviceConvolutionJacobian(Jacobian):
 class FunctionalJacobian(Jacobian):
     """Any module that torch.func can differentiate with respect to its parameters, such as a residual block."""
 
+    @override
     def use(self, delta: Tensor, h: Tensor) -> ModuleUse:
-        """See Jacobian."""
         return ModuleUse(self.module, delta, h)
 
 
@@ -175,8 +176,8 @@ class ModuleUse(Use):
         self._module, self._delta, self._h = module, delta, h
 
     @property
+    @override
     def numbers(self) -> int:
-        """See Use."""
         return 8 * sum(tensor.numel() for tensor in self.wrt) + self._delta[:1].numel()
 
     def rows(self, part: slice) -> list[Tensor]:
@@ -375,8 +376,8 @@ class FullyConnected(LayeredNetwork):
         return cls(build_sequential(facts["n_inputs"], layers, generator=torch.Generator()))
 
     @property
+    @override
     def facts(self) -> dict[str, Any]:
-        """See Network.facts."""
         return {"n_inputs": self.n_inputs, "layers": [asdict(layer) for layer in self.layers]}
 
     @property

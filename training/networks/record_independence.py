@@ -47,7 +47,7 @@ def batch_statistics(model: nn.Module) -> str | None:
     """Name the first module that computes statistics of the batch, or return None if there is none."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return _module_name(name, module)
+            return f"{type(module).__name__} {name!r}" if name else type(module).__name__
     return None
 
 
@@ -184,10 +184,6 @@ def perturbed(model: nn.Module) -> Iterator[None]:
                 named[name].copy_(value)
 
 
-def _module_name(name: str, module: nn.Module) -> str:
-    return f"{type(module).__name__} {name!r}" if name else type(module).__name__
-
-
 @contextmanager
 def preserved_generators(place: torch.device) -> Iterator[None]:
     """Restore the global generators of torch, numpy and Python on exit."""
@@ -225,7 +221,8 @@ def system_generators(place: torch.device, *, fresh: bool = True) -> Iterator[No
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 _CONSTANT = frozenset({type(None), bool, int, float, str})
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where torch keeps hooks of a module, and those of all modules under "_global" and these names."""
 _TRUSTED = frozenset({"torch", "opusim", "training", "builtins"})
 """Packages whose classes and functions keep nothing of a batch that a later one reads."""
 
@@ -239,6 +236,25 @@ def preserved_attributes(model: nn.Module) -> Iterator[None]:
     finally:
         if before is not None:
             before.put_back()
+
+
+@contextmanager
+def preserved_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore all buffers and Python attributes of a module on exit."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with preserved_attributes(model):
+            yield
+    finally:
+        restore_buffers(model, before)
+
+
+def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Copy values back into buffers; caches that a pass has created since then stay."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in before and before[name].shape == buffer.shape:
+                buffer.copy_(before[name])
 
 
 @contextmanager
@@ -278,7 +294,7 @@ def _runs_other_code(model: nn.Module) -> bool:
     """Whether a pass of a module runs code of other packages, which may set attributes."""
     for part in model.modules():
         own = vars(part)
-        runs = (type(part), *(hook for name in _HOOKS for hook in own[name].values()))
+        runs = (type(part), *(hook for name in HOOKS for hook in own[name].values()))
         packages = {str(getattr(each, "__module__", "builtins")).partition(".")[0] for each in runs}
         if "forward" in own or not packages <= _TRUSTED:
             return True
@@ -290,14 +306,14 @@ def runs_torch_only(model: nn.Module) -> bool:
 
     No hook, no function among the attributes, and no class of tensors then brings code of others.
     """
-    if any(vars(torch_module)[f"_global{name}"] for name in _HOOKS):
+    if any(vars(torch_module)[f"_global{name}"] for name in HOOKS):
         return False
     for part in model.modules():
         own = vars(part)
         tensors = (*own["_parameters"].values(), *own["_buffers"].values())
         if (
             not type(part).__module__.startswith("torch.nn.modules.")
-            or any(own[name] for name in _HOOKS)
+            or any(own[name] for name in HOOKS)
             or any(type(each) not in (Tensor, nn.Parameter, type(None)) for each in tensors)
         ):
             return False
@@ -362,7 +378,7 @@ class _Memory:
         self._seen = {
             id(each) for m in modules.values() for each in (m, *m._parameters.values(), *m._buffers.values())
         }
-        named = _HOOKS if follow_hooks else ()
+        named = HOOKS if follow_hooks else ()
         hooks = [hook for m in modules.values() for name in named for hook in vars(m)[name].values()]
         makers = {kind for m in modules.values() for kind in type(m).__mro__}
         self._homes = {_package(each) for each in (*hooks, *makers)} - _TRUSTED
@@ -448,9 +464,11 @@ class _Memory:
             value = value.__func__ if isinstance(value, types.MethodType) else value.func
         if not isinstance(value, types.FunctionType) or _package(value) not in self._homes:
             return
-        names = [name for name in value.__code__.co_names if name in value.__globals__]
-        variables = {name: value.__globals__[name] for name in names if _is_plain(value.__globals__[name])}
-        for name, held in variables.items():
+        plain = (bool, int, float, str, list, dict, set, deque, Tensor, np.ndarray)
+        for name in value.__code__.co_names:
+            held = value.__globals__.get(name)
+            if not isinstance(held, plain):
+                continue
             self._undo.append(partial(value.__globals__.__setitem__, name, held))
             self._visit(name, held)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -463,10 +481,6 @@ class _Memory:
 def _package(each: Any) -> str:
     """Return the package in which a class or a function is defined."""
     return str(getattr(each, "__module__", "builtins")).partition(".")[0]
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, list, dict, set, deque, Tensor, np.ndarray))
 
 
 def _restore(tensor: Tensor, value: Tensor) -> None:

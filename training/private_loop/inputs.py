@@ -21,6 +21,7 @@ from training.networks.record_gradients.probe import invented_rows
 from training.networks.record_gradients.separation import require_no_hooks, require_steady_gradients
 from training.networks.record_gradients.tape import RecordTape, trained_parameters
 from training.networks.record_independence import (
+    HOOKS,
     MIXES_REMEDY,
     fixed_parameters,
     preserved_attributes,
@@ -32,9 +33,6 @@ _EXAMPLES = 7
 """Records that are read once to probe the module and the loader."""
 _COUNTS = (7, 5)
 """Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
-"""Where torch keeps hooks, of a module and of all modules."""
 _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
 """Where torch's classes are defined that share a module between processes, devices or threads."""
 
@@ -281,7 +279,7 @@ def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
     parameters = dict(module.named_parameters())
     tensors = parameters if before.keys() == parameters.keys() else parameters | dict(module.named_buffers())
     for name, tensor in tensors.items():
-        if name not in before or not same(before[name], tensor):
+        if name not in before or not (torch.equal(before[name], tensor) or same(before[name], tensor)):
             raise ValueError(
                 f"module: a training pass changes {'parameter' if name in parameters else 'buffer'} {name!r}, which "
                 "tells of the records or of their number and which no noise protects; switch that off, such as "
@@ -482,7 +480,7 @@ class ProbedParts:
 def _hooks(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield each hook that sees what a module computes, or its gradients, with its owner."""
     for part in module.modules():
-        for name in _HOOKS:
+        for name in HOOKS:
             yield from ((part, hook) for hook in getattr(part, name).values())
-    for name in _GLOBAL_HOOKS:
-        yield from ((torch_module, hook) for hook in getattr(torch_module, name).values())
+    for name in HOOKS:
+        yield from ((torch_module, hook) for hook in getattr(torch_module, f"_global{name}").values())

@@ -88,7 +88,7 @@ class PrivateLoader:
         physical: PhysicalBatches,
     ) -> None:
         self.dataset = loader.dataset
-        self.batch_size = batch_size_of(loader)
+        self.batch_size = settings.batch_size
         self._source, self._settings, self._module, self._steps = loader, settings, module, steps
         self._physical, self._paid = physical, settings.mechanism
         self._last: _Handed = (0, None, None)
@@ -481,7 +481,8 @@ def require_separate_rows(loader: DataLoader[Any]) -> None:
                 kept = torch.arange(count) != place
                 pairs = zip(wanted[0], found[0], strict=False)
                 rows = [(a, b) for a, b in pairs if a.ndim and len(a) == count and a.shape == b.shape]
-                if not all(same(a.cpu()[kept], b.cpu()[kept]) for a, b in rows):
+                rows = [(a.cpu()[kept], b.cpu()[kept]) for a, b in rows]
+                if not all(torch.equal(a, b) or same(a, b) for a, b in rows):
                     raise ValueError(
                         "data_loader: its collate function mixes records (one record changed the row of another, as "
                         "mixup does), so that no clip bounds what a record adds; leave that out"

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from accounting.errors import LedgerCorrupt, NoGuarantee
 from accounting.ledger.ledger import Ledger
@@ -262,8 +263,8 @@ class OneLookProtection(Protection, ABC):
     def mechanism(self) -> Mechanism:
         """What the look releases at the run's epsilon; a device with more noise releases less."""
 
+    @override
     def whole_run(self) -> Mechanism:
-        """See Protection.whole_run."""
         return self.mechanism
 
     def calibrated(self) -> float | None:
@@ -282,8 +283,8 @@ class OneLookProtection(Protection, ABC):
             pay: Takes what is released.
         """
 
+    @override
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
-        """See Protection.pay_upfront."""
         if not folder.labels_file.exists():
             scores = self.look(device, lambda mechanism: ledger.pay_once(self.payment, mechanism))
             write_array(folder.labels_file, scores.numpy())
@@ -293,8 +294,8 @@ class OneLookProtection(Protection, ABC):
                 "copy"
             )
 
+    @override
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels | None:
-        """See Protection.soft_labels."""
         flat_steps = math.ceil(self.options.flat_prior * self.plan.total_steps)
         place, k = self.config.torch_device, self.dataset.n_classes
         return StoredLabels(folder, place=place, n_classes=k, flat_steps=flat_steps)
@@ -304,14 +305,14 @@ class LabelReadoutProtection(OneLookProtection):
     """Labels: one reading of each through a device of Gaussian noise, at the run's epsilon."""
 
     @property
+    @override
     def mechanism(self) -> LabelReadout:
-        """See OneLookProtection.mechanism."""
         options = self.options
         start = LabelReadout(mu=1.0, **self.plan.credit)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
+    @override
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
-        """See OneLookProtection.look."""
         config, dataset = self.config, self.dataset
         noise = noise_stream(config.mode, config.seed_for("label-noise"), "label-noise")
         labels, k, mu = dataset.train.y.cpu(), dataset.n_classes, self.mechanism.mu
@@ -338,13 +339,13 @@ class RandomizedResponseProtection(OneLookProtection):
     """Labels: k-ary randomized response at the run's epsilon."""
 
     @property
+    @override
     def mechanism(self) -> RandomizedResponse:
-        """See OneLookProtection.mechanism."""
         options, start = self.options, RandomizedResponse.from_epsilon(1.0, self.dataset.n_classes)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
+    @override
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
-        """See OneLookProtection.look."""
         return randomize(self.dataset.train.y.cpu(), self.mechanism, self.source(), pay=pay)
 
     def source(self) -> UniformSource:
@@ -361,8 +362,8 @@ class StagedResponseProtection(RandomizedResponseProtection):
         return self.options.stages
 
     @property
+    @override
     def mechanism(self) -> StagedResponse:  # type: ignore[override]
-        """See OneLookProtection.mechanism."""
         options, k = self.options, self.dataset.n_classes
         start = StagedResponse(step_epsilon=1.0, n_classes=k, stages=self._stages)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
@@ -385,8 +386,8 @@ class StagedResponseProtection(RandomizedResponseProtection):
         if reason is not None:
             raise NoGuarantee(f"protection.stages = {stages}: {reason}; or take protection.stages = 1")
 
+    @override
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
-        """See OneLookProtection.look."""
         train, mechanism = self.dataset.train, self.mechanism
         pay(mechanism)
         x = train.x.to(self.config.torch_device)
@@ -407,8 +408,8 @@ class NoisyLabels(SoftLabels):
     flat_steps: int
     first_prior: Tensor | None = None
 
+    @override
     def targets(self, output: Tensor, records: Tensor, step: int) -> Tensor:
-        """See SoftLabels.targets."""
         scores = self.log_likelihood[records]
         if step >= self.flat_steps:
             scores = scores + torch.log_softmax(output, dim=1)
@@ -436,8 +437,8 @@ class StoredLabels(SoftLabels):
         prior = kept[:, self._k :] if kept.shape[1] > self._k else None
         return NoisyLabels(log_likelihood=kept[:, : self._k], flat_steps=self._flat_steps, first_prior=prior)
 
+    @override
     def targets(self, output: Tensor, records: Tensor, step: int) -> Tensor:
-        """See SoftLabels.targets."""
         return self._labels.targets(output, records, step)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+from typing_extensions import override
 
 from training.networks.clipping import MILD, Clip, Measured, by_record, finite_rows, measured, product_slack
 
@@ -151,8 +152,8 @@ class OuterUse(Use):
         s, u = self.pairs(part)
         return s @ u.mT
 
+    @override
     def rows(self, part: slice) -> list[Tensor]:
-        """See Use."""
         whole = self.matrices(part)
         weight = whole.reshape(len(whole), *self.weight.shape)
         return [weight] if self.bias is None else [weight, self.pairs(part)[0].sum(dim=-1).flatten(1)]
@@ -197,16 +198,16 @@ class LinearUse(OuterUse):
         self.delta = delta.reshape(self.records, self.positions, width).float()
         self.h = h.reshape(self.records, self.positions, h.shape[-1]).float()
 
+    @override
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
-        """See OuterUse."""
         return self.delta[part].mT[:, None], self.h[part].mT[:, None]
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """See OuterUse, by Cauchy and Schwarz."""
         return measured(self.delta, coarsely=True), measured(self.h, coarsely=True), 1.0
 
+    @override
     def signals(self) -> Tensor:
-        """See OuterUse."""
         return self.delta.sum(dim=1) if self.positions > 1 else self.delta[:, 0]
 
     def parts(self) -> list[Part]:
@@ -323,8 +324,8 @@ class ConvolutionUse(OuterUse):
         """See Use: the patches, in float64."""
         return 2 * self.weight[0].numel() * self._options["groups"] * self.positions + self.weight.numel()
 
+    @override
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
-        """See OuterUse."""
         groups = self._options["groups"]
         delta, h = self.delta[part], self.h[part]
         patches = self._patches(h.flatten(0, 1)).unflatten(1, (groups, -1))
@@ -342,8 +343,8 @@ class ConvolutionUse(OuterUse):
         sizes = [measured(values, coarsely=True) for values in (self.delta, self.h)]
         return sizes[0], sizes[1], math.prod(self.weight.shape[2:]) ** 0.5
 
+    @override
     def signals(self) -> Tensor:
-        """See OuterUse."""
         return self.delta.flatten(3).sum(dim=(1, 3))
 
     def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from training.networks.record_gradients.calls import Bound, Call, CallUse, Site
 from training.networks.record_gradients.layout import split_records
@@ -46,8 +47,8 @@ class NormalisationUse(CallUse):
         """See Use: the signals, the inputs and their products."""
         return 3 * self._delta[:1].numel()
 
+    @override
     def rows(self, part: slice) -> list[Tensor]:
-        """See Use."""
         delta, h = self._delta[part].float(), self._h[part].float()
         x = self._normalise(h.flatten(0, 1)).unflatten(0, h.shape[:2])
         return [self._sum(delta * x) if tensor is self._weight else self._sum(delta) for tensor in self.wrt]
@@ -86,8 +87,8 @@ class GroupNormUse(NormalisationUse):
         if call.statistics is not None and layout is not None:
             self._statistics = [split_records(values, layout, records) for values in call.statistics]
 
+    @override
     def rows(self, part: slice) -> list[Tensor]:
-        """See Use."""
         if self._statistics is None:
             return super().rows(part)
         delta, h = self._delta[part], self._h[part]  # (some, rows, channels, ...)

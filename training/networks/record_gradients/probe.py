@@ -30,7 +30,7 @@ from training.networks.record_independence import (
     MIXES_REMEDY,
     batch_statistics,
     perturbed,
-    preserved_attributes,
+    preserved_buffers,
     preserved_generators,
     require_fixed_tensors,
     require_forgetful,
@@ -159,19 +159,14 @@ def _batches(model: nn.Module, given: Rows) -> list[Rows]:
 def _restored(model: nn.Module, place: torch.device, *, move: bool = True) -> Iterator[None]:
     """Perturb the parameters within the block, or only keep them, and restore everything on exit."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with (
             preserved_generators(place),
-            preserved_attributes(model),
+            preserved_buffers(model),
             perturbed(model) if move else nullcontext(),
         ):
             yield
     finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers and buffers[name].shape == buffer.shape:
-                    buffer.copy_(buffers[name])
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

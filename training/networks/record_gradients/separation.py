@@ -12,8 +12,7 @@ invented records, so that nothing that is refused here depends on private ones:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from training.networks.record_independence import (
     batch_statistics,
     first_half,
     perturbed,
-    preserved_attributes,
+    preserved_buffers,
     preserved_generators,
     require_fixed_tensors,
     require_forgetful,
@@ -75,7 +74,7 @@ def require_separate_steps(
             seeded_output(
                 model.train(), first_half(x)
             )  # what this pass sets comes from these records and stays
-        with preserved_generators(x.device), _preserved_buffers(model):
+        with preserved_generators(x.device), preserved_buffers(model):
             _require_nothing_kept(model.train(), x)
             with torch.no_grad():
                 outputs = model.eval()(x)
@@ -123,7 +122,7 @@ def require_steady_gradients(
     targets = torch.arange(_BATCH, device=place)
     with (
         preserved_generators(place),
-        _preserved_buffers(tape.model),
+        preserved_buffers(tape.model),
         perturbed(tape.model),
         torch.enable_grad(),
     ):
@@ -256,26 +255,7 @@ def _scaled(batch: _Batch, index: Tensor, factor: float) -> _Batch:
     return _Batch(rows, batch.targets[index.to(batch.targets.device)])
 
 
-def _near(first: Tensor, second: Tensor, size: Tensor, tolerance: float = _TOLERANCE) -> bool:
-    """Whether two tensors differ by no more than a tolerance, in units of a size; NaN differs from everything."""
+def _near(first: Tensor, second: Tensor, size: Tensor) -> bool:
+    """Whether two tensors differ by no more than rounding, in units of a size; NaN differs from everything."""
     gap = (first.detach().double() - second.detach().double()).norm()
-    return bool(gap <= tolerance * size.detach().double())
-
-
-@contextmanager
-def _preserved_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers and Python attributes on exit."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        with preserved_attributes(model):
-            yield
-    finally:
-        restore_buffers(model, before)
-
-
-def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Copy values back into buffers; caches that a pass has created since then stay."""
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in before and before[name].shape == buffer.shape:
-                buffer.copy_(before[name])
+    return bool(gap <= _TOLERANCE * size.detach().double())

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from training.networks.contributions.uses import ConvolutionUse, EmbeddingUse, LinearUse, Use
 from training.networks.record_gradients.calls import Bound, Call, CallUse, Site, real_tensors
 from training.networks.record_gradients.layers import normalisation
-from training.networks.record_gradients.layout import Layout
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
@@ -43,8 +43,8 @@ class FunctionUse(CallUse):
         self._values = [call.argument(n, records) for n in self._varying]
         self._vectorised = True
 
+    @override
     def rows(self, part: slice) -> list[Tensor]:
-        """See Use."""
         deltas, values = [d[part] for d in self._deltas], [v[part] for v in self._values]
         if self._vectorised:
             try:
@@ -99,17 +99,13 @@ class CopiesUse(CallUse):
             raise ValueError(
                 f"model: {self.call.site.where} merges records and positions; expand it by record"
             )
-        return [_joined(single, layout)]
+        # Undo `split_records` for one row per record: (some, records, ..., 1, ...) to (some, ..., records, ...).
+        return [single.squeeze(2 + layout.dim).movedim(1, 1 + layout.dim)]
 
     @property
+    @override
     def numbers(self) -> int:
-        """See Use."""
         return self.call.output(0, self.records).numel()
-
-
-def _joined(single: Tensor, layout: Layout) -> Tensor:
-    """Undo `split_records` for one row per record: (some, records, ..., 1, ...) to (some, ..., records, ...)."""
-    return single.squeeze(2 + layout.dim).movedim(1, 1 + layout.dim)
 
 
 def use_of(call: Call, records: int) -> Use | None:

@@ -26,11 +26,8 @@ from training.networks.record_gradients.followed.placement import (
     strided_like,
 )
 from training.networks.record_gradients.layout import Layout
+from training.networks.record_independence import MIXES_REMEDY
 
-REDUCE_REMEDY = (
-    "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "
-    "nn.LayerNorm instead of batch statistics, or train without protection"
-)
 ORDER_REMEDY = (
     "keep every record in its own row, in the order of the batch, and leave positions out with torch.where or a "
     "product"
@@ -91,7 +88,7 @@ class Operation:
         given = [self[name] for name in names] if names else self.tensors
         return [(tensor, self.states[id(tensor)]) for tensor in given if isinstance(tensor, Tensor)]
 
-    def mixed(self, reason: str, remedy: str = REDUCE_REMEDY) -> Mixed:
+    def mixed(self, reason: str, remedy: str = MIXES_REMEDY) -> Mixed:
         """Return the state of results that depend on several records."""
         return Mixed(f"{self.where} {reason}", remedy)
 

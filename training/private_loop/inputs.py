@@ -81,15 +81,14 @@ def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
     return list(found.values())
 
 
-def require_own_readings(module: nn.Module, processes: int) -> None:
+def require_own_readings(points: Sequence[FeedbackAlignment], processes: int) -> None:
     """Refuse feedback devices whose readings may hold another's frame, or that the processes cannot read together.
 
     Raises:
         ValueError: A description says that frames repeat, or shared devices are those of other processes, or several,
             whose calls could not be kept in order.
     """
-    found = [points.noisy_device for points in feedback_of(module)]
-    devices = [device for device in found if device is not None]
+    devices = [each.noisy_device for each in points if each.noisy_device is not None]
     shared = [device for device in devices if device.world is not None]
     if processes > 1 and len(shared) > 1:
         raise ValueError(
@@ -140,12 +139,44 @@ def require_recordable(module: nn.Module) -> None:
     require_no_hooks(module)
 
 
-def require_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that the module does not take by its signature.
+def first_records(loader: DataLoader[Any]) -> list[Any]:
+    """Return the first records of a loader's data set."""
+    dataset: Any = loader.dataset
+    return [dataset[index] for index in range(min(_EXAMPLES, len(dataset)))]
+
+
+def arguments_for(
+    module: nn.Module, loader: DataLoader[Any], given: Sequence[Any] | Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a module for a few records, after its first pass, which is on invented ones.
+
+    From that pass it may take initial values that it keeps. Everything that is found out of the module, or refused,
+    depends on no record of the data set.
+
+    Args:
+        module: The module.
+        loader: Whose first records say what the module takes, if nothing is given.
+        given: Public or invented arguments, a sequence or a mapping by name, or None to invent some.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The module does not take such arguments, one of them holds no records, or its gradients of single
+            records cannot be taken (`require_recordable`).
     """
+    # 1. Take the shapes from the first entry of a batch, or from all but the labels of a mapping.
+    example: Any = given
+    if example is None:
+        example = batch = loader.collate_fn(first_records(loader))
+        if isinstance(batch, Mapping):
+            labels = ("label", "labels", "label_ids")
+            example = {key: value for key, value in batch.items() if key not in labels}
+        elif isinstance(batch, Sequence):
+            example = batch[:1]
+    if isinstance(example, Tensor):
+        example = (example,)
+    place = next(module.parameters()).device
+    moved = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, example)
+    args, kwargs = ((), dict(moved)) if isinstance(moved, Mapping) else (tuple(moved), {})
+    # 2. Refuse what the module does not take by its signature, and what belongs to no record.
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -153,67 +184,25 @@ def require_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
             f"module does not take what the loader's batches begin with ({error}); give example_inputs, the "
             "arguments that the loop gives the module, for a few records"
         ) from error
-
-
-def first_records(loader: DataLoader[Any]) -> list[Any]:
-    """Return the first records of a loader's data set."""
-    dataset: Any = loader.dataset
-    return [dataset[index] for index in range(min(_EXAMPLES, len(dataset)))]
-
-
-def example_of(
-    loader: DataLoader[Any], given: Sequence[Any] | Mapping[str, Any] | None, place: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of the module for a few records."""
-    if given is None:
-        given = batch = loader.collate_fn(first_records(loader))
-        if isinstance(batch, Mapping):
-            given = {
-                key: value for key, value in batch.items() if key not in ("label", "labels", "label_ids")
-            }
-        elif isinstance(batch, Sequence):
-            given = batch[:1]
-    if isinstance(given, Tensor):
-        given = (given,)
-    moved = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, given)
-    if isinstance(moved, Mapping):
-        return (), dict(moved)
-    return tuple(moved), {}
-
-
-def invented_arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return invented arguments of the shapes of others, after a first pass of the module on them.
-
-    Everything that is found out of the module, or refused, then depends on no record of the data set.
-
-    Raises:
-        ValueError: The module does not take them.
-    """
     require_recordable(module)
-    rows = invented_rows(module, Rows.of((args, dict(kwargs))))
-    place = next(module.parameters()).device
-    try:
-        with preserved_generators(place), torch.no_grad():
+    require_rows((args, kwargs), rows_of(args, kwargs) or 0)
+    # 3. Run it on invented records of these shapes; it may refuse them if there are others to go on with.
+    rows = invented_rows(module, Rows.of((args, kwargs)))
+    with preserved_generators(place), torch.no_grad():
+        if given is not None:
+            _accepts(module, rows)
+            return args, kwargs
+        try:
             _seeded(module, rows)
-    except (ArithmeticError, AssertionError, IndexError, KeyError, RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"module does not take invented records of the shapes of the loader's (real numbers N(0, 1), small whole "
-            f"numbers, true): {type(error).__name__}: {reason}; give example_inputs, a few public or invented records"
-        ) from error
+        except (ArithmeticError, AssertionError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                "module does not take invented records of the shapes of the loader's (real numbers N(0, 1), small "
+                f"whole numbers, true): {type(error).__name__}: {reason}; give example_inputs, a few public or "
+                "invented records"
+            ) from error
     found: tuple[tuple[Any, ...], dict[str, Any]] = rows.values
     return found
-
-
-def show_invented(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Run the module's first pass on invented records, from which it may take initial values that it keeps.
-
-    They have the shapes of the given ones; a module may refuse them.
-    """
-    with preserved_generators(next(module.parameters()).device), torch.no_grad():
-        _accepts(module, invented_rows(module, Rows.of((args, kwargs))))
 
 
 def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:

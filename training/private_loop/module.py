@@ -55,11 +55,9 @@ from training.private_loop.inputs import (
     cut_rows,
     feedback_of,
     require_order,
-    require_recordable,
     require_rows,
     require_steady,
     rows_of,
-    show_invented,
     template_of,
 )
 from training.protections.base import PrivateGradients
@@ -181,7 +179,7 @@ class PrivateModule:
 
     Args:
         module: In training mode. Calls of it are caught until `close`.
-        args: Arguments for a few records, as a probe.
+        args: Arguments for a few records, as a probe (`arguments_for`).
         kwargs: Keyword arguments for a few records.
         gradients: Clips, sums and noises.
         most_rows: Rows in one forward and backward pass at most, or None for all. Larger batches run in parts, and
@@ -204,7 +202,6 @@ class PrivateModule:
         most_rows: int | None = None,
         release: bool = False,
     ) -> None:
-        require_recordable(module)
         self.module = module
         self.factor: float | None = None
         """What the loop multiplies its loss by before the backward pass, such as 1 / number of accumulated batches; it
@@ -216,8 +213,6 @@ class PrivateModule:
         self.gradients, self._limit = gradients, most_rows
         self._steps = steps
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
-        require_rows((args, kwargs), rows_of(args, kwargs) or 0)
-        show_invented(module, args, kwargs)
         self._template = template_of(module, args, kwargs)
         self.tape = RecordTape(module, *args, **kwargs)
         """What records the training passes."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -249,14 +248,6 @@ def strided_like(tensor: Tensor, values: Tensor) -> Tensor:
     if tensor.numel() and reach != tensor.numel():
         raise Refused("views memory that several numbers share", "view a contiguous tensor (x.contiguous())")
     return found.copy_(values)
-
-
-def agrees(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Whether arguments that are no tensors are equal in two batches; NaN equals NaN."""
-    return len(first) == len(second) and all(
-        type(a) is type(b) and (a is b or a == b or (a != a and b != b))
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 # Memory

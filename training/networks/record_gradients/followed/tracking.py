@@ -37,7 +37,6 @@ from training.networks.record_gradients.followed.placement import (
     Mixed,
     Refused,
     State,
-    agrees,
     constant_state,
     overlap,
     same_owners,
@@ -563,15 +562,22 @@ class RowTracker(TorchDispatchMode):
             before: The number of records there.
         """
         given = list(op.states.values())
+        now, then = op.numbers, step.numbers  # NaN equals NaN
+        alike = len(now) == len(then) and all(
+            type(a) is type(b) and (a is b or a == b or (a != a and b != b))
+            for a, b in zip(now, then, strict=True)
+        )
         factory = op.name in _FACTORIES and not (op.name.endswith("_like") and any(given))
         states: list[State]
         if factory or all(state is None or (isinstance(state, Mixed) and state.placed) for state in given):
             states = [
-                None if output is None else self._constant(op, output, step, n, before, factory=factory)
+                None
+                if output is None
+                else self._constant(op, output, step, n, before, factory=factory, alike=alike)
                 for n, output in enumerate(outputs)
             ]
         else:
-            states = self._of_records(op, outputs, step)
+            states = self._of_records(op, outputs, step, alike=alike)
         seeded = torch.Tag.nondeterministic_seeded in op.func.tags and op["dropout_p"] != 0
         if seeded and any(isinstance(state, Held) for state in states) and has_own_generator(op.arguments):
             mixed = op.mixed(
@@ -582,7 +588,7 @@ class RowTracker(TorchDispatchMode):
             return [mixed if isinstance(state, Held) else state for state in states]
         return states
 
-    def _of_records(self, op: Operation, outputs: Outputs, step: _Step) -> list[State]:
+    def _of_records(self, op: Operation, outputs: Outputs, step: _Step, *, alike: bool) -> list[State]:
         """Return the states of the results of an operator that takes records, by its rule."""
         name = op.name
         rule = rules.attention if name.startswith("_scaled_dot_product") else RULES.get(name)
@@ -617,7 +623,7 @@ class RowTracker(TorchDispatchMode):
             # also if it leaves nothing of the batches of these passes
             mixed = op.mixed("cuts the batch at a fixed number of records", "work on the whole batch")
             return [state if isinstance(state, Mixed) else mixed for state in states]
-        if not any(cuts) and not agrees(op.numbers, step.numbers):
+        if not any(cuts) and not alike:
             mixed = op.mixed(
                 "takes the number of records as a number", "let no number depend on the batch's size"
             )
@@ -625,14 +631,14 @@ class RowTracker(TorchDispatchMode):
         return states
 
     def _constant(
-        self, op: Operation, output: Tensor, step: _Step, n: int, before: int, *, factory: bool
+        self, op: Operation, output: Tensor, step: _Step, n: int, before: int, *, factory: bool, alike: bool
     ) -> State:
         """Return the state of a result that depends on no record, only perhaps on their number and order."""
         if "." in op.name and not op.name.startswith("prims."):
             return op.mixed("is an operator of a package, which may see more than its arguments", _LIST)
         shape, counts = step.shapes[n], (before, self._records)
         placed = any(isinstance(state, Mixed) and state.placed for state in op.states.values())
-        same = not placed and agrees(op.numbers, step.numbers)
+        same = not placed and alike
         if shape is not None and shape != tuple(output.shape):
             scaled = scaled_dimension(shape, tuple(output.shape), counts)
             if same and factory and scaled is not None:

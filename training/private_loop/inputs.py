@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -418,8 +418,7 @@ class ProbedParts:
         self._parameters = {id(p) for p in module.parameters() if p.requires_grad}
         self._parts = dict(module.named_modules())
         self._modes = {name: part.training for name, part in self._parts.items()}
-        self._held = list(_hooks(module))  # so that no later hook has the identity of one of these
-        self._hooks = {(id(owner), id(hook)) for owner, hook in self._held}
+        self._hooks = _hooks(module)
 
     def require_same(self) -> None:
         """Refuse other parameters that learn, other parts, and further hooks; hooks may have been removed.
@@ -438,7 +437,7 @@ class ProbedParts:
                     f"module: part {name!r} ({type(part).__name__}) is new since make_private, which has not probed "
                     "whether it mixes records; exchange parts before make_private"
                 )
-        if any((id(owner), id(hook)) not in self._hooks for owner, hook in _hooks(self._module)):
+        if _hooks(self._module).keys() - self._hooks.keys():
             raise RuntimeError(
                 "module: a hook was added since make_private, which has not probed whether it mixes records; "
                 "register hooks before make_private, or remove them before the next batch"
@@ -466,10 +465,11 @@ class ProbedParts:
                 )
 
 
-def _hooks(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each hook that sees what a module computes, or its gradients, with its owner."""
-    for part in module.modules():
-        for name in HOOKS:
-            yield from ((part, hook) for hook in getattr(part, name).values())
-    for name in HOOKS:
-        yield from ((torch_module, hook) for hook in getattr(torch_module, f"_global{name}").values())
+def _hooks(module: nn.Module) -> dict[tuple[int, int], Any]:
+    """Return each hook that sees what a module computes, or its gradients, by the identity of its owner and its own.
+
+    They are held, so that no later hook has the identity of one of these.
+    """
+    owners: list[tuple[Any, str]] = [(part, name) for part in module.modules() for name in HOOKS]
+    owners += [(torch_module, f"_global{name}") for name in HOOKS]
+    return {(id(owner), id(hook)): hook for owner, name in owners for hook in vars(owner)[name].values()}

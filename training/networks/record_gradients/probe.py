@@ -80,10 +80,12 @@ def probe(
     """
     batches = _batches(model, given)
     with _restored(model, given.tensors[0].device), torch.enable_grad():
-        seed_pass()
-        args, kwargs = batches[0].values
-        with _ProbeRecorder(named, kinds):  # some models fill caches in their first pass
-            model(*args, **kwargs)
+        remembers = not runs_torch_only(model)
+        if remembers:  # some models fill caches in their first pass
+            seed_pass()
+            args, kwargs = batches[0].values
+            with _ProbeRecorder(named, kinds):
+                model(*args, **kwargs)
         for _ in range(_ROUNDS):
             first = _Pass(model, named, kinds, batches[0], None)
             second = _Pass(model, named, kinds, batches[1], first.tracker.survey)
@@ -96,7 +98,7 @@ def probe(
         second.require_rows_of_signals()
         second.tracker.require_parameters_kept(model)
         second.tracker.require_nothing_left()
-        if not runs_torch_only(model):
+        if remembers:
             after = _Pass(model, named, kinds, batches[1], first.tracker.survey)
             after.require_rows(first)  # meets what the backward pass kept
     second.recorder.settle()

@@ -28,7 +28,7 @@ from training.networks.record_gradients.calls import Kinds
 from training.networks.record_gradients.layout import Rows
 from training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
 from training.networks.record_gradients.recorder import Recorder
-from training.networks.record_gradients.uses import use_of
+from training.networks.record_gradients.uses import FunctionUse
 from training.networks.record_independence import preserved_generators
 
 
@@ -178,9 +178,10 @@ class RecordTape:
         self._records = records = self._begun
         self._uses = [[] for _ in self.layers]
         for call in recorder.calls if records else ():
-            use = use_of(call, records)
-            if use is not None:
-                self._uses[self._layer_of[min(call.site.roots)]].append(use)
+            if any(call.deltas):  # else no gradient reached it
+                call.require_inputs_kept()
+                made = call.site.made or FunctionUse
+                self._uses[self._layer_of[min(call.site.roots)]].append(made(call, records))
         if any(
             len(uses) > 1 for uses in self._uses
         ):  # longer records than the probe's may use a parameter again

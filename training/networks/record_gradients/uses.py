@@ -108,15 +108,6 @@ class CopiesUse(CallUse):
         return self.call.output(0, self.records).numel()
 
 
-def use_of(call: Call, records: int) -> Use | None:
-    """Return what the records add in a call, or None if no gradient reached it."""
-    if not any(call.deltas):
-        return None
-    call.require_inputs_kept()
-    site = call.site
-    return FunctionUse(call, records) if site.made is None else site.made(call, records)
-
-
 def copies(values: Tensor) -> Tensor:
     """Return a tensor that holds a copy of parameters for each record."""
     return values.clone()

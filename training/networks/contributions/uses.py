@@ -166,7 +166,7 @@ class OuterUse(Use):
         if formed:
             found = [measured(self.matrices(chunk)) for chunk in chunks]
         else:
-            found = [_measured_by_gram(*self.pairs(chunk)) for chunk in chunks]
+            found = [measured_by_gram(*self.pairs(chunk)) for chunk in chunks]
         s, u, factor = self.sizes_of()
         rounding = product_slack(p)
         slack = rounding * (2 if formed else 1)  # the formed sum rounds too
@@ -397,7 +397,7 @@ def joined(found: Sequence[Measured]) -> Measured:
     return Measured(torch.cat([each.norms for each in found]), first.relative, first.absolute)
 
 
-def _measured_by_gram(s: Tensor, u: Tensor) -> Measured:
+def measured_by_gram(s: Tensor, u: Tensor) -> Measured:
     """Measure sum_p s_p u_p^T of each record, over all groups, by Gram matrices in float64."""
     s, u = s.double(), u.double()
     squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-3, -2, -1)).clamp_min(0.0)

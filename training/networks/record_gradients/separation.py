@@ -13,7 +13,7 @@ invented records, so that nothing that is refused here depends on private ones:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ def require_separate_steps(
             _require_separate_losses(loss, outputs, y)
             tape, given = RecordTape(model.train(), x), Rows.of(((x[:_BATCH],), {}))
             with perturbed(model):
-                _Steps(tape, loss, seek).require_steady(_Batch(given, y[:_BATCH]))
+                _require_steady(tape, loss, seek, given, y[:_BATCH])
     except DeviceError:
         raise
     except (RuntimeError, TypeError, IndexError, ArithmeticError, AssertionError) as error:
@@ -126,7 +126,7 @@ def require_steady_gradients(
         perturbed(tape.model),
         torch.enable_grad(),
     ):
-        _Steps(tape, _invented_losses, seek).require_steady(_Batch(records, targets))
+        _require_steady(tape, _invented_losses, seek, records, targets)
 
 
 def _invented_losses(outputs: Any, targets: Tensor) -> Tensor:
@@ -191,56 +191,36 @@ def _require_separate_losses(loss: Loss, outputs: Tensor, y: Tensor) -> None:
         )
 
 
-class _Batch(NamedTuple):
-    """Records and targets."""
-
-    records: Rows
-    targets: Tensor
-
-
-class _Steps:
-    """Forward and backward passes whose single gradients are looked at.
+def _require_steady(
+    tape: RecordTape, loss: Loss, seek: Callable[[], None], records: Rows, targets: Tensor
+) -> None:
+    """Refuse gradients that another pass on the same records does not repeat, and a module that remembers batches.
 
     Args:
         tape: Of the model.
         loss: The losses of the records.
         seek: Called before each pass.
+        records: At least 5.
+        targets: Theirs.
+
+    Raises:
+        ValueError: There are some.
     """
+    parameters = [parameter for layer in tape.layers for parameter in layer]
 
-    def __init__(self, tape: RecordTape, loss: Loss, seek: Callable[[], None]) -> None:
-        self._tape, self._loss, self._seek = tape, loss, seek
-
-    def require_steady(self, batch: _Batch) -> None:
-        """Refuse gradients that another pass on the same records does not repeat, and a module that remembers batches.
-
-        Raises:
-            ValueError: There are some.
-        """
-        wanted = self._gradient(batch)
-        if not _near(wanted.nan_to_num(), self._gradient(batch).nan_to_num(), wanted.nan_to_num().norm()):
-            raise ValueError(
-                "model: its gradients depend on earlier batches, or on random numbers that no global generator draws; "
-                "use modules that keep nothing between batches, and draw from torch's generator"
-            )
-        require_forgetful(
-            self._tape.model,
-            lambda index, factor: self._gradient(_scaled(batch, index, factor)),
-        )
-
-    def _gradient(self, batch: _Batch) -> Tensor:
-        """Return the gradient of one record as a step computes it, float64."""
-        tape, (args, kwargs) = self._tape, batch.records.values
-        parameters = [parameter for layer in tape.layers for parameter in layer]
+    def gradient(index: Tensor, factor: float) -> Tensor:
+        """Return that of one of some records, real ones times a factor, as a step computes it, float64."""
+        rows = records.take(index).mapped(lambda leaf: leaf * factor if leaf.is_floating_point() else leaf)
+        args, kwargs = rows.values
         for parameter in parameters:
             parameter.grad = None
         seed_generators()
-        self._seek()
-        recorder = tape.begin(batch.records.records)
+        seek()
+        recorder = tape.begin(rows.records)
         with recorder:
-            self._loss(tape.model(*args, **kwargs), batch.targets).sum().backward()
+            loss(tape.model(*args, **kwargs), targets[index.to(targets.device)]).sum().backward()
         tape.end(recorder)
-        squares = tape.squared_norms()
-        factors = torch.zeros_like(squares)
+        factors = torch.zeros_like(tape.squared_norms())
         factors[:, _WITNESS] = 1.0
         tape.set_gradients(factors)
         found = torch.cat([p.grad.flatten().double() for p in parameters if p.grad is not None])
@@ -248,11 +228,13 @@ class _Steps:
             parameter.grad = None
         return found
 
-
-def _scaled(batch: _Batch, index: Tensor, factor: float) -> _Batch:
-    """Return some records of a batch, real ones multiplied by a factor."""
-    rows = batch.records.take(index).mapped(lambda leaf: leaf * factor if leaf.is_floating_point() else leaf)
-    return _Batch(rows, batch.targets[index.to(batch.targets.device)])
+    wanted, again = (gradient(torch.arange(records.records), 1.0) for _ in range(2))
+    if not _near(wanted.nan_to_num(), again.nan_to_num(), wanted.nan_to_num().norm()):
+        raise ValueError(
+            "model: its gradients depend on earlier batches, or on random numbers that no global generator draws; "
+            "use modules that keep nothing between batches, and draw from torch's generator"
+        )
+    require_forgetful(tape.model, gradient)
 
 
 def _near(first: Tensor, second: Tensor, size: Tensor) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -669,7 +670,7 @@ class RowTracker(TorchDispatchMode):
         if state is None:
             return
         known = self.survey.states.get(_memory(tensor)._cdata, {})
-        key = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.element_size()
+        key = int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.element_size()
         for other, before in known.items():
             if other == key or not overlap(other, key):
                 continue
@@ -698,7 +699,8 @@ class RowTracker(TorchDispatchMode):
             kind = str(node.name()).removesuffix("0")
             place = f"{self._nodes.get(node._sequence_nr(), 'the model')}, backward pass of {kind}"
         else:
-            place, frame = "the model", sys._getframe(1)
+            place = "the model"
+            frame: FrameType | None = sys._getframe(1)
             while frame is not None:
                 own = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
                 if isinstance(own, nn.Module) and id(own) in self._names:

@@ -148,9 +148,9 @@ def _problem(found: Any) -> str | None:
 
 
 def _unusable(name: str, package: str, problem: object) -> plugins.PluginError:
-    told = f"{type(problem).__name__}: {problem}" if isinstance(problem, Exception) else str(problem)
+    reason = f"{type(problem).__name__}: {problem}" if isinstance(problem, Exception) else str(problem)
     return plugins.PluginError(
-        f"accountant = {name!r} of package {package!r}: {' '.join(told.split())}; repair that package, or leave "
+        f"accountant = {name!r} of package {package!r}: {' '.join(reason.split())}; repair that package, or leave "
         "accountant out"
     )
 

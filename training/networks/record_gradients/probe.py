@@ -191,14 +191,14 @@ class _ProbeRecorder(Recorder):
         self._fixed, self._copied = set[Key](), set[Key]()
 
     def is_settled(self) -> bool:
-        """Take uses that depend on no record for known, and return whether all were known before."""
+        """Count uses that depend on no record as known; return whether all were known before."""
         kinds, before = self.kinds, self.kinds.size
         kinds.fixed |= self._fixed
         kinds.copied |= self._copied
         return kinds.size == before
 
     def settle(self) -> None:
-        """Take what a probe found about uses for known.
+        """Count what a probe found about uses as known.
 
         Raises:
             ValueError: Two calls of a kind see records in different dimensions.

@@ -105,7 +105,7 @@ def active_tracker() -> Any:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Let methods that hand numbers to code outside of torch ask the tracker first, in this block.
+    """Replace methods that hand numbers to code outside of torch by ones that check with the tracker first.
 
     They stand on the class of tensors, since autograd leaves modes of torch functions out of the backward pass.
     """
@@ -123,23 +123,23 @@ def guarded() -> Iterator[None]:
 
 
 def _guard(owner: Any, name: str, *, first: bool) -> tuple[Any, str, Callable[..., Any]]:
-    """Return a function that asks the tracker before it calls another one.
+    """Return a function that checks with the tracker before it calls another one.
 
     Args:
         owner: What has the other function.
         name: Its name there.
-        first: Whether it asks for the tensor that it is called on, or for those that follow.
+        first: Whether it checks the tensor that it is called on, or those that follow.
     """
     method: Callable[..., Any] = getattr(owner, name)
 
     @wraps(method)
-    def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         for each in (tensor,) if first else (*args, *kwargs.values()):
             if active and isinstance(each, Tensor):
                 active[-1].require_inside(each, name)
         return method(tensor, *args, **kwargs)
 
-    return owner, name, asked
+    return owner, name, checked
 
 
 _GUARDS = (

@@ -484,8 +484,8 @@ def embedding_bag(op: Operation, outputs: Outputs) -> State | list[State]:
         raise Refused("combines rows of different records", ORDER_REMEDY)
     rows = state.layout.rows if isinstance(state, Held) else 0
     counted = torch.arange(op.records, device=offsets.device) * rows
-    told = op.state(offsets)
-    fixed = told is None or (isinstance(told, Mixed) and told.counts)
+    place = op.state(offsets)
+    fixed = place is None or (isinstance(place, Mixed) and place.counts)
     known = isinstance(state, Held) and state.layout.outer == 1 and fixed
     if not known or not torch.equal(offsets, counted.to(offsets)):
         raise Refused(

@@ -292,7 +292,7 @@ class RowTracker(TorchDispatchMode):
     # States
 
     def note(self, tensor: Tensor, state: State) -> None:
-        """Say what a tensor holds."""
+        """Set what a tensor holds."""
         with torch._C.DisableTorchFunction():
             storage = _memory(tensor)
             if (number := storage._cdata) not in self.survey.states:

@@ -185,7 +185,8 @@ def arguments_for(
             "arguments that the loop gives the module, for a few records"
         ) from error
     require_recordable(module)
-    require_rows((args, kwargs), rows_of(args, kwargs) or 0)
+    leaves = tree_leaves((args, kwargs))
+    require_rows(leaves, rows_of(leaves) or 0)
     # 3. Run it on invented records of these shapes; it may refuse them if there are others to go on with.
     rows = invented_rows(module, Rows.of((args, kwargs)))
     with preserved_generators(place), torch.no_grad():
@@ -316,7 +317,12 @@ def cut_rows(values: Any, *, records: int, part: slice) -> Any:
     )
 
 
-def require_rows(values: Any, records: int) -> None:
+def rows_of(leaves: Sequence[Any]) -> int | None:
+    """Return the first size of the first tensor, or None if there is none."""
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), None)
+
+
+def require_rows(leaves: Sequence[Any], records: int) -> None:
     """Refuse arguments of a module in training that do not belong to single records.
 
     A number, or a tensor without a row for each record, may be a statistic of the batch, such as its size or its mean.
@@ -324,7 +330,7 @@ def require_rows(values: Any, records: int) -> None:
     Raises:
         ValueError: There is one.
     """
-    for leaf in tree_leaves(values):
+    for leaf in leaves:
         if isinstance(leaf, Tensor) and (not leaf.ndim or len(leaf) != records):
             raise ValueError(
                 f"module: an argument of shape {tuple(leaf.shape)} has no row for each of the {records} records, so "
@@ -334,20 +340,20 @@ def require_rows(values: Any, records: int) -> None:
             raise ValueError(f"module: an argument is the number {leaf!r}, {NO_NUMBERS} module")
 
 
-def require_order(values: Any, handed: Sequence[Any]) -> None:
+def require_order(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
     """Refuse arguments that are tensors of the batch with their rows in another order, such as sorted by length.
 
     Which rows only fill the batch is known by their places.
 
     Args:
-        values: Arguments of the module.
+        leaves: Arguments of the module.
         handed: Leaves of the batch, as the loop received it.
 
     Raises:
         ValueError: There is one.
     """
     known = [leaf for leaf in handed if isinstance(leaf, Tensor)]
-    for leaf in tree_leaves(values):
+    for leaf in leaves:
         if not isinstance(leaf, Tensor) or any(leaf is one for one in known):
             continue
         like = [one for one in known if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
@@ -384,12 +390,6 @@ def _seeded(module: nn.Module, records: Rows) -> Any:
     torch.manual_seed(0)
     args, kwargs = records.values
     return module._call_impl(*args, **kwargs)
-
-
-def rows_of(args: Any, kwargs: Any) -> int | None:
-    """Return the first size of the first tensor among arguments, or None if there is none."""
-    leaves = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim]
-    return len(leaves[0]) if leaves else None
 
 
 def require_steady(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

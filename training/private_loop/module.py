@@ -295,8 +295,8 @@ class PrivateModule:
     @torch._disable_dynamo
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, recorded if this is a training pass on the batch at hand."""
-        batch = self._batch
-        reason = self._why_plain(batch, args, kwargs)
+        batch, leaves = self._batch, tree_leaves((args, kwargs))
+        reason = self._why_plain(batch, rows_of(leaves))
         if reason is not None or batch is None:
             if torch.is_grad_enabled():
                 self._plain = reason or self._plain
@@ -304,9 +304,9 @@ class PrivateModule:
                 return self.module._call_impl(*args, **kwargs)
         self.probed.require_same()
         self.probed.require_same_modes()
-        require_rows((args, kwargs), batch.records)
+        require_rows(leaves, batch.records)
         if self._handed_out:
-            require_order((args, kwargs), self._handed_out)
+            require_order(leaves, self._handed_out)
         one = Pass(args=args, kwargs=kwargs)
         batch.passes.append(one)
         if not batch.records:
@@ -332,7 +332,7 @@ class PrivateModule:
         with preserved_state(self.module), fixed_parameters(self.module):
             yield
 
-    def _why_plain(self, batch: Batch | None, args: Any, kwargs: Any) -> str | None:
+    def _why_plain(self, batch: Batch | None, rows: int | None) -> str | None:
         """Return why a call is no training pass on the batch at hand, or None if it is one."""
         if not torch.is_grad_enabled():
             return "the module ran under torch.no_grad"
@@ -340,7 +340,6 @@ class PrivateModule:
             return "the module ran in evaluation mode; call module.train() first"
         if batch is None:
             return "the module ran without a batch of the private loader"
-        rows = rows_of(args, kwargs)
         if rows != batch.records:
             return f"the module ran on {rows} rows, but the loader's batch has {batch.records} records"
         if batch.written:

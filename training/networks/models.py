@@ -14,12 +14,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from opusim import checks
 from opusim.description.section import did_you_mean
@@ -428,24 +426,3 @@ def _require_room(
         model__options=dict(options),
         **facts,
     )
-
-
-def multiply_adds(model: nn.Module, record_shape: Sequence[int], *, tokens: bool = False) -> int:
-    """Count the multiply-adds of matrix products, convolutions and attention in a forward pass of one record.
-
-    The pass runs on shapes only.
-
-    Args:
-        model: The model; a copy is used.
-        record_shape: Shape of a record.
-        tokens: Whether records hold whole numbers.
-
-    Example:
-        >>> multiply_adds(nn.Linear(3, 5), (3,))
-        15
-    """
-    blank = torch.zeros((1, *record_shape), dtype=torch.int64 if tokens else torch.float32, device="meta")
-    copy = deepcopy(model).to("meta").eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        copy(blank)
-    return counter.get_total_flops() // 2

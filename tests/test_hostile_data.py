@@ -19,7 +19,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from opusim.accounting.journal import Position
-from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, VERSION, read_save
 from opusim.training.sweeps.sweep import Row, read_row
 from opusim.training.sweeps.tuning import STATE_FILE, Draw, SearchState
 from PIL import Image
@@ -38,6 +37,7 @@ from opusim.training.data.formats import ARCHIVE, read_arrays, read_cifar10, rea
 from opusim.training.data.tables import file_dataset
 from opusim.training.engine.callbacks import Callback
 from opusim.training.errors import DataError, RunFolderError
+from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, VERSION, read_save
 from opusim.training.runs.checkpoints import read_checkpoint, read_tensors
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import (

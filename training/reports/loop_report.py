@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from opusim.training.private_loop.folder import PrivacySettings
-
 from opusim.accounting.explanation import guarantee_rows
 from opusim.accounting.guarantee import to_json
 from opusim.accounting.ledger import LEDGER_FILE, read_ledger
 from opusim.files import write_file
 from opusim.tables import html_page
 from opusim.training.attacks.findings import audit_rows, paragraphs
+from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.reports.audit_page import Audited, write_audit_page
 from opusim.training.reports.run_report import kept_audits, shown_values
 from opusim.training.runs.folder import RunFolder

@@ -79,7 +79,7 @@ def evaluate_split(
 
     Returns:
         "loss", the mean over records, and the figures of the target, such as "accuracy", the share of correct classes,
-        in [0, 1]; see `opusim.training.networks.objectives.measure`.
+        in [0, 1]; see `opusim.training.networks.functions.measure`.
     """
     compute, at_once = _evaluated(model)
     module = model.model if isinstance(model, Network) else model

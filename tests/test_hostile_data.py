@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, VERSION, read_save
 from PIL import Image
 from safetensors.numpy import save
 
@@ -36,6 +35,7 @@ from opusim.training.data.formats import ARCHIVE, read_arrays, read_cifar10, rea
 from opusim.training.data.tables import file_dataset
 from opusim.training.engine.callbacks import Callback
 from opusim.training.errors import DataError, RunFolderError
+from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, VERSION, read_save
 from opusim.training.runs.checkpoints import read_checkpoint, read_tensors
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import (

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.any_module.convolutions import LocalHeads, VectorisedNetwork
 from benchmarks.markdown import Row, command, markdown, section, verdict, with_error
@@ -39,7 +40,7 @@ from benchmarks.results_file import load_results, save_results
 from opusim import FeedbackAlignment, open_device
 from opusim.training.data import Dataset, load_dataset
 from opusim.training.data.samplers import ShuffledEpochsSampler
-from opusim.training.networks.models import Mixer, ResNet, multiply_adds
+from opusim.training.networks.models import Mixer, ResNet
 
 MODULE, NAME = "benchmarks.any_module.images", "any_module_images"
 SHAPES = {"cifar-10": (3, 32, 32), "fashion-mnist": (1, 28, 28)}
@@ -238,6 +239,13 @@ def find_rate(results: dict[str, Any], name: str, table: str, row: str) -> float
             save_results(NAME, results)
             print(f"{name}, {table}, {row}, rate {rate:g}: {found[str(rate)]:.2f} %", flush=True)
     return float(max(found, key=lambda rate: found[rate]))
+
+
+def multiply_adds(model: nn.Module, shape: tuple[int, ...]) -> int:
+    """Count the multiply-adds of matrix products, convolutions and attention in a forward pass of one record."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(torch.zeros(1, *shape))
+    return counter.get_total_flops() // 2
 
 
 def settings() -> dict[str, Any]:

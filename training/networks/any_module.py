@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim.errors import ConfigError
 from opusim.training.config.run import RunConfig
@@ -78,8 +79,8 @@ class AnyModule(Network):
         return cls(model, n_inputs=facts["n_inputs"], record_shape=facts.get("record_shape"), recipe=recipe)
 
     @property
+    @override
     def n_inputs(self) -> int:
-        """See Network.n_inputs."""
         return self._n_inputs
 
     @property

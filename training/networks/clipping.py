@@ -248,7 +248,7 @@ def product_slack(terms: int) -> float:
 
 def finite_rows(rows: Tensor, keep: Tensor) -> Tensor:
     """Return the rows (batch, ...) that `keep` marks and zeros elsewhere, so that no factor of 0 meets a NaN."""
-    return torch.where(by_record(keep, rows), rows, 0.0)
+    return torch.where(keep.view(-1, *[1] * (rows.ndim - 1)), rows, 0.0)
 
 
 def by_record(values: Tensor, rows: Tensor) -> Tensor:

@@ -4,18 +4,27 @@ A guarantee for records clips each record's contribution. If one record changes 
 statistics, it changes all contributions and no clip bounds their sum. Where the records stand follows from the
 operators that run (`opusim.training.networks.record_gradients.probe`); this file has what every check needs: invented
 records, generators that are put back, parameters that are perturbed, and tensors that no pass may change.
+
+Python attributes may remember, too, such as a running mean or a queue that outlasts a batch. One may begin to act after
+any number of steps, so its effect on outputs is not waited for. Since unusual records may change what invented ones
+leave alone, `preserved_state` puts buffers and attributes back after each pass on private records.
 """
 
 from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import PADDING
@@ -38,7 +47,7 @@ def batch_statistics(model: nn.Module) -> str | None:
     """Name the first module that computes statistics of the batch, or return None if there is none."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return _module_name(name, module)
+            return f"{type(module).__name__} {name!r}" if name else type(module).__name__
     return None
 
 
@@ -175,10 +184,6 @@ def perturbed(model: nn.Module) -> Iterator[None]:
                 named[name].copy_(value)
 
 
-def _module_name(name: str, module: nn.Module) -> str:
-    return f"{type(module).__name__} {name!r}" if name else type(module).__name__
-
-
 @contextmanager
 def preserved_generators(place: torch.device) -> Iterator[None]:
     """Restore the global generators of torch, numpy and Python on exit."""
@@ -211,3 +216,292 @@ def system_generators(place: torch.device, *, fresh: bool = True) -> Iterator[No
         np.random.seed(np.frombuffer(secrets.token_bytes(32), dtype=np.uint32))  # noqa: NPY002
         random.seed(secrets.token_bytes(32))
         yield
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
+_CONSTANT = frozenset({type(None), bool, int, float, str})
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where torch keeps hooks of a module, and those of all modules under "_global" and these names."""
+_TRUSTED = frozenset({"torch", "opusim", "builtins"})
+"""Packages whose classes and functions keep nothing of a batch that a later one reads."""
+
+
+@contextmanager
+def preserved_attributes(model: nn.Module) -> Iterator[None]:
+    """Give the Python attributes of a module the values on exit that they had before; see `require_forgetful`."""
+    before = None if runs_torch_only(model) else _Memory(model, only_undo=True)
+    try:
+        yield
+    finally:
+        if before is not None:
+            before.put_back()
+
+
+@contextmanager
+def preserved_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore all buffers and Python attributes of a module on exit."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with preserved_attributes(model):
+            yield
+    finally:
+        restore_buffers(model, before)
+
+
+def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Copy values back into buffers; caches that a pass has created since then stay."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in before and before[name].shape == buffer.shape:
+                buffer.copy_(before[name])
+
+
+@contextmanager
+def preserved_state(model: nn.Module, *, follow_hooks: bool = True) -> Iterator[None]:
+    """Give buffers and Python attributes of a module the values on exit that they had before.
+
+    A pass on private records must leave nothing in them: a checkpoint would hold it without noise, and the next pass
+    could read it. Tensors that autograd has saved may be among them, so only changed ones are written to, without a new
+    version; a backward pass then sees the values from before.
+
+    Args:
+        model: The module.
+        follow_hooks: Whether to put back what hooks on the module keep, too.
+    """
+    buffers = [(part._buffers, dict(part._buffers)) for part in model.modules() if part._buffers]
+    values = [
+        (buffer, buffer.detach().clone())
+        for _, held in buffers
+        for buffer in held.values()
+        if buffer is not None
+    ]
+    attributes = None
+    if _runs_other_code(model):
+        attributes = _Memory(model, follow_hooks=follow_hooks, only_undo=True)
+    try:
+        yield
+    finally:
+        for now, held in buffers:
+            _fill(now, held, frozenset())
+        for buffer, value in values:
+            _restore(buffer, value)
+        if attributes is not None:
+            attributes.put_back()
+
+
+def _runs_other_code(model: nn.Module) -> bool:
+    """Whether a pass of a module runs code of other packages, which may set attributes."""
+    for part in model.modules():
+        own = vars(part)
+        runs = (type(part), *(hook for name in HOOKS for hook in own[name].values()))
+        packages = {str(getattr(each, "__module__", "builtins")).partition(".")[0] for each in runs}
+        if "forward" in own or not packages <= _TRUSTED:
+            return True
+    return False
+
+
+def runs_torch_only(model: nn.Module) -> bool:
+    """Whether a pass runs code of torch.nn.modules only, which remembers nothing of a batch but in buffers.
+
+    No hook, no function among the attributes, and no class of tensors then brings code of others.
+    """
+    if any(vars(torch_module)[f"_global{name}"] for name in HOOKS):
+        return False
+    for part in model.modules():
+        own = vars(part)
+        tensors = (*own["_parameters"].values(), *own["_buffers"].values())
+        if (
+            not type(part).__module__.startswith("torch.nn.modules.")
+            or any(own[name] for name in HOOKS)
+            or any(type(each) not in (Tensor, nn.Parameter, type(None)) for each in tensors)
+        ):
+            return False
+        for value in (own[name] for name in own.keys() - _OF_TORCH):
+            parts = value if type(value) in (list, tuple) else [value]
+            if any(type(each) not in _CONSTANT for each in parts):
+                return False
+    return True
+
+
+def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:
+    """Refuse a module whose Python attributes still tell, after a batch, which batch came before it.
+
+    Running means, queues and logs of activations do, even if no output shows it yet; what every batch overwrites does
+    not, and neither do counters. Attributes of modules are followed through containers, functions, hooks and objects of
+    the packages that the modules come from. What two equal passes set differently is taken for noise. The attributes
+    are as before afterwards.
+
+    Args:
+        model: The module.
+        run: Makes a pass on records of these numbers, from 0 to 4, with real values times the factor,
+            with the same random numbers in each pass.
+
+    Raises:
+        ValueError: There is such an attribute.
+    """
+    if runs_torch_only(model):
+        return
+    kept = []
+    for before, factor in (([0, 0, 1, 1, 2], 16.0), ([4, 4, 3, 3, 2], 64.0), ([0, 0, 1, 1, 2], 16.0)):
+        with preserved_attributes(model):
+            run(torch.tensor(before), factor)
+            run(torch.tensor([1, 3, 0, 2, 4]), 1.0)
+            kept.append(_Memory(model).values)
+    one, other, again = kept
+    for path in sorted(one.keys() | other.keys()):
+        value = one.get(path, _Memory)
+        if _equal(value, again.get(path, _Memory)) and not _equal(value, other.get(path, _Memory)):
+            raise ValueError(
+                f"model: {path!r} keeps what depends on earlier batches, which no clip and no noise protects; use a "
+                "module that keeps nothing between batches, or keep it in what every batch overwrites"
+            )
+
+
+class _Memory:
+    """What a module keeps in Python attributes, now.
+
+    Attributes:
+        values: Numbers, texts and copies of tensors and arrays, by a path that says where they are.
+
+    Args:
+        model: The module.
+        follow_hooks: Whether what hooks keep counts.
+        only_undo: Whether it is made for `put_back` only, which saves time.
+    """
+
+    def __init__(self, model: nn.Module, *, follow_hooks: bool = True, only_undo: bool = False) -> None:
+        self.values: dict[str, Any] = {}
+        self._only_undo = only_undo
+        self._undo: list[Callable[[], object]] = []
+        modules = dict(model.named_modules())
+        self._seen = {
+            id(each) for m in modules.values() for each in (m, *m._parameters.values(), *m._buffers.values())
+        }
+        named = HOOKS if follow_hooks else ()
+        hooks = [hook for m in modules.values() for name in named for hook in vars(m)[name].values()]
+        makers = {kind for m in modules.values() for kind in type(m).__mro__}
+        self._homes = {_package(each) for each in (*hooks, *makers)} - _TRUSTED
+        for name, module in modules.items():
+            if _package(type(module)) not in _TRUSTED - {"torch"}:
+                self._attributes(name or type(module).__name__, module)
+        for hook in hooks:
+            self._visit(getattr(hook, "__name__", "hook"), hook)
+
+    def put_back(self) -> None:
+        """Give everything its value of the time when this was made."""
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+
+    def _attributes(self, path: str, owner: Any) -> None:
+        left_out = _OF_TORCH if id(owner) in self._seen and isinstance(owner, nn.Module) else frozenset()
+        self._mapping(path, vars(owner), left_out)
+        for kind in type(owner).__mro__ if self._homes else ():
+            if _package(kind) in self._homes:
+                for name, value in vars(kind).items():
+                    self._visit(f"{kind.__name__}.{name}", value)
+
+    def _mapping(
+        self, path: str, held: MutableMapping[Any, Any], left_out: frozenset[str] = frozenset()
+    ) -> None:
+        content = {key: value for key, value in held.items() if key not in left_out}
+        self._undo.append(lambda: _fill(held, content, left_out))
+        if not self._only_undo:
+            self.values[f"{path} (names)"] = [key for key in content if isinstance(key, (str, int))]
+        for key, value in content.items():
+            if not (self._only_undo and type(value) in _CONSTANT):  # the mapping is filled again anyway
+                self._visit(f"{path}.{key}", value)
+
+    def _visit(self, path: str, value: Any) -> None:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+            self.values[path] = value
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, (Tensor, np.ndarray)):
+            self._numbers(path, value)
+        elif isinstance(value, (list, deque, tuple)):
+            self._row(path, value)
+        elif isinstance(value, (set, frozenset)):
+            self.values[path] = content = frozenset(value)
+            if isinstance(value, set):
+                self._undo += [value.clear, partial(value.update, content)]
+        elif isinstance(value, dict):
+            self._mapping(path, value)
+        elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
+            self._function(path, value)
+        elif self._is_followed(value):
+            self._attributes(path, value)
+
+    def _is_followed(self, value: Any) -> bool:
+        """Whether a value is an object of the modules' packages, or a module that is not registered as a part."""
+        ours = _package(type(value)) in _TRUSTED - {"torch"}
+        follows = (isinstance(value, nn.Module) and not ours) or _package(type(value)) in self._homes
+        return follows and hasattr(value, "__dict__") and not isinstance(value, type)
+
+    def _numbers(self, path: str, value: Tensor | np.ndarray) -> None:
+        if isinstance(value, np.ndarray):
+            self.values[path] = array = value.copy()
+            self._undo.append(lambda: np.copyto(value, array))
+            return
+        self.values[path] = copy = value.detach().clone()
+        self._undo.append(lambda: _restore(value, copy))
+
+    def _row(self, path: str, value: Sequence[Any]) -> None:
+        content = list(value)
+        if isinstance(value, MutableSequence):
+            self._undo += [value.clear, partial(value.extend, content)]
+        self.values[f"{path} (length)"] = len(content)
+        for number, each in enumerate(content):
+            self._visit(f"{path}[{number}]", each)
+
+    def _function(self, path: str, value: Any) -> None:
+        """Follow what a function of the modules' packages has closed over, and the variables of its file."""
+        while isinstance(value, (types.MethodType, partial)):
+            self._visit(path, value.__self__ if isinstance(value, types.MethodType) else list(value.args))
+            value = value.__func__ if isinstance(value, types.MethodType) else value.func
+        if not isinstance(value, types.FunctionType) or _package(value) not in self._homes:
+            return
+        plain = (bool, int, float, str, list, dict, set, deque, Tensor, np.ndarray)
+        for name in value.__code__.co_names:
+            held = value.__globals__.get(name)
+            if not isinstance(held, plain):
+                continue
+            self._undo.append(partial(value.__globals__.__setitem__, name, held))
+            self._visit(name, held)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a variable that has no value yet
+                content = cell.cell_contents
+                self._undo.append(partial(setattr, cell, "cell_contents", content))
+                self._visit(f"{path}.{name}", content)
+
+
+def _package(each: Any) -> str:
+    """Return the package in which a class or a function is defined."""
+    return str(getattr(each, "__module__", "builtins")).partition(".")[0]
+
+
+def _restore(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor an earlier value if it has another one, without a new version of it."""
+    if tensor.shape != value.shape:
+        tensor.data = value
+    elif not torch.equal(tensor, value):
+        tensor.data.copy_(value)
+
+
+def _fill(held: MutableMapping[Any, Any], content: dict[Any, Any], left_out: frozenset[str]) -> None:
+    for key in held.keys() - content.keys() - left_out:
+        del held[key]
+    held.update(content)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        return torch.equal(first.nan_to_num(), second.nan_to_num())
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return first.shape == second.shape and first.tobytes() == second.tobytes()
+    return type(first) is type(second) and (first == second or first != first)

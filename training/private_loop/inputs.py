@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +21,7 @@ from opusim.training.networks.record_gradients.probe import invented_rows
 from opusim.training.networks.record_gradients.separation import require_no_hooks, require_steady_gradients
 from opusim.training.networks.record_gradients.tape import RecordTape, trained_parameters
 from opusim.training.networks.record_independence import (
+    HOOKS,
     MIXES_REMEDY,
     fixed_parameters,
     preserved_attributes,
@@ -32,9 +33,6 @@ _EXAMPLES = 7
 """Records that are read once to probe the module and the loader."""
 _COUNTS = (7, 5)
 """Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
-"""Where torch keeps hooks, of a module and of all modules."""
 _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
 """Where torch's classes are defined that share a module between processes, devices or threads."""
 
@@ -83,15 +81,14 @@ def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
     return list(found.values())
 
 
-def require_own_readings(module: nn.Module, processes: int) -> None:
+def require_own_readings(points: Sequence[FeedbackAlignment], processes: int) -> None:
     """Refuse feedback devices whose readings may hold another's frame, or that the processes cannot read together.
 
     Raises:
         ValueError: A description says that frames repeat, or shared devices are those of other processes, or several,
             whose calls could not be kept in order.
     """
-    found = [points.noisy_device for points in feedback_of(module)]
-    devices = [device for device in found if device is not None]
+    devices = [each.noisy_device for each in points if each.noisy_device is not None]
     shared = [device for device in devices if device.world is not None]
     if processes > 1 and len(shared) > 1:
         raise ValueError(
@@ -142,12 +139,44 @@ def require_recordable(module: nn.Module) -> None:
     require_no_hooks(module)
 
 
-def require_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that the module does not take by its signature.
+def first_records(loader: DataLoader[Any]) -> list[Any]:
+    """Return the first records of a loader's data set."""
+    dataset: Any = loader.dataset
+    return [dataset[index] for index in range(min(_EXAMPLES, len(dataset)))]
+
+
+def arguments_for(
+    module: nn.Module, loader: DataLoader[Any], given: Sequence[Any] | Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a module for a few records, after its first pass, which is on invented ones.
+
+    From that pass it may take initial values that it keeps. Everything that is found out of the module, or refused,
+    depends on no record of the data set.
+
+    Args:
+        module: The module.
+        loader: Whose first records say what the module takes, if nothing is given.
+        given: Public or invented arguments, a sequence or a mapping by name, or None to invent some.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The module does not take such arguments, one of them holds no records, or its gradients of single
+            records cannot be taken (`require_recordable`).
     """
+    # 1. Take the shapes from the first entry of a batch, or from all but the labels of a mapping.
+    example: Any = given
+    if example is None:
+        example = batch = loader.collate_fn(first_records(loader))
+        if isinstance(batch, Mapping):
+            labels = ("label", "labels", "label_ids")
+            example = {key: value for key, value in batch.items() if key not in labels}
+        elif isinstance(batch, Sequence):
+            example = batch[:1]
+    if isinstance(example, Tensor):
+        example = (example,)
+    place = next(module.parameters()).device
+    moved = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, example)
+    args, kwargs = ((), dict(moved)) if isinstance(moved, Mapping) else (tuple(moved), {})
+    # 2. Refuse what the module does not take by its signature, and what belongs to no record.
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -155,67 +184,26 @@ def require_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
             f"module does not take what the loader's batches begin with ({error}); give example_inputs, the "
             "arguments that the loop gives the module, for a few records"
         ) from error
-
-
-def first_records(loader: DataLoader[Any]) -> list[Any]:
-    """Return the first records of a loader's data set."""
-    dataset: Any = loader.dataset
-    return [dataset[index] for index in range(min(_EXAMPLES, len(dataset)))]
-
-
-def example_of(
-    loader: DataLoader[Any], given: Sequence[Any] | Mapping[str, Any] | None, place: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of the module for a few records."""
-    if given is None:
-        given = batch = loader.collate_fn(first_records(loader))
-        if isinstance(batch, Mapping):
-            given = {
-                key: value for key, value in batch.items() if key not in ("label", "labels", "label_ids")
-            }
-        elif isinstance(batch, Sequence):
-            given = batch[:1]
-    if isinstance(given, Tensor):
-        given = (given,)
-    moved = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, given)
-    if isinstance(moved, Mapping):
-        return (), dict(moved)
-    return tuple(moved), {}
-
-
-def invented_arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return invented arguments of the shapes of others, after a first pass of the module on them.
-
-    Everything that is found out of the module, or refused, then depends on no record of the data set.
-
-    Raises:
-        ValueError: The module does not take them.
-    """
     require_recordable(module)
-    rows = invented_rows(module, Rows.of((args, dict(kwargs))))
-    place = next(module.parameters()).device
-    try:
-        with preserved_generators(place), torch.no_grad():
+    leaves = tree_leaves((args, kwargs))
+    require_rows(leaves, rows_of(leaves) or 0)
+    # 3. Run it on invented records of these shapes; it may refuse them if there are others to go on with.
+    rows = invented_rows(module, Rows.of((args, kwargs)))
+    with preserved_generators(place), torch.no_grad():
+        if given is not None:
+            _accepts(module, rows)
+            return args, kwargs
+        try:
             _seeded(module, rows)
-    except (ArithmeticError, AssertionError, IndexError, KeyError, RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"module does not take invented records of the shapes of the loader's (real numbers N(0, 1), small whole "
-            f"numbers, true): {type(error).__name__}: {reason}; give example_inputs, a few public or invented records"
-        ) from error
+        except (ArithmeticError, AssertionError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                "module does not take invented records of the shapes of the loader's (real numbers N(0, 1), small "
+                f"whole numbers, true): {type(error).__name__}: {reason}; give example_inputs, a few public or "
+                "invented records"
+            ) from error
     found: tuple[tuple[Any, ...], dict[str, Any]] = rows.values
     return found
-
-
-def show_invented(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Run the module's first pass on invented records, from which it may take initial values that it keeps.
-
-    They have the shapes of the given ones; a module may refuse them.
-    """
-    with preserved_generators(next(module.parameters()).device), torch.no_grad():
-        _accepts(module, invented_rows(module, Rows.of((args, kwargs))))
 
 
 def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -281,7 +269,7 @@ def _require_kept(module: nn.Module, before: Mapping[str, Tensor]) -> None:
     parameters = dict(module.named_parameters())
     tensors = parameters if before.keys() == parameters.keys() else parameters | dict(module.named_buffers())
     for name, tensor in tensors.items():
-        if name not in before or not same(before[name], tensor):
+        if name not in before or not (torch.equal(before[name], tensor) or same(before[name], tensor)):
             raise ValueError(
                 f"module: a training pass changes {'parameter' if name in parameters else 'buffer'} {name!r}, which "
                 "tells of the records or of their number and which no noise protects; switch that off, such as "
@@ -329,7 +317,12 @@ def cut_rows(values: Any, *, records: int, part: slice) -> Any:
     )
 
 
-def require_rows(values: Any, records: int) -> None:
+def rows_of(leaves: Sequence[Any]) -> int | None:
+    """Return the first size of the first tensor, or None if there is none."""
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), None)
+
+
+def require_rows(leaves: Sequence[Any], records: int) -> None:
     """Refuse arguments of a module in training that do not belong to single records.
 
     A number, or a tensor without a row for each record, may be a statistic of the batch, such as its size or its mean.
@@ -337,7 +330,7 @@ def require_rows(values: Any, records: int) -> None:
     Raises:
         ValueError: There is one.
     """
-    for leaf in tree_leaves(values):
+    for leaf in leaves:
         if isinstance(leaf, Tensor) and (not leaf.ndim or len(leaf) != records):
             raise ValueError(
                 f"module: an argument of shape {tuple(leaf.shape)} has no row for each of the {records} records, so "
@@ -347,20 +340,20 @@ def require_rows(values: Any, records: int) -> None:
             raise ValueError(f"module: an argument is the number {leaf!r}, {NO_NUMBERS} module")
 
 
-def require_order(values: Any, handed: Sequence[Any]) -> None:
+def require_order(leaves: Sequence[Any], handed: Sequence[Any]) -> None:
     """Refuse arguments that are tensors of the batch with their rows in another order, such as sorted by length.
 
     Which rows only fill the batch is known by their places.
 
     Args:
-        values: Arguments of the module.
+        leaves: Arguments of the module.
         handed: Leaves of the batch, as the loop received it.
 
     Raises:
         ValueError: There is one.
     """
     known = [leaf for leaf in handed if isinstance(leaf, Tensor)]
-    for leaf in tree_leaves(values):
+    for leaf in leaves:
         if not isinstance(leaf, Tensor) or any(leaf is one for one in known):
             continue
         like = [one for one in known if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
@@ -399,12 +392,6 @@ def _seeded(module: nn.Module, records: Rows) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def rows_of(args: Any, kwargs: Any) -> int | None:
-    """Return the first size of the first tensor among arguments, or None if there is none."""
-    leaves = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim]
-    return len(leaves[0]) if leaves else None
-
-
 def require_steady(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse gradients that depend on earlier batches; feedback points project exactly meanwhile."""
     points = feedback_of(tape.model)
@@ -431,8 +418,7 @@ class ProbedParts:
         self._parameters = {id(p) for p in module.parameters() if p.requires_grad}
         self._parts = dict(module.named_modules())
         self._modes = {name: part.training for name, part in self._parts.items()}
-        self._held = list(_hooks(module))  # so that no later hook has the identity of one of these
-        self._hooks = {(id(owner), id(hook)) for owner, hook in self._held}
+        self._hooks = _hooks(module)
 
     def require_same(self) -> None:
         """Refuse other parameters that learn, other parts, and further hooks; hooks may have been removed.
@@ -451,7 +437,7 @@ class ProbedParts:
                     f"module: part {name!r} ({type(part).__name__}) is new since make_private, which has not probed "
                     "whether it mixes records; exchange parts before make_private"
                 )
-        if any((id(owner), id(hook)) not in self._hooks for owner, hook in _hooks(self._module)):
+        if _hooks(self._module).keys() - self._hooks.keys():
             raise RuntimeError(
                 "module: a hook was added since make_private, which has not probed whether it mixes records; "
                 "register hooks before make_private, or remove them before the next batch"
@@ -479,10 +465,11 @@ class ProbedParts:
                 )
 
 
-def _hooks(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each hook that sees what a module computes, or its gradients, with its owner."""
-    for part in module.modules():
-        for name in _HOOKS:
-            yield from ((part, hook) for hook in getattr(part, name).values())
-    for name in _GLOBAL_HOOKS:
-        yield from ((torch_module, hook) for hook in getattr(torch_module, name).values())
+def _hooks(module: nn.Module) -> dict[tuple[int, int], Any]:
+    """Return each hook that sees what a module computes, or its gradients, by the identity of its owner and its own.
+
+    They are held, so that no later hook has the identity of one of these.
+    """
+    owners: list[tuple[Any, str]] = [(part, name) for part in module.modules() for name in HOOKS]
+    owners += [(torch_module, f"_global{name}") for name in HOOKS]
+    return {(id(owner), id(hook)): hook for owner, name in owners for hook in vars(owner)[name].values()}

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from opusim.training.private_loop.folder import PrivacySettings
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -40,6 +39,7 @@ from opusim.training.networks.record_independence import (
     seed_generators,
     system_generators,
 )
+from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import first_records
 from opusim.training.private_loop.module import PhysicalBatches, PrivateModule
 
@@ -89,9 +89,9 @@ class PrivateLoader:
         physical: PhysicalBatches,
     ) -> None:
         self.dataset = loader.dataset
-        self.batch_size = batch_size_of(loader)
+        self.batch_size = settings.batch_size
         self._source, self._settings, self._module, self._steps = loader, settings, module, steps
-        self._physical = physical
+        self._physical, self._paid = physical, settings.mechanism
         self._last: _Handed = (0, None, None)
         self._iterations = self._offers = 0
         count, seed = len(self.dataset), settings.seed  # type: ignore[arg-type]
@@ -173,7 +173,9 @@ class PrivateLoader:
         """
         self._module.paid_on_processor = exact = self._module.on_processor
         try:
-            self._steps.pay(replace(self._settings.mechanism, exactly_rounded=exact), until=until)
+            if self._paid.exactly_rounded != exact:
+                self._paid = replace(self._paid, exactly_rounded=exact)
+            self._steps.pay(self._paid, until=until)
         except BudgetExceeded as error:
             self._steps.stopped = f"{error}; the loop ended after step {self._steps.step}"
             warnings.warn(self._steps.stopped, stacklevel=3)
@@ -467,37 +469,38 @@ def require_separate_rows(loader: DataLoader[Any]) -> None:
     """
     with preserved_generators(torch.device("cpu")):
         records = first_records(loader)
-    count = len(records)
-    for place, seed in itertools.product((0, count - 1), range(_COLLATED)):
-        others = [record for number, record in enumerate(records) if number != place]
-        for donor in (others[0], others[-1]) if others else ():
-            changed = [*records[:place], donor, *records[place + 1 :]]
-            try:
-                (one, drawn), (two, again) = (
-                    _seeded_collate(loader, rows, seed) for rows in (records, changed)
-                )
-            except Exception:  # a function may refuse a record that occurs twice, or cannot be copied
-                continue
-            if drawn == again and not _rows_agree(one, two, count, place):
-                raise ValueError(
-                    "data_loader: its collate function mixes records (one record changed the row of another, as mixup "
-                    "does), so that no clip bounds what a record adds; leave that out"
-                )
+        count = len(records)
+        ends = (0, count - 1) if count > 1 else ()
+        for seed in range(_COLLATED):
+            wanted = _seeded_collate(loader, records, seed)
+            for place, donor in itertools.product(ends, range(2)):
+                others = [record for number, record in enumerate(records) if number != place]
+                changed = [*records[:place], others[-donor], *records[place + 1 :]]
+                found = wanted and _seeded_collate(loader, changed, seed)
+                if not found or not wanted or found[1] != wanted[1]:
+                    continue
+                kept = torch.arange(count) != place
+                pairs = zip(wanted[0], found[0], strict=False)
+                rows = [(a, b) for a, b in pairs if a.ndim and len(a) == count and a.shape == b.shape]
+                rows = [(a.cpu()[kept], b.cpu()[kept]) for a, b in rows]
+                if not all(torch.equal(a, b) or same(a, b) for a, b in rows):
+                    raise ValueError(
+                        "data_loader: its collate function mixes records (one record changed the row of another, as "
+                        "mixup does), so that no clip bounds what a record adds; leave that out"
+                    )
 
 
 def _seeded_collate(
     loader: DataLoader[Any], records: Sequence[Any], seed: int
-) -> tuple[list[Tensor], list[float]]:
-    """Return the tensors of a batch, put together under a seed from copies of records, and the next random numbers."""
-    with preserved_generators(torch.device("cpu")):
-        seed_generators(seed)
+) -> tuple[list[Tensor], list[float]] | None:
+    """Return the tensors of a batch, put together under a seed from copies of records, and the next random numbers.
+
+    None if the function refuses the records, such as one that occurs twice, or they cannot be copied.
+    """
+    seed_generators(seed)
+    try:
         leaves = tree_leaves(loader.collate_fn(copy.deepcopy(list(records))))
-        following = [float(torch.rand(())), float(np.random.random()), random.random()]  # noqa: NPY002
-    return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)], following
-
-
-def _rows_agree(one: Sequence[Tensor], two: Sequence[Tensor], count: int, place: int) -> bool:
-    """Whether all rows but one are equal in tensors that have a row for each record and the same shape in both."""
-    kept = torch.arange(count) != place
-    pairs = [(a, b) for a, b in zip(one, two, strict=False) if a.ndim and len(a) == count]
-    return all(same(a.cpu()[kept], b.cpu()[kept]) for a, b in pairs if a.shape == b.shape)
+        tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+    except Exception:  # whatever a user's function raises
+        return None
+    return tensors, [float(torch.rand(())), float(np.random.random()), random.random()]  # noqa: NPY002

@@ -30,14 +30,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
 import torch
-from opusim.training.private_loop.folder import generator_states, set_generator_states
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from opusim.plugins import Deferred
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.record_gradients.recorder import Recorder, unread_masks
@@ -48,20 +49,121 @@ from opusim.training.networks.record_independence import (
     preserved_state,
     system_generators,
 )
+from opusim.training.private_loop.folder import generator_states, set_generator_states
 from opusim.training.private_loop.inputs import (
     ProbedParts,
     cut_rows,
     feedback_of,
     require_order,
-    require_recordable,
     require_rows,
     require_steady,
     rows_of,
-    show_invented,
     template_of,
 )
-from opusim.training.private_loop.module import Batch, Gradients, Pass
 from opusim.training.protections.base import PrivateGradients
+
+stats = Deferred("scipy.stats")
+
+OVERFLOW = 1e-9
+"""Chance, at most, that a step needs more than its fixed number of physical batches, which time can tell."""
+FIXED_FROM = 1024
+"""Expected records of a batch from which physical batches are fixed on a processor, too: they cost a fifth there."""
+
+Gradients = Sequence[tuple[Tensor, Tensor]]
+"""Outputs as the user received them, and the gradients of the records' summed losses there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhysicalBatches:
+    """How each process runs its part of a step's records: forward and backward passes on a few of them at a time.
+
+    Attributes:
+        size: Records in a pass at most; None for all.
+        count: How often a pass runs in each step, whatever was drawn: rows of weight zero fill the passes up to `size`.
+            None if only the drawn records run.
+    """
+
+    size: int | None = None
+    count: int | None = None
+
+    @classmethod
+    def fixed(cls, most: int, *, size: int | None) -> PhysicalBatches:
+        """Return the least equal batches that hold a number of records.
+
+        Args:
+            most: Records that the batches hold, at least 1.
+            size: Records in a pass at most; None for all.
+        """
+        count = 1 if size is None else -(-most // size)
+        return cls(size=-(-most // count), count=count)
+
+    def rows(self, records: int) -> int:
+        """Return the rows that run for a number of drawn records; more batches run if they do not fit."""
+        if self.count is None or self.size is None:
+            return records
+        return self.size * max(self.count, -(-records // self.size))
+
+
+def most_records(expected: float, *, records: int | None, processes: int) -> int:
+    """Return how many records of a step one process holds, exceeded with a chance of at most `OVERFLOW`.
+
+    The step draws M records, Binomial(n, b / n). If n is private, M stands for Poisson(b), whose upper tail is above
+    that of each such binomial law (Anderson and Samuels 1967), so that the number tells nothing of n.
+
+    Args:
+        expected: b, above 0.
+        records: n, or None if it is private.
+        processes: Which share the step's records as equally as they can.
+    """
+    law = stats.poisson(expected) if records is None else stats.binom(records, min(expected / records, 1.0))
+    return max(1, -(-int(law.isf(OVERFLOW)) // processes))
+
+
+@dataclass(kw_only=True)
+class Pass:
+    """One call of the module on the batch at hand.
+
+    Attributes:
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        attached: Its outputs with their graph, by place; empty if parts of the batch run again.
+        handed: What the user received in their place.
+        versions: How often torch had changed each of these in place when it was handed out.
+        states: The states of torch's generators before each part, if parts run again.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    attached: dict[int, Tensor] = field(default_factory=dict)
+    handed: dict[int, Tensor] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+    states: list[list[Tensor]] = field(default_factory=list)
+
+    def wanted(self, gradients: Gradients) -> dict[int, Tensor]:
+        """Return the gradients at its outputs, by place."""
+        return {n: g for output, g in gradients for n, handed in self.handed.items() if handed is output}
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """The batch at hand.
+
+    Attributes:
+        step: Its number.
+        records: Its rows.
+        recorder: What its passes are recorded with; None before the first, and if parts run again.
+        passes: The calls of the module on it.
+        written: Whether its gradients were written.
+        failed: How many backward passes on it ended in an error.
+    """
+
+    step: int
+    records: int
+    recorder: Recorder | None = None
+    passes: list[Pass] = field(default_factory=list)
+    written: bool = False
+    failed: int = 0
+
 
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
 _LEAST_SCALE = 2.0**8
@@ -77,7 +179,7 @@ class PrivateModule:
 
     Args:
         module: In training mode. Calls of it are caught until `close`.
-        args: Arguments for a few records, as a probe.
+        args: Arguments for a few records, as a probe (`arguments_for`).
         kwargs: Keyword arguments for a few records.
         gradients: Clips, sums and noises.
         most_rows: Rows in one forward and backward pass at most, or None for all. Larger batches run in parts, and
@@ -100,7 +202,6 @@ class PrivateModule:
         most_rows: int | None = None,
         release: bool = False,
     ) -> None:
-        require_recordable(module)
         self.module = module
         self.factor: float | None = None
         """What the loop multiplies its loss by before the backward pass, such as 1 / number of accumulated batches; it
@@ -112,16 +213,18 @@ class PrivateModule:
         self.gradients, self._limit = gradients, most_rows
         self._steps = steps
         self._drawing = partial(system_generators, next(module.parameters()).device, fresh=release)
-        require_rows((args, kwargs), rows_of(args, kwargs) or 0)
-        show_invented(module, args, kwargs)
         self._template = template_of(module, args, kwargs)
-        self._tape = RecordTape(module, *args, **kwargs)
-        require_steady(self._tape, args, kwargs)
-        self._trained = [p for layer in self._tape.layers for p in layer]
-        self._probed = ProbedParts(module)
-        for parameter in self._trained:
+        self.tape = RecordTape(module, *args, **kwargs)
+        """What records the training passes."""
+        require_steady(self.tape, args, kwargs)
+        self.trained_parameters = [p for layer in self.tape.layers for p in layer]
+        """The parameters that are trained."""
+        self.probed = ProbedParts(module)
+        for parameter in self.trained_parameters:
             parameter.grad = None  # of earlier training, which was not private
         self._batch: Batch | None = None
+        self.records = 0
+        """Rows of the batch at hand."""
         self._writing = False
         self.padding: Tensor | None = None
         """Marks the rows of the batch at hand that only fill it, bool, shape (records,); None if rows never do."""
@@ -129,7 +232,9 @@ class PrivateModule:
         self._order_checks = _ORDER_CHECKS
         self._plain = _UNSEEN
         self._anchor = torch.zeros((), requires_grad=True)
-        self._handles = [p.register_post_accumulate_grad_hook(self._refuse_gradient) for p in self._trained]
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._refuse_gradient) for p in self.trained_parameters
+        ]
         module._compiled_call_impl = _Caught(self)
 
     def close(self) -> None:
@@ -138,7 +243,8 @@ class PrivateModule:
             handle.remove()
         self._handles = []
         self.module._compiled_call_impl = None
-        self._batch, self._handed_out = None, []
+        self.drop()
+        self._handed_out = []
 
     # The batch at hand
 
@@ -151,18 +257,20 @@ class PrivateModule:
             drawn: How many of its rows, the first ones, are records; the others have weight zero. None for all.
             handed: The batch, as the loop receives it.
         """
-        self.require_same_parts()
+        self.probed.require_same()
         self.padding = None
         self._handed_out = []
         if drawn is not None and 0 < drawn < rows and self._order_checks:
             self._handed_out, self._order_checks = tree_leaves(handed), self._order_checks - 1
         if drawn is not None:
-            self.padding = (torch.arange(rows) >= drawn).to(self._trained[0].device, non_blocking=True)
-        self._plain, self._batch = _UNSEEN, Batch(step=step, records=rows)
+            self.padding = (torch.arange(rows) >= drawn).to(
+                self.trained_parameters[0].device, non_blocking=True
+            )
+        self._plain, self._batch, self.records = _UNSEEN, Batch(step=step, records=rows), rows
 
     def drop(self) -> None:
         """Forget the batch at hand."""
-        self._batch = None
+        self._batch, self.records = None, 0
 
     @property
     def trained(self) -> bool:
@@ -170,61 +278,46 @@ class PrivateModule:
         return self._batch is None or self._batch.written
 
     @property
-    def records(self) -> int:
-        """Rows of the batch at hand."""
-        return 0 if self._batch is None else self._batch.records
-
-    @property
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
-        return self._trained
-
-    @property
     def on_processor(self) -> bool:
         """Whether the trained parameters are there, so that their noise is exactly rounded."""
-        return all(parameter.device.type == "cpu" for parameter in self._trained)
+        return all(parameter.device.type == "cpu" for parameter in self.trained_parameters)
 
     def is_output(self, value: Tensor) -> bool:
         """Whether a tensor is an output that the user received of the batch at hand, not changed in place."""
-        return self._batch is not None and self._batch.is_output(value)
-
-    @property
-    def tape(self) -> RecordTape:
-        """What records the training passes."""
-        return self._tape
-
-    def require_same_parts(self) -> None:
-        """See ProbedParts.require_same."""
-        self._probed.require_same()
+        return any(
+            value is handed and value._version == one.versions[n]
+            for one in (self._batch.passes if self._batch is not None else ())
+            for n, handed in one.handed.items()
+        )
 
     # Forward
 
     @torch._disable_dynamo
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, recorded if this is a training pass on the batch at hand."""
-        batch = self._batch
-        reason = self._why_plain(batch, args, kwargs)
+        batch, leaves = self._batch, tree_leaves((args, kwargs))
+        reason = self._why_plain(batch, rows_of(leaves))
         if reason is not None or batch is None:
             if torch.is_grad_enabled():
                 self._plain = reason or self._plain
             with preserved_state(self.module, follow_hooks=False):
                 return self.module._call_impl(*args, **kwargs)
-        self.require_same_parts()
-        self._probed.require_same_modes()
-        require_rows((args, kwargs), batch.records)
+        self.probed.require_same()
+        self.probed.require_same_modes()
+        require_rows(leaves, batch.records)
         if self._handed_out:
-            require_order((args, kwargs), self._handed_out)
+            require_order(leaves, self._handed_out)
         one = Pass(args=args, kwargs=kwargs)
         batch.passes.append(one)
         if not batch.records:
             return self._handed(one, _empty(self._template), attach=False)
-        self._tape.follow(args, kwargs)
+        self.tape.follow(args, kwargs)
         if self._limit is not None and batch.records > self._limit:
             with self._drawing():
                 outputs = self._in_parts(one, batch.records)
             return self._handed(one, outputs, attach=False)
         if batch.recorder is None:
-            batch.recorder = self._tape.begin(batch.records)
+            batch.recorder = self.tape.begin(batch.records)
         with self._drawing(), self._nothing_kept(), batch.recorder:
             output = self.module._call_impl(*args, **kwargs)
         return self._handed(one, output, attach=True)
@@ -239,7 +332,7 @@ class PrivateModule:
         with preserved_state(self.module), fixed_parameters(self.module):
             yield
 
-    def _why_plain(self, batch: Batch | None, args: Any, kwargs: Any) -> str | None:
+    def _why_plain(self, batch: Batch | None, rows: int | None) -> str | None:
         """Return why a call is no training pass on the batch at hand, or None if it is one."""
         if not torch.is_grad_enabled():
             return "the module ran under torch.no_grad"
@@ -247,7 +340,6 @@ class PrivateModule:
             return "the module ran in evaluation mode; call module.train() first"
         if batch is None:
             return "the module ran without a batch of the private loader"
-        rows = rows_of(args, kwargs)
         if rows != batch.records:
             return f"the module ran on {rows} rows, but the loader's batch has {batch.records} records"
         if batch.written:
@@ -280,7 +372,7 @@ class PrivateModule:
         return tree_unflatten(joined, flat[0][1])
 
     def _parts_of(self, records: int) -> list[slice]:
-        size = self._limit or records
+        size = self._limit or max(records, 1)
         return [slice(start, min(start + size, records)) for start in range(0, records, size)]
 
     def _handed(self, one: Pass, output: Any, *, attach: bool) -> Any:
@@ -293,7 +385,9 @@ class PrivateModule:
             leaves[n] = leaf.detach()
             if learns:
                 leaves[n].requires_grad_().register_post_accumulate_grad_hook(_refuse_output)
-                one.hand(n, leaves[n], attached=leaf if attach else None)
+                one.handed[n], one.versions[n] = leaves[n], leaves[n]._version
+                if attach:
+                    one.attached[n] = leaf
         return tree_unflatten(leaves, spec)
 
     # Backward
@@ -335,16 +429,19 @@ class PrivateModule:
                 f"backward: failed before on the batch of step {batch.step}; run module and criterion on it again"
             )
         self._require_constant(factor)
-        self.require_same_parts()
+        self.probed.require_same()
         if self.paid_on_processor not in (None, self.on_processor):
             raise RuntimeError(
                 f"backward: the module was moved to or from a graphics card after step {batch.step} was paid for, and "
                 "the ledger says how noise is rounded there; move it before its batch is drawn"
             )
-        earlier = [parameter.grad for parameter in self._trained]
-        for parameter in self._trained:
+        earlier = [parameter.grad for parameter in self.trained_parameters]
+        for parameter in self.trained_parameters:
             parameter.grad = None
-        readings = self._readings(batch, gradients)
+        # How often the backward passes read a feedback device, if there is one.
+        readings = sum(bool(one.wanted(gradients)) for one in batch.passes) * len(
+            self._parts_of(batch.records)
+        )
         most = max(self._steps.agree("calls backward on the batch", readings, step=batch.step))
         self._writing, batch.written = True, True
         try:
@@ -354,7 +451,7 @@ class PrivateModule:
             recorded = self._recorded(batch, gradients, most - readings)
             self.gradients.set_gradients(recorded)
         except BaseException:
-            for parameter in self._trained:
+            for parameter in self.trained_parameters:
                 parameter.grad = None
             batch.written, batch.failed = (
                 False,
@@ -364,26 +461,19 @@ class PrivateModule:
         finally:
             self._writing = False
             batch.passes, batch.recorder = [], None
-        for parameter, before in zip(self._trained, earlier, strict=True):
+        for parameter, before in zip(self.trained_parameters, earlier, strict=True):
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
             if before is not None and parameter.grad is not None:
                 parameter.grad.add_(before)
         self.unused_gradients += 1
 
-    def _readings(self, batch: Batch, gradients: Gradients) -> int:
-        """Return how often the backward passes of a batch read a feedback device, if there is one."""
-        if not batch.records:
-            return 0
-        passes = sum(bool(one.wanted(gradients)) for one in batch.passes)
-        return passes * len(self._parts_of(batch.records))
-
     def _recorded(
         self, batch: Batch, gradients: Gradients, readings_of_others: int
     ) -> Iterator[Contributions]:
         """Yield what the records of a batch contribute, and take part in what else other processes read."""
         for part in self._recorded_parts(batch, gradients):
-            found = self._tape.contributions
+            found = self.tape.contributions
             if self.padding is not None:
                 found.leave_out(self.padding[part])
             yield found
@@ -395,18 +485,20 @@ class PrivateModule:
     def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[slice]:
         """Run the backward pass of a batch, and yield the rows that the tape recorded; once for each part."""
         if batch.recorder is not None:
-            self._differentiate(batch.attached(gradients))
-            self._tape.end(batch.recorder)
+            self._differentiate(
+                [(one.attached[n], g) for one in batch.passes for n, g in one.wanted(gradients).items()]
+            )
+            self.tape.end(batch.recorder)
             yield slice(None)
             return
         if not batch.records:
-            self._tape.end(self._tape.begin(0))
+            self.tape.end(self.tape.begin(0))
             yield slice(None)
             return
         for number, part in enumerate(self._parts_of(batch.records)):
-            recorder = self._tape.begin(part.stop - part.start)
+            recorder = self.tape.begin(part.stop - part.start)
             self._differentiate(self._run_again(batch, recorder, gradients, number, part))
-            self._tape.end(recorder)
+            self.tape.end(recorder)
             yield part
 
     def _run_again(
@@ -426,7 +518,7 @@ class PrivateModule:
             args, kwargs = (
                 cut_rows(values, records=batch.records, part=part) for values in (one.args, one.kwargs)
             )
-            place = self._trained[0].device
+            place = self.trained_parameters[0].device
             with self._drawing(), preserved_generators(place), torch.enable_grad():
                 set_generator_states(one.states[number])
                 with self._nothing_kept(), recorder:

@@ -1,14 +1,48 @@
-"""A private loop at work: what it hands out, pays for, states, saves and refuses."""
+"""A private loop at work: what it hands out, pays for, states, saves and refuses; and the loss of single records.
+
+A loss over a batch may mix records: with `ignore_index`, a mean over tokens divides by the number of counted tokens of
+all records, and contrastive losses compare records. A clip then bounds nothing. Here record i has the loss
+
+    l_i = mean of criterion(outputs of record i, targets of record i),
+
+both with a first dimension of 1, so that l_i depends on no other record, whatever the criterion computes. torch.vmap
+calls it for all records at once; a criterion that vmap cannot map is called in a loop.
+
+Another accountant's epsilon stands next to ours if an installed package brings one, by an entry point:
+
+    [project.entry-points."opusim.accountants"]
+    my_accountant = "my_package:MyAccountant"
+
+    class MyAccountant:
+        def epsilon(self, mechanisms, *, delta): ...
+
+`mechanisms` lists what was paid for as plain values: kind, parameters, and `steps`, how often it ran. What the method
+returns is stated as claimed, never as proven, and no budget counts it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader
+
+from opusim import plugins
+from opusim.accounting.explanation import LedgerFacts, Statement
+from opusim.accounting.guarantee import Assumption, Guarantee, NoGuarantee, Status
+from opusim.accounting.journal import Witness
+from opusim.accounting.ledger import LEDGER_FILE, Ledger
+from opusim.accounting.mechanism import Mechanism
+from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
     PrivacySettings,
@@ -18,20 +52,246 @@ from opusim.training.private_loop.folder import (
     set_generator_states,
     write_save,
 )
-from torch import Tensor
-from torch.utils.data import DataLoader
-
-from opusim.accounting.explanation import LedgerFacts, Statement
-from opusim.accounting.guarantee import NoGuarantee
-from opusim.accounting.journal import Witness
-from opusim.accounting.ledger import LEDGER_FILE, Ledger
-from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
-from opusim.training.private_loop.inputs import feedback_of, require_own_parameters
+from opusim.training.private_loop.inputs import NO_NUMBERS, feedback_of, is_number, require_own_parameters
 from opusim.training.private_loop.loader import PrivateLoader
 from opusim.training.private_loop.module import PhysicalBatches, PrivateModule
-from opusim.training.private_loop.session import NamedAccountant, PrivateCriterion
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import versions
+
+ENTRY_POINT_GROUP = "opusim.accountants"
+
+
+class Accountant(Protocol):
+    """What an entry point's class is asked; it is built without arguments."""
+
+    def epsilon(self, mechanisms: Sequence[Mapping[str, Any]], *, delta: float) -> float:
+        """Return epsilon of all mechanisms together, each of which ran `steps` times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedAccountant:
+    """An accountant that a package brings.
+
+    Attributes:
+        name: Of the entry point.
+        package: The package.
+        accountant: An object of its class.
+    """
+
+    name: str
+    package: str
+    accountant: Accountant
+
+    @classmethod
+    def load(cls, name: str) -> Self:
+        """Return the accountant of a name.
+
+        Raises:
+            ValueError: No package brings the name, or its class cannot be used.
+        """
+        known = plugins.names(ENTRY_POINT_GROUP)
+        if name not in known:
+            listed = f"must be one of {', '.join(known)}" if known else "none is installed"
+            raise ValueError(
+                f"accountant = {name!r}: {listed}; install the package that brings it, or leave it out: epsilon of "
+                "opusim's own accountant is always stated"
+            )
+        found = plugins.load(ENTRY_POINT_GROUP, name, accept=_problem)
+        package = plugins.package(ENTRY_POINT_GROUP, name)
+        try:
+            return cls(name=name, package=package, accountant=found())
+        except plugins.FOREIGN_ERRORS as error:
+            raise _unusable(name, package, error) from error
+
+    def claimed(self, mechanisms: Sequence[Mechanism], proven: Guarantee) -> Guarantee:
+        """Return what the accountant says of what a proven guarantee is about.
+
+        Args:
+            mechanisms: What was paid for.
+            proven: Ours, of the same mechanisms.
+
+        Raises:
+            ValueError: The accountant raises an error, or returns no epsilon.
+        """
+        try:
+            epsilon = float(
+                self.accountant.epsilon([one.to_json() for one in mechanisms], delta=proven.delta)
+            )
+        except plugins.FOREIGN_ERRORS as error:
+            raise _unusable(self.name, self.package, error) from error
+        if not epsilon >= 0:
+            raise _unusable(self.name, self.package, f"epsilon = {epsilon}, which must be at least 0")
+        lower = proven.epsilon_lower
+        checked = Assumption(
+            text="this epsilon is at least the lower bound that opusim found for the same mechanisms",
+            holds=None if lower is None else epsilon >= lower,
+        )
+        trusted = Assumption(text=f"accountant {self.name} of package {self.package} is right about them")
+        return Guarantee(
+            epsilon=epsilon,
+            delta=proven.delta,
+            unit=proven.unit,
+            adjacency=proven.adjacency,
+            release=proven.release,
+            status=Status.CLAIMED,
+            mechanism=proven.mechanism,
+            source=f"accountant {self.name} of package {self.package}",
+            assumptions=(checked, trusted, *proven.assumptions),
+            reason=None if math.isfinite(epsilon) else f"accountant {self.name} gives no finite epsilon",
+        )
+
+
+def _problem(found: Any) -> str | None:
+    fits = isinstance(found, type) and callable(getattr(found, "epsilon", None))
+    return None if fits else "is no class with a method epsilon(mechanisms, *, delta)"
+
+
+def _unusable(name: str, package: str, problem: object) -> plugins.PluginError:
+    reason = f"{type(problem).__name__}: {problem}" if isinstance(problem, Exception) else str(problem)
+    return plugins.PluginError(
+        f"accountant = {name!r} of package {package!r}: {' '.join(reason.split())}; repair that package, or leave "
+        "accountant out"
+    )
+
+
+Criterion = Callable[..., Tensor]
+
+
+class PrivateCriterion(nn.Module):
+    """Stands for the user's criterion in a private loop.
+
+    On outputs of the private module's training pass it returns the mean of the records' losses; `backward` on it, once,
+    writes the private gradients. On anything else, such as outputs in evaluation mode, it is the criterion itself.
+
+    Args:
+        criterion: Maps outputs and targets to a loss; any reduction. Without parameters that learn.
+        module: The private module.
+
+    Raises:
+        TypeError: The criterion cannot be called.
+        ValueError: It has parameters that learn.
+    """
+
+    def __init__(self, criterion: Criterion, module: PrivateModule) -> None:
+        super().__init__()
+        if not callable(criterion):
+            raise TypeError(
+                f"criterion = {criterion!r}: must be a function or a module that returns a loss; give one, such as "
+                "nn.CrossEntropyLoss()"
+            )
+        if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
+            raise ValueError(
+                "criterion has parameters that learn, whose gradients would not be private; move them into module"
+            )
+        self.criterion = criterion
+        self._private = module
+        self._vmap, self._checked = True, False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the mean loss of the batch's records.
+
+        Args:
+            *args: The criterion's arguments: outputs exactly as the module returned them, and targets. Every tensor has
+                one row per record. Truth values and texts reach the criterion as they are; numbers are refused.
+            **kwargs: Its keyword arguments, likewise.
+
+        Raises:
+            ValueError: Outputs were changed on the way, a tensor has no row per record, an argument is a number, or it
+                holds tensors that cannot be told apart by record.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        outputs = {n: leaves[n] for n in places if self._private.is_output(leaves[n])}
+        if not outputs:
+            loss: Tensor = self.criterion(*args, **kwargs)
+            return loss
+        self._require_records(leaves, outputs.values())
+        free = {n: output.detach().requires_grad_() for n, output in outputs.items()}
+        rows = [free.get(n, leaves[n]) for n in places]
+
+        def one(*record: Tensor) -> Tensor:
+            values = list(leaves)
+            for n, row in zip(places, record, strict=True):
+                values[n] = row.unsqueeze(0)
+            own_args, own_kwargs = tree_unflatten(values, spec)
+            loss = self.criterion(*own_args, **own_kwargs)
+            if not isinstance(loss, Tensor):
+                raise TypeError(
+                    f"criterion returned {type(loss).__name__}: must return a tensor; return the loss only"
+                )
+            return loss.float().mean()
+
+        if not self._private.records:
+            return self._private.loss(torch.zeros((), device=rows[0].device), [])
+        with torch.enable_grad():
+            losses = self._losses(one, rows)
+            if not self._checked:
+                self._refuse_parameters(losses)
+            found = torch.autograd.grad(losses.sum(), list(free.values()), allow_unused=True)
+        gradients = [
+            (output, gradient)
+            for output, gradient in zip(outputs.values(), found, strict=True)
+            if gradient is not None
+        ]
+        shown, padding = losses.detach(), self._private.padding
+        if padding is not None:
+            drawn = (~padding).sum().clamp_min(1)
+            return self._private.loss(torch.where(padding, 0.0, shown).sum() / drawn, gradients)
+        return self._private.loss(shown.mean(), gradients)
+
+    def _losses(self, one: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
+        """Return the loss of each record, shape (records,)."""
+        if self._vmap:
+            try:
+                mapped: Tensor = torch.vmap(one, randomness="different")(*rows)
+                return mapped
+            except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
+                self._vmap = False  # a loop reports what is wrong with the arguments, if anything is
+        return torch.stack([one(*record) for record in zip(*rows, strict=True)])
+
+    def _refuse_parameters(self, losses: Tensor) -> None:
+        """Refuse a criterion, at its first batch, that uses the module's parameters: their gradient is left out."""
+        self._checked = True
+        found = torch.autograd.grad(
+            losses.sum(), self._private.trained_parameters, retain_graph=True, allow_unused=True
+        )
+        if any(gradient is not None for gradient in found):
+            raise ValueError(
+                "criterion: uses parameters of the module, such as a penalty on them, and that gradient would be left "
+                "out; use the optimizer's weight_decay, or compute what it needs in the module"
+            )
+
+    def _require_records(self, leaves: Sequence[Any], outputs: Collection[Tensor]) -> None:
+        """Refuse arguments that may come from all records, and outputs that were changed on the way.
+
+        A number may, and a tensor without a row for each record; one in a container reaches the criterion whole.
+        """
+        records = self._private.records
+        for leaf in leaves:
+            if is_number(leaf):
+                raise ValueError(
+                    f"criterion: an argument is the number {leaf!r}, {NO_NUMBERS} criterion (functools.partial)"
+                )
+            if isinstance(leaf, Mapping | np.ndarray):
+                raise ValueError(
+                    f"criterion: an argument is a {type(leaf).__name__}, whose rows cannot be told apart; give the "
+                    "tensors in it, such as batch['labels']"
+                )
+        for tensor in (leaf for leaf in leaves if isinstance(leaf, Tensor)):
+            if not tensor.ndim or len(tensor) != records:
+                raise ValueError(
+                    f"criterion: an argument of shape {tuple(tensor.shape)} has no row for each of the {records} "
+                    "records of the batch; give the module's outputs and the targets of the same records, and build "
+                    "constants such as class weights into the criterion"
+                )
+            if tensor.requires_grad and not any(tensor is output for output in outputs):
+                raise ValueError(_CHANGED)
+
+
+_CHANGED = (
+    "criterion: takes the module's outputs exactly as they were returned; move what comes between, such as a reshape, "
+    "into the criterion, which is called on one record at a time"
+)
 
 
 class PrivateTraining:
@@ -217,7 +477,7 @@ class PrivateTraining:
 
     def before_step(self, *_: Any) -> None:
         """Refuse an optimizer that would move what is not private; called before each step of the optimizer."""
-        self._private.require_same_parts()
+        self._private.probed.require_same()
         require_own_parameters(self.optimizer, self.module)
 
     def after_step(self, *_: Any) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from opusim.training.private_loop.folder import PrivacySettings
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -25,11 +24,10 @@ from opusim.training.engine.steps import PaidSteps
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.base import require_fresh_noise
 from opusim.training.networks.record_independence import preserved_generators
+from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import (
-    example_of,
+    arguments_for,
     feedback_of,
-    invented_arguments,
-    require_arguments,
     require_own_parameters,
     require_own_readings,
     warn_of_parameters_left_out,
@@ -152,14 +150,15 @@ def make_private(
             call |= {"data_loader.batch_size": batch_size, "resume": resume, "accountant": accountant}
             call |= {"fixed_batches": fixed_batches, "max_physical_batch_size": max_physical_batch_size}
             ranks.require_same(call)
-        require_own_readings(module, ranks.world)
-        for points in feedback_of(module):
-            points.private_loops += 1
-            stack.callback(_one_loop_less, points)
+        points = feedback_of(module)
+        require_own_readings(points, ranks.world)
+        for each in points:
+            each.private_loops += 1
+            stack.callback(_one_loop_less, each)
         if mode == "release":
             require_fresh_noise(module)
-            for points in feedback_of(module):
-                points.draw_from(ranks.on_first(lambda: secrets.randbits(64)))
+            for each in points:
+                each.draw_from(ranks.on_first(lambda: secrets.randbits(64)))
         place = Path(folder)
         settings = ranks.on_first(
             lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)
@@ -172,10 +171,7 @@ def make_private(
             size=max_physical_batch_size,
             fixed=fixed_batches,
         )
-        args, kwargs = example_of(data_loader, example_inputs, next(module.parameters()).device)
-        require_arguments(module, args, kwargs)
-        if example_inputs is None:
-            args, kwargs = invented_arguments(module, args, kwargs)
+        args, kwargs = arguments_for(module, data_loader, example_inputs)
         gradients = RecordGradients(
             clip_norm=settings.max_grad_norm,
             noise_multiplier=settings.noise_multiplier,

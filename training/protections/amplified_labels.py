@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from opusim.accounting.mechanisms.labels import LabelAmplified
 from opusim.devices.base import NoisyDevice
@@ -46,8 +47,8 @@ _EQUALISING_ROUNDS = 30
 class AmplifiedLabelProtection(PoissonProtection):
     """Labels: clipping and noise in the geometry of public features, secret Poisson batches."""
 
+    @override
     def mechanism(self, noise_multiplier: float) -> LabelAmplified:
-        """See PoissonProtection.mechanism."""
         return LabelAmplified(
             noise_multiplier=noise_multiplier,
             sampling_probability=self.plan.sampling_probability,
@@ -56,8 +57,8 @@ class AmplifiedLabelProtection(PoissonProtection):
             **self.plan.credit,
         )
 
+    @override
     def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:
-        """See Protection.gradients."""
         options = self.options
         return AmplifiedLabels(
             clip_norm=options.clip,
@@ -148,8 +149,8 @@ class AmplifiedLabels(PrivateGradients):
         """See PrivateGradients.state: the factors of the hidden layers' geometry, which is public."""
         return self._kept
 
+    @override
     def seek(self, step: int) -> None:
-        """See PrivateGradients.seek."""
         super().seek(step)
         self._step = step
 
@@ -160,6 +161,7 @@ class AmplifiedLabels(PrivateGradients):
             return True
         return any(not factor[0, 0] > 0 for factor in self._kept.values())  # none was computed yet
 
+    @override
     def _write(
         self,
         parts: Iterable[Contributions],
@@ -167,14 +169,13 @@ class AmplifiedLabels(PrivateGradients):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See PrivateGradients._write."""
         (found,) = parts
         uses = linear_uses(found)
         deltas, biases = [use.delta[:, 0] for use in uses], [use.bias is not None for use in uses]
         rows = [with_constant(use.h[:, 0], bias=bias) for use, bias in zip(uses, biases, strict=True)]
         metrics = self._metrics(public_inputs, biases)
         white = [metric.whiten(row) for metric, row in zip(metrics, rows, strict=True)]
-        norms = _norms(deltas, white)
+        norms = whitened_norms(deltas, white)
         factors = bounded_factors(norms, self._clip_norm)
         finite = torch.isfinite(norms)
         for use, delta, row, metric in zip(uses, deltas, white, metrics, strict=True):
@@ -206,19 +207,13 @@ class AmplifiedLabels(PrivateGradients):
         return [self._first, *others]
 
 
-def whitened_norms(deltas: Sequence[Tensor], rows: Sequence[Tensor], metrics: Sequence[Metric]) -> Tensor:
+def whitened_norms(deltas: Sequence[Tensor], white: Sequence[Tensor]) -> Tensor:
     """Return c_i = sqrt(sum_l ||delta_li||^2 h_li^T P_l^-1 h_li), float64, shape (batch,).
 
     Args:
         deltas: delta_l of each layer, shapes (batch, n_l).
-        rows: h_(l-1) of each layer with the bias's constant, shapes (batch, n_(l-1) + 1).
-        metrics: P_l.
+        white: h_(l-1) of each layer with the bias's constant, whitened (`Metric.whiten`), shapes (batch, n_(l-1) + 1).
     """
-    return _norms(deltas, [metric.whiten(row) for row, metric in zip(rows, metrics, strict=True)])
-
-
-def _norms(deltas: Sequence[Tensor], white: Sequence[Tensor]) -> Tensor:
-    """Return c_i from whitened rows, float64, shapes (batch, n_(l-1) + 1)."""
     squares = [
         delta.double().square().sum(dim=1) * row.square().sum(dim=1)
         for delta, row in zip(deltas, white, strict=True)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from opusim import checks
 from opusim.accounting.composition import calibrate_noise, guarantees
@@ -272,8 +273,8 @@ class PoissonProtection(Protection, ABC):
         found, _ = calibrate_noise(self.whole_run(), target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
 
+    @override
     def whole_run(self) -> Mechanism:
-        """See Protection.whole_run."""
         return self.mechanism(self.algorithm.noise_guess).repeated(self.plan.total_steps)
 
     def keys_of(self, whole: Mechanism) -> dict[str, Any]:
@@ -281,8 +282,8 @@ class PoissonProtection(Protection, ABC):
         stated = next(one for one in guarantees([whole], delta=self.options.delta) if one.is_proven)
         return {"epsilon": stated.epsilon, "noise_multiplier": whole.noise}
 
+    @override
     def released(self) -> tuple[Mechanism, ...]:
-        """See Protection.released."""
         return (self.mechanism(self.noise_multiplier),)
 
 
@@ -365,18 +366,18 @@ class WrappedGradients(PrivateGradients):
         super().__init__(writer._noise)
         self._writer = writer
 
+    @override
     def seek(self, step: int) -> None:
-        """See PrivateGradients.seek."""
         self._writer.seek(step)
 
     @property
+    @override
     def reference(self) -> Tensor | None:
-        """See PrivateGradients.reference."""
         return self._writer.reference
 
     @property
+    @override
     def state(self) -> dict[str, Tensor]:
-        """See PrivateGradients.state."""
         return self._writer.state
 
 
@@ -489,8 +490,8 @@ class DeviceNormals(NoiseStream):
         self._device = device
         self._std = torch.from_numpy(np.broadcast_to(law.std, device.n_outputs).astype(np.float32))
 
+    @override
     def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """See NoiseStream.normal."""
         size = math.prod(shape)
         readings = self._device.draw((-(-size // len(self._std)), len(self._std)))
         readings.div_(self._std.to(readings.device))

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from opusim.accounting.guarantee import Adjacency
 from opusim.description.section import BadKey
@@ -43,8 +44,8 @@ class NoProtectionConfig(ProtectionSection):
     divisor: float | None = Field(None, ge=1e-12, le=1e12)
     """Constant that a batch's sum is divided by (zo, convex); None takes sampler.batch_size."""
 
+    @override
     def relation_of(self, trainer: TrainerSection) -> Adjacency | None:
-        """See ProtectionSection.relation_of."""
         return None
 
 
@@ -281,8 +282,8 @@ class LabelReadoutConfig(OneLookConfig):
     )
 
     @property
+    @override
     def implementation(self) -> str:  # type: ignore[override]
-        """See KindSection.implementation."""
         special = {"counts": "counted_labels:LabelCounts", "argmax": "counted_labels:LabelArgmax"}
         return f"opusim.training.protections.{special.get(self.noise, 'noisy_labels:LabelReadout')}Protection"
 
@@ -302,8 +303,8 @@ class LabelRandomizedResponseConfig(OneLookConfig):
     plain randomized response."""
 
     @property
+    @override
     def implementation(self) -> str:  # type: ignore[override]
-        """See KindSection.implementation."""
         name = "RandomizedResponse" if self.stages == 1 else "StagedResponse"
         return f"opusim.training.protections.noisy_labels:{name}Protection"
 

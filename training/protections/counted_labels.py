@@ -20,6 +20,7 @@ import torch
 from scipy.optimize import linprog
 from scipy.special import logsumexp
 from torch import Tensor
+from typing_extensions import override
 
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.counts import LabelCounts
@@ -231,8 +232,8 @@ class _CameraProtection(OneLookProtection, ABC, Generic[Readout]):
             }
         return self.readout(frames=frames, **_LAST[wanted])
 
+    @override
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
-        """See OneLookProtection.look."""
         frames = self._frames(device)
         frames.device.seek(LABEL_STEP)
         return self._read(frames, self.dataset.train.y.cpu(), pay)

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim.accounting.composition import calibrate_noise
 from opusim.accounting.guarantee import NoGuarantee
@@ -81,8 +82,8 @@ class RecordProtection(PoissonProtection):
     shared = True
 
     @cached_property
+    @override
     def correlation(self) -> tuple[float, ...]:
-        """See Protection.correlation."""
         section = self.options
         if section.bands == 1:
             return (1.0,)
@@ -124,8 +125,8 @@ class RecordProtection(PoissonProtection):
             )
         return found
 
+    @override
     def resolved(self) -> dict[str, Any]:
-        """See Protection.resolved."""
         found = super().resolved()
         return dict(found) if self.options.bands == 1 else {**found, "correlation": self.correlation}
 
@@ -136,8 +137,8 @@ class RecordProtection(PoissonProtection):
             step = self.mechanism(self.noise_multiplier)
             ledger.pay_once(NEW_NOISE, step.repeated(self.options.bands - 1))
 
+    @override
     def gradients(self, device: NoisyDevice | None) -> RecordGradients:
-        """See Protection.gradients."""
         ranks = Ranks()
         return RecordGradients(
             clip_norm=self.options.clip,
@@ -171,16 +172,16 @@ class LastIterateProtection(Protection):
 
     needs = frozenset({"own noise"})
 
+    @override
     def calibrated(self) -> float | None:
-        """See Protection.calibrated."""
         options = self.options
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
         found, _ = calibrate_noise(self.whole_run(), target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
 
+    @override
     def whole_run(self) -> Mechanism:
-        """See Protection.whole_run."""
         return self.algorithm.mechanism(self.algorithm.noise_guess)
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from opusim.training.private_loop.folder import PrivacySettings
 
 from opusim.accounting.audit import AuditPlan
 from opusim.accounting.explanation import guarantee_rows, number
@@ -39,6 +38,7 @@ from opusim.training.attacks.findings import (
     perfect_guesses,
     verdict,
 )
+from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.reports.drawing import new_figure, style
 from opusim.training.reports.run_report import NOT_FOR_RELEASE, kept_audits, run_name, shown_values
 from opusim.training.runs.folder import RunFolder, StoredRun

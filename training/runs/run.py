@@ -74,7 +74,7 @@ def evaluate_split(
 
     Returns:
         "loss", the mean over records, and the figures of the target, such as "accuracy", the share of correct classes,
-        in [0, 1]; see `opusim.training.networks.objectives.measure`.
+        in [0, 1]; see `opusim.training.networks.functions.measure`.
     """
     with _evaluated(model) as (compute, at_once):
         return measure(Objective.named(loss, target), compute, split.x, split.y, at_once=at_once)

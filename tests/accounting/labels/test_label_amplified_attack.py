@@ -42,7 +42,8 @@ def _metrics(layers: list[simulation.Layer]) -> list[Metric]:
 def _factors(layers: list[simulation.Layer], metrics: list[Metric]) -> tuple[np.ndarray, np.ndarray]:
     """Norms and factors of every record by the code that trains; record 0's two labels have equal norms."""
     deltas = [torch.from_numpy(layer.signals[:, 0] / layer.sigma) for layer in layers]
-    norms = whitened_norms(deltas, [torch.from_numpy(layer.h) for layer in layers], metrics)
+    white = [metric.whiten(torch.from_numpy(layer.h)) for layer, metric in zip(layers, metrics, strict=True)]
+    norms = whitened_norms(deltas, white)
     return norms.numpy(), bounded_factors(norms, CLIP).numpy()
 
 

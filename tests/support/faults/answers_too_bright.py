@@ -15,7 +15,7 @@ def _brighter(taken: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("opusim.training.protections.label_frames:LabelFrames.taken", _brighter)
+    return replaced("opusim.training.protections.argmax_labels:LabelFrames.taken", _brighter)
 
 
 FAULT = Fault(

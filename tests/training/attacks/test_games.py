@@ -82,7 +82,7 @@ def kept_too_often_in_stages() -> AbstractContextManager[None]:
             labels, among, epsilon=1.2 * epsilon, **others
         )
 
-    return replaced("opusim.training.protections.staged_responses:respond_among", weaker)
+    return replaced("opusim.training.protections.noisy_labels:respond_among", weaker)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def priors_of_own_labels() -> Iterator[None]:
     def leaning(priors: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         return lambda model: 0.99 * (found := priors(model)) + 0.01 * np.eye(found.shape[1])[seen[-1]]
 
-    staged = "opusim.training.protections.staged_responses"
+    staged = "opusim.training.protections.noisy_labels"
     with all_replaced(
         {f"{staged}:StagedResponses.answer": watched, f"{staged}:ResponseModel.priors": leaning}
     ):

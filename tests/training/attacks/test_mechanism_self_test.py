@@ -30,7 +30,7 @@ from opusim.training.attacks.mechanism.checks import (
 )
 from opusim.training.attacks.mechanism.readings import Amounts, single_record_checks
 from opusim.training.cli.app import app
-from opusim.training.protections import noisy_labels, staged_responses
+from opusim.training.protections import noisy_labels
 from opusim.training.zeroth_order.trainer import Differences
 from tests.support.faults import FAULTS, OF_ONE_RUN, OF_RELEASES, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
@@ -156,7 +156,7 @@ def test_further_noise_is_what_is_accounted(name: str, mode: str, seed: int) -> 
 STAGED = ("protection.stages=3",)
 STAGED_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "response: share of labels kept": (
-        "staged_responses.respond_among",
+        "respond_among",
         lambda respond: (
             lambda labels, among, *, epsilon, generator: respond(
                 labels, among, epsilon=1.2 * epsilon, generator=generator
@@ -164,7 +164,7 @@ STAGED_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
         ),
     ),
     "response: records apart": (
-        "staged_responses.respond_among",
+        "respond_among",
         lambda respond: (
             lambda labels, among, *, epsilon, generator: respond(
                 labels, among, epsilon=epsilon, generator=OneNumber(generator)
@@ -172,7 +172,7 @@ STAGED_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
         ),
     ),
     "response: equal in two runs": (
-        "noisy_labels.randomize_in_stages",
+        "randomize_in_stages",
         lambda randomize: (
             lambda x, labels, mechanism, source: randomize(x, labels, mechanism, np.random.default_rng(0))
         ),
@@ -195,10 +195,8 @@ class OneNumber:
 def test_faults_of_responses_in_stages_are_found(
     check: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, wrap = STAGED_FAULTS[check]
-    module, name = place.split(".")
-    where = {"staged_responses": staged_responses, "noisy_labels": noisy_labels}[module]
-    monkeypatch.setattr(where, name, wrap(getattr(where, name)))
+    name, wrap = STAGED_FAULTS[check]
+    monkeypatch.setattr(noisy_labels, name, wrap(getattr(noisy_labels, name)))
     found = self_test(
         "dfa", "experiment", seed, protection="label-randomized-response", settings=STAGED, level=1e-4
     )

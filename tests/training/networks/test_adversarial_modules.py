@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from opusim.training.networks.record_gradients.followed import rules, tracking
+from opusim.training.networks.record_gradients.followed.arguments import active_tracker
 from opusim.training.networks.record_gradients.followed.tracking import RULES, RowTracker
 from opusim.training.networks.record_gradients.tape import RecordTape
 
@@ -735,7 +736,7 @@ def by_native_memory(m: Any, x: Tensor) -> Tensor:
 
 
 def by_asking(m: Any, x: Tensor) -> Tensor:
-    return m.f(x if tracking.active_tracker() else x - x.mean(dim=0))
+    return m.f(x if active_tracker() else x - x.mean(dim=0))
 
 
 TRUSTED: dict[str, tuple[Callable[..., Any], str]] = {

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
-from opusim.training.networks.record_gradients.followed import operators
+from opusim.training.networks.record_gradients.followed import tracking
 from opusim.training.networks.record_gradients.followed.arguments import seed_pass
 from opusim.training.networks.record_gradients.followed.placement import Held, Refused, codes, decoded
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
@@ -611,7 +611,7 @@ def test_an_operator_puts_records_where_its_rule_says(name: str) -> None:
 
 def test_planted_fault_indices_taken_for_constants_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without rules of order and look-ups, a sorted batch would be accepted, its gradients given to other records."""
-    monkeypatch.setitem(operators.RULES, "sort", lambda op, outputs: op.state(op["self"]))
-    monkeypatch.setitem(operators.RULES, "index", lambda op, outputs: op.state(op["self"]))
-    monkeypatch.setitem(operators.RULES, "index_put", lambda op, outputs: op.state(op["values"]))
+    monkeypatch.setitem(tracking.RULES, "sort", lambda op, outputs: op.state(op["self"]))
+    monkeypatch.setitem(tracking.RULES, "index", lambda op, outputs: op.state(op["self"]))
+    monkeypatch.setitem(tracking.RULES, "index_put", lambda op, outputs: op.state(op["values"]))
     assert worst(lambda: Runs(by_length), draw(6, 5, 4), torch.arange(6).flip(0)) > 0.1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from opusim import training
 from opusim.training.networks.record_gradients.probe import require_separate_outputs
-from opusim.training.networks.record_independence import require_forgetful
+from opusim.training.networks.record_independence import require_forgetful, runs_torch_only
 from tests.support.ulr_models import MODELS, Residual
 
 N_INPUTS = 6
@@ -447,3 +447,82 @@ def test_a_look_at_attributes_leaves_them_as_they_were(way: str) -> None:
     with refused:
         require_forgetful(model, lambda index, factor: model(factor * rows()[index]))
     assert pickle.dumps([dict(vars(model[1])), LOG]) == before
+
+
+def with_code_of_others(way: str) -> nn.Module:
+    """Modules of torch, with code that a user brought."""
+    linear = nn.Linear(N_INPUTS, 3)
+    if way == "hook":
+        linear.register_forward_hook(lambda *_: None)
+    elif way == "pre-hook":
+        linear.register_forward_pre_hook(lambda *_: None)
+    elif way == "function among the attributes":
+        return nn.TransformerEncoderLayer(4, 1, activation=lambda x: x)
+    elif way == "function in a list":
+        linear.functions = [len]  # type: ignore[assignment]
+    elif way == "table among the attributes":
+        linear.table = {}  # type: ignore[assignment]
+    elif way == "own forward":
+        linear.forward = lambda input: input  # type: ignore[method-assign]
+    elif way == "own class of parameters":
+        linear.weight = type("Own", (nn.Parameter,), {})(linear.weight.data)
+    elif way == "own class":
+        return nn.Sequential(linear, type("Own", (nn.Linear,), {"__module__": __name__})(3, 3))
+    elif way == "parametrised":
+        return nn.utils.parametrizations.weight_norm(linear)
+    elif way == "recorder of torch":
+        return nn.Sequential(linear, torch.ao.quantization.RecordingObserver())
+    return linear
+
+
+OWN_CODE = (
+    "hook", "pre-hook", "function among the attributes", "function in a list", "table among the attributes",
+    "own forward", "own class of parameters", "own class", "parametrised", "recorder of torch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", OWN_CODE)
+def test_modules_with_code_of_others_are_tried(way: str) -> None:
+    assert runs_torch_only(with_code_of_others("nothing"))
+    assert not runs_torch_only(nn.Sequential(nn.Tanh(), with_code_of_others(way)))
+
+
+def test_a_hook_on_all_modules_is_code_of_others() -> None:
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert not runs_torch_only(nn.Linear(2, 2))
+    assert runs_torch_only(nn.Linear(2, 2))
+
+
+SPREAD = {
+    "linear": (nn.Linear(4, 3), (2, 4)),
+    "convolution": (nn.Conv1d(2, 3, 2), (2, 2, 5)),
+    "layer norm": (nn.LayerNorm(4), (2, 4)),
+    "group norm": (nn.GroupNorm(2, 4), (2, 4)),
+    "batch norm": (nn.BatchNorm1d(4), (2, 4)),
+    "dropout": (nn.Dropout(0.5), (2, 4)),
+    "pooling": (nn.AdaptiveAvgPool1d(2), (2, 4, 4)),
+    "activations": (nn.Sequential(nn.RReLU(), nn.GELU(), nn.PReLU()), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_what_is_not_tried_keeps_nothing_in_attributes(name: str) -> None:
+    """What `runs_torch_only` takes for granted, of modules as they are used."""
+    model, shape = SPREAD[name]
+    assert runs_torch_only(model)
+
+    def attributes() -> list[dict[str, str]]:
+        plain = [
+            {key: vars(part)[key] for key in vars(part) if key not in TENSORS} for part in model.modules()
+        ]
+        return [{key: repr(value) for key, value in each.items()} for each in plain]
+
+    before = attributes()
+    for seed in (1, 2):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        model(x.requires_grad_()).sum().backward()
+    assert attributes() == before
+
+
+TENSORS = ("_parameters", "_buffers")
+"""What is compared elsewhere."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from opusim.training.networks.record_gradients.layers import GroupNormUse
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,6 +16,7 @@ from opusim.training.networks import clipping
 from opusim.training.networks.clipping import norm_bounds, row_norms
 from opusim.training.networks.contributions import sums, uses
 from opusim.training.networks.record_gradients.calls import Call
+from opusim.training.networks.record_gradients.layers import GroupNormUse
 from opusim.training.networks.record_gradients.tape import RecordTape
 from tests.support.extreme_records import KINDS, SIZES, extreme
 

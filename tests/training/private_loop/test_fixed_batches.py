@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from opusim.training.networks.contributions.sums import Contributions
-from opusim.training.private_loop import batch as batches
+from opusim.training.private_loop import module as batches
 from opusim.training.private_loop.module import OVERFLOW, PhysicalBatches, most_records
 from tests.support.private_loops import Parts, network, parts, private_loop
 

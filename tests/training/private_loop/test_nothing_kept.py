@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from opusim.training.private_loop.folder import read_save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
+from opusim.training.private_loop.folder import read_save
 from tests.support.private_loops import private_loop
 
 RECORDS, LARGE = 60, 40

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from opusim.training.private_loop.folder import read_save
 from torch import Tensor, nn
 
 import opusim
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
 from opusim.training.errors import FolderBusy
+from opusim.training.private_loop.folder import read_save
 from opusim.training.private_loop.loader import PrivateLoader
 from tests.support.killing import skip_syncs, start_child
 from tests.support.private_loops import Parts, parts, private_loop, run_epoch

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+import opusim
+from opusim.training.errors import RunFolderError
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
     SETTINGS_FILE,
@@ -20,9 +23,6 @@ from opusim.training.private_loop.folder import (
     read_save,
     write_save,
 )
-
-import opusim
-from opusim.training.errors import RunFolderError
 from tests.support.private_loops import parts, private_loop, run_epoch
 
 FLIPS = 120

@@ -374,7 +374,8 @@ def test_an_ordinary_record_has_whitened_features_of_norm_one() -> None:
     ones = [torch.full((N_PUBLIC, 1), 1.0) for _ in WIDTHS[1:]]
     rows = [torch.cat([h, torch.ones(N_PUBLIC, 1)], dim=1) for h in public_inputs()]
     metrics = [Metric(factor=torch.from_numpy(np.linalg.cholesky(p))) for p in geometry(public_inputs())]
-    assert float(whitened_norms(ones, rows, metrics).square().mean()) == pytest.approx(total)
+    white = [metric.whiten(row) for row, metric in zip(rows, metrics, strict=True)]
+    assert float(whitened_norms(ones, white).square().mean()) == pytest.approx(total)
 
 
 def test_public_features_are_required() -> None:

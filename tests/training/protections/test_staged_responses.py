@@ -211,7 +211,7 @@ def test_a_run_in_stages_pays_once_and_says_so(tmp_path: Path, mode: str, stop_a
 
 def test_nothing_is_drawn_before_it_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "opusim.training.protections.staged_responses.respond_among", lambda *_, **__: pytest.fail("drawn")
+        "opusim.training.protections.noisy_labels.respond_among", lambda *_, **__: pytest.fail("drawn")
     )
 
     def refuse(*_: Any) -> None:

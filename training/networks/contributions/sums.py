@@ -30,6 +30,7 @@ from opusim.training.networks.contributions.uses import (
     Use,
     chunked,
     joined,
+    measured_by_gram,
 )
 
 _GRAM_SHARE = 1.0
@@ -259,7 +260,8 @@ class _Joint:
         """See _Formed; the share `CANCELLED` of the products' magnitudes bounds the rounding of the sum."""
         uses = self.uses
         numbers = 4 * sum(use.numbers for use in uses)
-        found = [self._gram(part) for part in chunked(self.records, numbers, self.wrt[0].device)]
+        parts = chunked(self.records, numbers, self.wrt[0].device)
+        found = [measured_by_gram(*_joined_pairs(uses, part)) for part in parts]
         positions = sum(use.positions for use in uses)
         a, b = uses[0].sizes
         gram = ((a + b + positions**2) * 2.0**-52) ** 0.5
@@ -286,12 +288,6 @@ class _Joint:
             for tensor, total in zip(use.wrt, use.totals(clip, kind=torch.float64), strict=True):
                 totals[id(tensor)] += total
         return [totals[id(parameter)] for parameter in self.wrt]
-
-    def _gram(self, part: slice) -> Measured:
-        """Measure the joint sum of products of some records by Gram matrices in float64."""
-        s, u = _joined_pairs(self.uses, part)
-        squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-3, -2, -1)).clamp_min(0.0)
-        return Measured(squares.sqrt().float(), 2.0**-22, 0.0)
 
 
 def _layer_of(

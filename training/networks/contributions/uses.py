@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+from typing_extensions import override
 
 from opusim.training.networks.clipping import (
     MILD,
@@ -159,8 +160,8 @@ class OuterUse(Use):
         s, u = self.pairs(part)
         return s @ u.mT
 
+    @override
     def rows(self, part: slice) -> list[Tensor]:
-        """See Use."""
         whole = self.matrices(part)
         weight = whole.reshape(len(whole), *self.weight.shape)
         return [weight] if self.bias is None else [weight, self.pairs(part)[0].sum(dim=-1).flatten(1)]
@@ -173,7 +174,7 @@ class OuterUse(Use):
         if formed:
             found = [measured(self.matrices(chunk)) for chunk in chunks]
         else:
-            found = [_measured_by_gram(*self.pairs(chunk)) for chunk in chunks]
+            found = [measured_by_gram(*self.pairs(chunk)) for chunk in chunks]
         s, u, factor = self.sizes_of()
         rounding = product_slack(p)
         slack = rounding * (2 if formed else 1)  # the formed sum rounds too
@@ -205,16 +206,16 @@ class LinearUse(OuterUse):
         self.delta = delta.reshape(self.records, self.positions, width).float()
         self.h = h.reshape(self.records, self.positions, h.shape[-1]).float()
 
+    @override
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
-        """See OuterUse."""
         return self.delta[part].mT[:, None], self.h[part].mT[:, None]
 
     def sizes_of(self) -> tuple[Measured, Measured, float]:
         """See OuterUse, by Cauchy and Schwarz."""
         return measured(self.delta, coarsely=True), measured(self.h, coarsely=True), 1.0
 
+    @override
     def signals(self) -> Tensor:
-        """See OuterUse."""
         return self.delta.sum(dim=1) if self.positions > 1 else self.delta[:, 0]
 
     def parts(self) -> list[Part]:
@@ -331,8 +332,8 @@ class ConvolutionUse(OuterUse):
         """See Use: the patches, in float64."""
         return 2 * self.weight[0].numel() * self._options["groups"] * self.positions + self.weight.numel()
 
+    @override
     def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
-        """See OuterUse."""
         groups = self._options["groups"]
         delta, h = self.delta[part], self.h[part]
         patches = self._patches(h.flatten(0, 1)).unflatten(1, (groups, -1))
@@ -350,8 +351,8 @@ class ConvolutionUse(OuterUse):
         sizes = [measured(values, coarsely=True) for values in (self.delta, self.h)]
         return sizes[0], sizes[1], math.prod(self.weight.shape[2:]) ** 0.5
 
+    @override
     def signals(self) -> Tensor:
-        """See OuterUse."""
         return self.delta.flatten(3).sum(dim=(1, 3))
 
     def products(self, delta: Tensor, h: Tensor, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
@@ -404,7 +405,7 @@ def joined(found: Sequence[Measured]) -> Measured:
     return Measured(torch.cat([each.norms for each in found]), first.relative, first.absolute)
 
 
-def _measured_by_gram(s: Tensor, u: Tensor) -> Measured:
+def measured_by_gram(s: Tensor, u: Tensor) -> Measured:
     """Measure sum_p s_p u_p^T of each record, over all groups, by Gram matrices in float64."""
     s, u = s.double(), u.double()
     squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-3, -2, -1)).clamp_min(0.0)

@@ -49,7 +49,7 @@ class Site:
 
     func: Callable[..., Any]
     spec: TreeSpec | FlatSpec
-    where: str
+    where: Key | str
     places: tuple[int, ...]
     others: tuple[int, ...]
     roots: frozenset[int]

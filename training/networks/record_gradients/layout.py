@@ -80,7 +80,9 @@ class Rows(NamedTuple):
 
     def take(self, index: Tensor) -> Self:
         """Return some records."""
-        return self.mapped(lambda leaf: leaf[index.to(leaf.device)])._replace(records=len(index))
+        pairs = zip(self.leaves, self.held, strict=True)
+        taken = [leaf[index.to(leaf.device)] if held else leaf for leaf, held in pairs]
+        return self._replace(leaves=taken, records=len(index))
 
     def repeated(self, count: int) -> Self:
         """Return a number of records, the given ones in turn."""
@@ -127,7 +129,7 @@ def split_records(values: Tensor, layout: Layout, records: int) -> Tensor:
     """View a tensor record by record, shape (records, ...), where each record keeps the number of dimensions.
 
     The number of rows of a record is the size of the dimension over the number of records, as only the operators of
-    `opusim.training.networks.record_gradients.followed.operators` led to it.
+    `opusim.training.networks.record_gradients.followed.tracking` led to it.
 
     Raises:
         RuntimeError: The size is no such multiple: the module did not run as it did when it was prepared.

@@ -30,10 +30,11 @@ from opusim.training.networks.record_independence import (
     MIXES_REMEDY,
     batch_statistics,
     perturbed,
-    preserved_attributes,
+    preserved_buffers,
     preserved_generators,
     require_fixed_tensors,
     require_forgetful,
+    runs_torch_only,
     scaled,
     seeded_output,
 )
@@ -79,10 +80,12 @@ def probe(
     """
     batches = _batches(model, given)
     with _restored(model, given.tensors[0].device), torch.enable_grad():
-        seed_pass()
-        args, kwargs = batches[0].values
-        with _ProbeRecorder(named, kinds):  # some models fill caches in their first pass
-            model(*args, **kwargs)
+        remembers = not runs_torch_only(model)
+        if remembers:  # some models fill caches in their first pass
+            seed_pass()
+            args, kwargs = batches[0].values
+            with _ProbeRecorder(named, kinds):
+                model(*args, **kwargs)
         for _ in range(_ROUNDS):
             first = _Pass(model, named, kinds, batches[0], None)
             second = _Pass(model, named, kinds, batches[1], first.tracker.survey)
@@ -95,8 +98,9 @@ def probe(
         second.require_rows_of_signals()
         second.tracker.require_parameters_kept(model)
         second.tracker.require_nothing_left()
-        after = _Pass(model, named, kinds, batches[1], first.tracker.survey)
-        after.require_rows(first)  # meets what the backward pass kept
+        if remembers:
+            after = _Pass(model, named, kinds, batches[1], first.tracker.survey)
+            after.require_rows(first)  # meets what the backward pass kept
     second.recorder.settle()
     uses = [call.site.roots for call in second.recorder.calls]
     several = any(sum(n in roots for roots in uses) > 1 for n in range(len(named)))
@@ -157,19 +161,14 @@ def _batches(model: nn.Module, given: Rows) -> list[Rows]:
 def _restored(model: nn.Module, place: torch.device, *, move: bool = True) -> Iterator[None]:
     """Perturb the parameters within the block, or only keep them, and restore everything on exit."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with (
             preserved_generators(place),
-            preserved_attributes(model),
+            preserved_buffers(model),
             perturbed(model) if move else nullcontext(),
         ):
             yield
     finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers and buffers[name].shape == buffer.shape:
-                    buffer.copy_(buffers[name])
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
@@ -192,23 +191,23 @@ class _ProbeRecorder(Recorder):
         self._fixed, self._copied = set[Key](), set[Key]()
 
     def is_settled(self) -> bool:
-        """Take uses that depend on no record for known, and return whether all were known before."""
+        """Count uses that depend on no record as known; return whether all were known before."""
         kinds, before = self.kinds, self.kinds.size
         kinds.fixed |= self._fixed
         kinds.copied |= self._copied
         return kinds.size == before
 
     def settle(self) -> None:
-        """Take what a probe found about uses for known.
+        """Count what a probe found about uses as known.
 
         Raises:
             ValueError: Two calls of a kind see records in different dimensions.
         """
         slots = self.kinds.slots
         for key, found in self._found:
-            if key in self.kinds.fixed or [slot.kind for slot in slots.setdefault(key, found)] != [
-                slot.kind for slot in found
-            ]:
+            known = slots.setdefault(key, found)
+            differs = known is not found and [slot.kind for slot in known] != [slot.kind for slot in found]
+            if differs or key in self.kinds.fixed:
                 raise ValueError(
                     f"model: {key} sees records in different dimensions in two calls, or constants in one; keep one"
                 )
@@ -223,10 +222,9 @@ class _ProbeRecorder(Recorder):
             return None
         state = self._tracker.state(tensor)
         if isinstance(state, Mixed):
-            with self._tracker.noting():
-                raise ValueError(
-                    f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
-                )
+            raise self._tracker.noted(
+                f"model: {key} mixes the records of a batch ({state.reason}): {state.remedy}"
+            )
         return state
 
     def _look(self, key: Key, tensors: Sequence[Tensor]) -> None:

@@ -1,23 +1,22 @@
-"""Catch every use of a parameter in a forward pass, whatever module or function it stands in."""
+"""Catch every use of a parameter in a forward pass, whatever module or function it stands in.
+
+Models of the transformers package leave a mask out if it hides nothing in the whole batch, which one record decides for
+all others, and warn if a record ends in padding. They do neither while a graph is traced, which `is_tracing` tells them
+here (`unread_masks`).
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import torch
-from opusim.training.networks.record_gradients.layers import (
-    CELLS,
-    RECURRENT,
-    group_norm,
-    require_no_packing,
-    unrolled,
-    unrolled_cell,
-)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -30,11 +29,54 @@ from opusim.training.networks.record_gradients.calls import (
     Key,
     Kinds,
     Site,
-    real_tensors,
+)
+from opusim.training.networks.record_gradients.layers import (
+    CELLS,
+    RECURRENT,
+    group_norm,
+    require_no_packing,
+    unrolled,
+    unrolled_cell,
 )
 from opusim.training.networks.record_gradients.layout import Layout
-from opusim.training.networks.record_gradients.recorder import unread_masks
-from opusim.training.networks.record_gradients.uses import CLOSED, copies, require_separate_records
+from opusim.training.networks.record_gradients.uses import (
+    CLOSED,
+    EMBEDDINGS,
+    copies,
+    require_separate_records,
+)
+
+_PACKAGE, _NAME = "transformers", "is_tracing"
+
+
+@contextmanager
+def unread_masks() -> Iterator[None]:
+    """Let models of transformers run within the block as if their graphs were traced; other packages see nothing."""
+    modules = _modules(len(sys.modules)) if _PACKAGE in sys.modules else ()
+    before = [vars(module)[_NAME] for module in modules]
+    try:
+        for module in modules:
+            vars(module)[_NAME] = _always
+        yield
+    finally:
+        for module, function in zip(modules, before, strict=True):
+            vars(module)[_NAME] = function
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+@lru_cache(maxsize=1)
+def _modules(loaded: int) -> tuple[ModuleType, ...]:
+    """Return the loaded modules of the package that ask whether a graph is traced.
+
+    Args:
+        loaded: Number of loaded modules of all packages; another one may have come with it.
+    """
+    found = [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]
+    return tuple(module for module in found if isinstance(vars(module).get(_NAME), type(_always)))
+
 
 _PLAIN = (Tensor, int, float, complex, str, slice, torch.dtype, torch.device)
 
@@ -226,15 +268,17 @@ class Recorder:
         if not others or key in self.kinds.fixed:
             args, options = spec.unflatten(leaves)
             return self._constants(key, roots, func(*args, **options))
-        site = Site(func, spec, str(key), places, others, roots, in_place)
-        require_separate_records(site, leaves)
+        site = Site(func, spec, key, places, others, roots, in_place)
+        if func in EMBEDDINGS:
+            require_separate_records(site, leaves)
         call = Call(site, leaves)
         return self._recorded(call, key, _run(call, leaves), signature)
 
     def _recorded(self, call: Call, key: Key, result: Any, signature: tuple[Any, ...] | None = None) -> Any:
         """Find out where the records stand in the tensors of a call, and let it receive its gradients."""
-        site, outputs = call.site, real_tensors(result)
-        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(result)):
+        site, found = call.site, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in found if leaf.is_floating_point()]
+        if any(leaf.is_complex() for leaf in found):
             raise ValueError(
                 f"model: {key} returns complex numbers, at which no gradient of a parameter is taken; compute it from "
                 "real and imaginary parts (torch.view_as_real)"

@@ -12,9 +12,8 @@ on invented records, so that nothing that is refused here depends on private one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,11 @@ from opusim.training.networks.record_independence import (
     batch_statistics,
     first_half,
     perturbed,
-    preserved_attributes,
+    preserved_buffers,
     preserved_generators,
     require_fixed_tensors,
     require_forgetful,
+    runs_torch_only,
     same,
     seed_generators,
     seeded_output,
@@ -74,14 +74,14 @@ def require_separate_steps(
             seeded_output(
                 model.train(), first_half(x)
             )  # what this pass sets comes from these records and stays
-        with preserved_generators(x.device), _preserved_buffers(model):
+        with preserved_generators(x.device), preserved_buffers(model):
             _require_nothing_kept(model.train(), x)
             with torch.no_grad():
                 outputs = model.eval()(x)
             _require_separate_losses(loss, outputs, y)
             tape, given = RecordTape(model.train(), x), Rows.of(((x[:_BATCH],), {}))
             with perturbed(model):
-                _Steps(tape, loss, seek).require_steady(_Batch(given, y[:_BATCH]))
+                _require_steady(tape, loss, seek, given, y[:_BATCH])
     except DeviceError:
         raise
     except (RuntimeError, TypeError, IndexError, ArithmeticError, AssertionError) as error:
@@ -115,16 +115,18 @@ def require_steady_gradients(
     Raises:
         ValueError: They do.
     """
+    if runs_torch_only(tape.model):
+        return
     records = Rows.of((args, kwargs)).repeated(_BATCH)
     place = records.tensors[0].device
     targets = torch.arange(_BATCH, device=place)
     with (
         preserved_generators(place),
-        _preserved_buffers(tape.model),
+        preserved_buffers(tape.model),
         perturbed(tape.model),
         torch.enable_grad(),
     ):
-        _Steps(tape, _invented_losses, seek).require_steady(_Batch(records, targets))
+        _require_steady(tape, _invented_losses, seek, records, targets)
 
 
 def _invented_losses(outputs: Any, targets: Tensor) -> Tensor:
@@ -189,56 +191,36 @@ def _require_separate_losses(loss: Loss, outputs: Tensor, y: Tensor) -> None:
         )
 
 
-class _Batch(NamedTuple):
-    """Records and targets."""
-
-    records: Rows
-    targets: Tensor
-
-
-class _Steps:
-    """Forward and backward passes whose single gradients are looked at.
+def _require_steady(
+    tape: RecordTape, loss: Loss, seek: Callable[[], None], records: Rows, targets: Tensor
+) -> None:
+    """Refuse gradients that another pass on the same records does not repeat, and a module that remembers batches.
 
     Args:
         tape: Of the model.
         loss: The losses of the records.
         seek: Called before each pass.
+        records: At least 5.
+        targets: Theirs.
+
+    Raises:
+        ValueError: There are some.
     """
+    parameters = [parameter for layer in tape.layers for parameter in layer]
 
-    def __init__(self, tape: RecordTape, loss: Loss, seek: Callable[[], None]) -> None:
-        self._tape, self._loss, self._seek = tape, loss, seek
-
-    def require_steady(self, batch: _Batch) -> None:
-        """Refuse gradients that another pass on the same records does not repeat, and a module that remembers batches.
-
-        Raises:
-            ValueError: There are some.
-        """
-        wanted = self._gradient(batch)
-        if not _near(wanted.nan_to_num(), self._gradient(batch).nan_to_num(), wanted.nan_to_num().norm()):
-            raise ValueError(
-                "model: its gradients depend on earlier batches, or on random numbers that no global generator draws; "
-                "use modules that keep nothing between batches, and draw from torch's generator"
-            )
-        require_forgetful(
-            self._tape.model,
-            lambda index, factor: self._gradient(_scaled(batch, index, factor)),
-        )
-
-    def _gradient(self, batch: _Batch) -> Tensor:
-        """Return the gradient of one record as a step computes it, float64."""
-        tape, (args, kwargs) = self._tape, batch.records.values
-        parameters = [parameter for layer in tape.layers for parameter in layer]
+    def gradient(index: Tensor, factor: float) -> Tensor:
+        """Return that of one of some records, real ones times a factor, as a step computes it, float64."""
+        rows = records.take(index).mapped(lambda leaf: leaf * factor if leaf.is_floating_point() else leaf)
+        args, kwargs = rows.values
         for parameter in parameters:
             parameter.grad = None
         seed_generators()
-        self._seek()
-        recorder = tape.begin(batch.records.records)
+        seek()
+        recorder = tape.begin(rows.records)
         with recorder:
-            self._loss(tape.model(*args, **kwargs), batch.targets).sum().backward()
+            loss(tape.model(*args, **kwargs), targets[index.to(targets.device)]).sum().backward()
         tape.end(recorder)
-        squares = tape.squared_norms()
-        factors = torch.zeros_like(squares)
+        factors = torch.zeros_like(tape.squared_norms())
         factors[:, _WITNESS] = 1.0
         tape.set_gradients(factors)
         found = torch.cat([p.grad.flatten().double() for p in parameters if p.grad is not None])
@@ -246,33 +228,16 @@ class _Steps:
             parameter.grad = None
         return found
 
+    wanted, again = (gradient(torch.arange(records.records), 1.0) for _ in range(2))
+    if not _near(wanted.nan_to_num(), again.nan_to_num(), wanted.nan_to_num().norm()):
+        raise ValueError(
+            "model: its gradients depend on earlier batches, or on random numbers that no global generator draws; "
+            "use modules that keep nothing between batches, and draw from torch's generator"
+        )
+    require_forgetful(tape.model, gradient)
 
-def _scaled(batch: _Batch, index: Tensor, factor: float) -> _Batch:
-    """Return some records of a batch, real ones multiplied by a factor."""
-    rows = batch.records.take(index).mapped(lambda leaf: leaf * factor if leaf.is_floating_point() else leaf)
-    return _Batch(rows, batch.targets[index.to(batch.targets.device)])
 
-
-def _near(first: Tensor, second: Tensor, size: Tensor, tolerance: float = _TOLERANCE) -> bool:
-    """Whether two tensors differ by no more than a tolerance, in units of a size; NaN differs from everything."""
+def _near(first: Tensor, second: Tensor, size: Tensor) -> bool:
+    """Whether two tensors differ by no more than rounding, in units of a size; NaN differs from everything."""
     gap = (first.detach().double() - second.detach().double()).norm()
-    return bool(gap <= tolerance * size.detach().double())
-
-
-@contextmanager
-def _preserved_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers and Python attributes on exit."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        with preserved_attributes(model):
-            yield
-    finally:
-        restore_buffers(model, before)
-
-
-def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Copy values back into buffers; caches that a pass has created since then stay."""
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in before and before[name].shape == buffer.shape:
-                buffer.copy_(before[name])
+    return bool(gap <= _TOLERANCE * size.detach().double())

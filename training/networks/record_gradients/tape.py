@@ -28,7 +28,7 @@ from opusim.training.networks.record_gradients.calls import Kinds
 from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
 from opusim.training.networks.record_gradients.recorder import Recorder
-from opusim.training.networks.record_gradients.uses import use_of
+from opusim.training.networks.record_gradients.uses import FunctionUse
 from opusim.training.networks.record_independence import preserved_generators
 
 
@@ -102,9 +102,15 @@ class RecordTape:
         if signature in self._followed:
             return
         rows = invented_rows(self.model, given)
-        with _uncaught(self.model):
-            _show(self.model, rows)
+        args, kwargs = rows.values
+        # Calls are plain meanwhile: a loop that records them would take these for a training pass.
+        caught, self.model._compiled_call_impl = self.model._compiled_call_impl, None
+        try:
+            with preserved_generators(rows.tensors[0].device), torch.no_grad():
+                self.model(*args, **kwargs)  # from which it may take what it keeps for records of a shape
             members, several = probe(self.model, self._named, rows, self._kinds)
+        finally:
+            self.model._compiled_call_impl = caught
         self.several_uses = self.several_uses or several
         if members != self._members:
             raise ValueError(
@@ -172,9 +178,10 @@ class RecordTape:
         self._records = records = self._begun
         self._uses = [[] for _ in self.layers]
         for call in recorder.calls if records else ():
-            use = use_of(call, records)
-            if use is not None:
-                self._uses[self._layer_of[min(call.site.roots)]].append(use)
+            if any(call.deltas):  # else no gradient reached it
+                call.require_inputs_kept()
+                made = call.site.made or FunctionUse
+                self._uses[self._layer_of[min(call.site.roots)]].append(made(call, records))
         if any(
             len(uses) > 1 for uses in self._uses
         ):  # longer records than the probe's may use a parameter again
@@ -187,9 +194,11 @@ class RecordTape:
         Raises:
             RuntimeError: No batch is recorded.
         """
+        if self._records is None:
+            raise RuntimeError("no batch is recorded; run a forward and a backward pass in tape.recording(n)")
         if self._contributions is None:
             layers = list(zip(self.layers, self._uses or [[] for _ in self.layers], strict=True))
-            self._contributions = Contributions(layers, self._recorded(), several_uses=self.several_uses)
+            self._contributions = Contributions(layers, self._records, several_uses=self.several_uses)
             self._uses = []
         return self._contributions
 
@@ -233,28 +242,6 @@ class RecordTape:
             for name, parameter, rows in zip(names, parameters, joined, strict=True):
                 found[name] = rows.view(len(rows), *parameter.shape)
         return found
-
-    def _recorded(self) -> int:
-        if self._records is None:
-            raise RuntimeError("no batch is recorded; run a forward and a backward pass in tape.recording(n)")
-        return self._records
-
-
-@contextmanager
-def _uncaught(model: nn.Module) -> Iterator[None]:
-    """Let calls of a module be plain in this block: a loop that records them would take these for a training pass."""
-    caught, model._compiled_call_impl = model._compiled_call_impl, None
-    try:
-        yield
-    finally:
-        model._compiled_call_impl = caught
-
-
-def _show(model: nn.Module, rows: Rows) -> None:
-    """Run a pass on invented records, from which a module may take what it keeps for records of a shape."""
-    args, kwargs = rows.values
-    with preserved_generators(rows.tensors[0].device), torch.no_grad():
-        model(*args, **kwargs)
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -15,16 +15,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from opusim.training.networks.record_gradients.layers import normalisation
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from opusim.training.networks.contributions.uses import ConvolutionUse, EmbeddingUse, LinearUse, Use
 from opusim.training.networks.record_gradients.calls import Bound, Call, CallUse, Site, real_tensors
-from opusim.training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.layers import normalisation
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
+EMBEDDINGS = {functional.embedding: _EMBEDDING, functional.embedding_bag: _BAG}
+"""The functions that look rows of a table up, and the names of their arguments."""
 
 
 class FunctionUse(CallUse):
@@ -41,8 +43,8 @@ class FunctionUse(CallUse):
         self._values = [call.argument(n, records) for n in self._varying]
         self._vectorised = True
 
+    @override
     def rows(self, part: slice) -> list[Tensor]:
-        """See Use."""
         deltas, values = [d[part] for d in self._deltas], [v[part] for v in self._values]
         if self._vectorised:
             try:
@@ -97,26 +99,13 @@ class CopiesUse(CallUse):
             raise ValueError(
                 f"model: {self.call.site.where} merges records and positions; expand it by record"
             )
-        return [_joined(single, layout)]
+        # Undo `split_records` for one row per record: (some, records, ..., 1, ...) to (some, ..., records, ...).
+        return [single.squeeze(2 + layout.dim).movedim(1, 1 + layout.dim)]
 
     @property
+    @override
     def numbers(self) -> int:
-        """See Use."""
         return self.call.output(0, self.records).numel()
-
-
-def _joined(single: Tensor, layout: Layout) -> Tensor:
-    """Undo `split_records` for one row per record: (some, records, ..., 1, ...) to (some, ..., records, ...)."""
-    return single.squeeze(2 + layout.dim).movedim(1, 1 + layout.dim)
-
-
-def use_of(call: Call, records: int) -> Use | None:
-    """Return what the records add in a call, or None if no gradient reached it."""
-    if not any(call.deltas):
-        return None
-    call.require_inputs_kept()
-    site = call.site
-    return FunctionUse(call, records) if site.made is None else site.made(call, records)
 
 
 def copies(values: Tensor) -> Tensor:
@@ -130,11 +119,8 @@ def require_separate_records(site: Site, leaves: Sequence[Any]) -> None:
     Raises:
         ValueError: An embedding rescales its weights or its gradient by the batch, or has sparse gradients.
     """
-    names = {functional.embedding: _EMBEDDING, functional.embedding_bag: _BAG}.get(site.func)
-    if names is None:
-        return
     defaults = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
-    found = Bound.of(site, leaves, names, defaults).values
+    found = Bound.of(site, leaves, EMBEDDINGS[site.func], defaults).values
     if found["max_norm"] is not None or found["scale_grad_by_freq"]:
         raise ValueError(
             f"model: {site.where} is an embedding with max_norm or scale_grad_by_freq, which let one record change "

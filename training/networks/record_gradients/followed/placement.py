@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -251,9 +250,41 @@ def strided_like(tensor: Tensor, values: Tensor) -> Tensor:
     return found.copy_(values)
 
 
-def agrees(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Whether arguments that are no tensors are equal in two batches; NaN equals NaN."""
-    return len(first) == len(second) and all(
-        type(a) is type(b) and (a is b or a == b or (a != a and b != b))
-        for a, b in zip(first, second, strict=True)
-    )
+# Memory
+
+Key = tuple[int, tuple[int, ...], tuple[int, ...], int]
+"""The place of a tensor in its memory: offset, shape and steps in numbers, and the bytes of a number."""
+
+
+def overlap(first: Key, second: Key) -> bool:
+    """Whether two views may share numbers."""
+    ends = [
+        width * (offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) - 1
+        if 0 not in shape
+        else width * offset - 1
+        for offset, shape, stride, width in (first, second)
+    ]
+    return first[0] * first[3] <= ends[1] and second[0] * second[3] <= ends[0]
+
+
+def same_owners(first: Key, layout: Layout, second: Key, other: Layout, records: int) -> bool:
+    """Whether two views of the same memory give each number that they share to the same record."""
+    width = math.gcd(first[3], second[3])
+    places, owners = _owners(first, layout, records, width)
+    more, others = _owners(second, other, records, width)
+    found = torch.full((int(max(places.max(), more.max())) + 1,), -1)
+    found[places] = owners
+    return bool(((found[more] == others) | (found[more] < 0)).all())
+
+
+def _owners(key: Key, layout: Layout, records: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the places in memory of all numbers of a view, in parts of some bytes, and the record of each."""
+    offset, shape, stride, size = key
+    places = torch.full((), offset * size)
+    for length, step in zip(shape, stride, strict=True):
+        places = places[..., None] + torch.arange(length) * step * size
+    parts = places.flatten()[:, None] + torch.arange(0, size, width)
+    across = [1] * len(shape)
+    across[layout.dim] = -1
+    owners = layout.owners(records).view(across).expand(shape)
+    return parts.flatten() // width, owners.flatten().repeat_interleave(size // width)

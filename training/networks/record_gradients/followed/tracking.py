@@ -2,7 +2,7 @@
 
 `RowTracker` runs below autograd, so that it sees what a module computes, whatever Python code called it, and what hooks
 and custom autograd functions compute in the backward pass. It knows for every tensor in which rows each record stands
-(`placement`), by one rule for each operator (`operators`). An operator without a rule, or whose rule finds that rows
+(`placement`), by one rule for each operator (`RULES`). An operator without a rule, or whose rule finds that rows
 have no known owner, is refused: nothing follows from the numbers that records hold.
 
 Numbers of a batch that a module draws from its size are found by comparing two passes on batches of two sizes. Not
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Self
@@ -27,35 +26,32 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opusim.training.networks.record_gradients.followed import rules
 from opusim.training.networks.record_gradients.followed.arguments import (
-    address,
-    cuts_of,
-    cuts_of_records,
+    active,
     guarded,
-    keep_shape,
-    memory,
-    named_arguments,
-    numbers,
-    operator_name,
-    outputs_of,
-    overwritten,
-    own_draws,
-    require_dense,
+    has_own_generator,
+    operator_of,
 )
-from opusim.training.networks.record_gradients.followed.operators import rule_of
 from opusim.training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
     Refused,
     State,
-    agrees,
     constant_state,
     overlap,
     same_owners,
     scaled_dimension,
 )
-from opusim.training.networks.record_gradients.followed.rules import BY_PLACE, Operation, Outputs, counts_on
-from opusim.training.networks.record_gradients.followed.tracking import keeps_alike
+from opusim.training.networks.record_gradients.followed.rules import (
+    BY_PLACE,
+    JOINS,
+    VIEWS,
+    Operation,
+    Outputs,
+    Rule,
+    counts_on,
+)
 from opusim.training.networks.record_gradients.layout import Layout
 
 _LOGGED = 4096
@@ -68,11 +64,16 @@ _FACTORIES = frozenset({
 """Operators whose results are the same, or drawn alike, at every place."""
 _REPEATS = frozenset({"expand", "expand_copy", "repeat", "cat", "stack", "affine_grid_generator"})
 """Operators whose results may hold a constant for each record."""
+_CUTS = frozenset({
+    "slice", "split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes", "split_copy",
+})  # fmt: skip
+_SAME_PLACE = frozenset({"detach", "alias"})
+"""Operators whose result has the memory and the place of their argument, and so its state."""
 _READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
 _SHOWN = {"_local_scalar_dense": "item (or a condition of Python)"}
 _TENSOR_REMEDY = "compute with tensors, such as torch.where: a number in Python may depend on all records"
 _LIST = (
-    "use operators of training/networks/record_gradients/followed/operators.py, which keep every record in rows of its "
+    "use operators of training/networks/record_gradients/followed/tracking.py, which keep every record in rows of its "
     "own, or train without protection"
 )
 _NO_RULE = {
@@ -82,6 +83,125 @@ _NO_RULE = {
     "bernoulli_backward": "detach the draw",
     "_linalg_check_errors": "take the operator that reads nothing, such as torch.linalg.inv_ex or cholesky_ex",
 }
+
+
+# The operators whose rows are known; one that no table names is refused if it takes records
+
+
+def _each(names: str, rule: Rule) -> Iterator[tuple[str, Rule]]:
+    return ((name, rule) for name in names.split())
+
+
+_POINTWISE = """
+add sub rsub mul div true_divide floor_divide remainder fmod pow neg abs sign sgn exp exp2 expm1 log log2 log10 log1p
+sqrt rsqrt reciprocal square sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid
+logit relu relu6 leaky_relu elu celu selu gelu silu mish hardtanh hardswish hardsigmoid softplus softshrink hardshrink
+threshold _prelu_kernel rrelu_with_noise rrelu_with_noise_functional clamp clamp_min clamp_max clip maximum minimum fmax
+fmin where eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor
+bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isfinite
+isposinf isneginf signbit nan_to_num round floor ceil trunc frac lerp addcmul addcdiv masked_fill hypot xlogy logaddexp
+logaddexp2 copysign nextafter heaviside polar complex digamma lgamma polygamma sinc i0 deg2rad rad2deg angle real imag
+conj _conj _conj_physical conj_physical resolve_conj resolve_neg log_sigmoid_forward clone _to_copy detach alias lift
+copy positive fill zero contiguous native_dropout native_dropout_backward bernoulli normal uniform exponential
+random cauchy log_normal geometric special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
+special_ndtri special_xlog1py special_zeta ldexp threshold_backward gelu_backward silu_backward mish_backward
+elu_backward hardtanh_backward hardswish_backward hardsigmoid_backward leaky_relu_backward softplus_backward
+softshrink_backward hardshrink_backward tanh_backward sigmoid_backward logit_backward log_sigmoid_backward
+rrelu_with_noise_backward _prelu_kernel_backward gelu_backward infinitely_differentiable_gelu_backward
+huber_loss_backward smooth_l1_loss_backward mse_loss_backward fake_quantize_per_tensor_affine_cachemask
+"""
+_REDUCTIONS = """
+sum nansum mean nanmean prod amax amin var std var_mean std_mean logsumexp linalg_vector_norm norm argmax argmin any all
+max min median nanmedian mode kthvalue count_nonzero aminmax
+"""
+_ALONG = """
+_softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp cummax
+cummin sort topk glu glu_backward linalg_cross
+"""
+_MOVES = """
+permute transpose t unsqueeze expand slice select split unsafe_split split_with_sizes unsafe_split_with_sizes unbind
+chunk narrow repeat flip roll rot90 diagonal unfold as_strided constant_pad_nd pixel_shuffle pixel_unshuffle
+channel_shuffle slice_backward select_backward diagonal_backward tril triu movedim expand_copy permute_copy
+"""
+_SPATIAL = """
+avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward max_pool2d_with_indices max_pool3d_with_indices
+max_pool2d_with_indices_backward max_pool3d_with_indices_backward _adaptive_avg_pool2d _adaptive_avg_pool3d
+adaptive_avg_pool1d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool3d
+adaptive_max_pool2d_backward adaptive_max_pool3d_backward upsample_nearest1d upsample_nearest2d upsample_nearest3d
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_nearest1d_backward
+upsample_nearest2d_backward upsample_nearest3d_backward upsample_linear1d_backward upsample_bilinear2d_backward
+upsample_bicubic2d_backward upsample_trilinear3d_backward reflection_pad1d reflection_pad2d reflection_pad3d
+replication_pad1d replication_pad2d replication_pad3d reflection_pad1d_backward reflection_pad2d_backward
+reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
+"""
+_MATRICES = """
+linalg_inv_ex linalg_cholesky_ex _linalg_solve_ex linalg_solve_triangular linalg_qr _linalg_svd _linalg_eigh
+_linalg_slogdet _linalg_det linalg_lu_factor_ex linalg_matrix_exp cholesky_solve cholesky_inverse _cdist_forward
+_cdist_backward grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward
+"""
+_BATCH_NORMS = """
+native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm
+native_batch_norm_backward cudnn_batch_norm_backward _native_batch_norm_legit_no_training
+"""
+RULES: dict[str, Rule] = {
+    **dict(_each(_POINTWISE, rules.pointwise)),
+    **dict(_each(_REDUCTIONS, rules.reduced)),
+    **dict(_each(_ALONG, rules.along)),
+    **dict(_each(" ".join(VIEWS | JOINS) + _MOVES, rules.moved)),
+    **dict(_each("squeeze", rules.squeezed)),
+    **dict(_each("unfold_backward", rules.unfolded_back)),
+    **dict(_each("mse_loss smooth_l1_loss huber_loss binary_cross_entropy nll_loss_forward", rules.loss)),
+    **dict(_each("mm bmm", rules.mm)),
+    **dict(_each("mv", rules.mv)),
+    **dict(_each("dot vdot", rules.dot)),
+    **dict(_each("addmm", rules.added(lambda op: rules.product(op, op["mat1"], op["mat2"])))),
+    **dict(_each("baddbmm", rules.added(lambda op: rules.product(op, op["batch1"], op["batch2"])))),
+    **dict(_each("linear", rules.linear)),
+    **dict(_each("mkldnn_rnn_layer _cudnn_rnn", rules.recurrent)),
+    **dict(_each("_trilinear", rules.trilinear)),
+    **dict(_each("convolution convolution_backward", rules.convolution)),
+    **dict(_each("native_layer_norm native_layer_norm_backward", rules.layer_norm)),
+    **dict(_each("_fused_rms_norm _fused_rms_norm_backward", rules.layer_norm)),
+    **dict(_each("native_group_norm native_group_norm_backward", rules.group_norm)),
+    **dict(_each(_BATCH_NORMS, rules.batch_norm)),
+    **dict(_each(_SPATIAL, rules.spatial)),
+    **dict(_each(_MATRICES, rules.leading(2))),
+    **dict(_each("im2col col2im affine_grid_generator", rules.first_dimension)),
+    **dict(_each("_fft_r2c _fft_c2c _fft_c2r", rules.along)),
+    **dict(_each("view_as_real view_as_complex", rules.view_as_numbers)),
+    **dict(_each("embedding", rules.embedding)),
+    **dict(_each("_embedding_bag _embedding_bag_forward_only", rules.embedding_bag)),
+    **dict(_each("gather scatter scatter_add scatter_reduce", rules.indexed_lines)),
+    **dict(_each("index_select", rules.selected)),
+    **dict(_each("index_add index_copy index_fill", rules.added_at)),
+    **dict(_each("index _unsafe_index", rules.indexed)),
+    **dict(_each("index_put _index_put_impl _unsafe_index_put", rules.put)),
+    **dict(_each("zeros_like ones_like full_like empty_like rand_like randn_like randint_like", rules.like)),
+}
+"""The rule of each operator, by its name in torch.ops.aten."""
+
+
+_PATTERNS = JOINS | {
+    "constant_pad_nd",
+    "tril",
+    "triu",
+    "slice_backward",
+    "select_backward",
+    "diagonal_backward",
+}
+"""Operators that put other numbers next to those that they move."""
+
+
+def keeps_alike(op: Operation) -> bool:
+    """Whether numbers that are alike at every place are so after an operator, in whatever rows a view puts them."""
+    if RULES.get(op.name) not in (rules.pointwise, rules.moved, rules.squeezed, rules.like):
+        return False
+    others = [tensor for tensor, state in op.pairs() if state is None]
+    return op.name not in _PATTERNS and all(tensor.numel() == 1 for tensor in others)
+
+
+# Passes
 
 
 @dataclass
@@ -122,16 +242,8 @@ class Survey:
     storages: list[Any] = field(default_factory=list)
 
 
-_active: list[RowTracker] = []
-
-
-def active_tracker() -> RowTracker | None:
-    """Return the tracker that follows the pass that runs, if one does.
-
-    A function that leaves torch, such as one that reads a device, asks it, and notes where the records stand in what it
-    returns instead of running.
-    """
-    return _active[-1] if _active else None
+_memory = torch._C.TensorBase.untyped_storage
+"""Return the memory of a tensor."""
 
 
 class RowTracker(TorchDispatchMode):
@@ -155,22 +267,22 @@ class RowTracker(TorchDispatchMode):
         self.refused: ValueError | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._nodes: dict[int, str] = {}
-        self._stack = ExitStack()
         self._kept: dict[int, str] = {}
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
                 self.note(tensor, None)
-                self._kept[memory(tensor)._cdata] = f"{kind} {name!r}"
+                self._kept[_memory(tensor)._cdata] = f"{kind} {name!r}"
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(guarded(self))
-        _active.append(self)
+        self._guards = guarded()
+        self._guards.__enter__()
+        active.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _active.pop()
-        self._stack.close()
+        active.pop()
+        self._guards.__exit__(None, None, None)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -180,21 +292,22 @@ class RowTracker(TorchDispatchMode):
     # States
 
     def note(self, tensor: Tensor, state: State) -> None:
-        """Say what a tensor holds."""
+        """Set what a tensor holds."""
         with torch._C.DisableTorchFunction():
-            storage, key = address(tensor)
-            number = storage._cdata
-            if number not in self.survey.states:
+            storage = _memory(tensor)
+            if (number := storage._cdata) not in self.survey.states:
                 self.survey.storages.append(storage)
-            self.survey.states.setdefault(number, {})[key] = state
+                self.survey.states[number] = {}
+            key = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.element_size()
+            self.survey.states[number][key] = state
 
     def state(self, tensor: Tensor) -> State:
         """Return what a tensor holds."""
         with torch._C.DisableTorchFunction():
-            storage, key = address(tensor)
-        known = self.survey.states.get(storage._cdata)
-        if known is None:
-            return self._outside(tensor, storage, key)
+            key = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.element_size()
+            known = self.survey.states.get(_memory(tensor)._cdata)
+            if known is None:
+                return self._outside(tensor, key)
         if key in known:
             return known[key]
         if all(state is None for state in known.values()):
@@ -206,9 +319,9 @@ class RowTracker(TorchDispatchMode):
             ),
         )
 
-    def _outside(self, tensor: Tensor, storage: Any, key: Any) -> State:
+    def _outside(self, tensor: Tensor, key: Any) -> State:
         """Return the state of a tensor that no operator of this pass has computed."""
-        number = storage._cdata
+        number = _memory(tensor)._cdata
         if self._first is not None:
             kept = self._first.states.get(number, {})
             outside = number in self._first.outside
@@ -232,22 +345,17 @@ class RowTracker(TorchDispatchMode):
         Raises:
             ValueError: It holds records, or what they share.
         """
-        if active_tracker() is not self or self.state(tensor) is None:
-            return
-        with self.noting():
-            raise ValueError(
+        if self.state(tensor) is not None:
+            raise self.noted(
                 f"model: {self._where(method)} hands numbers of the batch to code outside of torch, which may mix the "
                 f"records of a batch: {_TENSOR_REMEDY}"
             )
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note a refusal in this block, so that code which catches it does not hide it."""
-        try:
-            yield
-        except ValueError as error:
-            self.refused = self.refused or error
-            raise
+    def noted(self, message: str) -> ValueError:
+        """Return a refusal, and note it, so that code which catches it does not hide it."""
+        error = ValueError(message)
+        self.refused = self.refused or error
+        return error
 
     def require_unrefused(self) -> None:
         """Raise the first refusal again.
@@ -268,38 +376,76 @@ class RowTracker(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator, and note where the records stand in its results."""
-        with torch._C.DisableTorchFunction(), self.noting():
-            arguments = named_arguments(func, args, kwargs or {})
-            name = operator_name(func)
-            self._require_plain_pass(name)
-            self._require_plain_tensors(name, types)
-            keep_shape(func, name, arguments)
-            tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-            try:
-                states = {id(t): None if name == "lift_fresh" else self.state(t) for t in tensors}
-                op = Operation(func, name, self._where(name), arguments, states, self._records)
-                self._require_unread(op)
-                result = func(*args, **(kwargs or {}))
-                require_dense(result)
-                self._note_results(op, result)
-            except Refused as refused:
-                raise self._refusal(name, refused) from None
-            return result
+        kwargs = kwargs or {}
+        operator = operator_of(func)
+        name = operator.name
+        try:
+            with torch._C.DisableTorchFunction():
+                # 1. The pass and its tensors must be plain.
+                if not self.backward and (
+                    torch._C._current_graph_task_id() != -1 or forward_ad._current_level >= 0
+                ):
+                    self._refuse_gradients()
+                if types:
+                    self._require_plain_tensors(name, types)
+                if name in _SAME_PLACE:
+                    return func(*args, **kwargs)
+                # 2. Name the arguments, with those left out; a reshape in place takes another view of its tensor.
+                arguments = {**operator.defaults, **dict(zip(operator.names, args, strict=False)), **kwargs}
+                if operator.reshapes:
+                    arguments["self"] = arguments["self"].detach()
+                leaves = tree_leaves([arguments.get(each) for each in operator.counted])
+                written = tree_leaves([arguments.get(each) for each in operator.written])
+                tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+                op = Operation(
+                    func=func,
+                    name=name,
+                    where=self._where(name),
+                    arguments=arguments,
+                    numbers=tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor | torch.Generator)),
+                    tensors=tensors,
+                    written=[leaf for leaf in written if isinstance(leaf, Tensor)],
+                    states={id(t): None if name == "lift_fresh" else self.state(t) for t in tensors},
+                    records=self._records,
+                )
+                # 3. Run it, and follow its results.
+                if name in _READS:
+                    self._require_unread(op)
+                result = func(*args, **kwargs)
+                rows = list(result) if isinstance(result, tuple | list) else [result]
+                flat = [each for row in rows for each in (row if isinstance(row, list) else [row])]
+                outputs = [each if isinstance(each, Tensor) else None for each in flat]
+                if any(
+                    each is not None and (each.is_nested or each.layout != torch.strided) for each in outputs
+                ):
+                    raise Refused(
+                        "makes a sparse or nested tensor, whose rows have no known owner",
+                        "take dense tensors",
+                    )
+                if self._first is None:
+                    self._take_notes(op, outputs)
+                else:
+                    self._follow(op, outputs, self._first)
+                return result
+        except Refused as refused:
+            raise self.noted(
+                f"model: {self._where(name)} {refused.reason}, and so mixes the records of a batch: {refused.remedy}"
+            ) from None
+        except ValueError as error:
+            self.refused = self.refused or error
+            raise
 
-    def _require_plain_pass(self, name: str) -> None:
+    def _refuse_gradients(self) -> None:
         """Refuse gradients, and directional derivatives, that a forward pass computes."""
-        if self.backward:
-            return
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
                 f"model: {self._where()} computes gradients in its forward pass (torch.autograd.grad, backward or "
                 "torch.func.grad), of which those of single records cannot be told; compute them outside of the model"
             )
-        if forward_ad._current_level >= 0:
-            raise ValueError(
-                f"model: {self._where()} computes directional derivatives in its forward pass (forward_ad or "
-                "torch.func.jvp), in which uses of parameters are not seen; compute them outside of the model"
-            )
+        raise ValueError(
+            f"model: {self._where()} computes directional derivatives in its forward pass (forward_ad or "
+            "torch.func.jvp), in which uses of parameters are not seen; compute them outside of the model"
+        )
 
     def _require_plain_tensors(self, name: str, types: Collection[type]) -> None:
         """Refuse tensors of classes whose operators are Python code, which runs where no tracker sees it."""
@@ -313,36 +459,10 @@ class RowTracker(TorchDispatchMode):
 
     def _require_unread(self, op: Operation) -> None:
         """Refuse numbers of records that become numbers of Python."""
-        if op.name not in _READS:
-            return
-        for tensor in op.tensors:
-            state = op.state(tensor)
+        for state in op.states.values():
             if state is not None:
                 why = f" ({state.reason})" if isinstance(state, Mixed) else ""
                 raise Refused(f"reads numbers of the batch into Python{why}", _TENSOR_REMEDY)
-
-    def _note_results(self, op: Operation, result: Any) -> None:
-        outputs = outputs_of(result)
-        given = numbers(op)
-        if self._first is None:
-            self._take_notes(op, outputs, given)
-            return
-        self._require_nothing_kept(op)
-        step = self._step(op, outputs)
-        states = self._states(op, outputs, step, given)
-        for output, state, shape in zip(outputs, states, step.shapes, strict=True):
-            if output is None:
-                continue
-            self._require_scaled(output, state, shape)
-            self._write(op, output, state)
-        self._require_known_writes(op, outputs)
-
-    def _require_nothing_kept(self, op: Operation) -> None:
-        """Refuse numbers of records that are written into a parameter or a buffer."""
-        for tensor in overwritten(op) if any(op.states.values()) else ():
-            kept = self._kept.get(memory(tensor)._cdata)
-            if kept is not None:
-                raise _keeps(kept, op.where)
 
     def require_nothing_left(self) -> None:
         """Refuse numbers of records that passes, which are over, wrote into a tensor that they had not computed.
@@ -367,7 +487,7 @@ class RowTracker(TorchDispatchMode):
             if self.state(parameter) is not None:
                 raise _keeps(f"parameter {name!r}", type(model).__name__)
 
-    def _take_notes(self, op: Operation, outputs: Outputs, numbers: tuple[Any, ...]) -> None:
+    def _take_notes(self, op: Operation, outputs: Outputs) -> None:
         """Note an operator of the first pass."""
         held = next((state for state in op.states.values() if state is not None), None)
         values = [
@@ -377,39 +497,105 @@ class RowTracker(TorchDispatchMode):
             for output in outputs
         ]
         shapes = [None if output is None else tuple(output.shape) for output in outputs]
-        self.survey.steps.append(_Step(op.name, numbers, shapes, values, cuts_of(op)))
+        cuts = _cuts_of(op) if op.name in _CUTS else ()
+        self.survey.steps.append(_Step(op.name, op.numbers, shapes, values, cuts))
         for output in outputs:
             if output is not None:
                 self.note(output, held)
-        for tensor in overwritten(op) if held is not None else ():
+        for tensor in op.written if held is not None else ():
             self._spread(tensor, held)
 
-    def _step(self, op: Operation, outputs: Outputs) -> _Step:
-        """Return the operator of the first pass that corresponds to this one."""
+    def _follow(self, op: Operation, outputs: Outputs, first: Survey) -> None:
+        """Note where the records stand in the results of an operator of the second pass.
+
+        Raises:
+            ValueError: It writes numbers of records into a parameter or a buffer.
+            Refused: It has no known rule, or its results have no known owner.
+        """
+        # 1. Refuse numbers of records that are written into a parameter or a buffer.
+        written = op.written if any(op.states.values()) else []
+        for tensor in written:
+            kept = self._kept.get(_memory(tensor)._cdata)
+            if kept is not None:
+                raise _keeps(kept, op.where)
+        # 2. Find the operator of the first pass that corresponds to this one.
         number = len(self.survey.steps)
-        step = self._first.steps[number] if self._first and number < len(self._first.steps) else None
-        self.survey.steps.append(_Step(op.name, (), [], []))
+        step = first.steps[number] if number < len(first.steps) else None
         if step is None or step.name != op.name or len(step.shapes) != len(outputs):
             raise Refused(
                 "does not run in batches of every size",
                 "run the same operators whatever the batch holds and however many records it has",
             )
-        return step
+        self.survey.steps.append(step)
+        # 3. Note the states of the results, whose shapes may depend on the number of records by its rows only.
+        states = self._states(op, outputs, step, first.records)
+        for output, state, shape in zip(outputs, states, step.shapes, strict=True):
+            if output is None:
+                continue
+            now = tuple(output.shape)
+            fits = isinstance(state, Mixed) or shape == now
+            if isinstance(state, Held):
+                dim, rows = state.layout.dim, state.layout.outer * state.layout.inner
+                fits = (
+                    now[dim : dim + 1] == (rows * self._records,)
+                    and (*now[:dim], rows * first.records, *now[dim + 1 :]) == shape
+                )
+            if not fits:
+                raise Refused(
+                    f"returns shape {now} for {self._records} records and {shape} for another number",
+                    "let no size but that of the records' dimension depend on the batch",
+                )
+            if any(output is tensor for tensor in op.written):
+                self._spread(output, state)
+            self.note(output, state)
+        # 4. Follow tensors that it overwrites besides its results.
+        for tensor in written:
+            if not any(tensor is output for output in outputs):
+                self._spread(tensor, op.mixed("overwrites a tensor by what records share"))
 
-    def _states(self, op: Operation, outputs: Outputs, step: _Step, numbers: tuple[Any, ...]) -> list[State]:
-        """Return the states of an operator's results."""
+    def _states(self, op: Operation, outputs: Outputs, step: _Step, before: int) -> list[State]:
+        """Return the states of an operator's results.
+
+        Args:
+            op: The operator.
+            outputs: Its results.
+            step: The operator of the first pass.
+            before: The number of records there.
+        """
         given = list(op.states.values())
+        now, then = op.numbers, step.numbers  # NaN equals NaN
+        alike = len(now) == len(then) and all(
+            type(a) is type(b) and (a is b or a == b or (a != a and b != b))
+            for a, b in zip(now, then, strict=True)
+        )
         factory = op.name in _FACTORIES and not (op.name.endswith("_like") and any(given))
-        found: State | list[State]
-        if factory or not any(state is not None and not _is_placed(state) for state in given):
-            found = [
-                None if output is None else self._constant(op, output, step, n, numbers, factory=factory)
+        states: list[State]
+        if factory or all(state is None or (isinstance(state, Mixed) and state.placed) for state in given):
+            states = [
+                None
+                if output is None
+                else self._constant(op, output, step, n, before, factory=factory, alike=alike)
                 for n, output in enumerate(outputs)
             ]
-            return self._undrawn(op, found)
-        rule = rule_of(op.name)
+        else:
+            states = self._of_records(op, outputs, step, alike=alike)
+        seeded = torch.Tag.nondeterministic_seeded in op.func.tags and op["dropout_p"] != 0
+        if seeded and any(isinstance(state, Held) for state in states) and has_own_generator(op.arguments):
+            mixed = op.mixed(
+                "draws for every place in the batch from a generator that the model made or seeded, so that records "
+                "that come or go change what the others get",
+                "draw from torch's generator as it is",
+            )
+            return [mixed if isinstance(state, Held) else state for state in states]
+        return states
+
+    def _of_records(self, op: Operation, outputs: Outputs, step: _Step, *, alike: bool) -> list[State]:
+        """Return the states of the results of an operator that takes records, by its rule."""
+        name = op.name
+        rule = rules.attention if name.startswith("_scaled_dot_product") else RULES.get(name)
         if rule is None:
-            raise Refused("has no known rule for the rows of records", _NO_RULE.get(op.name, _LIST))
+            raise Refused("has no known rule for the rows of records", _NO_RULE.get(name, _LIST))
+        found: State | list[State]
         try:
             found = rule(op, outputs)
         except Refused as refused:
@@ -422,96 +608,58 @@ class RowTracker(TorchDispatchMode):
             else state  # records take part, too
             for state in (found if isinstance(found, list) else [found] * len(outputs))
         ]
-        by_place = op.name in BY_PLACE
-        if not keeps_alike(op):
-            states = [replace(state, free=False) if isinstance(state, Held) else state for state in states]
-        shared = next((s for s in given if isinstance(s, Mixed) and not (s.placed and by_place)), None)
-        if shared is not None:  # whatever the rule looks at
-            return [
-                s if isinstance(s, Mixed) else replace(shared, placed=False, counts=False) for s in states
-            ]
-        cuts = cuts_of_records(op) or ()
-        fixed = [a for a, b in zip(cuts, step.cuts, strict=False) if a is not None and a == b]
-        if fixed:  # also if it leaves nothing of the batches of these passes
+        if any(isinstance(state, Held) and state.free for state in states) and not keeps_alike(op):
+            states = [Held(state.layout) if isinstance(state, Held) else state for state in states]
+        shared = [
+            s for s in op.states.values() if isinstance(s, Mixed) and not (s.placed and name in BY_PLACE)
+        ]
+        if shared:  # whatever the rule looks at
+            mixed = replace(shared[0], placed=False, counts=False)
+            return [state if isinstance(state, Mixed) else mixed for state in states]
+        cuts: tuple[Any, ...] = ()
+        own = op.state(op["self"]) if name in _CUTS else None
+        if isinstance(own, Held) and own.layout.dim == op["dim"] % op["self"].ndim:
+            cuts = _cuts_of(op)
+        if any(a is not None and a == b for a, b in zip(cuts, step.cuts, strict=False)):
+            # also if it leaves nothing of the batches of these passes
             mixed = op.mixed("cuts the batch at a fixed number of records", "work on the whole batch")
             return [state if isinstance(state, Mixed) else mixed for state in states]
-        if not any(cuts) and not agrees(numbers, step.numbers):
+        if not any(cuts) and not alike:
             mixed = op.mixed(
                 "takes the number of records as a number", "let no number depend on the batch's size"
             )
             return [mixed if isinstance(state, Held) else state for state in states]
-        return self._undrawn(op, states)
-
-    @staticmethod
-    def _undrawn(op: Operation, states: list[State]) -> list[State]:
-        """Return states, and what is known by its place in the batch if a generator of known seed drew for records."""
-        if not any(isinstance(state, Held) for state in states) or not own_draws(op):
-            return states
-        mixed = op.mixed(
-            "draws for every place in the batch from a generator that the model made or seeded, so that records that "
-            "come or go change what the others get",
-            "draw from torch's generator as it is",
-        )
-        return [mixed if isinstance(state, Held) else state for state in states]
+        return states
 
     def _constant(
-        self, op: Operation, output: Tensor, step: _Step, n: int, numbers: tuple[Any, ...], *, factory: bool
+        self, op: Operation, output: Tensor, step: _Step, n: int, before: int, *, factory: bool, alike: bool
     ) -> State:
         """Return the state of a result that depends on no record, only perhaps on their number and order."""
-        shape, counts = step.shapes[n], (self._first.records if self._first else 0, self._records)
-        placed = Mixed(
+        if "." in op.name and not op.name.startswith("prims."):
+            return op.mixed("is an operator of a package, which may see more than its arguments", _LIST)
+        shape, counts = step.shapes[n], (before, self._records)
+        placed = any(isinstance(state, Mixed) and state.placed for state in op.states.values())
+        same = not placed and alike
+        if shape is not None and shape != tuple(output.shape):
+            scaled = scaled_dimension(shape, tuple(output.shape), counts)
+            if same and factory and scaled is not None:
+                return Held(Layout(scaled[0], 1, scaled[1]), free=True)
+            if same and op.name in _REPEATS and (held := constant_state(output, shape, counts)):
+                return held
+        elif shape is not None and op.name == "lift_fresh":
+            value = step.values[n]
+            if value is not None and _same(value, output):
+                return None
+        elif shape is not None and same:
+            return None
+        return Mixed(
             f"{op.where} makes numbers that depend on the number of records or on their order",
             "let no number depend on a record's place in the batch or on the batch's size",
             placed=True,
             counts=counts_on(op, output),
         )
-        if "." in op.name and not op.name.startswith("prims."):
-            return op.mixed("is an operator of a package, which may see more than its arguments", _LIST)
-        if shape is None:
-            return placed
-        same = agrees(numbers, step.numbers) and not any(_is_placed(state) for state in op.states.values())
-        if shape != tuple(output.shape):
-            scaled = scaled_dimension(shape, tuple(output.shape), counts)
-            if factory and scaled is not None and same:
-                return Held(Layout(scaled[0], 1, scaled[1]), free=True)
-            same = same and op.name in _REPEATS
-            return (constant_state(output, shape, counts) if same else None) or placed
-        if op.name != "lift_fresh":
-            return None if same else placed
-        before = step.values[n]
-        return None if before is not None and _same(before, output) else placed
-
-    def _require_scaled(self, output: Tensor, state: State, shape: tuple[int, ...] | None) -> None:
-        """Refuse a result whose shape depends on the number of records in another way than by its rows."""
-        now = tuple(output.shape)
-        if isinstance(state, Held):
-            layout, before = state.layout, self._first.records if self._first else 0
-            wanted = list(now)
-            fits = len(now) > layout.dim and now[layout.dim] == layout.rows * self._records
-            if fits:
-                wanted[layout.dim] = layout.rows * before
-            if fits and shape == tuple(wanted):
-                return
-        elif isinstance(state, Mixed) or shape == now:
-            return
-        raise Refused(
-            f"returns shape {now} for {self._records} records and {shape} for another number",
-            "let no size but that of the records' dimension depend on the batch",
-        )
 
     # Memory
-
-    def _write(self, op: Operation, output: Tensor, state: State) -> None:
-        """Note the state of a result, and what it means for other views of the same memory."""
-        if any(output is tensor for tensor in overwritten(op)):
-            self._spread(output, state)
-        self.note(output, state)
-
-    def _require_known_writes(self, op: Operation, outputs: Outputs) -> None:
-        """Follow tensors that an operator overwrites besides its results."""
-        for tensor in overwritten(op):
-            if not any(tensor is output for output in outputs) and any(op.states.values()):
-                self._spread(tensor, op.mixed("overwrites a tensor by what records share"))
 
     def _spread(self, tensor: Tensor, state: State) -> None:
         """Give the views of a tensor's memory the state that it was overwritten with.
@@ -519,10 +667,10 @@ class RowTracker(TorchDispatchMode):
         Raises:
             Refused: They would hold the records in another order.
         """
-        storage, key = address(tensor)
-        known = self.survey.states.get(storage._cdata, {})
         if state is None:
             return
+        known = self.survey.states.get(_memory(tensor)._cdata, {})
+        key = int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.element_size()
         for other, before in known.items():
             if other == key or not overlap(other, key):
                 continue
@@ -544,32 +692,24 @@ class RowTracker(TorchDispatchMode):
 
     # Messages
 
-    def _refusal(self, name: str, refused: Refused) -> ValueError:
-        return ValueError(
-            f"model: {self._where(name)} {refused.reason}, and so mixes the records of a batch: {refused.remedy}"
-        )
-
     def _where(self, name: str = "") -> str:
         """Return the submodule that runs, after the operator's name."""
         node = torch._C._current_autograd_node() if self.backward else None
         if node is not None:
-            place = (
-                self._nodes.get(node._sequence_nr(), "the model") + f", backward pass of {_node_name(node)}"
-            )
+            kind = str(node.name()).removesuffix("0")
+            place = f"{self._nodes.get(node._sequence_nr(), 'the model')}, backward pass of {kind}"
         else:
-            place = self._running(sys._getframe(1))
+            place = "the model"
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                own = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+                if isinstance(own, nn.Module) and id(own) in self._names:
+                    inner = self._names[id(own)]
+                    place = f"{type(own).__name__} {inner!r}" if inner else type(own).__name__
+                    break
+                frame = frame.f_back
             self._nodes[torch._C._autograd._get_sequence_nr() - 1] = place
         return f"{_SHOWN.get(name, name)} in {place}" if name else place
-
-    def _running(self, frame: FrameType | None) -> str:
-        """Return the innermost submodule whose code runs."""
-        while frame is not None:
-            own = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
-            if isinstance(own, nn.Module) and id(own) in self._names:
-                name = self._names[id(own)]
-                return f"{type(own).__name__} {name!r}" if name else type(own).__name__
-            frame = frame.f_back
-        return "the model"
 
 
 def _keeps(kept: str, where: str) -> ValueError:
@@ -579,14 +719,12 @@ def _keeps(kept: str, where: str) -> ValueError:
     )
 
 
-def _is_placed(state: State) -> bool:
-    return isinstance(state, Mixed) and state.placed
+def _cuts_of(op: Operation) -> tuple[Any, ...]:
+    """Return where an operator cuts a dimension: its start, its end and its sizes; None for what cuts nothing."""
+    given = (op[name] for name in ("start", "end", "split_size", "split_sizes"))
+    return tuple(None if each in (0, sys.maxsize) else each for each in given)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
     same = (first == second) | ((first != first) & (second != second))
     return first.dtype == second.dtype and bool(same.all())
-
-
-def _node_name(node: Any) -> str:
-    return str(node.name()).removesuffix("0")

@@ -106,9 +106,9 @@ from training.config.sections import ProtectionSection as ProtectionSection
 from training.config.sections import TrainerSection as TrainerSection
 from training.engine.algorithm import Algorithm as Algorithm
 from training.engine.algorithm import DeviceShape as DeviceShape
+from training.engine.algorithm import StepRecord as StepRecord
+from training.engine.algorithm import Trainer as Trainer
 from training.engine.callbacks import Callback as Callback
-from training.engine.trainer import StepRecord as StepRecord
-from training.engine.trainer import Trainer as Trainer
 from training.feedback.diagnosis import Diagnosis as Diagnosis
 from training.feedback.points import FeedbackAlignment as FeedbackAlignment
 from training.private_loop.session import PrivateTraining as PrivateTraining

@@ -33,7 +33,7 @@ from benchmarks.zeroth_order.sst2_head import PHI, PILOTS, Head, accuracy, dp_sg
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.engine.trainer import Trainer
+from training.engine.algorithm import Trainer
 from training.networks.any_module import AnyModule
 from training.networks.functions import LOSS_VALUES
 from training.networks.optimizers import set_learning_rate

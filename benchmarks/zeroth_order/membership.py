@@ -46,7 +46,7 @@ from tests.support.canaries import Canaries, auc_error, own_features, pooled, re
 from training.attacks.base import Scores
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.engine.trainer import Trainer
+from training.engine.algorithm import Trainer
 from training.feedback.closed_form import ClosedForm
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer

@@ -39,7 +39,7 @@ from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.engine.trainer import Trainer
+from training.engine.algorithm import Trainer
 from training.feedback.closed_form import ClosedForm
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer

@@ -33,8 +33,8 @@ from training.attacks.base import (
 from training.attacks.controls import noiseless_step
 from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts, noting
 from training.data import Split
+from training.engine.algorithm import Trainer
 from training.engine.plan import RunPlan
-from training.engine.trainer import Trainer
 from training.feedback.config import FeedbackConfig
 from training.networks.base import Network
 from training.networks.network import FullyConnected

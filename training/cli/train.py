@@ -99,7 +99,7 @@ def _follows(config: RunConfig) -> bool:
     """Whether this process follows another one in such a run; torch is not loaded without torchrun."""
     if launched_rank() == 0:
         return False
-    from training.engine.leading import follows
+    from training.engine.session import follows
 
     return follows(config)
 

@@ -19,7 +19,7 @@ from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
 from training.convex.config import ConvexConfig
 from training.convex.gated import GatedNetwork, device_hyperplanes
-from training.engine.trainer import StepRecord, Trainer
+from training.engine.algorithm import StepRecord, Trainer
 from training.networks.clipping import bounded_factors, finite_rows, full_precision, row_norms
 from training.networks.functions import LOSSES
 

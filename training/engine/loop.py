@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.ledger.content import Alarm
@@ -16,13 +18,11 @@ from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from training.data import Split
+from training.engine.algorithm import EpochSums, StepRecord, Trainer
 from training.engine.callbacks import Callback
 from training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
-from training.engine.forecast import OBSERVED_STEPS
-from training.engine.leading import lead
-from training.engine.plan import RunPlan, to_device
+from training.engine.plan import OBSERVED_STEPS, RunPlan, to_device
 from training.engine.steps import PaidSteps
-from training.engine.trainer import EpochSums, Trainer
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from training.networks.optimizers import TailAverage, set_learning_rate
 from training.networks.record_independence import system_generators
@@ -424,3 +424,68 @@ def _rounded(usage: Usage) -> dict[str, float]:
     """Return usage to the microsecond and microjoule, so that the order of additions does not show."""
     times = {"seconds": usage.seconds, "joules": usage.joules, "host_seconds": usage.host_seconds}
     return {"frames": usage.frames, **{name: round(amount, 6) for name, amount in times.items()}}
+
+
+class _Order(NamedTuple):
+    """A step that the first process has paid for."""
+
+    step: int
+    rates: tuple[float, ...]  # of each group of parameters
+    records: Tensor  # numbers of the batch's records in the training set, shape (batch,), on the CPU
+
+
+def lead(
+    trainer: Trainer, split: Split, records: Tensor, *, step: int, observe: bool, ranks: Ranks
+) -> StepRecord:
+    """Do one step with all processes, which wait for it in `follow`.
+
+    Args:
+        trainer: Of the first process.
+        split: The training records.
+        records: Numbers of the batch's records, shape (batch,).
+        step: Number of the step; it is paid for.
+        observe: See Trainer.step; with several processes nothing is observed.
+        ranks: The processes.
+    """
+    if ranks.world == 1:
+        return trainer.step(*split.batch(records), step=step, observe=observe, records=records)
+    rates = tuple(float(group["lr"]) for group in trainer.optimizer.param_groups)
+    order = ranks.on_first(lambda: _Order(step=step, rates=rates, records=records.cpu()))
+    return _do(order, trainer, split, ranks)
+
+
+def end(ranks: Ranks) -> None:
+    """Tell the processes that follow that there is no further step."""
+    ranks.on_first(_no_order)
+
+
+def follow(trainer: Trainer, split: Split, ranks: Ranks) -> None:
+    """Do this process's part of every step that the first one leads, until that one ends the run.
+
+    Args:
+        trainer: Of this process, in the state of the first one's.
+        split: The training records.
+        ranks: The processes.
+    """
+    while (order := ranks.on_first(_no_order)) is not None:
+        for group, rate in zip(trainer.optimizer.param_groups, order.rates, strict=True):
+            group["lr"] = rate
+        _do(order, trainer, split, ranks)
+
+
+def _no_order() -> _Order | None:
+    return None
+
+
+def _do(order: _Order, trainer: Trainer, split: Split, ranks: Ranks) -> StepRecord:
+    """Do this process's part of a step; the sums in the record are those of all processes."""
+    records = order.records[ranks.part(len(order.records))].to(split.x.device)
+    own = trainer.step(*split.batch(records), step=order.step, observe=False, records=records)
+    judged = own.n_records if own.n_judged is None else own.n_judged
+    loss, correct, judged_by_all = ranks.totals([float(own.loss_sum), float(own.n_correct), float(judged)])
+    return StepRecord(
+        loss_sum=own.loss_sum.new_tensor(loss),
+        n_correct=own.n_correct.new_tensor(int(correct)),
+        n_records=len(order.records),
+        n_judged=int(judged_by_all),
+    )

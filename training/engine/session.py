@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from accounting.errors import BudgetExceeded
 from accounting.explanation import large_delta
@@ -20,7 +21,9 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
 from opusim.devices.usage import Usage
+from opusim.errors import ConfigError
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
+from opusim.processes import launched_rank
 from opusim.processes.ranks import Ranks, init_process_group
 from training.config.data import DataConfig
 from training.config.kinds import KINDS
@@ -30,19 +33,12 @@ from training.data import Dataset
 from training.data.dataset import wide_feature
 from training.data.optical_map import expected_usage as features_usage
 from training.data.tables import OwnData, OwnTest
+from training.engine.algorithm import Trainer
 from training.engine.callbacks import Callback, Watchers
 from training.engine.certified import facts_of, noted_alarms, require_undoubted
-from training.engine.forecast import Forecast
-from training.engine.leading import (
-    end,
-    follow,
-    leads_steps,
-    require_same_plan,
-    require_shareable,
-    share_trainer,
-)
-from training.engine.loop import Engine
+from training.engine.loop import Engine, end, follow
 from training.engine.plan import (
+    Forecast,
     RunPlan,
     default_inputs,
     fingerprint,
@@ -51,10 +47,11 @@ from training.engine.plan import (
     to_device,
     with_own_inputs,
 )
-from training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, torch_threads
+from training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, share_state, torch_threads
 from training.errors import RunFolderError
 from training.networks.record_independence import system_generators
 from training.networks.user_code import code_of, require_importable, require_trusted
+from training.runs.checkpoints import held_by_devices, hold_on_devices
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import read_array, write_array
@@ -448,3 +445,62 @@ def _ledger(config: RunConfig, folder: RunFolder, device: NoisyDevice | None = N
         budget=config.budget,
         witnesses=folder.witnesses(),
     )
+
+
+def leads_steps(config: RunConfig) -> bool:
+    """Whether the first of several processes leads the steps of such a run; else each process runs the engine."""
+    return bool(config.trainer.implementing_class().processes == "steps")
+
+
+def follows(config: RunConfig) -> bool:
+    """Whether this process, as torchrun started it, follows another one in such a run and writes no folder."""
+    return launched_rank() > 0 and leads_steps(config)
+
+
+def require_shareable(config: RunConfig, ranks: Ranks) -> None:
+    """Refuse what runs in one process only, before anything is written.
+
+    Raises:
+        ConfigError: There are several processes, and the trainer or the protection does not share its work.
+    """
+    if ranks.world == 1:
+        return
+    kind, protection = config.trainer.kind, config.protection
+    remedy = f"start it without torchrun (there are {ranks.world} processes)"
+    if config.trainer.implementing_class().processes == "none":
+        reason = f"{kind!r} trains in one process; take 'bp', 'dfa', 'tdfa', 'pdfa' or 'zo', or {remedy}"
+        raise ConfigError("configuration", "trainer.kind", reason)
+    if not protection.implementing_class().shared:
+        reason = f"{protection.kind!r} holds in one process; take 'none' or 'record', or {remedy}"
+        raise ConfigError("configuration", "protection.kind", reason)
+    if leads_steps(config) and protection.protects == "records" and protection.noise == "device":
+        reason = f"'device' is read by one process; take 'digital', or {remedy}"
+        raise ConfigError("configuration", "protection.noise", reason)
+
+
+def require_same_plan(plan: RunPlan, ranks: Ranks) -> None:
+    """Refuse processes that were started with another configuration or other data than the first.
+
+    Raises:
+        RunFolderError: One of them was; on every process, before anything is written.
+    """
+    if ranks.world > 1:
+        mine = {"configuration": (plan.config.digest(),), "data": (fingerprint(plan.dataset.train),)}
+        ranks.require_same(mine, RunFolderError)
+
+
+def share_trainer(trainer: Trainer, ranks: Ranks) -> None:
+    """Give every process the first one's parameters, optimizer, trainer's state, and what its devices hold.
+
+    Of the state only what another process has too: earlier noise stays with the process that draws it.
+    """
+    if ranks.world == 1:
+        return
+    names = ranks.on_first(lambda: list(trainer.state))
+    others = ranks.rows([name in trainer.state for name in names])[1:] if names else []
+    shared = [name for name, found in zip(names, zip(*others, strict=True), strict=True) if any(found)]
+    tensors = [*trainer.tensors.values(), *(trainer.state[name] for name in shared)]
+    share_state(ranks, tensors, trainer.optimizer)
+    held = ranks.on_first(lambda: tree_map(Tensor.cpu, held_by_devices(trainer.model)))
+    if not ranks.is_first:
+        hold_on_devices(trainer.model, held)

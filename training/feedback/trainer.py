@@ -18,7 +18,7 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream
-from training.engine.trainer import StepRecord, Trainer
+from training.engine.algorithm import StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.feedback.points import FeedbackAlignment
 from training.networks.any_module import AnyModule

@@ -12,8 +12,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork
 from training.config.run import RunConfig
 from training.data import Dataset
-from training.engine.algorithm import Algorithm, DeviceShape
-from training.engine.trainer import StepRecord, Trainer
+from training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.networks.clipping import full_precision
 from training.networks.functions import LOSSES

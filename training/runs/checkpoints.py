@@ -28,7 +28,7 @@ from training.runs.seal import REMEDY, Header, Seal, checkpoint_path, list_check
 
 
 class Trained(Protocol):
-    """What a checkpoint keeps of a trainer (`training.engine.trainer.Trainer`)."""
+    """What a checkpoint keeps of a trainer (`training.engine.algorithm.Trainer`)."""
 
     optimizer: torch.optim.Optimizer
 

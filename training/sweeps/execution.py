@@ -27,8 +27,7 @@ from training.config.run import RunConfig
 from training.config.sections import is_import_path
 from training.data import Dataset
 from training.data.catalogue import build_dataset
-from training.engine.forecast import Forecast
-from training.engine.plan import RunPlan
+from training.engine.plan import Forecast, RunPlan
 from training.engine.session import train_on
 from training.errors import FolderBusy, RunInterrupted, SweepStopped
 from training.networks.user_code import require_trusted

@@ -17,7 +17,7 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
-from training.engine.trainer import StepRecord, Trainer
+from training.engine.algorithm import StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.networks.clipping import finite_rows
 from training.networks.functions import LOSS_VALUES

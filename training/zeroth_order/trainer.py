@@ -22,7 +22,7 @@ from opusim.randomness.rounded import Law, RoundedNoise, toward_zero
 from opusim.randomness.streams import NoiseStream, derive_seed
 from training.config.run import LossName
 from training.config.sections import OptimizerConfig
-from training.engine.trainer import StepRecord, Trainer
+from training.engine.algorithm import StepRecord, Trainer
 from training.networks.base import Network
 from training.networks.functions import LOSS_VALUES
 from training.networks.memory import preserved_state

@@ -18,7 +18,7 @@ from opusim.processes.ranks import Ranks
 from tests.support.ranks import run_ranks
 from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of
 from tests.support.shared_runs import N_RECORDS, NOISE, RUNS
-from training.engine.leading import share_trainer
+from training.engine.session import share_trainer
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 SAME = [

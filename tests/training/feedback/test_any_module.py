@@ -18,7 +18,7 @@ from opusim.errors import ConfigError, DeviceError
 from training.cli.train import print_run
 from training.config.sections import MODEL_NAMES, OptimizerConfig
 from training.data import from_arrays
-from training.engine.trainer import Trainer
+from training.engine.algorithm import Trainer
 from training.errors import DataError, RunFolderError, TrainingDiverged
 from training.feedback.closed_form import ClosedForm
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig

@@ -20,7 +20,7 @@ from opusim.randomness.streams import SeededStream
 from tests.support.record_models import Custom
 from training.config.sections import OptimizerConfig
 from training.data.samplers import PoissonSampler
-from training.engine.trainer import Trainer
+from training.engine.algorithm import Trainer
 from training.feedback.modules import ModuleGradients
 from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer

@@ -102,8 +102,8 @@ from training import load_run as load_run
 from training import train as train
 from training import write_comparison as write_comparison
 from training import write_report as write_report
-from training.config.sections import ProtectionSection as ProtectionSection
-from training.config.sections import TrainerSection as TrainerSection
+from training.config.kinds import ProtectionSection as ProtectionSection
+from training.config.kinds import TrainerSection as TrainerSection
 from training.engine.algorithm import Algorithm as Algorithm
 from training.engine.algorithm import DeviceShape as DeviceShape
 from training.engine.algorithm import StepRecord as StepRecord

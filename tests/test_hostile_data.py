@@ -32,7 +32,7 @@ from opusim.serving.messages import BadMessage, Message, read_message
 from tests.support.hostile_files import damaged_bytes, damaged_values, examples, read_or_refused, to_json
 from training.attacks.findings import Audit, Finding, Played, Role, audit_rows, read_audit
 from training.attacks.words import paragraphs
-from training.config.data import DataConfig
+from training.config.sections import DataConfig
 from training.data.formats import ARCHIVE, read_arrays, read_cifar10, read_idx
 from training.data.tables import file_dataset
 from training.engine.callbacks import Callback

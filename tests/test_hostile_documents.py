@@ -38,8 +38,7 @@ from tests.support.hostile_files import (
     to_json,
     to_toml,
 )
-from training.config.reading import load_config
-from training.config.run import RunConfig
+from training.config.run import RunConfig, load_config
 from training.sweeps.spec import points_of, read_spec
 
 TOML_ODD = (*ODD, *DATES)

@@ -35,11 +35,11 @@ from accounting.guarantee import Guarantee
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.mechanisms import Mechanism
 from accounting.mechanisms.selection import PrivateSelection, priced_search
+from opusim.description.section import flat, parse_setting
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
-from training.config.reading import flat, load_config, parse_setting
-from training.config.run import RunConfig
+from training.config.run import RunConfig, load_config
 from training.data import Dataset
 from training.engine.plan import RunPlan, default_inputs, for_this_machine, load_data, with_maps
 from training.engine.session import train

@@ -20,7 +20,7 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import convert
 from opusim.tables import print_table
-from training.config.data import DataConfig
+from training.config.sections import DataConfig
 from training.data import Dataset, Split
 from training.data.catalogue import build_dataset
 

@@ -33,7 +33,7 @@ from opusim import convert, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import SeededStream
 from opusim.tables import duration, energy, print_table
-from training.config.data import DataConfig
+from training.config.sections import DataConfig
 from training.data import Dataset
 from training.data.catalogue import build_dataset
 from training.feedback.points import FeedbackAlignment

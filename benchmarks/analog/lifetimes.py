@@ -28,7 +28,7 @@ from benchmarks.markdown import command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, noise_aware
 from opusim.tables import print_table
-from training.config.data import DataConfig
+from training.config.sections import DataConfig
 from training.data import Dataset, Split
 from training.data.catalogue import build_dataset
 

@@ -24,7 +24,7 @@ from benchmarks.analog.lifetimes import NAME as LIFETIMES
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, load_description
-from training.config.data import DataConfig
+from training.config.sections import DataConfig
 from training.data import Dataset
 from training.data.catalogue import build_dataset
 

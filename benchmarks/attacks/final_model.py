@@ -23,7 +23,7 @@ from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
 from training.attacks.findings import Role
 from training.attacks.one_run.final_model import DRAWN, FinalModelGame, play, read_scores
-from training.config.reading import load_config
+from training.config.run import load_config
 from training.data.catalogue import build_dataset
 from training.data.tables import own_dataset
 from training.engine.plan import RunPlan, with_own_inputs

@@ -27,7 +27,7 @@ from opusim.tables import print_table
 from tests.support.faults import FAULTS, OF_ONE_RUN
 from training.attacks.findings import Audit, Role
 from training.attacks.one_run.audit import CONFIDENCE, play_one_run
-from training.config.reading import load_config
+from training.config.run import load_config
 from training.data.tables import own_dataset
 from training.engine.plan import RunPlan, with_own_inputs
 

@@ -30,8 +30,8 @@ from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
+from opusim.description.section import merged, parse_setting
 from opusim.tables import print_table
-from training.config.reading import merged, parse_setting
 
 MODULE = "benchmarks.convex.accuracy"
 COLUMN_NAMES = ("data", "epsilon", "trained by", "test [%]", "required", "paper [%]", "s", "chosen point")

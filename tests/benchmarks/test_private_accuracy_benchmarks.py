@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.private_accuracy import cifar, records
 from benchmarks.results_file import load_results
+from opusim.description.section import merged
 from tests.support.paper_data import write_mnist
-from training.config.reading import merged
 from training.data import from_arrays
 from training.data.synthetic_images import random_shapes
 

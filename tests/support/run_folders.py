@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms.records import Gaussian
-from training.config.reading import load_config
+from training.config.run import load_config
 from training.runs.folder import RunFolder
 from training.runs.seal import Header, checkpoint_path
 

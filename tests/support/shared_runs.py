@@ -26,7 +26,7 @@ import training
 from opusim.errors import DeviceFault
 from tests.support.killing import skip_syncs
 from tests.support.ranks import preload, run_ranks
-from training.engine import leading
+from training.engine import loop
 from training.engine.callbacks import Callback
 from training.protections.record import RecordGradients
 
@@ -217,14 +217,14 @@ RUNS: Mapping[str, Run] = {
 
 def log_steps(file: Path) -> None:
     """Write the records of every step to a file before they are computed."""
-    real, descriptor = leading._do, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    real, descriptor = loop._do, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def do(order: Any, trainer: Any, split: Any, ranks: Any) -> Any:
         mine = order.records[ranks.part(len(order.records))].tolist()
         os.write(descriptor, (json.dumps([order.step, mine]) + "\n").encode())
         return real(order, trainer, split, ranks)
 
-    leading._do = do
+    loop._do = do
 
 
 def train(folder: Path, name: str, rank: int, *, resume: bool = False, watcher: Any = None) -> None:

@@ -16,11 +16,11 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.selection import PrivateSelection, selection_bounds
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from training import tuning as searching
 from training.cli import main
 from training.config import load_config
-from training.config.reading import merged
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.run import load_run

@@ -15,13 +15,13 @@ from accounting.errors import LedgerCorrupt, NoGuarantee
 from accounting.guarantee import Adjacency, Status, Unit
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.selection import PrivateSelection
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import SystemStream
 from training import tuning as searching
 from training.cli import main
 from training.config import load_config
-from training.config.reading import merged
 from training.config.run import RunConfig
 from training.engine.session import train
 from training.runs.run import load_run

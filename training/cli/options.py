@@ -17,13 +17,12 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from opusim.description.section import default_of, described_fields
+from opusim.description.section import default_of, described_fields, merged, nested
 from opusim.errors import ConfigError
 from opusim.files import quoted
-from training.config.kinds import KINDS, PROTECTIONS
-from training.config.reading import load_config, merged, named_trainer, nested
-from training.config.run import RunConfig
-from training.config.sections import MODEL_NAMES, TrainerSection
+from training.config.kinds import KINDS, PROTECTIONS, TrainerSection
+from training.config.run import RunConfig, load_config, named_trainer
+from training.config.sections import MODEL_NAMES
 
 Config = Annotated[
     Path | None, typer.Option(help="Run configuration: a TOML file, or the config.json of a run.")

@@ -22,9 +22,8 @@ from training.cli.options import (
     with_signature,
 )
 from training.cli.train import usage_line
-from training.config.kinds import TRAINERS
+from training.config.kinds import TRAINERS, TrainerSection
 from training.config.run import RunConfig
-from training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
     from training.sweeps.execution import SweepForecast

@@ -29,9 +29,8 @@ from training.cli.options import (
     trainer_options,
     with_signature,
 )
-from training.config.kinds import TRAINERS
+from training.config.kinds import TRAINERS, TrainerSection
 from training.config.run import RunConfig
-from training.config.sections import TrainerSection
 from training.engine.callbacks import Callback, Watchers
 
 if TYPE_CHECKING:

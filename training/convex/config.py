@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from training.config.sections import Effect, Flag, Given, ProtectionSection, Relation, TrainerSection
+from training.config.kinds import Flag, ProtectionSection, TrainerSection
+from training.config.sections import Effect, Given, Relation
 
 
 class ConvexConfig(TrainerSection):

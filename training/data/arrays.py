@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from opusim import checks
-from training.config.data import SplitRule
+from training.config.sections import SplitRule
 from training.data.dataset import (
     PADDING,
     Dataset,

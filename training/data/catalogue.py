@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
-from training.config.data import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
+from training.config.sections import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
 from training.data.arrays import from_arrays
 from training.data.dataset import Dataset, Standardisation
 from training.data.formats import ARCHIVE, IMAGE_FILES, VARIABLE, Parts, read_cifar10, read_labelled_images

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opusim.errors import ConfigError
-from training.config.data import DataConfig
+from training.config.sections import DataConfig
 from training.data.dataset import Dataset
 from training.data.image_maps import GRID, HogMap, RandomConvolutionMap, ScatteringMap
 from training.data.optical_map import OpticalMap

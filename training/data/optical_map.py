@@ -18,7 +18,7 @@ from opusim.devices.registry import open_described
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.encodings import binarize
 from opusim.errors import ConfigError
-from training.config.data import DataConfig
+from training.config.sections import DataConfig
 from training.data.dataset import Dataset
 from training.data.public_map import RECORDS_AT_ONCE, PublicMap
 

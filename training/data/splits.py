@@ -16,7 +16,7 @@ import torch
 
 from opusim import checks
 from opusim.randomness.streams import derive_seed
-from training.config.data import SplitRule
+from training.config.sections import SplitRule
 
 Ids = np.ndarray | torch.Tensor | Sequence[str] | Sequence[int]
 """One ID per record: whole numbers or strings."""

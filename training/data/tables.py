@@ -21,7 +21,7 @@ from typing_extensions import TypeIs
 
 from opusim.errors import ConfigError
 from opusim.files import open_to_read
-from training.config.data import DataConfig, SplitRule
+from training.config.sections import DataConfig, SplitRule
 from training.data.arrays import Array, Pair, from_arrays
 from training.data.dataset import Dataset, Standardisation, standardised_by_records
 from training.data.formats import required_library

@@ -21,8 +21,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
+from training.config.kinds import TrainerSection
 from training.config.run import RunConfig
-from training.config.sections import TrainerSection
 from training.data import Dataset
 from training.data.dataset import Target
 from training.data.tables import Arrays

@@ -23,8 +23,8 @@ from opusim.devices.shared import SharedDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
-from training.config.data import OWN_ARRAYS
 from training.config.run import RunConfig, require_offered
+from training.config.sections import OWN_ARRAYS
 from training.data import Dataset, Split
 from training.data.catalogue import build_dataset
 from training.data.dataset import PrincipalComponents, reduced

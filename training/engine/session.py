@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from accounting.errors import BudgetExceeded
 from accounting.explanation import large_delta
 from accounting.ledger.ledger import Ledger
+from opusim.description.section import flat
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
@@ -25,10 +26,9 @@ from opusim.errors import ConfigError
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
 from opusim.processes import launched_rank
 from opusim.processes.ranks import Ranks, init_process_group
-from training.config.data import DataConfig
 from training.config.kinds import KINDS
-from training.config.reading import flat, load_config
-from training.config.run import RunConfig
+from training.config.run import RunConfig, load_config
+from training.config.sections import DataConfig
 from training.data import Dataset
 from training.data.dataset import wide_feature
 from training.data.optical_map import expected_usage as features_usage

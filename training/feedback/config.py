@@ -8,17 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from opusim.errors import ConfigError
-from training.config.kinds import PROTECTIONS
-from training.config.sections import (
-    ClippedLayers,
-    Effect,
-    Flag,
-    Given,
-    ProtectionSection,
-    TrainerSection,
-    WidthRule,
-    check_clip,
-)
+from training.config.kinds import PROTECTIONS, Flag, ProtectionSection, TrainerSection
+from training.config.sections import ClippedLayers, Effect, Given, WidthRule, check_clip
 
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 """One name or several."""

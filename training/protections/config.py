@@ -10,13 +10,8 @@ from pydantic import Field, model_validator
 
 from accounting.guarantee import Adjacency
 from opusim.description.section import BadKey
-from training.config.sections import (
-    Effect,
-    Given,
-    ProtectionSection,
-    Relation,
-    TrainerSection,
-)
+from training.config.kinds import ProtectionSection, TrainerSection
+from training.config.sections import Effect, Given, Relation
 
 _ABOUT_LABELS = {"relation": "its theorem is about replacing a label; leave it out"}
 _STEPS_LOST = (

@@ -18,8 +18,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
+from training.config.kinds import ProtectionSection
 from training.config.run import RunConfig, split_refusal
-from training.config.sections import ProtectionSection
 from training.data import Dataset
 from training.data.features import map_from_facts
 from training.data.samplers import Sampler

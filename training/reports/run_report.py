@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from accounting.tables import guarantee_rows
+from opusim.description.section import flat
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
 from training.attacks.findings import Audit, Played, audit_rows, read_audit
 from training.attacks.words import paragraphs
-from training.config.data import OWN_ARRAYS
-from training.config.reading import flat
+from training.config.sections import OWN_ARRAYS
 from training.reports.drawing import Line, LineChart
 from training.runs.folder import RunFolder
 from training.runs.stored_run import StoredRun

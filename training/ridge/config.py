@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from opusim.description.section import BadKey
-from training.config.sections import Effect, Given, ProtectionSection, TrainerSection
+from training.config.kinds import ProtectionSection, TrainerSection
+from training.config.sections import Effect, Given
 
 
 class RidgeConfig(TrainerSection):

@@ -19,8 +19,7 @@ from opusim import checks, plugins
 from opusim.errors import ConfigError
 from opusim.files import folder_problem, make_folder, quoted, read_bytes, write_file
 from opusim.processes import launched_rank
-from training.config.reading import stored_config
-from training.config.run import RunConfig
+from training.config.run import RunConfig, stored_config
 from training.errors import RunFolderError
 from training.runs.seal import SIZE_LIMIT, GrowingFile, Header, Seal, list_checkpoints, read_header
 from training.runs.storage import (

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from opusim.plugins import Deferred
-from training.config.data import OWN_ARRAYS, DataConfig
 from training.config.run import LossName
-from training.config.sections import is_import_path
+from training.config.sections import OWN_ARRAYS, DataConfig, is_import_path
 from training.data import Dataset, Split
 from training.data.arrays import RecordForm, standardised
 from training.data.catalogue import build_dataset

@@ -22,9 +22,8 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from accounting.errors import BudgetExceeded
 from opusim.devices.usage import Usage
 from opusim.plugins import FOREIGN_ERRORS
-from training.config.data import DataConfig, SplitRule
 from training.config.run import RunConfig
-from training.config.sections import is_import_path
+from training.config.sections import DataConfig, SplitRule, is_import_path
 from training.data import Dataset
 from training.data.catalogue import build_dataset
 from training.engine.plan import Forecast, RunPlan

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opusim.description.loading import load_description
+from opusim.description.section import flat, merged, nested
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
-from training.config.reading import flat, load_config, merged, nested
-from training.config.run import RunConfig
+from training.config.run import RunConfig, load_config
 from training.config.sections import Section
 from training.data.catalogue import CATALOGUE
 

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
-from training.config.sections import Effect, ProtectionSection, TrainerSection
+from training.config.kinds import ProtectionSection, TrainerSection
+from training.config.sections import Effect
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 Directions = Literal["independent", "orthogonal"]

@@ -8,16 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from training.config.data import OWN_ARRAYS
-from training.config.sections import (
-    Effect,
-    Flag,
-    Given,
-    ProtectionSection,
-    Relation,
-    Section,
-    TrainerSection,
-)
+from training.config.kinds import Flag, ProtectionSection, TrainerSection
+from training.config.sections import OWN_ARRAYS, Effect, Given, Relation, Section
 
 
 class LanguageConfig(Section):

@@ -20,9 +20,10 @@ from accounting.explanation import explain
 from accounting.guarantee import Adjacency
 from accounting.ledger.ledger import read_ledger
 from accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from training.attacks.run_audit import audit_run
-from training.config.reading import load_config, merged
+from training.config.run import load_config
 from training.data import Dataset, Split, from_arrays
 from training.data.dataset import Standardisation
 from training.data.samplers import PoissonSampler

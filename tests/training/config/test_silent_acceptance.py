@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import training.engine.session
+from opusim.description.section import flat, merged, nested
 from opusim.errors import ConfigError
 from training.cli import main
 from training.cli.options import key_rows
 from training.config import RunConfig, load_config
 from training.config.kinds import KINDS
-from training.config.reading import flat, merged, nested, stored_config
-from training.config.run import effects_of, unused
+from training.config.run import effects_of, stored_config, unused
 from training.data import from_arrays
 from training.sweeps.spec import points_of, read_spec
 

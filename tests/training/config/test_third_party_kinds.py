@@ -14,9 +14,8 @@ from opusim import Algorithm, Protection
 from opusim.errors import ConfigError
 from tests.support.packages import install
 from training.cli.options import key_rows
-from training.config.kinds import PROTECTIONS, TRAINERS
-from training.config.reading import load_config
-from training.config.sections import ProtectionSection
+from training.config.kinds import PROTECTIONS, TRAINERS, ProtectionSection
+from training.config.run import load_config
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = [ROOT / "tests" / "support" / f"third_party_{what}" for what in ("trainer", "protection")]

@@ -21,10 +21,10 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.convex import ConvexLastIterate, proven_mu
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from training.cli import main
 from training.cli.app import app
-from training.config.reading import merged
 from training.convex.trainer import ConvexTrainer
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 

@@ -11,8 +11,8 @@ import torch
 
 import training
 from accounting.errors import NoGuarantee
+from opusim.description.section import merged
 from opusim.errors import ConfigError
-from training.config.reading import merged
 from training.data import from_arrays
 from training.data.dataset import PrincipalComponents, reduced
 from training.data.synthetic_images import random_shapes, synthetic_components

@@ -20,7 +20,7 @@ from opusim import open_device
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
 from opusim.files import to_toml
-from training.config.reading import load_config
+from training.config.run import load_config
 from training.data import load_dataset, public_map
 from training.data.optical_map import OpticalMap
 from training.engine.callbacks import Callback

@@ -31,7 +31,7 @@ from opusim.randomness.streams import noise_stream
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training import train as trained
 from training.attacks.run_audit import audit_run
-from training.config.reading import load_config
+from training.config.run import load_config
 from training.engine.certified import VOUCHED
 from training.engine.loop import Engine
 from training.errors import RunFolderError, RunInterrupted

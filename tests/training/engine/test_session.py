@@ -13,7 +13,7 @@ from torch import nn
 
 import training
 from opusim.errors import ConfigError, DeviceError
-from training.config.reading import load_config
+from training.config.run import load_config
 from training.data import from_arrays
 from training.engine.session import train_on
 from training.errors import DataError, RunFolderError, TrainingDiverged

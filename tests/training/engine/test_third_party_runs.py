@@ -16,8 +16,8 @@ from accounting.ledger.ledger import read_ledger
 from opusim.errors import ConfigError
 from training.attacks.mechanism.audit import audit_mechanism
 from training.attacks.run_audit import audit_run
-from training.config.reading import load_config
-from training.config.sections import TrainerSection
+from training.config.kinds import TrainerSection
+from training.config.run import load_config
 from training.data import from_arrays
 from training.engine.plan import RunPlan
 from training.engine.session import train

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import training
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
-from training.config.reading import merged
 from training.data.image_maps import Augmentation
 from training.feedback.modules import ModuleGradients
 from training.feedback.trainer import FeedbackTrainer

@@ -21,7 +21,7 @@ from accounting.guarantee import Status
 from opusim.errors import ConfigError
 from opusim.randomness.streams import CorrelatedStream, SeededStream, SystemStream
 from tests.accounting.records.test_banded_records import dense
-from training.config.reading import load_config
+from training.config.run import load_config
 from training.config.sections import OptimizerConfig
 from training.engine.plan import RunPlan, load_data
 from training.errors import RunInterrupted

@@ -13,7 +13,7 @@ import torch
 import training
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import SeededStream
-from training.config.reading import load_config
+from training.config.run import load_config
 from training.engine.plan import RunPlan, load_data
 from training.protections.base import rounds_exactly
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import training
 from accounting.errors import NoGuarantee
+from opusim.description.section import merged
 from opusim.randomness.streams import noise_stream
-from training.config.reading import merged
 from training.config.sections import OptimizerConfig
 from training.engine.plan import load_data
 from training.feedback.closed_form import ClosedForm

@@ -22,7 +22,7 @@ from opusim.randomness.streams import NoiseStream, SystemStream
 from training.attacks.findings import Role
 from training.attacks.run_audit import audit_run
 from training.config.kinds import without_derived
-from training.config.reading import load_config
+from training.config.run import load_config
 from training.protections import noisy_labels, released_model
 from training.protections.released_model import Design, public_design
 from training.ridge.algorithm import RidgeTrainer

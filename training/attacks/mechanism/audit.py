@@ -19,7 +19,7 @@ from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from accounting.mechanisms.labels import RandomizedResponse, StagedResponse
 from opusim import checks
-from opusim.description.section import BadKey
+from opusim.description.section import BadKey, merged, parse_setting
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
 from training.attacks.mechanism.checks import Released, checked, shared
@@ -50,10 +50,8 @@ from training.attacks.mechanism.subjects import (
     require_known_laws,
     require_steps,
 )
-from training.config.kinds import PROTECTIONS
-from training.config.reading import load_config, merged, parse_setting
-from training.config.run import RunConfig
-from training.config.sections import ProtectionSection
+from training.config.kinds import PROTECTIONS, ProtectionSection
+from training.config.run import RunConfig, load_config
 from training.data import Dataset
 from training.engine.callbacks import Callback
 from training.engine.session import train

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
+from opusim.description.section import merged
 from opusim.medium.directions import Direction
 from opusim.p_values import bonferroni
 from training.attacks.base import Records
@@ -29,7 +30,6 @@ from training.attacks.controls import plain_descent
 from training.attacks.mechanism.report import Check
 from training.attacks.mechanism.subjects import Subject
 from training.attacks.replay import NoiselessStep
-from training.config.reading import merged
 from training.config.run import RunConfig
 from training.convex.config import ConvexConfig
 from training.data import Dataset

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from opusim.description.loading import load_description
+from opusim.description.section import flat
 from opusim.errors import ConfigError
-from training.config.reading import flat
+from training.config.kinds import ProtectionSection
 from training.config.run import RunConfig
-from training.config.sections import ProtectionSection
 from training.convex.gated import GatedRelu
 from training.data import Dataset, Split
 from training.data.dataset import Standardisation

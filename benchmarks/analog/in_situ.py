@@ -27,18 +27,19 @@ import torch
 from torch import nn
 
 from benchmarks.analog.lifetimes import accuracy, images
+from benchmarks.bare import bare
 from benchmarks.markdown import command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import SeededStream
 from opusim.tables import duration, energy, print_table
+from training.config import load_config
 from training.config.sections import DataConfig
 from training.data import Dataset
 from training.data.catalogue import build_dataset
 from training.feedback.points import FeedbackAlignment
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
+from training.ulr.estimator import Estimator, ModuleSequence
 from training.ulr.trainer import PlainUpdate, UlrTrainer
 
 MODULE, NAME = "benchmarks.analog.in_situ", "analog_in_situ"
@@ -149,7 +150,13 @@ def likelihood_ratios(model: nn.Module, seed: int) -> UlrTrainer:
     network = ModuleSequence(model, n_inputs=784)
     estimator = Estimator(copies=COPIES, reduction="antithetic", directions="orthogonal")
     update = PlainUpdate(network, estimator, sigma=SIGMA, noise=SeededStream(seed, "output noise"))
-    return UlrTrainer(network, torch.optim.Adam(model.parameters(), lr=RATE), update)
+    return bare(
+        UlrTrainer,
+        network,
+        load_config({"trainer": {"kind": "ulr"}}),
+        optimizer=torch.optim.Adam(model.parameters(), lr=RATE),
+        update=update,
+    )
 
 
 FORWARD_ONLY = {"ulr": likelihood_ratios}

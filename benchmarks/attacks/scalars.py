@@ -25,10 +25,9 @@ from opusim.medium.directions import Direction
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
 from training.engine.plan import RunPlan
 from training.networks.network import FullyConnected
-from training.zeroth_order.algorithm import ZoAlgorithm
 from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.perturbation import StepEntry
-from training.zeroth_order.step_log import StepLog
+from training.zeroth_order.step_log import StepEntry, StepLog
+from training.zeroth_order.trainer import ZoTrainer
 
 _LARGE = 1e12
 """x."""
@@ -59,7 +58,7 @@ class ScalarsGame(TwoWorlds):
 
     def __init__(self, plan: RunPlan, accounted: ZoGaussian | ZoLaplace | None = None) -> None:
         algorithm = plan.algorithm
-        if not isinstance(algorithm, ZoAlgorithm):
+        if not isinstance(algorithm, ZoTrainer):
             raise TypeError(f"plan: trainer.kind = {plan.config.trainer.kind!r} releases no scalars")
         self._step = algorithm.mechanism(plan.protection.noise_multiplier) if accounted is None else accounted
         layer = torch.nn.Linear(1, 2, bias=False)

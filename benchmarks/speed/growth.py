@@ -28,6 +28,7 @@ from torch import nn
 from accounting.composition import Budget
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms.records import RecordCentral
+from benchmarks.bare import feedback_trainer
 from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import open_device
@@ -38,7 +39,6 @@ from training.data import from_arrays
 from training.data.samplers import PoissonSampler
 from training.feedback.closed_form import ClosedForm
 from training.feedback.config import PdfaConfig
-from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
 from training.reports.drawing import save_figure, style
@@ -79,7 +79,7 @@ def step_of(widths: list[int], batch: int) -> Callable[[], Any]:
     network = FullyConnected(nn.Sequential(*hidden, layers[-1]))
     device = open_device("gaussian", n_inputs=widths[-1], n_outputs=sum(widths[1:-1]))
     optimizer = make_optimizer(network.parameters, OptimizerConfig())
-    trainer = FeedbackTrainer(ClosedForm(network, PdfaConfig(), device=device), optimizer)
+    trainer = feedback_trainer(ClosedForm(network, PdfaConfig(), device=device), optimizer)
     x, y = torch.randn(batch, widths[0]), torch.randint(widths[-1], (batch,))
     trainer.step(x, y, step=0)  # loads kernels, makes the optimizer's state
     return lambda: trainer.step(x, y, step=1)

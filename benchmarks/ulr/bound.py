@@ -25,8 +25,7 @@ from benchmarks.ulr.epoch import paper_model
 from benchmarks.ulr.variance import Measured
 from opusim.randomness.streams import noise_stream
 from training.data import Dataset, load_dataset
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
+from training.ulr.estimator import Estimator, ModuleSequence
 
 MODULE, NAME = "benchmarks.ulr.bound", "ulr_bound"
 RECORDS, SIGMA, DELTA, EPSILONS, CLIP = 1000, 0.3, 1e-5, (3.0, 1.0), 1.0

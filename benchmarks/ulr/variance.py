@@ -28,8 +28,7 @@ from opusim.randomness.streams import noise_stream
 from training.data import Dataset, load_dataset
 from training.data.samplers import ShuffledEpochsSampler
 from training.networks.functions import LOSS_VALUES
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence, Outputs
+from training.ulr.estimator import Estimator, ModuleSequence, Outputs
 
 MODULE, NAME, BIAS = "benchmarks.ulr.variance", "ulr_variance", "ulr_bias"
 RECORDS, REPEATS, SEED = 64, 8, 0

@@ -18,7 +18,7 @@ from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.medium.directions import Direction
 from opusim.tables import print_table
-from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
+from training.zeroth_order.step_log import InPlacePerturbation, StepEntry
 
 MODULE, NAME = "benchmarks.zeroth_order.drift", "zo_drift"
 SIZE, CYCLES, MOVE = 2**14, 300, 1e-6

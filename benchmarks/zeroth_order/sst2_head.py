@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
+from benchmarks.bare import feedback_trainer, zo_trainer
 from benchmarks.markdown import Row, command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
@@ -42,12 +43,11 @@ from training.data.samplers import make_sampler
 from training.engine.algorithm import Trainer
 from training.feedback.closed_form import ClosedForm
 from training.feedback.config import FeedbackConfig
-from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.networks.optimizers import make_optimizer, set_learning_rate
 from training.protections.record import RecordGradients
-from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from training.zeroth_order.trainer import ScalarRelease
 
 MODULE = "benchmarks.zeroth_order.sst2_head"
 NAME, BASELINE = "zo_sst2", "dp-sgd"
@@ -161,7 +161,7 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
     )
     root = derive_seed(seed, "directions")
     network = AnyModule(Head(384), n_inputs=384)
-    return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer
+    return zo_trainer(network, config, release, root=root), config.optimizer
 
 
 def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tuple[Trainer, Any]:
@@ -172,7 +172,7 @@ def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tu
     config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": rate, "momentum": 0.0}})
     protection = RecordGradients(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
     optimizer = make_optimizer(network.parameters, config.optimizer)
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, config.trainer_as(FeedbackConfig)), optimizer, protection=protection
     )
     return trainer, config.optimizer

@@ -13,8 +13,8 @@ from tests.support.killing import start_child
 from tests.support.ports import free_port
 
 PRELOADED = (
-    *("torch._dynamo", "opusim.devices.simulated", "training.feedback.algorithm"),
-    *("training.ulr.algorithm", "training.convex.algorithm", "training.protections.noisy_labels"),
+    *("torch._dynamo", "opusim.devices.simulated", "training.feedback.trainer"),
+    *("training.ulr.trainer", "training.convex.trainer", "training.protections.noisy_labels"),
 )
 """What forked processes would each import again."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from training.ulr.network import ModuleSequence
+from training.ulr.estimator import ModuleSequence
 
 
 class Residual(nn.Module):

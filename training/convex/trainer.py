@@ -9,19 +9,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
-from accounting.mechanisms.convex import residual_bound
+from accounting.errors import NoGuarantee
+from accounting.mechanisms import Mechanism
+from accounting.mechanisms.convex import ConvexLastIterate, log_expansion, residual_bound
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
+from opusim.errors import ConfigError
+from opusim.processes.memory import require_memory
 from opusim.randomness.streams import NoiseStream
-from training.config.run import LossName
+from training.config.run import RunConfig
+from training.config.sections import ModelConfig
 from training.convex.config import ConvexConfig
-from training.convex.gated import GatedNetwork, device_hyperplanes
-from training.engine.algorithm import StepRecord, Trainer
+from training.convex.gated import (
+    GatedNetwork,
+    GatedRelu,
+    device_hyperplanes,
+    hyperplanes_work,
+    seeded_hyperplanes,
+)
+from training.data import Dataset
+from training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
+from training.networks.base import BYTES_PER_PARAMETER, seeded_generator
 from training.networks.clipping import bounded_factors, finite_rows, full_precision, row_norms
 from training.networks.functions import LOSSES
+from training.networks.optimizers import make_optimizer
+from training.protections.base import SoftLabels, noise_std
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +55,6 @@ class Objective:
 
     name: str
     clip: float | None
-
-    @classmethod
-    def from_config(cls, options: ConvexConfig) -> Objective:
-        """Return the objective of a configuration."""
-        return cls(name=options.objective, clip=options.residual_clip)
 
     def residual(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the clipped residual of each record, shape (batch, k); 0 for a record whose logits are not finite.
@@ -76,26 +91,10 @@ _RESIDUALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Residual of each objective from logits and one-hot targets, both of shape (batch, k)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Descent:
-    """Constants of a descent.
-
-    Attributes:
-        regularisation: lambda.
-        divisor: b, the constant that divides a batch's sum.
-        noise_std: Standard deviation of the noise on a batch's sum, z C; 0 for none.
-        final_std: Standard deviation of the extra noise that the last step adds to the weights.
-        total_steps: Number of steps of the run.
-    """
-
-    regularisation: float
-    divisor: float
-    noise_std: float
-    final_std: float
-    total_steps: int
+LAST_ITERATE_SCHEMES = ("disjoint-cyclic", "full-batch")
 
 
-class ConvexTrainer(Trainer):
+class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trainer):
     """v <- (1 - eta lambda) v - (eta / b) [sum over the batch of x~ residual^T + N(0, (z C)^2 I)].
 
     Guarantees for every batch, whatever it holds:
@@ -104,76 +103,232 @@ class ConvexTrainer(Trainer):
         - a record whose features or logits are not finite counts as 0;
         - an empty batch takes the same noisy step.
 
-    Args:
-        network: The network; its weights are updated in place.
-        optimizer: Holds the learning rate that the engine sets; it takes no step.
+    Attributes:
         objective: Supplies the residuals.
-        descent: Constants of the run.
-        loss: Loss that the metrics report.
-        noise: Source of independent N(0, 1); required if the descent has noise.
-        device: The open device that supplies gates or noise, or None.
+        noise: Source of independent N(0, 1), or None without noise.
+        noise_std: Standard deviation of the noise on a batch's sum, z C.
+        final_std: Standard deviation of the extra noise that the last step adds to the weights.
     """
 
+    applies = frozenset({"own noise"})
+    rounds_own_noise = True
     network: GatedNetwork
+    objective: Objective
+    noise: NoiseStream | None
+    noise_std: float
+    final_std: float
 
-    def __init__(
-        self,
-        network: GatedNetwork,
-        optimizer: torch.optim.Optimizer,
-        objective: Objective,
-        descent: Descent,
-        *,
-        loss: LossName = "cross-entropy",
-        noise: NoiseStream | None = None,
-        device: NoisyDevice | None = None,
-    ) -> None:
-        if noise is None and descent.noise_std:
-            raise ValueError(f"noise is missing; noise_std = {descent.noise_std} draws from a NoiseStream")
-        self.network, self.optimizer, self.device = network, optimizer, device
-        self._objective, self._descent, self._noise = objective, descent, noise
-        self._loss = LOSSES[loss]
+    @classmethod
+    def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> GatedNetwork:
+        """See Algorithm.build_network; `initialise` reads a device's hyperplanes, and a checkpoint holds them."""
+        options = config.trainer_as(ConvexConfig)
+        if model is None:
+            require_memory(
+                BYTES_PER_PARAMETER * options.hyperplanes * dataset.n_features * dataset.n_classes,
+                why="weights and gradients",
+                remedy="lower trainer.hyperplanes",
+                trainer__hyperplanes=options.hyperplanes,
+                features=dataset.n_features,
+                classes=dataset.n_classes,
+            )
+            generator = seeded_generator(config.seed_for("hyperplanes"))
+            hyperplanes = seeded_hyperplanes(options.hyperplanes, dataset.n_features, generator)
+            return GatedNetwork(
+                GatedRelu(dataset.n_features, dataset.n_classes, hyperplanes, centre=options.centre)
+            )
+        if not isinstance(model, GatedRelu):
+            raise TypeError(
+                f"model must be a training.convex.gated.GatedRelu, got {type(model).__name__}; leave it out"
+            )
+        found = (model.n_inputs, model.n_classes, len(model.hyperplanes), model.centre)
+        wanted = (dataset.n_features, dataset.n_classes, options.hyperplanes, options.centre)
+        if found != wanted:
+            raise ValueError(
+                f"model has (features, classes, hyperplanes, centre) = {found}: must be {wanted}, as the data and "
+                "the section trainer say"
+            )
+        return GatedNetwork(model)
+
+    @classmethod
+    def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> GatedNetwork:
+        """See Algorithm.rebuild_network."""
+        return GatedNetwork.from_facts(facts)
+
+    @property
+    def device_shape(self) -> DeviceShape:
+        """A record's features go in, its hyperplanes' projections come out."""
+        network = self.network
+        return DeviceShape(n_inputs=network.n_inputs, n_outputs=len(network.model.hyperplanes))
+
+    def work_before(self) -> DeviceWork:
+        """See Algorithm.work_before; the hyperplanes are read."""
+        own = super().work_before()
+        if self.options.gates != "device":
+            return own
+        return own + hyperplanes_work(self.network.n_inputs, readings=self.options.gate_readings)
+
+    def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
+        """See Algorithm.work_of_step; the update's noise, of every weight."""
+        return self.protection.noise_work([self.network.model.weight.numel()], n_outputs)
+
+    @override
+    def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
+        config, options = self.config, self.options
+        self.device = device
+        self.optimizer = make_optimizer([self.network.model.weight], config.optimizer)  # holds the rate
+        self.objective = Objective(name=options.objective, clip=options.residual_clip)
+        bound = self.objective.bound(self.dataset.n_classes)
+        multiplier = 0.0 if config.protection.protects == "nothing" else self.protection.noise_multiplier
+        self.noise = self.protection.central_noise(device) if multiplier else None
+        self.noise_std = noise_std(clip_norm=bound, noise_multiplier=multiplier, divisor=self.divisor)
+        self.final_std = self._final_noise * config.optimizer.lr * multiplier * bound / self.divisor
+
+    def initialise(self, trainer: ConvexTrainer) -> None:
+        """Read the hyperplanes from the device, once, before the first step."""
+        if self.options.gates == "device" and trainer.device is not None:
+            trainer.device.seek(self.plan.total_steps)  # repeats no step's noise
+            hyperplanes = device_hyperplanes(trainer.device, readings=self.options.gate_readings)
+            self.network.model.hyperplanes.copy_(hyperplanes)
 
     def step(
         self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
     ) -> StepRecord:
         """See Trainer.step; there are no diagnostics."""
-        for source in (self.device, self._noise):
+        model = self.network.model
+        for source in (self.device, self.noise):
             if source is not None:
                 source.seek(step)
         with torch.no_grad(), full_precision():
-            batch = self.network.model.gated(x)
-            logits = self.network.model.logits(batch)
-            residual = self._objective.residual(logits, y)
-            residual = self.network.model.clipped(
-                batch, residual, self._objective.bound(self.network.model.n_classes)
-            )
-            self._descend(batch.x, self.network.model.spread(batch, residual), step)
+            batch = model.gated(x)
+            logits = model.logits(batch)
+            residual = self.objective.residual(logits, y)
+            residual = model.clipped(batch, residual, self.objective.bound(model.n_classes))
+            self._descend(batch.x, model.spread(batch, residual), step)
         return StepRecord(
-            loss_sum=self._loss(logits, y).per_record.sum(dtype=torch.float64),
+            loss_sum=LOSSES[self.config.loss](logits, y).per_record.sum(dtype=torch.float64),
             n_correct=(logits.argmax(dim=1) == y).sum(),
             n_records=len(x),
         )
 
-    def recover_hyperplanes(self, readings: int) -> None:
-        """Read the hyperplanes from the device, once, before the first step."""
-        if self.device is None:
-            raise ValueError("device is missing; trainer.gates = 'device' reads them from an open device")
-        self.device.seek(self._descent.total_steps)  # repeats no step's noise
-        self.network.model.hyperplanes.copy_(device_hyperplanes(self.device, readings=readings))
-
     def _descend(self, x: Tensor, spread: Tensor, step: int) -> None:
         """Update the weights in place, after all noise is drawn: a device that fails leaves them unchanged."""
-        numbers = self._descent
-        rate = self.optimizer.param_groups[0]["lr"]
+        rate, std = self.optimizer.param_groups[0]["lr"], self.noise_std
         weight = self.network.model.weight.data.flatten(1)  # (d, P k), a view
         move = torch.mm(x.t(), spread).neg_()
-        std = numbers.noise_std
-        if step == numbers.total_steps - 1 and numbers.final_std:
-            std = math.hypot(
-                std, numbers.final_std * numbers.divisor / rate
-            )  # on the weights it is final_std
-        if self._noise is not None and std:
-            self._noise.add_rounded(move, std)
+        if step == self.plan.total_steps - 1 and self.final_std:
+            std = math.hypot(std, self.final_std * self.divisor / rate)  # on the weights it is final_std
+        if self.noise is not None and std:
+            self.noise.add_rounded(move, std)
         torch.add(
-            move.mul_(rate / numbers.divisor), weight, alpha=1 - rate * numbers.regularisation, out=weight
+            move.mul_(rate / self.divisor), weight, alpha=1 - rate * self.options.regularisation, out=weight
         )
+
+    def require_covered(self) -> None:
+        """Refuse also momentum, other optimizers and rates that no theorem covers, and keys that would do nothing.
+
+        Raises:
+            ConfigError: Momentum, weight decay, another optimizer, a clip in the wrong section, an average of weights.
+            NoGuarantee: See Algorithm.require_covered; or the scheme or the rate is not the last iterate's theorem's.
+        """
+        super().require_covered()
+        config = self.config
+        optimizer, protection = config.optimizer, config.protection
+        wrong: dict[str, tuple[object, bool, str]] = {
+            "model": (
+                "this section",
+                config.model != ModelConfig(),
+                "its network has no such layers, set trainer.hyperplanes",
+            ),
+            "optimizer.name": (optimizer.name, optimizer.name != "sgd", "use 'sgd'"),
+            "optimizer.momentum": (optimizer.momentum, optimizer.momentum > 0, "set it to 0"),
+            "optimizer.weight_decay": (
+                optimizer.weight_decay,
+                optimizer.weight_decay > 0,
+                "use trainer.regularisation",
+            ),
+            "protection.clip_norm": (
+                protection.clip_norm,
+                protection.clip_norm is not None,
+                "use trainer.clip",
+            ),
+            "optimizer.averaged_tail": (
+                optimizer.averaged_tail,
+                optimizer.averaged_tail > 0 and protection.last_iterate,
+                "a mean of iterates is not the last iterate; set it to 0",
+            ),
+            "protection.divisor": (
+                protection.divisor,
+                protection.divisor is not None and protection.last_iterate,
+                "the theorem divides by the batch size; leave it out",
+            ),
+        }
+        for key, (value, is_wrong, remedy) in wrong.items():
+            if is_wrong:
+                raise ConfigError(
+                    "configuration", key, f"{value!r} is not for trainer.kind = 'convex': {remedy}"
+                )
+        if not protection.last_iterate:
+            return
+        scheme, options = self.plan.sampler.scheme, self.options
+        if scheme not in LAST_ITERATE_SCHEMES:
+            raise NoGuarantee(
+                f"sampler.scheme = {scheme!r}: the last iterate's theorem needs fixed disjoint batches in a fixed "
+                f"order; use {' or '.join(repr(name) for name in LAST_ITERATE_SCHEMES)}, or protection.kind = 'record' "
+                "with 'poisson'"
+            )
+        # raises NoGuarantee if eta >= 2 / (beta + lambda), or beyond the limit of clipped softmax
+        rate = np.array([self.config.optimizer.lr])
+        log_expansion(
+            options.objective, options.residual_clip, self.dataset.n_classes, rate, options.regularisation
+        )
+
+    @classmethod
+    def clip_norm(cls, config: RunConfig, n_classes: int) -> float:
+        """See Algorithm.clip_norm; a bound on the residual bounds the gradient."""
+        options = config.trainer_as(ConvexConfig)
+        return residual_bound(options.objective, options.residual_clip, n_classes)
+
+    def mechanism(self, noise_multiplier: float) -> Mechanism:
+        """See Algorithm.mechanism."""
+        if self.config.protection.last_iterate:
+            return self.last_iterate(noise_multiplier)
+        return self.clipped_records(noise_multiplier, divisor=self.divisor)
+
+    def last_iterate(self, noise_multiplier: float) -> ConvexLastIterate:
+        """Return the release of only the last iterate.
+
+        Args:
+            noise_multiplier: z, the noise's standard deviation over C.
+        """
+        config, options = self.config, self.options
+        return ConvexLastIterate(
+            objective=options.objective,
+            clip=options.residual_clip,
+            n_classes=self.dataset.n_classes,
+            learning_rate=config.optimizer.lr,
+            schedule=config.optimizer.schedule,
+            regularisation=options.regularisation,
+            batches=self.plan.sampler.steps_per_epoch,
+            epochs=config.epochs,
+            noise_multiplier=noise_multiplier,
+            final_noise=self._final_noise,
+            hyperplanes=options.hyperplanes,
+            device_noise=config.protection.noise == "device",
+            **self.plan.credit,
+        )
+
+    @property
+    def _final_noise(self) -> float:
+        """The last step's extra noise, in units of a step's noise at the first learning rate."""
+        if self.options.final_noise is not None:
+            return self.options.final_noise
+        return (
+            math.sqrt(self.plan.sampler.steps_per_epoch - 1) if self.config.protection.last_iterate else 0.0
+        )
+
+    @cached_property
+    def divisor(self) -> float:
+        """b, the divisor of a batch's sum: a constant that the data do not change."""
+        sampler, config = self.plan.sampler, self.config
+        full = sampler.scheme == "full-batch"
+        return config.protection.divisor or (float(sampler.n_records) if full else config.divisor)

@@ -9,6 +9,8 @@ W_l weights (n_l, n_(l-1)); B feedback matrix (sum of hidden widths, n_L); g noi
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +22,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
+from training.errors import TrainingDiverged
 from training.feedback.config import (
     BpConfig,
     DfaConfig,
@@ -28,6 +31,7 @@ from training.feedback.config import (
     PdfaConfig,
     TdfaConfig,
 )
+from training.feedback.points import FeedbackAlignment
 from training.feedback.projection import (
     AbsoluteTernary,
     BitPlanes,
@@ -36,11 +40,131 @@ from training.feedback.projection import (
     Encoding,
     Projection,
 )
-from training.feedback.trainer import Batch, GradientSource, Learned, require_finite
+from training.networks.any_module import AnyModule
 from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
+from training.networks.contributions.sums import Contributions
 from training.networks.functions import LOSSES
 from training.networks.network import ForwardPass, FullyConnected
 from training.networks.objectives import Objective
+from training.protections.base import PrivateGradients, SoftLabels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The records of a step that this process has.
+
+    Attributes:
+        x: Inputs, shape (batch, n_inputs).
+        y: Targets.
+        records: Their numbers in the training set, shape (batch,), or None.
+        step: The step's number.
+        size: Records of the step on all processes.
+        before: Those of them that processes of lower rank have.
+        rank: The rank of this process.
+        observe: Whether to measure diagnostics.
+        protection: What writes the gradients from the records' contributions; None for nothing.
+        labels: What training knows of the labels in their place; None if it sees the labels themselves.
+    """
+
+    x: Tensor
+    y: Tensor
+    records: Tensor | None
+    step: int
+    size: int
+    before: int
+    rank: int
+    observe: bool
+    protection: PrivateGradients | None
+    labels: SoftLabels | None
+
+    def targets(self, output: Tensor) -> Tensor:
+        """Return what the loss compares the outputs with: the targets, or soft labels."""
+        if self.labels is None:
+            return self.y
+        if self.records is None:
+            raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
+        return self.labels.targets(output, self.records, self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What a batch taught.
+
+    Attributes:
+        output: The model's outputs, detached; None if the batch has no records here and the model did not run.
+        loss_sum: Sum of the records' losses, float64.
+        contributions: What its records add to the gradients, for a protection; None if the gradients are written.
+        public_inputs: Layer inputs of the protection's reference records, if it has any.
+        diagnose: Returns the diagnostics, once the gradients are written.
+    """
+
+    output: Tensor | None
+    loss_sum: Tensor
+    contributions: Contributions | None = None
+    public_inputs: list[Tensor] | None = None
+    diagnose: Callable[[], dict[str, list[float]]] = dict
+
+
+class GradientSource(ABC):
+    """Computes the gradients of a network on a batch.
+
+    Attributes:
+        network: The network.
+        objective: The loss and the kind of target.
+        device: The open device that is read, or None.
+        noises: What is positioned at the start of each step.
+    """
+
+    network: FullyConnected | AnyModule
+    objective: Objective
+    device: NoisyDevice | None
+    noises: tuple[NoisyDevice | NoiseStream | FeedbackAlignment | None, ...]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See Trainer.state."""
+        return {}
+
+    @abstractmethod
+    def learn(self, batch: Batch) -> Learned:
+        """Return what a batch contributes to a protection, or write this process's share of its mean gradient.
+
+        A batch without records contributes nothing and gets no reading, unless other processes have records.
+
+        Raises:
+            TrainingDiverged: Without protection, the loss or a gradient is not finite.
+        """
+
+    @abstractmethod
+    def start_from_feedback(self, records: Tensor) -> None:
+        """Set a layer's weights to the feedback that the layer below receives, and its bias to zero.
+
+        Args:
+            records: Two records, shape (2, n_inputs), from which sizes may be read.
+
+        Raises:
+            ValueError: There is no such layer, or it has other sizes than the feedback.
+        """
+
+    def measure(self, records: Tensor) -> None:  # noqa: B027  # optional hook
+        """Measure now what the feedback needs of the device, so that no record says when; see `start_from_feedback`."""
+
+    def close(self) -> None:  # noqa: B027  # optional hook
+        """See Trainer.close."""
+
+
+def require_finite(value: Tensor, step: int) -> None:
+    """Stop before an update that is not finite.
+
+    Raises:
+        TrainingDiverged: The value is NaN or infinite.
+    """
+    if not math.isfinite(float(value)):
+        raise TrainingDiverged(
+            f"step {step}: training diverged, because the loss or a gradient is NaN or infinite; "
+            "start a new run with a lower optimizer.lr or less noise, or check the inputs"
+        )
+
 
 Draw = Callable[[tuple[int, int]], Tensor]
 """Returns fresh noise of shape (batch, width)."""
@@ -165,20 +289,44 @@ class ClosedForm(GradientSource):
         return {"alignment": cosines, "signal_norm": deltas.signal_norms, "noise_norm": deltas.noise_norms}
 
     def _make_feedback(self, config: FeedbackConfig) -> Backpropagation | Alignment:
-        draw, scale = self._digital_draw(config), None
+        # 1. The scale into a ball, and digital noise.
+        scale: Scale | None = None
+        draw: Draw | None = None
+        stream, widths = self._noise, self.network.widths
+        place = self.network.linears[0].weight.device
         if config.tau_b is not None:
             scale = partial(ball_factors if config.scale == "ball" else sphere_factors, radius=config.tau_b)
+        if sigma := config.digital_sigma:
+            if stream is None:
+                raise ValueError(f"noise is missing; trainer.sigma = {sigma} draws from a NoiseStream")
+
+            def digital(shape: tuple[int, int]) -> Tensor:
+                rows, width = shape  # a record's noise is the same whichever process has it
+                return stream.normal((self._before + rows, width), device=place)[self._before :].mul_(sigma)
+
+            draw = digital
+
+        # 2. The way of the error: back through the weights, through the device, or through a digital matrix.
         if isinstance(config, BpConfig):
             return Backpropagation(scale=scale, draw=draw, signal_gain=config.signal_gain)
-        widths = self.network.widths
         if isinstance(config, PdfaConfig):
-            device = self._open_device()
+            device, wanted = self.device, (widths[-1], sum(widths[:-1]))
+            if device is None:
+                raise ValueError(
+                    "device is missing; trainer.kind = 'pdfa' projects through one (opusim.open_device)"
+                )
+            if (device.n_inputs, device.n_outputs) != wanted:
+                raise ValueError(
+                    f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, "
+                    f"the network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, "
+                    f"n_outputs={wanted[1]}"
+                )
             projection: Projection = DeviceProjection(device, encoding=closed_form_encoding(config))
             draw = device.draw if config.order == "published" else None
         elif isinstance(config, DfaConfig | TdfaConfig):
             medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
             projection = DenseProjection(
-                medium.dense().to(self.network.linears[0].weight.device),
+                medium.dense().to(place),
                 encoding=closed_form_encoding(config) if isinstance(config, TdfaConfig) else None,
             )
         else:
@@ -191,36 +339,6 @@ class ClosedForm(GradientSource):
             draw=draw,
             through_clip=config.through_clip,
         )
-
-    def _open_device(self) -> NoisyDevice:
-        """Return the device of pdfa, once it fits the network."""
-        device, widths = self.device, self.network.widths
-        if device is None:
-            raise ValueError(
-                "device is missing; trainer.kind = 'pdfa' projects through one (opusim.open_device)"
-            )
-        wanted = (widths[-1], sum(widths[:-1]))
-        if (device.n_inputs, device.n_outputs) != wanted:
-            raise ValueError(
-                f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
-                f"network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, n_outputs={wanted[1]}"
-            )
-        return device
-
-    def _digital_draw(self, config: FeedbackConfig) -> Draw | None:
-        sigma = config.digital_sigma
-        if not sigma:
-            return None
-        stream = self._noise
-        if stream is None:
-            raise ValueError(f"noise is missing; trainer.sigma = {sigma} draws from a NoiseStream")
-        place = self.network.linears[0].weight.device
-
-        def draw(shape: tuple[int, int]) -> Tensor:
-            rows, width = shape  # a record's noise is the same whichever process has it
-            return stream.normal((self._before + rows, width), device=place)[self._before :].mul_(sigma)
-
-        return draw
 
 
 def closed_form_encoding(config: EncodedConfig) -> Encoding:

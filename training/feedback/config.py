@@ -27,10 +27,10 @@ class FeedbackConfig(TrainerSection):
     """How a feedback trains the hidden layers; the base of bp, dfa, tdfa and pdfa.
 
     Fully connected networks on class numbers take a closed form, every other module `opusim.FeedbackAlignment`. The
-    closed form has the keys of the PDFA paper, which the other refuses (`training.feedback.algorithm`).
+    closed form has the keys of the PDFA paper, which the other refuses (`training.feedback.trainer`).
     """
 
-    implementation = "training.feedback.algorithm:FeedbackAlgorithm"
+    implementation = "training.feedback.trainer:FeedbackTrainer"
     any_module = True
     examples: ClassVar[tuple[str, ...]] = (
         *TrainerSection.examples[:2],

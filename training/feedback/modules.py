@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
 from training.data import Dataset
 from training.data.image_maps import Augmentation
+from training.feedback.choice import OUTPUT
+from training.feedback.closed_form import Batch, GradientSource, Learned, require_finite
 from training.feedback.config import (
     BpConfig,
     DfaConfig,
@@ -30,9 +33,7 @@ from training.feedback.config import (
     TdfaConfig,
 )
 from training.feedback.diagnosis import Control
-from training.feedback.marking import OUTPUT
 from training.feedback.points import FeedbackAlignment
-from training.feedback.trainer import Batch, GradientSource, Learned, require_finite
 from training.networks.any_module import AnyModule
 from training.networks.base import seeded_torch
 from training.networks.memory import preserved_state
@@ -92,16 +93,27 @@ class ModuleGradients(GradientSource):
             self._column_sum.copy_(measured)
         return {"column_sum": self._column_sum}
 
+    @override
     def learn(self, batch: Batch) -> Learned:
-        """See GradientSource.learn."""
         self._recall_column_sum()
-        if not len(batch.x):
-            return self._without_records(batch)
-        model, place = self.network.model, batch.x.device
+        model, tape, feedback = self.network.model, self._tape, self._feedback
+        if not len(batch.x):  # other processes may have records of the step
+            if batch.size and feedback is not None:
+                feedback.read_nothing()
+            for parameter in self.network.parameters:
+                parameter.grad = None if batch.size else torch.zeros_like(parameter)
+            with nullcontext() if tape is None else tape.recording(0):
+                zero = torch.zeros((), dtype=torch.float64, device=batch.y.device)
+            return Learned(
+                output=None, loss_sum=zero, contributions=None if tape is None else tape.contributions
+            )
+        process = f", process {batch.rank}" if batch.rank else ""
+        seed = None if self._seed is None else derive_seed(self._seed, f"step {batch.step}{process}")
+        # 1. Write the gradients, or record the uses of parameters; a control is copied before the first step.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.train()
         try:
-            with seeded_torch(self._seed_of(batch), place):
+            with seeded_torch(seed, batch.x.device):
                 if batch.step == 0 and self._new_control is not None:
                     with suppress(TypeError, RuntimeError):  # not every module can be copied
                         self._control = self._new_control()
@@ -113,11 +125,20 @@ class ModuleGradients(GradientSource):
         finally:
             model.eval()
         loss_sum = losses.detach().sum(dtype=torch.float64)
-        self._follow(batch, loss_sum / len(batch.x))
+        # 2. Train the control on the batch, with the same draws.
+        if self._control is not None and not self._control.running:
+            self._control = None
+        if self._control is not None:
+
+            def loss(copied: nn.Module) -> Tensor:
+                with seeded_torch(seed, batch.x.device):
+                    return self.objective.per_record(copied(self.network.shaped(batch.x)), batch.y).mean()
+
+            self._control.follow(loss, loss_sum / len(batch.x))
         return Learned(
             output=output.detach(),
             loss_sum=loss_sum,
-            contributions=None if self._tape is None else self._tape.contributions,
+            contributions=None if tape is None else tape.contributions,
             diagnose=lambda: figures,
         )
 
@@ -174,32 +195,6 @@ class ModuleGradients(GradientSource):
             require_finite(torch.stack(sums).sum(), batch.step)
         return output, losses
 
-    def _without_records(self, batch: Batch) -> Learned:
-        """Take part in a step without records, of which other processes may have some."""
-        if batch.size and self._feedback is not None:
-            self._feedback.read_nothing()
-        for parameter in self.network.parameters:
-            parameter.grad = None if batch.size else torch.zeros_like(parameter)
-        contributions = None
-        if self._tape is not None:
-            with self._tape.recording(0):
-                pass
-            contributions = self._tape.contributions
-        zero = torch.zeros((), dtype=torch.float64, device=batch.y.device)
-        return Learned(output=None, loss_sum=zero, contributions=contributions)
-
-    def _follow(self, batch: Batch, found: Tensor) -> None:
-        """Train the control on a batch of the first steps, with the same draws."""
-        if self._control is None or not self._control.running:
-            self._control = None
-            return
-
-        def loss(model: nn.Module) -> Tensor:
-            with seeded_torch(self._seed_of(batch), batch.x.device):
-                return self.objective.per_record(model(self.network.shaped(batch.x)), batch.y).mean()
-
-        self._control.follow(loss, found)
-
     def _recall_column_sum(self) -> None:
         """Give the feedback what a checkpoint holds."""
         feedback, kept = self._feedback, self._column_sum
@@ -219,10 +214,6 @@ class ModuleGradients(GradientSource):
         if all(math.isfinite(point.signal_to_noise) for point in found.points):
             figures["signal_to_noise"] = [point.signal_to_noise for point in found.points]
         return {name: [0.0 if math.isnan(v) else v for v in values] for name, values in figures.items()}
-
-    def _seed_of(self, batch: Batch) -> int | None:
-        process = f", process {batch.rank}" if batch.rank else ""
-        return None if self._seed is None else derive_seed(self._seed, f"step {batch.step}{process}")
 
 
 def feedback_start(network: AnyModule) -> nn.Linear:

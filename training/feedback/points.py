@@ -35,9 +35,10 @@ from training.feedback.diagnosis import (
     learnt_gradients,
     true_gradients,
 )
-from training.feedback.hooks import FeedbackShape
+from training.feedback.hooks import FeedbackShape, PointHooks, refuse_second
 from training.feedback.layout import (
     Extent,
+    LearntReadout,
     Rows,
     Slice,
     View,
@@ -56,8 +57,6 @@ from training.feedback.projection import (
     calibration_work,
     make_encoding,
 )
-from training.feedback.readout import LearntReadout
-from training.feedback.wrapping import refuse_export
 
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
@@ -66,7 +65,7 @@ _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
 
-class FeedbackAlignment(Choosing):
+class FeedbackAlignment(Choosing, PointHooks):
     """A module whose blocks learn from a projected error instead of a backpropagated one.
 
     With e a row of dL/dz at `error_at`, n_inputs numbers, a point of C channels receives in place of dL/dh
@@ -88,7 +87,7 @@ class FeedbackAlignment(Choosing):
     Args:
         model: Any module. The state dict has the keys of the plain model.
         points: None for those that suit the model (see `training.feedback.choice.choose_points`); "blocks" for all
-            repeated blocks but the last (`training.feedback.marking.find_blocks`); or names, shell patterns of names
+            repeated blocks but the last (`training.feedback.choice.find_blocks`); or names, shell patterns of names
             such as "layers.*", which means layers.0 and not layers.0.norm, or classes of submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
         error_at: Name of the submodule whose output is z, of a tuple or mapping its first tensor, from which the loss
@@ -196,8 +195,7 @@ class FeedbackAlignment(Choosing):
         self.private_loops = 0
         """How many private loops train the model, whose records no read-out may learn from."""
         self._step = 0
-        self._handles = [model.register_forward_pre_hook(refuse_export), *self._install()]
-        self._keep_names()
+        self._handles = self._install()
 
     def draw_from(self, seed: int) -> None:
         """Draw positions and stochastic codes from another seed, in [0, 2^64), from now on."""
@@ -268,8 +266,12 @@ class FeedbackAlignment(Choosing):
 
     @property
     def device(self) -> torch.device:
-        """The torch device of the model, as in `x.to(model.device)`; an assignment sets `noisy_device`."""
-        return self._torch_device
+        """The torch device of the model's first parameter or buffer, as in `x.to(model.device)`; else the processor.
+
+        An assignment sets `noisy_device`.
+        """
+        tensor = next(self.model.parameters(), next(self.model.buffers(), None))
+        return torch.device("cpu") if tensor is None else tensor.device
 
     @device.setter
     def device(self, device: NoisyDevice | None) -> None:
@@ -451,7 +453,7 @@ class FeedbackAlignment(Choosing):
         return self.readout
 
     def fit_readout(self, loss: Callable[[], Tensor]) -> None:
-        """Fit the read-out to one batch that is backpropagated; see `training.feedback.readout`.
+        """Fit the read-out to one batch that is backpropagated; see `training.feedback.layout`.
 
         It takes a forward and a backward pass and a reading of the device, and moves no parameter. Call it on one batch
         in some 100, and in the first steps more often. Outputs of the device beyond the points' own are read as well,
@@ -644,17 +646,6 @@ class FeedbackAlignment(Choosing):
                 )
                 self.column_sum = projection.ones
         return self._projection
-
-
-def refuse_second(model: nn.Module) -> None:
-    """Refuse a model that has feedback points already: the first ones would win in silence."""
-    for module in model.modules():
-        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-        if isinstance(module, FeedbackAlignment) or any(isinstance(o, FeedbackAlignment) for o in owners):
-            raise ValueError(
-                "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the "
-                "plain model"
-            )
 
 
 def _require_device(device: object) -> None:

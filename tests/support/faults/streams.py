@@ -15,7 +15,7 @@ CREDITED = ("central-noise", "scalar-noise", "label-noise", "private-loop", "sco
 """Purposes of the streams that a guarantee rests on."""
 _MAKERS = (
     "training.protections.base:noise_stream",
-    "training.zeroth_order.algorithm:noise_stream",
+    "training.zeroth_order.trainer:noise_stream",
     "training.protections.noisy_labels:noise_stream",
     "training.private_loop.start:noise_stream",
     "training.tuning:noise_stream",

@@ -23,7 +23,7 @@ from training.attacks.record_terms import KeptTerms, NotedTerms, OuterProducts
 from training.attacks.replay import MembershipGame, noiseless_steps, replayed_step
 from training.attacks.run_audit import audit_run, read_run
 from training.attacks.update_attacks import DifferenceAttack
-from training.convex.trainer import ConvexTrainer, Descent
+from training.convex.trainer import ConvexTrainer
 from training.networks.network import FullyConnected
 from training.protections.record import RecordGradients
 from training.runs.folder import RunFolder
@@ -181,15 +181,13 @@ def _weaker_scalars(patch: pytest.MonkeyPatch) -> None:
 
 
 def _weaker_descent(patch: pytest.MonkeyPatch) -> None:
-    before = ConvexTrainer.__init__
+    before = ConvexTrainer.open
 
-    def init(
-        self: ConvexTrainer, network: Any, optimizer: Any, objective: Any, descent: Descent, **options: Any
-    ) -> None:
-        weak = replace(descent, noise_std=0.05 * descent.noise_std)
-        before(self, network, optimizer, objective, weak, **options)
+    def opens(self: ConvexTrainer, *arguments: Any) -> None:
+        before(self, *arguments)
+        self.noise_std *= 0.05
 
-    patch.setattr(ConvexTrainer, "__init__", init)
+    patch.setattr(ConvexTrainer, "open", opens)
 
 
 def _weaker_records(patch: pytest.MonkeyPatch) -> None:

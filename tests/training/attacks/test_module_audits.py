@@ -198,7 +198,7 @@ def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(probe, "_COUNTS", (5, 37))
     with ExitStack() as stack:
         stack.enter_context(
-            replaced("training.feedback.algorithm:require_separate_steps", lambda probe: lambda *a, **k: None)
+            replaced("training.feedback.trainer:require_separate_steps", lambda probe: lambda *a, **k: None)
         )
         data, model = trained(tmp_path / "run", name)
         found = audit_run(tmp_path / "run", data=data, model=model, trials=100, seed=7)

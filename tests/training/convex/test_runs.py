@@ -278,7 +278,7 @@ def test_the_planted_fault_of_blind_gates_would_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the device's hyperplanes never read, all would be 0 and every gate open."""
-    monkeypatch.setattr(ConvexTrainer, "recover_hyperplanes", lambda self, readings: None)
+    monkeypatch.setattr(ConvexTrainer, "initialise", lambda self, trainer: None)
     config = merged(CONFIG, {"trainer": {"gates": "device"}, **DEVICE})
     training.train(config, data=data(), folder=tmp_path / "blind")
     monkeypatch.undo()

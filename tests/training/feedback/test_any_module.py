@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import training
 from accounting.errors import NoGuarantee
+from benchmarks.bare import feedback_trainer
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceError
 from training.cli.train import print_run
@@ -24,7 +25,6 @@ from training.feedback.closed_form import ClosedForm
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
 from training.feedback.modules import ModuleGradients, feedback_points
 from training.feedback.points import FeedbackAlignment
-from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule, from_recipe
 from training.networks.models import MODELS
 from training.networks.network import FullyConnected
@@ -94,10 +94,10 @@ def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> 
         if closed_form:
             network = FullyConnected(mlp())
             optimizer = make_optimizer(network.parameters, OptimizerConfig())
-            trainer = FeedbackTrainer(ClosedForm(network, options, device=device), optimizer)
+            trainer = feedback_trainer(ClosedForm(network, options, device=device), optimizer)
         else:
             view = AnyModule(mlp(), n_inputs=9, record_shape=(9,), recipe={})
-            trainer = FeedbackTrainer(
+            trainer = feedback_trainer(
                 ModuleGradients(
                     view,
                     Objective.named("cross-entropy", "class"),
@@ -353,7 +353,7 @@ def test_a_device_that_fails_leaves_parameters_and_buffers(
     view = AnyModule(module(), n_inputs=16, record_shape=(1, 4, 4), recipe={})
     x, y = torch.randn(6, 16), torch.arange(6) % 3
     with open_device("gaussian", n_inputs=3, n_outputs=96, seed=3) as device:
-        trainer = FeedbackTrainer(
+        trainer = feedback_trainer(
             ModuleGradients(
                 view,
                 Objective.named("cross-entropy", "class"),

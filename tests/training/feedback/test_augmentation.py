@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import training
+from benchmarks.bare import feedback_trainer
 from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 from training.data.image_maps import Augmentation
 from training.feedback.modules import ModuleGradients
-from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule
 from training.networks.objectives import Objective
 from training.networks.record_gradients.tape import RecordTape
@@ -58,7 +58,7 @@ def update(augmentation: Augmentation | None, *, clip: float = CLIP, noise: floa
         clip_norm=clip, noise_multiplier=noise, divisor=4.0, noise=SeededStream(1, "test")
     )
     network = AnyModule(net, n_inputs=64, record_shape=(1, 8, 8), recipe={})
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ModuleGradients(
             network,
             Objective.named("cross-entropy", "class"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim import FeedbackAlignment
-from training.feedback.marking import find_blocks
+from training.feedback.choice import find_blocks
 
 WIDTH = 8
 

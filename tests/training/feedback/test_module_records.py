@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import training
+from benchmarks.bare import feedback_trainer
 from opusim import open_device
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
@@ -114,7 +115,7 @@ def private_trainer(
         clip_norm=clip, noise_multiplier=noise, divisor=8.0, noise=SeededStream(1, "test")
     )
     tape = RecordTape(model.train(), x[:3])
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ModuleGradients(
             view, Objective.named("cross-entropy", "class"), feedback=feedback, seed=3, tape=tape
         ),

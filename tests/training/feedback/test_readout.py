@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import opusim
 from tests.support.private_loops import parts, private_loop
-from training.feedback.readout import LearntReadout
+from training.feedback.layout import LearntReadout
 
 
 class Stream(nn.Module):

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare import bare
 from opusim.randomness.streams import SystemStream, noise_stream
 from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extreme
 from tests.support.ulr_models import MODELS, Residual
+from training.config import load_config
 from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.trainer import ConvexTrainer, Descent, Objective
+from training.convex.trainer import ConvexTrainer, Objective
 from training.feedback.closed_form import _add_scaled
 from training.networks.clipping import (
     ball_factors,
@@ -31,7 +33,7 @@ from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import with_constant
 from training.protections.metric import Metric
 from training.protections.record import RecordGradients
-from training.ulr.network import ModuleSequence
+from training.ulr.estimator import ModuleSequence
 from training.zeroth_order.trainer import loss_differences
 
 ROUNDING = 1e-5
@@ -302,9 +304,17 @@ def test_gated_features_of_images_whose_mean_overflows_are_those_of_dim_ones() -
 
 def moved(model: GatedRelu, objective: Objective, x: Tensor, label: int) -> float:
     """How far one record moves the weights in a step of rate 1 and divisor 1: the norm of its gradient."""
-    numbers = Descent(regularisation=0.0, divisor=1.0, noise_std=0.0, final_std=0.0, total_steps=9)
     before = model.weight.detach().double().clone()
-    trainer = ConvexTrainer(GatedNetwork(model), torch.optim.SGD([model.weight], lr=1.0), objective, numbers)
+    trainer = bare(
+        ConvexTrainer,
+        GatedNetwork(model),
+        load_config({"trainer": {"kind": "convex"}}),
+        optimizer=torch.optim.SGD([model.weight], lr=1.0),
+        objective=objective,
+        divisor=1.0,
+        noise=None,
+        noise_std=0.0,
+    )
     trainer.step(x, torch.tensor([label]), step=0)
     change = float((model.weight.detach().double() - before).norm())
     with torch.no_grad():

@@ -17,7 +17,7 @@ from training.networks.layers import (
     LinearJacobian,
     jacobian_of,
 )
-from training.ulr.network import ModuleSequence
+from training.ulr.estimator import ModuleSequence
 
 
 def by_autograd(network: ModuleSequence, layer: int, delta: Tensor, h: Tensor) -> list[list[Tensor]]:

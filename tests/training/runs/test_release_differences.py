@@ -23,7 +23,7 @@ import pytest
 
 import training
 from tests.support.faults.base import replaced
-from training.convex import algorithm
+from training.convex import trainer as convex
 from training.networks import network
 from training.networks.base import seeded_generator
 
@@ -109,7 +109,7 @@ def known_entropy() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "urandom", urandom)
         patch.setattr(random, "_urandom", urandom)  # behind the module secrets
-        for module in (network, algorithm):  # first weights and hyperplanes come from torch's own entropy
+        for module in (network, convex):  # first weights and hyperplanes come from torch's own entropy
             patch.setattr(
                 module, "seeded_generator", lambda seed: seeded_generator(1 if seed is None else seed)
             )

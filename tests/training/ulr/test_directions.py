@@ -11,8 +11,7 @@ from tests.support.ulr_models import new_network, records
 from tests.training.ulr.test_estimator import losses_of, whole_jacobian
 from training.ulr import directions
 from training.ulr.directions import Draws, Isotropic, Matched, coordinates_of, haar_columns, needed_copies
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
+from training.ulr.estimator import Estimator, ModuleSequence
 
 SIGMA = 0.4
 STEPS, SHARED = 400, 25

@@ -11,8 +11,7 @@ from tests.support.ulr_models import MODELS, new_network, records
 from training.networks.functions import LOSS_VALUES, LOSSES, cross_entropy
 from training.networks.layers import LinearJacobian
 from training.ulr.config import Reduction
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
+from training.ulr.estimator import Estimator, ModuleSequence
 
 SIGMA = 0.4
 DRAWS = 20_000

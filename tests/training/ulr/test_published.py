@@ -17,9 +17,8 @@ from opusim.randomness.streams import noise_stream
 from tests.support.ulr_models import new_network, records
 from training.networks.functions import cross_entropy_values
 from training.ulr.config import UlrConfig
-from training.ulr.estimator import parameter_estimates
-from training.ulr.network import ModuleSequence
-from training.ulr.published import PublishedUpdate, completing_noise
+from training.ulr.estimator import ModuleSequence, parameter_estimates
+from training.ulr.trainer import PublishedUpdate, completing_noise
 
 OPTIONS = UlrConfig(
     form="published", copies=3, sigma=0.7, target_std=2.0, clip_norm=0.5, remedy="extra-noise"

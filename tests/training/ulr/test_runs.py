@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import training
+from benchmarks.bare import bare
 from opusim import open_device
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream, noise_stream
@@ -23,8 +24,7 @@ from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
 from training.protections.base import DeviceNormals
 from training.protections.record import RecordGradients
-from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
+from training.ulr.estimator import Estimator, ModuleSequence
 from training.ulr.trainer import PlainUpdate, UlrTrainer
 
 CLIP, DIVISOR = 0.31, 19.0
@@ -54,7 +54,9 @@ def new_trainer(network: ModuleSequence, protection: RecordGradients | None = No
         protection=protection,
     )
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
-    return UlrTrainer(network, optimizer, update)
+    return bare(
+        UlrTrainer, network, load_config({"trainer": {"kind": "ulr"}}), optimizer=optimizer, update=update
+    )
 
 
 def clipped(network: ModuleSequence, *, by_layer: bool = False) -> RecordGradients:

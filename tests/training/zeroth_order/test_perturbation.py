@@ -13,7 +13,7 @@ import torch
 
 from opusim.medium.directions import Direction
 from opusim.randomness.rounded import toward_zero
-from training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
+from training.zeroth_order.step_log import InPlacePerturbation, MemoryMappedTensors, StepEntry
 from training.zeroth_order.trainer import (
     LARGEST_DIFFERENCE,
     Differences,

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.support.forked import in_forked_process
-from training.zeroth_order.perturbation import StepEntry
-from training.zeroth_order.step_log import LogContent, LogHeader, StepLog
+from training.zeroth_order.step_log import LogContent, LogHeader, StepEntry, StepLog
 
 HEADER = LogHeader(
     root=1, perturbation=1e-3, directions=1, weight_decay=0.0, settle_every=64, tensors=[], base="base"

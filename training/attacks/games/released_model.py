@@ -24,8 +24,8 @@ import torch
 from accounting.mechanisms.convex import ConvexLastIterate, learning_rates, proven_mu
 from accounting.mechanisms.labels import LabelRelease
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
-from training.convex.algorithm import ConvexAlgorithm
 from training.convex.gated import GatedNetwork, GatedRelu
+from training.convex.trainer import ConvexTrainer
 from training.engine.plan import RunPlan
 from training.networks.optimizers import set_learning_rate
 from training.protections.released_model import LabelReleaseProtection
@@ -159,7 +159,7 @@ class LastIterateGame(TwoWorlds):
     ) -> None:
         self._plan, self._lean = plan, lean
         algorithm = plan.algorithm
-        if not isinstance(algorithm, ConvexAlgorithm):
+        if not isinstance(algorithm, ConvexTrainer):
             raise TypeError(f"plan: trainer.kind = {plan.config.trainer.kind!r} has no last iterate")
         self.actual = algorithm.last_iterate(plan.protection.noise_multiplier)
         self.mechanism = self.actual if accounted is None else accounted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -28,7 +28,6 @@ from opusim.processes import launched_rank
 from opusim.processes.ranks import Ranks, init_process_group
 from training.config.kinds import KINDS
 from training.config.run import RunConfig, load_config
-from training.config.sections import DataConfig
 from training.data import Dataset
 from training.data.dataset import wide_feature
 from training.data.optical_map import expected_usage as features_usage
@@ -36,7 +35,7 @@ from training.data.tables import OwnData, OwnTest
 from training.engine.algorithm import Trainer
 from training.engine.callbacks import Callback, Watchers
 from training.engine.certified import facts_of, noted_alarms, require_undoubted
-from training.engine.loop import Engine, end, follow
+from training.engine.loop import Engine, follow
 from training.engine.plan import (
     Forecast,
     RunPlan,
@@ -111,8 +110,7 @@ def train(
         stated = _stored(config, settings, folder) if resume else load_config(config, settings)
         resolved = for_this_machine(stated)
         follows = not ranks.is_first and leads_steps(resolved)
-        if ranks.world > 1:
-            require_shareable(resolved, ranks)
+        require_shareable(resolved, ranks)
         resolved, data, model = default_inputs(resolved, data, model)
         resolved = with_own_inputs(resolved, data, label, model)
         named = None if folder is None else Path(folder)
@@ -162,14 +160,25 @@ def train_on(
         if features is not None and watcher is not None:
             watcher.on_features(features)
         plan = RunPlan.resolve(config, records, model=model)
-        folder = folder or _new_folder(config)
+        if folder is None:  # a name that no other process has: runs/pdfa-digits-1, -2, ...
+            paths = (f"{config.trainer.kind}-{config.data.short_name}-{n}" for n in itertools.count(1))
+            claimed = (RunFolder.claimed(own_folder(Path("runs") / path)) for path in paths)
+            folder = next(found for found in claimed if found is not None)
         train_planned(plan, folder, watcher=watcher)
         return load_run(folder.path, model=model, trust_code=True)  # it was executed here
     if folder is None:
         raise RunFolderError(_NO_FOLDER)
     with folder.writing(new=False, private=private):
         folder.require_resumable(moved=moved)
-        _check_keys(folder, for_this_machine(config))
+        stored = folder.read_facts()
+        keys = flat(for_this_machine(config).model_dump(mode="json")).keys()
+        new = sorted(keys - flat(stored["config"]).keys() - {"seed"})  # a release run stores no seed
+        if new:
+            raise RunFolderError(
+                f"run folder {folder.path} was started by opusim {stored['versions'].get('opusim')}, whose "
+                f"configuration had no {', '.join(new)}; resume it with the opusim that started it (this is "
+                f"{versions()['opusim']}), or start a new folder"
+            )
         plan = RunPlan.resolve(config, records, model=model, folder=folder)
         _train_in(folder, plan, watcher, resume=True)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
@@ -242,9 +251,8 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
             if forecast is not None:
                 engine.tell(forecast.usage(engine.step), is_mean=forecast.is_mean)
             if not resume:
-                if plan.config.protection.protects != "records":
-                    _hint_at_scales(plan.config.data, plan.dataset)
-                _warn_of_large_delta(plan)
+                for hint in _hints(plan):
+                    warnings.warn(hint, stacklevel=3)
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_trainer(trainer, ranks)
@@ -261,25 +269,20 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
                     raise engine.ended_by(error) from error
                 algorithm.prepare(trainer, folder)
                 engine.run(interrupted)
-    end(ranks)
+    ranks.on_first(lambda: None)  # no further step for those who follow
 
 
-def _hint_at_scales(data: DataConfig, records: Dataset) -> None:
-    """Warn of user-supplied features in units of their own, which must not be private."""
-    hint = wide_feature(records) if data.is_own and data.features is None else None
-    if hint is not None:
-        warnings.warn(hint, stacklevel=4)
-
-
-def _warn_of_large_delta(plan: RunPlan) -> None:
-    """Warn of a delta from 1 / records on; a private number of records is never told."""
-    options = plan.config.protection
-    if options.protects == "nothing":
-        return
-    records = len(plan.dataset.train) if plan.config.counts_are_public else None
-    warning = large_delta(options.delta, plan.mechanisms, records=records)
-    if warning is not None:
-        warnings.warn(warning, stacklevel=4)
+def _hints(plan: RunPlan) -> Iterator[str]:
+    """Yield what to warn of before a new run: features in units of their own, and a delta from 1 / records on."""
+    config, data = plan.config, plan.config.data
+    public = config.protection.protects != "records"
+    if public and data.is_own and data.features is None and (hint := wide_feature(plan.dataset)) is not None:
+        yield hint
+    if config.protection.protects != "nothing":  # a private number of records is never told
+        records = len(plan.dataset.train) if config.counts_are_public else None
+        warning = large_delta(config.protection.delta, plan.mechanisms, records=records)
+        if warning is not None:
+            yield warning
 
 
 def _features_usage(config: RunConfig, records: Dataset) -> Usage | None:
@@ -315,41 +318,28 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
     return run_folder.read_config()
 
 
-def _new_folder(config: RunConfig) -> RunFolder:
-    """Return a new folder of a name that no other process has: runs/pdfa-digits-1, -2, ..."""
-    stem = f"{config.trainer.kind}-{config.data.short_name}"
-    for number in itertools.count(1):
-        folder = RunFolder.claimed(own_folder(Path("runs") / f"{stem}-{number}"))
-        if folder is not None:
-            return folder
-    raise AssertionError("itertools.count ended")
-
-
 def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
     """Return what `config.json` says besides the configuration."""
-    code = code_of(plan.config, plan.network.facts)
-    features = _features_usage(plan.config, plan.dataset)
+    config = plan.config
+    code = code_of(config, plan.network.facts)
+    features = _features_usage(config, plan.dataset)
+    # The kinds that the run uses, which other packages may bring, each with its entry-point group.
+    used = [(kinds.group, getattr(config, name).kind) for name, kinds in KINDS.items()]
+    if plan.description is not None:
+        used.append((DEVICE_KINDS, plan.description.kind))
+    if plan.noise is not None:
+        used.append((NOISE_LAWS, plan.noise.law))
     return {
         "network": plan.network.facts,
-        "data": _facts_of_data(plan.config, plan.dataset),
+        "data": _facts_of_data(config, plan.dataset),
         "device": None if plan.description is None else plan.description.dump(),
         "noise": None if plan.noise is None else plan.noise.summary(),
-        "versions": versions(_kinds(plan)),
+        "versions": versions(used),
         **({} if plan.certificate is None else {"certificate": plan.certificate.dump()}),
         **({"code": code} if code else {}),
         **({} if forecast is None else {"expected": forecast.usage().to_json()}),
         **({} if features is None else {"expected_of_features": features.to_json()}),
     }
-
-
-def _kinds(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return the kinds that a run uses, which other packages may bring, each with its entry-point group."""
-    found = [(kinds.group, getattr(plan.config, name).kind) for name, kinds in KINDS.items()]
-    if plan.description is not None:
-        found.append((DEVICE_KINDS, plan.description.kind))
-    if plan.noise is not None:
-        found.append((NOISE_LAWS, plan.noise.law))
-    return found
 
 
 def _as_found(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:
@@ -392,23 +382,9 @@ def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         facts["fingerprint"] = fingerprint(dataset.train)
         if dataset.test is not None:
             facts["test_fingerprint"] = fingerprint(dataset.test)
-    elif (
-        config.protection.protects == "labels"
-    ):  # features are public, and budgets go by their records' numbers
+    elif config.protection.protects == "labels":  # features are public, and budgets go by records' numbers
         facts["features_fingerprint"] = fingerprint(dataset.train, labels=False)
     return facts
-
-
-def _check_keys(folder: RunFolder, config: RunConfig) -> None:
-    """Refuse to resume a run whose stored configuration lacks keys that this version requires."""
-    stored = folder.read_facts()
-    new = sorted(flat(config.model_dump(mode="json")).keys() - flat(stored["config"]).keys() - {"seed"})
-    if new:  # a release run stores no seed
-        raise RunFolderError(
-            f"run folder {folder.path} was started by opusim {stored['versions'].get('opusim')}, whose configuration "
-            f"had no {', '.join(new)}; resume it with the opusim that started it (this is {versions()['opusim']}), or "
-            "start a new folder"
-        )
 
 
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:

@@ -258,8 +258,14 @@ class Kinds(Generic[SectionT]):
         Raises:
             BadKey: There is no such kind, or the package that brings it cannot be used.
         """
-        if kind not in (*self.names(), *self.stored):
-            raise BadKey(f"{self.section}.kind", self._unknown(kind))
+        names = self.names()
+        if kind not in (*names, *self.stored):
+            former = [name for name, section in self.every().items() if kind in section.formerly]
+            known = f"; known are {', '.join(map(repr, names))}"
+            reason = f"{kind!r} is no {self.section}{did_you_mean(str(kind), names, otherwise=known)}"
+            if former:
+                reason = f"{kind!r} is now {former[0]!r}; use that"
+            raise BadKey(f"{self.section}.kind", reason)
         try:
             return self._loaded(kind)
         except plugins.PluginError as error:
@@ -313,14 +319,6 @@ class Kinds(Generic[SectionT]):
 
         section: type[SectionT] = plugins.load(self.group, kind, accept=problem)
         return section
-
-    def _unknown(self, kind: Any) -> str:
-        for name, section in self.every().items():
-            if kind in section.formerly:
-                return f"{kind!r} is now {name!r}; use that"
-        names = self.names()
-        known = f"; known are {', '.join(map(repr, names))}"
-        return f"{kind!r} is no {self.section}{did_you_mean(str(kind), names, otherwise=known)}"
 
 
 TRAINERS: Kinds[TrainerSection] = Kinds(section="trainer", base=TrainerSection)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -470,20 +471,16 @@ def _validated(values: Mapping[str, Any], origin: str, *, given: Sequence[str]) 
         config = RunConfig.model_validate(values)
         require_used(config, given)
     except ValidationError as error:
-        raise first_problem(error, RunConfig, origin, sections=_sections(values)) from error
+        sections: dict[str, type[BaseModel]] = {}  # of the kinds that the values name
+        with suppress(BadKey):
+            for name, section in completed(values).items():
+                kind = section.get("kind") if name in KINDS and isinstance(section, Mapping) else None
+                if kind is not None and kind in KINDS[name].names():
+                    sections[name] = KINDS[name].find(kind)
+        raise first_problem(error, RunConfig, origin, sections=sections) from error
     except BadKey as error:
         raise ConfigError(origin, error.key, error.reason) from error
     return config
-
-
-def _sections(values: Mapping[str, Any]) -> dict[str, type[BaseModel]]:
-    """The sections of the kinds that the values name."""
-    try:
-        whole = completed(values)
-    except BadKey:
-        return {}
-    named = {name: section.get("kind") for name in KINDS if isinstance(section := whole.get(name), Mapping)}
-    return {name: KINDS[name].find(kind) for name, kind in named.items() if kind in KINDS[name].names()}
 
 
 def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[dict[str, Any], bool]:

@@ -102,7 +102,7 @@ class Trainer(ABC):
         return Usage() if self.device is None else self.device.usage
 
     def close(self) -> None:  # noqa: B027  # optional hook
-        """Take off the model what training put on it; called after the last step, or after an error."""
+        """Remove training's hooks from the model; called after the last step, or after an error."""
 
     def before_checkpoint(self) -> None:  # noqa: B027  # optional hook
         """Bring parameters and files to a point from which a run can resume; called before each checkpoint."""
@@ -201,8 +201,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` names it. It must give
 
     - `build_network` and `rebuild_network`: the network, new and from its description in a run folder;
-    - `open` and `step`, if it is a `training.engine.algorithm.Trainer`, too; else `trainer`, which returns one on
-      `self.network`.
+    - `open` and `step`, if it is a `Trainer`, too; else `trainer`, which returns one on `self.network`.
 
     It may also give
 
@@ -390,7 +389,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         return config.protection.clip
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """See ProtectedAlgorithm.mechanism; by default a step of clipped contributions."""
+        """Return what a run releases of whole records: by default a step of clipped contributions."""
         return self.clipped_records(noise_multiplier, divisor=self.config.divisor)
 
     def clipped_records(self, noise_multiplier: float, *, divisor: float) -> RecordCentral | RecordReplaced:

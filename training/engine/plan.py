@@ -91,7 +91,14 @@ class RunPlan(Plan):
     ) -> Self:
         """Return the plan of a run whose noise is not calibrated yet; see `resolve`."""
         config = for_this_machine(config)
-        _require_named(config, dataset)
+        name = config.data.name
+        if name not in (OWN_ARRAYS, dataset.name):  # whose public constants the records would pass for
+            raise ConfigError(
+                "configuration",
+                "data.name",
+                f"{name!r} is not the name of the given data set ({dataset.name!r}); give user-supplied records to "
+                "opusim.train(data=...)",
+            )
         require_target(config, dataset)
         description = _description(config, folder)
         certificate = certificate_of(config.device, config.protection.delta, description, folder)
@@ -157,8 +164,19 @@ class RunPlan(Plan):
         warn_if_changed(facts.get("code", []))
         config, data, model = default_inputs(config, data, model)
         dataset = with_maps(config, load_data(config, data), folder)
-        _require_same_data(folder, facts["data"], dataset)
-        kept = facts.get("certificate")
+        # Refuse other data than the run was trained on, as far as its folder can tell.
+        stored, kept = facts["data"], facts.get("certificate")
+        if (split := stored.get("split", dataset.split)) != dataset.split:
+            raise RunFolderError(
+                f"run folder {folder.path} held records out by {split}, and these are held out by {dataset.split}; "
+                "give the same data in the same form"
+            )
+        for key, labels in (("fingerprint", True), ("features_fingerprint", False)):
+            found = stored.get(key)
+            if found is not None and found != fingerprint(dataset.train, labels=labels):
+                raise RunFolderError(
+                    f"run folder {folder.path} was trained on other data; give the same again"
+                )
         return cls(
             config=config,
             dataset=to_device(dataset, config.torch_device),
@@ -199,7 +217,7 @@ class RunPlan(Plan):
         return replace(self, config=config, sampler=build_sampler(config, self.dataset))
 
     def started(self, *, threads: int, device: NoisyDevice | None) -> Self:
-        """Return the plan with what only the start tells: torch's threads and the law that the open device states."""
+        """Return the plan with the thread count and the open device's noise law."""
         noise = None if device is None else device.stated_noise
         return replace(self, config=self.config.unchecked(threads=threads), noise=noise)
 
@@ -338,54 +356,27 @@ def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest |
             "data.test names a file"
         )
     if isinstance(data, Dataset):
-        _require_stated(config, data)
+        found = {
+            "split": data.split,
+            "target": data.target,
+            "inputs": "tokens" if data.holds_tokens else "features",
+            "n_classes": data.n_classes,
+            "vocabulary": data.vocabulary,
+            "classes": data.classes,
+            "label": (),
+        }
+        if config.data.standardise == "records":
+            reason = "'records' is for features as they were measured, and a Dataset has its constants; leave it out"
+            raise ConfigError("configuration", "data.standardise", reason)
+        for key, value in found.items():
+            stated = getattr(config.data, key)
+            if stated not in (None, "auto", (), value):
+                reason = f"{stated!r} is not that of the given Dataset ({value}); leave it out"
+                raise ConfigError("configuration", f"data.{key}", reason)
         return data
     if data is None:
         return build_dataset(config.data, config.split)
     return own_dataset(config.data, config.split, data, test)
-
-
-def _require_stated(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse keys that say something else of a given Dataset than it holds.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    found = {
-        "split": dataset.split,
-        "target": dataset.target,
-        "inputs": "tokens" if dataset.holds_tokens else "features",
-        "n_classes": dataset.n_classes,
-        "vocabulary": dataset.vocabulary,
-        "classes": dataset.classes,
-        "label": (),
-    }
-    if config.data.standardise == "records":
-        reason = (
-            "'records' is for features as they were measured, and a Dataset has its constants; leave it out"
-        )
-        raise ConfigError("configuration", "data.standardise", reason)
-    for key, value in found.items():
-        stated = getattr(config.data, key)
-        if stated not in (None, "auto", (), value):
-            reason = f"{stated!r} is not that of the given Dataset ({value}); leave it out"
-            raise ConfigError("configuration", f"data.{key}", reason)
-
-
-def _require_named(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse records under another data set's name, whose public constants and number of classes they would pass for.
-
-    Raises:
-        ConfigError: data.name is neither that of the data set nor that of user-supplied arrays.
-    """
-    name = config.data.name
-    if name not in (OWN_ARRAYS, dataset.name):
-        raise ConfigError(
-            "configuration",
-            "data.name",
-            f"{name!r} is not the name of the given data set ({dataset.name!r}); give user-supplied records to "
-            "opusim.train(data=...)",
-        )
 
 
 def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
@@ -403,17 +394,6 @@ def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> 
             else map_from_facts(folder.read_facts()["data"]["features"])
         )
         dataset = with_public_features(dataset, public, cached=not config.data.is_own)
-    return with_principal_components(config, dataset, folder)
-
-
-def with_principal_components(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
-    """Return the data set in the principal components that the configuration asks for, if any.
-
-    Args:
-        config: The configuration.
-        dataset: The records as they were loaded.
-        folder: The folder of a run that has started, whose components are taken.
-    """
     wanted, options = config.data.components, config.data
     if wanted is None:
         return dataset
@@ -506,20 +486,6 @@ def _description(config: RunConfig, folder: RunFolder | None) -> DeviceDescripti
     return load_description(config.device.name, config.device.overrides)
 
 
-def _require_same_data(folder: RunFolder, stored: dict[str, Any], dataset: Dataset) -> None:
-    """Refuse other data than a run was trained on, as far as its folder can tell."""
-    split = stored.get("split", dataset.split)
-    if split != dataset.split:
-        raise RunFolderError(
-            f"run folder {folder.path} held records out by {split}, and these are held out by {dataset.split}; give "
-            "the same data in the same form"
-        )
-    kept, features = stored.get("fingerprint"), stored.get("features_fingerprint")
-    is_other = kept is not None and kept != fingerprint(dataset.train)
-    if is_other or (features is not None and features != fingerprint(dataset.train, labels=False)):
-        raise RunFolderError(f"run folder {folder.path} was trained on other data; give the same again")
-
-
 OBSERVED_STEPS = 5
 """Steps at the end of each epoch whose diagnostics are averaged; each costs about another step."""
 
@@ -559,7 +525,9 @@ class Forecast:
         """
         if device is None:
             return None
-        algorithm, n_outputs, records = plan.algorithm, device.n_outputs, _mean_batch(plan)
+        algorithm, n_outputs, records = plan.algorithm, device.n_outputs, float(plan.config.divisor)
+        if plan.config.tells_records:  # else the public constant stands for the mean batch
+            records = plan.sampler.expected_batch_size
         step = algorithm.work_of_step(records, n_outputs, observed=False)
         observed = algorithm.work_of_step(records, n_outputs, observed=True)
         if step is None or observed is None:
@@ -583,15 +551,15 @@ class Forecast:
         plan, device = self.plan, self.device
         looks = _observed(plan, plan.total_steps) - _observed(plan, first)
         work = self.step.times(plan.total_steps - first - looks) + self.observed.times(looks)
-        work += device.upkeep(first, plan.total_steps, inspections=_inspections(plan, first))
+        inspections, per_epoch = 0, plan.sampler.steps_per_epoch
+        if plan.certificate is not None:  # which is checked at checkpoints and at the end
+            every = plan.config.checkpoint.every_steps or per_epoch
+            steps = range(first + 1, plan.total_steps + 1)
+            inspections = 1 + sum(step % every == 0 or step % per_epoch == 0 for step in steps)
+        work += device.upkeep(first, plan.total_steps, inspections=inspections)
         if not first:
             work += self.before
         return device.usage + work.usage(device.description.frames, n_outputs=device.n_outputs)
-
-
-def _mean_batch(plan: RunPlan) -> float:
-    """Return the mean number of records of a batch; if it must not be told, the public constant that stands for it."""
-    return plan.sampler.expected_batch_size if plan.config.tells_records else plan.config.divisor
 
 
 def _observed(plan: RunPlan, steps: int) -> int:
@@ -601,13 +569,3 @@ def _observed(plan: RunPlan, steps: int) -> int:
     epochs, rest = divmod(steps, plan.sampler.steps_per_epoch)
     each = min(OBSERVED_STEPS, plan.sampler.steps_per_epoch)
     return epochs * each + max(rest - (plan.sampler.steps_per_epoch - each), 0)
-
-
-def _inspections(plan: RunPlan, first: int) -> int:
-    """Return how often a certified device is checked at checkpoints and at the end."""
-    if plan.certificate is None:
-        return 0
-    per_epoch = plan.sampler.steps_per_epoch
-    every = plan.config.checkpoint.every_steps or per_epoch
-    steps = range(first + 1, plan.total_steps + 1)
-    return 1 + sum(step % every == 0 or step % per_epoch == 0 for step in steps)

@@ -62,29 +62,18 @@ def find_points(
     modules = {name: module for name, module in model.named_modules() if name}
     chosen: set[str] = set()
     for entry in entries:
-        chosen |= _matches(modules, entry)
+        if isinstance(entry, str):  # `*` stays within one part of a name, as in a path
+            wanted, label = entry.split("."), repr(entry)
+            parts = {name: name.split(".") for name in modules if name.count(".") == entry.count(".")}
+            found = {name for name, own in parts.items() if all(map(fnmatch.fnmatchcase, own, wanted))}
+        elif isinstance(entry, type) and issubclass(entry, nn.Module):
+            found, label = {name for name, m in modules.items() if isinstance(m, entry)}, entry.__name__
+        else:
+            raise TypeError(f"points holds {entry!r}; give names, patterns or classes of submodules")
+        if not found:
+            raise ValueError(f"points: no submodule is {label}; {_some_names(modules, str(entry))}")
+        chosen |= found
     return tuple(name for name in modules if name in chosen)
-
-
-def _matches(modules: Mapping[str, nn.Module], entry: object) -> set[str]:
-    """Return the names of the submodules that one entry of `points` means."""
-    if isinstance(entry, str):
-        found = {name for name in modules if _fits(name, entry)}
-        label = repr(entry)
-    elif isinstance(entry, type) and issubclass(entry, nn.Module):
-        found = {name for name, module in modules.items() if isinstance(module, entry)}
-        label = entry.__name__
-    else:
-        raise TypeError(f"points holds {entry!r}; give names, patterns or classes of submodules")
-    if not found:
-        raise ValueError(f"points: no submodule is {label}; {_some_names(modules, str(entry))}")
-    return found
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern means a name; `*` stays within one part of it, as in a path."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def require_place(model: nn.Module, error_at: str) -> str:
@@ -208,7 +197,22 @@ def unnormalised(calls: Sequence[tuple[str, Tensor]]) -> list[str]:
     Args:
         calls: Name and output of each point; the autograd graph of an output says how it was computed.
     """
-    return list(dict.fromkeys(name for name, output in calls if _is_unnormalised(output)))
+    found: dict[str, None] = {}
+    for name, output in calls:
+        node: Any = output.grad_fn
+        for _ in range(_MOST_STEPS):
+            if not _keeps_scale(node):
+                break
+            node = node.next_functions[0][0]
+        # A sum of summands that may both grow: neither is a bias or the output of a normalisation.
+        if _operation(node) == "Add" and all(
+            before is not None
+            and type(before).__name__ != "AccumulateGrad"
+            and "Norm" not in _operation(before)
+            for before, _ in node.next_functions
+        ):
+            found[name] = None
+    return list(found)
 
 
 def warn_of_unnormalised(calls: Sequence[tuple[str, Tensor]]) -> None:
@@ -221,21 +225,6 @@ def warn_of_unnormalised(calls: Sequence[tuple[str, Tensor]]) -> None:
             "branch, leave normalised out, or start the layer before the error from the feedback (start_from_feedback)",
             stacklevel=2,
         )
-
-
-def _is_unnormalised(output: Tensor) -> bool:
-    """Whether an output is a sum of summands that may both grow."""
-    node: Any = output.grad_fn
-    for _ in range(_MOST_STEPS):
-        if not _keeps_scale(node):
-            break
-        node = node.next_functions[0][0]
-    return _operation(node) == "Add" and all(_may_grow(before) for before, _ in node.next_functions)
-
-
-def _may_grow(node: Any) -> bool:
-    """Whether a summand is neither a bias nor the output of a normalisation."""
-    return node is not None and type(node).__name__ != "AccumulateGrad" and "Norm" not in _operation(node)
 
 
 def _operation(node: Any) -> str:
@@ -331,7 +320,7 @@ def _convolutions(model: nn.Module) -> ChosenPoints | None:
     """Return the one point of a convolutional model, at the end of its convolutions; None for other models."""
     names, modules, blocks = layers(model), dict(model.named_modules()), repeated(model)
     places = [n for n, (name, _) in enumerate(names[:-1]) if isinstance(modules[name], _ConvNd)]
-    if not places or not all(_convolves(block) for _, block in blocks):
+    if not places or not all(any(isinstance(m, _ConvNd) for m in block.modules()) for _, block in blocks):
         return None
     (layer, behind), (head, _) = names[places[-1]], names[places[-1] + 1]
     last = f"{blocks[-1][0]}." if blocks else "-"
@@ -346,11 +335,6 @@ def _convolutions(model: nn.Module) -> ChosenPoints | None:
     channels, wanted = modules[layer].out_channels, getattr(modules[head], "in_features", 0)
     own = wanted > channels and wanted % channels == 0
     return ChosenPoints((behind,), "full" if own else "broadcast", TRUNK)
-
-
-def _convolves(block: nn.Module) -> bool:
-    """Whether a block holds convolutions."""
-    return any(isinstance(module, _ConvNd) for module in block.modules())
 
 
 def vocabulary_layer(model: nn.Module, points: Sequence[str]) -> str | None:
@@ -379,7 +363,12 @@ def vocabulary_layer(model: nn.Module, points: Sequence[str]) -> str | None:
 class Choosing:
     """Chooses arguments that are not given, and tells what was chosen; subclasses call `_choose`.
 
-    Attributes: see `training.feedback.hooks.PointHooks`.
+    Attributes:
+        model: The module whose submodules are points.
+        points: Names of the points.
+        error_at: Name of the submodule whose output carries the error, or with ".input" behind it of the one that
+            receives it; None for the model's output.
+        gain: Factor on the feedback.
     """
 
     model: nn.Module
@@ -438,14 +427,18 @@ class Choosing:
         return lines
 
     def _look(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """See PointHooks."""
+        """Decide whether the feedback is normalised; arguments as in `_tell`."""
         self._normalised = bool(unnormalised(calls))
         is_chosen = "gain" in self._reasons and self.gain == _USUAL["gain"]  # it may have been set since
         if self._normalised and is_chosen:
             self.gain = _GAIN_OF_STREAMS
 
     def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """See PointHooks."""
+        """Say once, in the first forward pass that learns, what was chosen, or what goes wrong.
+
+        Args:
+            calls: Name and output of each call of a point.
+        """
         if not self.gain:
             return
         if self._normalised is False and "normalised" not in self._reasons:

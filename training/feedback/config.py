@@ -206,6 +206,8 @@ def names_model(given: Given) -> bool:
 class PointsConfig(FeedbackConfig):
     """Where a projected error enters a module (`opusim.FeedbackAlignment`)."""
 
+    feedback_matrix = True
+
     points: Names | None = None
     """Feedback points: names or shell patterns of names of submodules, or blocks, the repeated blocks but the last.
     Each one's output receives a slice of the projected error. A fully connected network has its hidden layers. None
@@ -239,7 +241,6 @@ class PointsConfig(FeedbackConfig):
 class _ProjectedConfig(PointsConfig, _DigitalConfig):
     """A digital random projection of the error."""
 
-    feedback_matrix = True
     dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {
         "projection": {
             "hadamard": "take 'gaussian', which learns as well, or trainer.kind = 'bp' for wide outputs"
@@ -325,7 +326,6 @@ class TdfaConfig(EncodedConfig, _ProjectedConfig):
 class PdfaConfig(EncodedConfig):
     """Photonic direct feedback alignment: the error goes through the device."""
 
-    feedback_matrix = True
     summary: ClassVar[str] = (
         "Photonic direct feedback alignment: the ternarized error goes through the device."
     )

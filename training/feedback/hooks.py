@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from opusim.devices.base import NoisyDevice
-from training.feedback.choice import INPUT, OUTPUT, is_a_stream, mapped, tensors_of
+from training.feedback.choice import INPUT, OUTPUT, Choosing, is_a_stream, mapped, tensors_of
 from training.feedback.diagnosis import Reading
 from training.feedback.layout import Extent, Rows, Slice, View, arrange
 from training.networks.record_gradients.followed.placement import Held, Mixed, State
@@ -32,29 +32,16 @@ class FeedbackShape(NamedTuple):
     n_outputs: int
 
 
-class PointHooks(nn.Module):
+class PointHooks(Choosing, nn.Module):
     """Records feedback points in a forward pass of `model` and connects them to the error.
 
     It stands in for the plain model: parameters, buffers and submodules have the model's names, in state dicts and in
     `named_parameters`. Subclasses set all attributes, install the hooks and project the error.
 
-    Attributes:
-        model: The module whose submodules are points.
-        points: Names of the points.
-        error_at: Name of the submodule whose output carries the error, or with ".input" behind it of the one that
-            receives it; None for the model's output.
-        gain: Factor on the feedback.
     """
 
-    model: nn.Module
-    points: tuple[str, ...]
-    error_at: str | None
-    gain: float
     _rows: Rows
-    _full: bool
     _shared: bool
-    _normalised: bool | None
-    _vocabulary: str | None
     _view: View
     _noisy_device: NoisyDevice | None
     _n_inputs: int
@@ -80,18 +67,6 @@ class PointHooks(nn.Module):
         """
 
     @abstractmethod
-    def _look(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """Decide whether the feedback is normalised; arguments as in `_tell`."""
-
-    @abstractmethod
-    def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """Say once, in the first forward pass that learns, what was chosen, or what goes wrong.
-
-        Args:
-            calls: Name and output of each call of a point.
-        """
-
-    @abstractmethod
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Start to record points; nothing is recorded outside a forward pass of the whole model."""
 
@@ -105,25 +80,20 @@ class PointHooks(nn.Module):
         for name in self.points:
             submodule = self.model.get_submodule(name)
             handles.append(submodule.register_forward_hook(partial(self._mark, name)))
-        handles += self._install_error()
-        handles.append(self.model.register_forward_hook(self._end))
-        handles.append(self.model.register_forward_hook(self._forget, always_call=True))
-        self.register_state_dict_post_hook(_drop_prefix)
-        self.register_load_state_dict_pre_hook(_add_prefix)
-        return handles
-
-    def _install_error(self) -> list[Any]:
-        """Put hooks where the error is taken, or where the first forward pass may choose to take it."""
+        # Where the error is taken, or where the first forward pass may choose to take it.
         received = self._vocabulary
         if self.error_at is not None and self.error_at not in dict(self.model.named_modules()):
             received = self.error_at.removesuffix(INPUT)
-        handles: list[Any] = []
         if received is not None:
             module = self.model.get_submodule(received)
             handles.append(module.register_forward_pre_hook(partial(self._connect_input, received)))
         if received is None or self._vocabulary is not None:
             place = self.model.get_submodule(self.error_at or OUTPUT)
             handles.append(place.register_forward_hook(self._connect_output))
+        handles.append(self.model.register_forward_hook(self._end))
+        handles.append(self.model.register_forward_hook(self._forget, always_call=True))
+        self.register_state_dict_post_hook(_drop_prefix)
+        self.register_load_state_dict_pre_hook(_add_prefix)
         return handles
 
     @torch._disable_dynamo
@@ -136,9 +106,16 @@ class PointHooks(nn.Module):
         if self._calls is None:  # outside a forward pass, or in the recomputation of a checkpointed part
             if self._state != "learning":
                 return None
-            if _in_backward():
+            if torch._C._current_graph_task_id() != -1:  # autograd runs a backward pass, which recomputes
                 return mapped(output, Tensor.detach)
-            self._warn_outside(name)
+            if not self._outside:  # warn once
+                self._outside = True
+                warnings.warn(
+                    f"feedback point {name!r} runs outside a forward pass of the whole model, so that its block learns "
+                    "by backpropagation there; call the model itself, wrap the module whose forward runs, or use "
+                    "torch.no_grad()",
+                    stacklevel=2,
+                )
             return None
         if self._connected and self._state != "backpropagating":
             raise ValueError(
@@ -154,17 +131,6 @@ class PointHooks(nn.Module):
         if not tensors[0].requires_grad and any(p.requires_grad for p in module.parameters()):
             raise ValueError(_no_gradient(name))
         return mapped(output, Tensor.detach)
-
-    def _warn_outside(self, name: str) -> None:
-        """Warn once about a block that learns by backpropagation, because only its submodule was called."""
-        if not self._outside:
-            self._outside = True
-            warnings.warn(
-                f"feedback point {name!r} runs outside a forward pass of the whole model, so that its block learns by "
-                "backpropagation there; call the model itself, wrap the module whose forward runs, or use "
-                "torch.no_grad()",
-                stacklevel=2,
-            )
 
     @torch._disable_dynamo
     def _connect_input(self, name: str, module: nn.Module, args: Any) -> Any:
@@ -251,9 +217,8 @@ class PointHooks(nn.Module):
     @torch._disable_dynamo
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop recording; refuse a forward pass whose error was never taken."""
-        calls = self._calls
         if self._observed is not None:
-            self._kept = calls or []
+            self._kept = self._calls or []
         wanted = self._state == "measuring" or (self._state == "learning" and torch.is_grad_enabled())
         if wanted and not self._connected:
             raise ValueError(
@@ -429,11 +394,6 @@ def _no_gradient(name: str) -> str:
         f"point {name!r} computes without gradients, so that its block cannot learn; give use_reentrant=False if "
         "activations are checkpointed (torch.utils.checkpoint), else leave the point out or take it out of no_grad"
     )
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running a backward pass, as it is while a checkpointed part is recomputed."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 _OWN_NAME = "(FeedbackAlignment)"

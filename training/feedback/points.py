@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -24,13 +24,11 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.medium.transmission import Medium
 from opusim.randomness import derive_seed
-from training.feedback.choice import Choosing
 from training.feedback.diagnosis import (
     BATCHES,
     Control,
     Diagnosis,
     Reading,
-    Updates,
     compared,
     learnt_gradients,
     true_gradients,
@@ -65,7 +63,7 @@ _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
 
-class FeedbackAlignment(Choosing, PointHooks):
+class FeedbackAlignment(PointHooks):
     """A module whose blocks learn from a projected error instead of a backpropagated one.
 
     With e a row of dL/dz at `error_at`, n_inputs numbers, a point of C channels receives in place of dL/dh
@@ -154,7 +152,10 @@ class FeedbackAlignment(Choosing, PointHooks):
         channel_dim: int | None = None,
     ) -> None:
         super().__init__()
-        _check_rows(rows)
+        if isinstance(rows, int) and not isinstance(rows, bool):
+            checks.integer(rows=rows, minimum=1)
+        else:
+            checks.choice(("each", "sum"), rows=rows, remedy="or give a number of positions")
         if spread is not None:
             checks.choice(("broadcast", "full"), spread=spread)
         checks.choice(("own", "shared"), slices=slices)
@@ -217,14 +218,12 @@ class FeedbackAlignment(Choosing, PointHooks):
         self._handles = []
         return self.model
 
-    @contextmanager
-    def backpropagating(self) -> Iterator[None]:
+    def backpropagating(self) -> AbstractContextManager[None]:
         """Switch the points off within the block: forward passes in it are learnt from by backpropagation.
 
         With activation checkpointing the backward pass belongs into the block too, because it runs parts again.
         """
-        with self._in_state("backpropagating"):
-            yield
+        return self._in_state("backpropagating")
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
@@ -234,14 +233,8 @@ class FeedbackAlignment(Choosing, PointHooks):
         try:
             yield
         finally:
-            (
-                self._noisy_device,
-                self._encoding,
-                self._projection,
-                self.column_sum,
-                self._step,
-                self._told,
-            ) = kept
+            self._noisy_device, self._encoding, self._projection = kept[:3]
+            self.column_sum, self._step, self._told = kept[3:]
 
     @contextmanager
     def _in_state(self, state: Literal["measuring", "backpropagating"]) -> Iterator[None]:
@@ -431,8 +424,10 @@ class FeedbackAlignment(Choosing, PointHooks):
             self._observed, self._kept, self._error, self._step = None, [], None, step
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
-        updates = Updates(reached=reached, found=found, true=true, reference=reference)
-        return compared(updates, seen, self._projector(seen.rows.device), self._slices)
+        projection = self._projector(seen.rows.device)
+        return compared(
+            reached, found, true, reference, seen=seen, projection=projection, slices=self._slices
+        )
 
     def start_readout(self) -> LearntReadout:
         """Return the learnt read-out of the device's outputs; a new one is plain feedback.
@@ -491,32 +486,23 @@ class FeedbackAlignment(Choosing, PointHooks):
         at = _READOUT_STEP + readout.updates
         if self._noisy_device is not None:
             self._noisy_device.seek(at)
-        error = self._view.rows(gradient.float())
-        reading = self._read(
-            (error.sum(dim=1) if self._rows == "sum" else error.flatten(0, 1)),
-            self._projector(error.device),
-            at,
-        )
-        # 3. Fit the matrix of each call.
+        error, rows = self._view.rows(gradient.float()), self._rows
+        shown = error.sum(dim=1) if rows == "sum" else error.flatten(0, 1)
+        reading = self._read(shown, self._projector(error.device), at)
+        # 3. Fit the matrix of each call to scaled readings and true gradients, row by row.
         for number, (part, h, own) in enumerate(zip(self._slices, outputs, true, strict=True)):
-            rows: Rows = "sum" if self._rows == "sum" else "each"
-            readout.fit(number, *self._pairs(reading, part, h, own, Extent(*error.shape), rows))
+            stream, wanted = self._view.rows(h.detach().float()), self._view.rows(own.float())
+            point = Extent(*stream.shape)
+            std = row_std(stream) if self._normalised else torch.ones_like(stream[..., :1])
+            if one_to_one(Extent(*error.shape), point, "sum" if rows == "sum" else "each"):
+                scale = self.gain / part.channels**0.5
+                readout.fit(number, reading * (scale / std.reshape(-1, 1)), wanted.flatten(0, 1))
+            else:
+                total = reading.view(len(error), -1, reading.shape[1]).sum(dim=1)
+                scale = self.gain / (part.channels * point.positions) ** 0.5
+                wanted = wanted.flatten(1) if part.positions > 1 else wanted.mean(dim=1)
+                readout.fit(number, total * (scale / std.mean(dim=1)), wanted)
         readout.updates += 1
-
-    def _pairs(
-        self, reading: Tensor, part: Slice, h: Tensor, true: Tensor, error: Extent, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """Return what `LearntReadout.fit` takes of a call: scaled readings and true gradients, row by row."""
-        stream, gradient = self._view.rows(h.detach().float()), self._view.rows(true.float())
-        point = Extent(*stream.shape)
-        std = row_std(stream) if self._normalised else torch.ones_like(stream[..., :1])
-        if one_to_one(error, point, rows):
-            scale = self.gain / part.channels**0.5
-            return reading * (scale / std.reshape(-1, 1)), gradient.flatten(0, 1)
-        own = reading.view(error.records, -1, reading.shape[1]).sum(dim=1)
-        scale = self.gain / (part.channels * point.positions) ** 0.5
-        gradient = gradient.flatten(1) if part.positions > 1 else gradient.mean(dim=1)
-        return own * (scale / std.mean(dim=1)), gradient
 
     def _ran(self, loss: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         """Return the loss and the calls of points that it came from."""
@@ -653,10 +639,3 @@ def _require_device(device: object) -> None:
     if isinstance(device, torch.device):
         remedy = f"move the model by .to({str(device)!r})"
     checks.instance(NoisyDevice, device=device, remedy=remedy)
-
-
-def _check_rows(rows: object) -> None:
-    if isinstance(rows, int) and not isinstance(rows, bool):
-        checks.integer(rows=rows, minimum=1)
-    else:
-        checks.choice(("each", "sum"), rows=rows, remedy="or give a number of positions")

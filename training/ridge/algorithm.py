@@ -93,7 +93,10 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
             )
         linear = self.network.linears[0]
         with torch.no_grad(), full_precision():
-            solved = self._fitted(x, y) if self.given is None else self.given
+            solved = self.given
+            if solved is None:
+                design = Design.of(x, ridge=self.options.ridge)
+                solved = design.solved(design.sums(x, y, self.network.widths[-1]))  # float64, shape (k, d)
             found = solved.to(linear.weight)
             if not torch.isfinite(found).all():
                 raise TrainingDiverged("the model is not finite in float32; rescale the features (data.std)")
@@ -105,8 +108,3 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
             n_correct=(output.argmax(dim=1) == y).sum(),
             n_records=len(x),
         )
-
-    def _fitted(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return W, float64, shape (k, d)."""
-        design = Design.of(x, ridge=self.options.ridge)
-        return design.solved(design.sums(x, y, self.network.widths[-1]))

@@ -21,7 +21,6 @@ record only, so a clipped contribution stays a function of its own record.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,39 +36,29 @@ _NEGLIGIBLE = 1e-5
 """Singular values below this part of the largest one count as zero if the patches are fewer than the positions."""
 
 
-class Coordinates(Protocol):
-    """Maps coordinates of a layer's noise to its output."""
-
-    shape: tuple[int, ...]
-    """Shape of the coordinates, (batch, ...)."""
-
-    def noise(self, drawn: Tensor) -> Tensor:
-        """Return z, shape (copies, batch, ...), for coordinates of shape (copies, *shape)."""
-
-    def score(self, drawn: Tensor) -> Tensor:
-        """Return s, shape (batch, ...), for coordinates of shape `shape`: linear, so a sum may stand for many."""
-
-
 class Isotropic:
-    """The coordinates are the outputs themselves.
+    """Maps coordinates of a layer's noise to its output: the coordinates are the outputs themselves.
+
+    Attributes:
+        shape: Shape of the coordinates, (batch, ...).
 
     Args:
         value: The layer's output, shape (batch, ...).
     """
 
     def __init__(self, value: Tensor) -> None:
-        self.shape = tuple(value.shape)
+        self.shape: tuple[int, ...] = tuple(value.shape)
 
     def noise(self, drawn: Tensor) -> Tensor:
-        """See Coordinates."""
+        """Return z, shape (copies, batch, ...), for coordinates of shape (copies, *shape)."""
         return drawn
 
     def score(self, drawn: Tensor) -> Tensor:
-        """See Coordinates."""
+        """Return s, shape (batch, ...), for coordinates of shape `shape`: linear, so a sum may stand for many."""
         return drawn
 
 
-class Matched:
+class Matched(Isotropic):
     """Coordinates along the left singular vectors of each record's patches, for each channel.
 
     Args:
@@ -84,15 +73,15 @@ class Matched:
         self._basis, self._scale = basis.mT.float(), scale[:, None].float()  # (batch, rank, positions or 1)
         self._channels_last, self._value_shape = channels_last, tuple(value.shape)
         channels = value.shape[-1] if channels_last else value.shape[1]
-        self.shape: tuple[int, ...] = (len(value), channels, self._basis.shape[1])
+        self.shape = (len(value), channels, self._basis.shape[1])
 
     def noise(self, drawn: Tensor) -> Tensor:
-        """See Coordinates: sigma Q f^(1/2) e."""
+        """Return sigma Q f^(1/2) e; see Isotropic."""
         rows = drawn.transpose(0, 1).flatten(1, 2)  # one product for all copies of a record
         return self._placed((rows * self._scale) @ self._basis, len(drawn))
 
     def score(self, drawn: Tensor) -> Tensor:
-        """See Coordinates: sigma Q f^(-1/2) e."""
+        """Return sigma Q f^(-1/2) e; see Isotropic."""
         return self._placed((drawn / self._scale) @ self._basis, 1)[0]
 
     def _placed(self, flat: Tensor, copies: int) -> Tensor:
@@ -123,7 +112,7 @@ def _scale(s: Tensor, positions: int) -> Tensor:
     return (f * (positions / f.sum(dim=1, keepdim=True))).sqrt()
 
 
-def coordinates_of(jacobian: Jacobian, value: Tensor, h: Tensor, *, matched: bool) -> Coordinates:
+def coordinates_of(jacobian: Jacobian, value: Tensor, h: Tensor, *, matched: bool) -> Isotropic:
     """Return the coordinates of a layer's noise.
 
     Modules whose parameters act at one position, or that have no closed form, have isotropic noise.
@@ -154,7 +143,7 @@ class Draws:
 
     def __init__(
         self,
-        coordinates: Coordinates,
+        coordinates: Isotropic,
         noise: NoiseStream,
         sigma: float,
         copies: int,
@@ -170,18 +159,15 @@ class Draws:
         """Return the coordinates of the next copies, (copies, *shape), and z, (copies, batch, ...)."""
         drawn = self._like.new_zeros(copies, *self.coordinates.shape)
         for copy in drawn:
-            self._fill(copy)
+            if not self._orthogonal:
+                self._noise.add_to(copy, self._sigma)
+                continue
+            if not self._group:
+                self._begin_group()
+            column, size = self._group.pop(), self._signs.shape[1]
+            shifted = torch.cat([column, column]).unfold(0, size, 1)  # row k is the column shifted by k
+            torch.mul(self._signs, shifted.index_select(0, self._shifts), out=copy.flatten(1))
         return drawn, self.coordinates.noise(drawn)
-
-    def _fill(self, copy: Tensor) -> None:
-        if not self._orthogonal:
-            self._noise.add_to(copy, self._sigma)
-            return
-        if not self._group:
-            self._begin_group()
-        column, size = self._group.pop(), self._signs.shape[1]
-        shifted = torch.cat([column, column]).unfold(0, size, 1)  # row k is the column shifted by k
-        torch.mul(self._signs, shifted.index_select(0, self._shifts), out=copy.flatten(1))
 
     def _begin_group(self) -> None:
         """Draw the next group's directions, which all records share, and the signs and the shift of each record."""

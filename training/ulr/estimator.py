@@ -81,7 +81,18 @@ class ModuleSequence(LayeredNetwork):
             )
         self.model: nn.Module = model.eval()
         self._n_inputs = n_inputs
-        self._head, self.jacobians, self._tails = _split(model)
+        # The modules before the first layer, the layers, and the modules after each layer.
+        self._head: list[nn.Module] = []
+        self.jacobians: list[Jacobian] = []
+        self._tails: list[list[nn.Module]] = []
+        for module in model:
+            if any(True for _ in module.parameters()):
+                self.jacobians.append(jacobian_of(module))
+                self._tails.append([])
+            else:
+                (self._tails[-1] if self._tails else self._head).append(module)
+        if not self.jacobians:
+            raise ValueError("model holds no module with parameters; there is nothing to train")
         require_trainable(
             [jacobian.parameters for jacobian in self.jacobians],
             if_frozen="wrap it in a module without parameters, such as a function of a detached copy",
@@ -140,22 +151,6 @@ def _apply(modules: Iterable[nn.Module], h: Tensor) -> Tensor:
     return h
 
 
-def _split(model: nn.Sequential) -> tuple[list[nn.Module], list[Jacobian], list[list[nn.Module]]]:
-    """Return the modules before the first layer, the layers, and the modules after each layer."""
-    head: list[nn.Module] = []
-    jacobians: list[Jacobian] = []
-    tails: list[list[nn.Module]] = []
-    for module in model:
-        if any(True for _ in module.parameters()):
-            jacobians.append(jacobian_of(module))
-            tails.append([])
-        else:
-            (tails[-1] if tails else head).append(module)
-    if not jacobians:
-        raise ValueError("model holds no module with parameters; there is nothing to train")
-    return head, jacobians, tails
-
-
 Losses = Callable[[Tensor, slice], Tensor]
 """Maps outputs for copies of some of the batch's records, shape (copies x records, n_classes), to losses (copies,
 records)."""
@@ -212,29 +207,18 @@ class Estimator:
             drawn = []
             for layer, copies in probes:
                 if layer not in sums:
-                    draws = self._draws(network, layer, outputs, noise, sigmas[layer], counts[layer])
+                    value, h = outputs.values[layer], outputs.inputs[layer]
+                    coordinates = coordinates_of(network.jacobians[layer], value, h, matched=self.matched)
+                    draws = Draws(coordinates, noise, sigmas[layer], counts[layer], self.directions, value)
                     sums[layer] = _Sum(draws, self.reduction, clean, counts[layer])
                 drawn.append(sums[layer].draws.next(copies))
             noises = [z for _, z in drawn]
             parts = self._losses(network, outputs.values, probes, noises, losses)
-            for (layer, _), (coordinates, _), part in zip(probes, drawn, parts, strict=True):
-                sums[layer].add(coordinates, part)
+            for (layer, _), (own, _), part in zip(probes, drawn, parts, strict=True):
+                sums[layer].add(own, part)
                 if sums[layer].complete:  # its noise is let go
                     found.append(sums.pop(layer).estimate(sigmas[layer]))
         return found
-
-    def _draws(
-        self,
-        network: ModuleSequence,
-        layer: int,
-        outputs: Outputs,
-        noise: NoiseStream,
-        sigma: float,
-        count: int,
-    ) -> Draws:
-        value, h = outputs.values[layer], outputs.inputs[layer]
-        coordinates = coordinates_of(network.jacobians[layer], value, h, matched=self.matched)
-        return Draws(coordinates, noise, sigma, count, self.directions, value)
 
     @property
     def _signs(self) -> int:

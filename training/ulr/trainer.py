@@ -285,17 +285,13 @@ class PublishedUpdate(Update):
                 used[records] &= finite
                 part = (factors @ kept.double()).float()
                 totals = part if totals is None else totals + part
-            self._write(layer, totals)
+            parameters = self._network.layer_parameters(layer)
+            sizes = [parameter.numel() for parameter in parameters]
+            if totals is None:
+                totals = parameters[0].new_zeros(sum(sizes))
+            for parameter, part in zip(parameters, totals.detach().split(sizes), strict=True):
+                parameter.grad = (part / self._divisor).reshape(parameter.shape)
         return used
-
-    def _write(self, layer: int, total: Tensor | None) -> None:
-        """Write a layer's gradients from their flat sum, or zeros if there is none."""
-        parameters = self._network.layer_parameters(layer)
-        sizes = [parameter.numel() for parameter in parameters]
-        if total is None:
-            total = parameters[0].new_zeros(sum(sizes))
-        for parameter, part in zip(parameters, total.detach().split(sizes), strict=True):
-            parameter.grad = (part / self._divisor).reshape(parameter.shape)
 
 
 def completing_noise(normals: Tensor, root: Tensor, level: float) -> Tensor:

@@ -161,17 +161,8 @@ class InPlacePerturbation:
         half = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
         self._copies = MemoryMappedTensors(half, dtype=torch.float32, scratch=scratch)
         self._drifted = MemoryMappedTensors(half, scratch=scratch)
+        self.copies, self.drifted = self._copies.tensors, self._drifted.tensors
         self._settled_temporarily = True
-
-    @property
-    def copies(self) -> dict[int, Tensor]:
-        """See the class."""
-        return self._copies.tensors
-
-    @property
-    def drifted(self) -> dict[int, Tensor]:
-        """See the class."""
-        return self._drifted.tensors
 
     def move_to_plus(self, seed: int) -> None:
         """Move from theta to theta + phi z."""
@@ -193,10 +184,6 @@ class InPlacePerturbation:
             self._offsets[number] = 0
         self.settle()
 
-    def update(self, entry: StepEntry) -> None:
-        """Take the step, from the minus side of its last direction."""
-        self._update(entry, range(len(self._tensors)))
-
     def replay(self, entry: StepEntry) -> None:
         """Move the parameters as the whole step did, perturbations included, without any data.
 
@@ -209,7 +196,7 @@ class InPlacePerturbation:
                 self._add(seed, offset * self._phi, whole)
         for offset in (1, -2):
             self._add(last, offset * self._phi, whole)
-        self._update(entry, whole)
+        self.update(entry, whole)
 
     def settle(self) -> None:
         """Update the float32 copies and set the half-precision tensors to them."""
@@ -243,10 +230,16 @@ class InPlacePerturbation:
             copy.copy_(self._tensors[number].detach())
             self.drifted[number].copy_(self._tensors[number].detach())
 
-    def _update(self, entry: StepEntry, numbers: Iterable[int]) -> None:
+    def update(self, entry: StepEntry, numbers: Sequence[int] | None = None) -> None:
+        """Take the step, from the minus side of its last direction.
+
+        Args:
+            entry: The step.
+            numbers: Of the tensors that it moves; None for all.
+        """
         *others, last = zip(entry.seeds, entry.moves, strict=True)
-        keep = entry.keep(self._decay)
-        direction, numbers = Direction(last[0]), list(numbers)
+        keep, direction = entry.keep(self._decay), Direction(last[0])
+        numbers = range(len(self._tensors)) if numbers is None else numbers
         for number in numbers:
             direction.return_and_move(self._tensors[number], number, back=self._phi, keep=keep, move=last[1])
             self._offsets[number] = 0
@@ -372,7 +365,8 @@ class StepLog:
             OSError: It cannot be written, or an earlier step could not; the log takes no more steps.
             RuntimeError: This process was forked from the one that opened the log.
         """
-        body, (steps, before) = _body(entry), self._last
+        pairs = (struct.pack("<Qf", s, v) for s, v in zip(entry.seeds, entry.scalars, strict=True))
+        body, (steps, before) = struct.pack("<f", entry.rate) + b"".join(pairs), self._last
         digest = _hashed(before + body, size=_DIGEST)
         self._file.append(body + digest, end=self._end, sync=False)
         self._last = steps + 1, digest
@@ -427,8 +421,16 @@ class LogContent:
         found = list(_records(path, header, start))
         entries = [entry for entry, _ in found]
         parameters = None
-        if mark_file(path).exists():
-            mark = _read_mark(mark_file(path))
+        if (own := mark_file(path)).exists():
+            mark = read_json(own)
+            kinds = {"schema_version": int, "steps": int, "digest": str, "parameters": str}
+            whole = isinstance(mark, dict) and all(type(mark.get(key)) is kind for key, kind in kinds.items())
+            if not whole or mark["schema_version"] != SCHEMA_VERSION or mark["steps"] < 0:
+                raise StepLogCorrupt(f"{own}: was changed, or does not have schema version {SCHEMA_VERSION}")
+            try:
+                require_unchanged(own, mark, remedy="restore log and mark from a copy")
+            except RunFolderError as error:
+                raise StepLogCorrupt(str(error)) from error
             steps = mark["steps"]
             if len(entries) < steps:
                 raise StepLogCorrupt(
@@ -494,24 +496,6 @@ def _records(
             )
 
 
-def _body(entry: StepEntry) -> bytes:
-    pairs = (struct.pack("<Qf", s, v) for s, v in zip(entry.seeds, entry.scalars, strict=True))
-    return struct.pack("<f", entry.rate) + b"".join(pairs)
-
-
-def _read_mark(path: Path) -> dict[str, Any]:
-    mark = read_json(path)
-    kinds = {"schema_version": int, "steps": int, "digest": str, "parameters": str}
-    whole = isinstance(mark, dict) and all(type(mark.get(key)) is kind for key, kind in kinds.items())
-    if not whole or mark["schema_version"] != SCHEMA_VERSION or mark["steps"] < 0:
-        raise StepLogCorrupt(f"{path}: was changed, or does not have schema version {SCHEMA_VERSION}")
-    try:
-        require_unchanged(path, mark, remedy="restore log and mark from a copy")
-    except RunFolderError as error:
-        raise StepLogCorrupt(str(error)) from error
-    return mark
-
-
 def _hashed(content: bytes, *, size: int) -> bytes:
     return hashlib.blake2b(content, digest_size=size).digest()
 
@@ -553,7 +537,19 @@ def replay(
     """
     log = Path(path) / LOG_FILE if Path(path).is_dir() else Path(path)
     content = LogContent.read(log)
-    tensors = _base_tensors(content.header, Path(base) if base is not None else log.with_name(BASE_FILE))
+    # 1. The initial parameters, in the order of the log.
+    start = Path(base) if base is not None else log.with_name(BASE_FILE)
+    held, names = read_tensors(start), [name for name, _, _ in content.header.tensors]
+    missing = [name for name in names if name not in held]
+    if missing:
+        raise StepLogCorrupt(
+            f"{start}: holds no {missing[0]}, which the log moves; give the base of the same run"
+        )
+    tensors = {name: held[name] for name in names}
+    if tensor_facts(tensors) != content.header.tensors or parameters_digest(tensors) != content.header.base:
+        raise StepLogCorrupt(f"{start}: is not what the log starts from; give the base of the same run")
+    tensors = {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in tensors.items()}
+    # 2. The steps.
     perturbation = InPlacePerturbation(
         list(tensors.values()),
         perturbation=content.header.perturbation,
@@ -571,22 +567,3 @@ def replay(
             f"{content.parameters}; log, base or mark were changed"
         )
     return Replayed(steps=len(content.entries), tensors=tensors, digest=digest, arrived=arrived)
-
-
-def _base_tensors(header: LogHeader, path: Path) -> dict[str, Tensor]:
-    """Return the initial parameters, in the order of the log.
-
-    Raises:
-        StepLogCorrupt: They are not those that the log starts from.
-    """
-    held = read_tensors(path)
-    names = [name for name, _, _ in header.tensors]
-    missing = [name for name in names if name not in held]
-    if missing:
-        raise StepLogCorrupt(
-            f"{path}: holds no {missing[0]}, which the log moves; give the base of the same run"
-        )
-    tensors = {name: held[name] for name in names}
-    if tensor_facts(tensors) != header.tensors or parameters_digest(tensors) != header.base:
-        raise StepLogCorrupt(f"{path}: is not what the log starts from; give the base of the same run")
-    return {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in tensors.items()}

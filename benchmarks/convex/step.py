@@ -25,8 +25,7 @@ from benchmarks.speed.pdfa_step import void
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
 from training.config import load_config
-from training.convex.gated import GatedNetwork, GatedRecords, GatedRelu
-from training.convex.trainer import ConvexTrainer, Objective
+from training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRecords, GatedRelu, Objective
 
 MODULE, NAME = "benchmarks.convex.step", "convex_step"
 FEATURES, CLASSES, HYPERPLANES, BATCH = 784, 10, 128, 1000

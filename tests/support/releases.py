@@ -28,7 +28,7 @@ from tests.support.private_loops import private_loop
 from training import tuning
 from training.attacks.mechanism.checks import noise_checks, shared
 from training.config import load_config
-from training.convex.gated import GatedRelu
+from training.convex.trainer import GatedRelu
 from training.engine.plan import load_data
 from training.runs.run import Run, evaluate_split
 from training.runs.storage import read_array

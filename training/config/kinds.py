@@ -285,30 +285,25 @@ class Kinds(Generic[SectionT]):
         """
         if not isinstance(value, Mapping):
             return value
-        cls = self.find(value.get("kind"))
-        return cls.model_validate({key: v for key, v in value.items() if self._belongs(cls, key, v)})
-
-    def _belongs(self, cls: type[SectionT], key: str, value: Any) -> bool:
-        """Whether a key is the kind's own, or unknown to all kinds; False if another kind's key is left at None.
-
-        Raises:
-            BadKey: Another kind has the key.
-        """
-        if key in cls.model_fields:
-            return True
-        others = [f"{name!r}" for name, other in self.every().items() if key in other.model_fields]
-        if others and value is not None:
-            if key in cls.instead:
+        cls, given = self.find(value.get("kind")), dict(value)
+        for key, own in value.items():
+            if key in cls.model_fields:
+                continue
+            others = [f"{name!r}" for name, other in self.every().items() if key in other.model_fields]
+            if others and own is None:  # another kind's key that is left out
+                del given[key]
+            elif others and key in cls.instead:
                 kind = cls.model_fields["kind"].default
-                reason = f"{value!r} does nothing under {self.section}.kind = {kind!r}: {cls.instead[key]}"
-            else:
+                reason = f"{own!r} does nothing under {self.section}.kind = {kind!r}: {cls.instead[key]}"
+                raise BadKey(f"{self.section}.{key}", reason)
+            elif others:
                 known = " or ".join([", ".join(others[:-1]), others[-1]] if others[1:] else others)
                 reason = (
-                    f"{value!r} does nothing here: it needs {self.section}.kind = {known}; set {self.section}.kind, "
+                    f"{own!r} does nothing here: it needs {self.section}.kind = {known}; set {self.section}.kind, "
                     "or leave it out"
                 )
-            raise BadKey(f"{self.section}.{key}", reason)
-        return not others
+                raise BadKey(f"{self.section}.{key}", reason)
+        return cls.model_validate(given)
 
     def _loaded(self, kind: str) -> type[SectionT]:
         def problem(found: Any) -> str | None:

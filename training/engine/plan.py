@@ -266,16 +266,7 @@ def for_this_machine(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: Its torch device is not available.
     """
-    check_torch_device(config.torch_device)
-    return config.unchecked(seed=0) if config.mode == "release" else config
-
-
-def check_torch_device(name: str) -> None:
-    """Refuse a torch device that is not available.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    name = config.torch_device
     try:
         place = torch.device(name)
     except RuntimeError as error:
@@ -292,6 +283,7 @@ def check_torch_device(name: str) -> None:
         raise ConfigError(
             "configuration", "torch_device", f"{name!r} is not available here; use one of {usable}"
         )
+    return config.unchecked(seed=0) if config.mode == "release" else config
 
 
 def default_inputs(

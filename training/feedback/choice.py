@@ -76,19 +76,6 @@ def find_points(
     return tuple(name for name in modules if name in chosen)
 
 
-def require_place(model: nn.Module, error_at: str) -> str:
-    """Return the name of a place that the error can be taken at: "NAME", "NAME.input", or "" for the model's output.
-
-    Raises:
-        ValueError: There is no such submodule.
-    """
-    modules = dict(model.named_modules())
-    if error_at not in modules and error_at.removesuffix(INPUT) not in modules:
-        del modules[""]
-        raise ValueError(f"error_at = {error_at!r} is no submodule; {_some_names(modules, error_at)}")
-    return error_at
-
-
 def _some_names(modules: Mapping[str, nn.Module], wanted: str) -> str:
     close = get_close_matches(wanted, modules, n=3)
     if close:
@@ -213,18 +200,6 @@ def unnormalised(calls: Sequence[tuple[str, Tensor]]) -> list[str]:
         ):
             found[name] = None
     return list(found)
-
-
-def warn_of_unnormalised(calls: Sequence[tuple[str, Tensor]]) -> None:
-    """Warn of points whose streams nothing normalises, of a user who wants plain feedback there."""
-    found = [repr(name) for name in unnormalised(calls)]
-    if found:
-        warnings.warn(
-            f"no norm follows the residual sum at feedback points {', '.join(found)}; projected errors may let it grow "
-            "until the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the "
-            "branch, leave normalised out, or start the layer before the error from the feedback (start_from_feedback)",
-            stacklevel=2,
-        )
 
 
 def _operation(node: Any) -> str:
@@ -441,8 +416,14 @@ class Choosing:
         """
         if not self.gain:
             return
-        if self._normalised is False and "normalised" not in self._reasons:
-            warn_of_unnormalised(calls)
+        wants_plain = self._normalised is False and "normalised" not in self._reasons
+        if wants_plain and (found := ", ".join(map(repr, unnormalised(calls)))):
+            warnings.warn(
+                f"no norm follows the residual sum at feedback points {found}; projected errors may let it grow until "
+                "the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the branch, "
+                "leave normalised out, or start the layer before the error from the feedback (start_from_feedback)",
+                stacklevel=2,
+            )
         self.tell_choices()
 
     def _choose(
@@ -479,7 +460,11 @@ class Choosing:
                 self._vocabulary = vocabulary_layer(self.model, self.points)
                 return
             error_at = declared or OUTPUT
-        self.error_at = require_place(self.model, error_at) or None
+        modules = dict(self.model.named_modules())
+        if error_at not in modules and error_at.removesuffix(INPUT) not in modules:
+            del modules[""]
+            raise ValueError(f"error_at = {error_at!r} is no submodule; {_some_names(modules, error_at)}")
+        self.error_at = error_at or None
         if self.error_at in self.points:
             raise ValueError(
                 f"error_at = {error_at!r} is a feedback point too; leave it out of points, so that it receives the "

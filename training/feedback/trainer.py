@@ -356,57 +356,48 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         self.source.close()
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
-        """See Algorithm.released; a photonic run without protection states the paper's formula."""
-        config, network = self.config, self.network
+        """See Algorithm.released; a photonic run without protection states the paper's formula.
+
+        A run that lacks constants of the formula names them instead.
+        """
+        config, options, network = self.config, self.options, self.network
         paid_for = config.protection.protects != "nothing"
-        if not paid_for and config.uses_device and isinstance(network, FullyConnected):
-            return (published_mechanism(config, self.options, network, noise),)
-        return super().released(noise)
+        if paid_for or not config.uses_device or not isinstance(network, FullyConnected):
+            return super().released(noise)
+        clips_updates = options.clipped_layers != "none"
+        tau_h_max = (options.tau_h_max if clips_updates else None) or config.model.tau_h_max
+        tau_h_min = (options.tau_h_min if clips_updates else 0.0) or config.model.tau_h_min
+        sigma = noise.min_std if isinstance(noise, GaussianNoise) else 0.0
+        missing = {
+            "the ball of the projected error (trainer.tau_b)": options.tau_b is None,
+            "the clip of the activations (trainer.tau_h_max)": tau_h_max is None,
+            "Gaussian noise of the device": not sigma,
+        }
+        if options.tau_b is None or tau_h_max is None or not sigma:
+            named = ", ".join(name for name, lacks in missing.items() if lacks)
+            return (PdfaWithoutFormula(missing=named),)
+        layers = tuple(
+            PublishedLayer(
+                fan_in=linear.in_features + (linear.bias is not None),
+                width=linear.out_features,
+                gamma_min=ACTIVATIONS[phi.name].slope_bounds[0],
+                gamma_max=ACTIVATIONS[phi.name].slope_bounds[1],
+                inputs_bounded_below=False,
+                noised=number < network.depth - 1,
+            )
+            for number, (linear, phi) in enumerate(zip(network.linears, network.activations, strict=True))
+        )
+        published = PublishedPdfa(
+            layers=layers,
+            batch_size=config.sampler.batch_size,
+            sigma=sigma,
+            tau_b=options.tau_b,
+            tau_h_min=tau_h_min,
+            tau_h_max=tau_h_max,
+        )
+        return (published,)
 
     @property
     def noiseless(self) -> Mapping[str, Any]:
         """See Algorithm.noiseless."""
         return {"sigma": 0.0} if self.options.digital_sigma else {}
-
-
-def published_mechanism(
-    config: RunConfig, options: FeedbackConfig, network: FullyConnected, noise: NoiseModel | None
-) -> Mechanism:
-    """Return the mechanism of the paper's formula, or one that names the constants that the run lacks for it.
-
-    Args:
-        config: The run.
-        options: Its section `trainer`.
-        network: Its network.
-        noise: The law of its device's noise, or None if it is unknown.
-    """
-    clips_updates = options.clipped_layers != "none"
-    tau_h_max = (options.tau_h_max if clips_updates else None) or config.model.tau_h_max
-    tau_h_min = (options.tau_h_min if clips_updates else 0.0) or config.model.tau_h_min
-    sigma = noise.min_std if isinstance(noise, GaussianNoise) else 0.0
-    missing = {
-        "the ball of the projected error (trainer.tau_b)": options.tau_b is None,
-        "the clip of the activations (trainer.tau_h_max)": tau_h_max is None,
-        "Gaussian noise of the device": not sigma,
-    }
-    if options.tau_b is None or tau_h_max is None or not sigma:
-        return PdfaWithoutFormula(missing=", ".join(name for name, lacks in missing.items() if lacks))
-    layers = tuple(
-        PublishedLayer(
-            fan_in=linear.in_features + (linear.bias is not None),
-            width=linear.out_features,
-            gamma_min=ACTIVATIONS[phi.name].slope_bounds[0],
-            gamma_max=ACTIVATIONS[phi.name].slope_bounds[1],
-            inputs_bounded_below=False,
-            noised=number < network.depth - 1,
-        )
-        for number, (linear, phi) in enumerate(zip(network.linears, network.activations, strict=True))
-    )
-    return PublishedPdfa(
-        layers=layers,
-        batch_size=config.sampler.batch_size,
-        sigma=sigma,
-        tau_b=options.tau_b,
-        tau_h_min=tau_h_min,
-        tau_h_max=tau_h_max,
-    )

@@ -45,12 +45,14 @@ from training.networks.record_gradients.probe import require_separate_outputs
 from training.networks.record_independence import invented_records
 from training.protections.base import DeviceNormals, PrivateGradients, SoftLabels
 from training.ulr.config import UlrConfig
-from training.ulr.directions import coordinates_of, draw_sizes, needed_copies
 from training.ulr.estimator import (
     Estimator,
     Losses,
     ModuleSequence,
     Outputs,
+    coordinates_of,
+    draw_sizes,
+    needed_copies,
     parameter_estimates,
     parts_of_records,
 )

@@ -19,8 +19,7 @@ from opusim.devices.registry import open_device
 from opusim.errors import DeviceError, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.config import load_config
-from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.trainer import ConvexTrainer, Objective
+from training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu, Objective
 from training.protections.base import DeviceNormals
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 

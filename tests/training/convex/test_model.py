@@ -13,15 +13,20 @@ from accounting.mechanisms.convex import OBJECTIVES, log_expansion, residual_bou
 from benchmarks.bare import bare
 from opusim import open_device
 from training.config import load_config
-from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes, seeded_hyperplanes
-from training.convex.trainer import ConvexTrainer, Objective
+from training.convex.trainer import (
+    ConvexTrainer,
+    GatedNetwork,
+    GatedRelu,
+    Objective,
+    device_hyperplanes,
+)
 
 D, P, K, N = 7, 12, 3, 40
 
 
 def model(*, centre: bool = True, seed: int = 0) -> GatedRelu:
     generator = torch.Generator().manual_seed(seed)
-    gated = GatedRelu(D, K, seeded_hyperplanes(P, D, generator), centre=centre)
+    gated = GatedRelu(D, K, torch.randn(P, D, generator=generator), centre=centre)
     with torch.no_grad():
         gated.weight.copy_(torch.randn(D, P, K, generator=generator))
     return gated

@@ -151,7 +151,7 @@ def test_what_no_theorem_covers_is_refused_by_name(
 
 
 def test_a_module_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"must be a training.convex.gated.GatedRelu, got Linear"):
+    with pytest.raises(TypeError, match=r"must be a training.convex.trainer.GatedRelu, got Linear"):
         training.train(CONFIG, data=data(), model=torch.nn.Linear(5, 3), folder=tmp_path)
 
 

@@ -16,8 +16,7 @@ from opusim.randomness.streams import SystemStream, noise_stream
 from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extreme
 from tests.support.ulr_models import MODELS, Residual
 from training.config import load_config
-from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.trainer import ConvexTrainer, Objective
+from training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu, Objective
 from training.feedback.closed_form import _add_scaled
 from training.networks.clipping import (
     ball_factors,

@@ -10,8 +10,16 @@ from opusim.randomness.streams import noise_stream
 from tests.support.ulr_models import new_network, records
 from tests.training.ulr.test_estimator import losses_of, whole_jacobian
 from training.ulr import directions
-from training.ulr.directions import Draws, Isotropic, Matched, coordinates_of, haar_columns, needed_copies
-from training.ulr.estimator import Estimator, ModuleSequence
+from training.ulr.estimator import (
+    Draws,
+    Estimator,
+    Isotropic,
+    Matched,
+    ModuleSequence,
+    coordinates_of,
+    haar_columns,
+    needed_copies,
+)
 
 SIGMA = 0.4
 STEPS, SHARED = 400, 25

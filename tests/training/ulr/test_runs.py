@@ -97,7 +97,7 @@ def test_clipped_sums_equal_loops_over_records(name: str, by_layer: bool) -> Non
     """Compare with steps of one record each, whose contributions are clipped by hand."""
     x, y = records(5, new_network(name).n_inputs)
     network = new_network(name)
-    update = new_trainer(network)._update
+    update = new_trainer(network).update
     outputs = network.forward(x)
 
     def losses(output: Tensor, rows: slice) -> Tensor:

@@ -24,8 +24,7 @@ import torch
 from accounting.mechanisms.convex import ConvexLastIterate, learning_rates, proven_mu
 from accounting.mechanisms.labels import LabelRelease
 from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
-from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.trainer import ConvexTrainer
+from training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu
 from training.engine.plan import RunPlan
 from training.networks.optimizers import set_learning_rate
 from training.protections.released_model import LabelReleaseProtection

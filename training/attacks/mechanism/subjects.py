@@ -22,7 +22,7 @@ from opusim.description.section import flat
 from opusim.errors import ConfigError
 from training.config.kinds import ProtectionSection
 from training.config.run import RunConfig
-from training.convex.gated import GatedRelu
+from training.convex.trainer import GatedRelu
 from training.data import Dataset, Split
 from training.data.dataset import Standardisation
 from training.networks.sequence_models import encoder_block

@@ -264,7 +264,7 @@ def test_equal_numbers_of_a_device_and_a_generator_give_equal_steps(monkeypatch:
             stream = SeededStream(5, "output-noise")
             stream.seek(4)
             monkeypatch.setattr(device, "draw", lambda shape, s=stream: 2.7 * s.normal(shape))
-            trainer._update._noise = normals
+            trainer.update._noise = normals
         trainer.step(x, y, step=4)
         gradients.append([parameter.grad.clone() for parameter in network.parameters])
     for a, b in zip(*gradients, strict=True):

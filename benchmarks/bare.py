@@ -11,7 +11,8 @@ from opusim.processes.ranks import Ranks
 from training.config import load_config
 from training.config.run import RunConfig
 from training.engine.algorithm import Algorithm
-from training.feedback.closed_form import GradientSource
+from training.feedback.closed_form import ClosedForm
+from training.feedback.modules import ModuleGradients
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.base import Network
 from training.protections.base import PrivateGradients, SoftLabels
@@ -46,7 +47,7 @@ def zo_trainer(network: Network, config: RunConfig, release: ScalarRelease, *, r
 
 
 def feedback_trainer(
-    source: GradientSource,
+    source: ClosedForm | ModuleGradients,
     optimizer: torch.optim.Optimizer,
     *,
     protection: PrivateGradients | None = None,

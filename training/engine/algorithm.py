@@ -19,7 +19,6 @@ from accounting.mechanisms import Mechanism
 from accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
-from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from training.config.kinds import TrainerSection
 from training.config.run import RunConfig
@@ -442,29 +441,6 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     def equivalent_noise(self, noise_multiplier: float) -> float:
         """Return the noise multiplier at which a step's guarantee is that of one Gaussian release at the given one."""
         return noise_multiplier
-
-
-def require_target(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse records that the run's trainer or protection does not take, before a network is built.
-
-    Raises:
-        ConfigError: `Algorithm.targets` lacks what is predicted of them, they hold tokens and it lacks tokens, or their
-            labels are protected and are no classes.
-    """
-    kind, found = config.trainer.kind, dataset.target
-    taken = config.trainer.implementing_class().targets
-    if found not in taken:
-        reason = (
-            f"{found!r} is not what trainer.kind = {kind!r} learns, which is {' or '.join(map(repr, taken))}; take "
-            "trainer.kind = 'bp', 'dfa', 'tdfa' or 'pdfa' with a model of your own"
-        )
-        raise ConfigError("configuration", "data.target", reason)
-    if dataset.holds_tokens and "tokens" not in taken:
-        reason = f"'tokens' is not what trainer.kind = {kind!r} takes; give features, as float32"
-        raise ConfigError("configuration", "data.inputs", reason)
-    if config.protection.protects == "labels" and found != "class":
-        reason = f"{config.protection.kind!r} protects class numbers, and data.target is {found!r}; take another one"
-        raise ConfigError("configuration", "protection.kind", reason)
 
 
 def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:

@@ -62,15 +62,6 @@ def certificate_of(
     return found
 
 
-def monitored(
-    description: DeviceDescription | None, certificate: Certificate | None
-) -> DeviceDescription | None:
-    """Return the description with a monitor, which a run under a certificate always has; it looks before each step."""
-    if description is None or certificate is None or description.monitor is not None:
-        return description
-    return description.model_copy(update={"monitor": MonitorSettings(every_steps=1)})
-
-
 def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
     """Return what the ledger keeps of a certificate.
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from accounting.mechanisms import Mechanism
 from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription, NoiseSettings
+from opusim.description.schema import DeviceDescription, MonitorSettings, NoiseSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described
@@ -33,8 +33,8 @@ from training.data.public_map import with_public_features
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
 from training.data.synthetic_images import synthetic_components
 from training.data.tables import OwnData, OwnTest, own_dataset
-from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
-from training.engine.certified import certificate_of, monitored
+from training.engine.algorithm import Algorithm, Arrays, require_applied
+from training.engine.certified import certificate_of
 from training.errors import RunFolderError
 from training.networks.any_module import own_model_name
 from training.networks.base import Network, require_fresh_noise, require_room
@@ -91,7 +91,14 @@ class RunPlan(Plan):
     ) -> Self:
         """Return the plan of a run whose noise is not calibrated yet; see `resolve`."""
         config = for_this_machine(config)
-        name = config.data.name
+        implementation = config.trainer.implementing_class()
+        # 1. Refuse records that are not the named ones, or that the trainer or the protection does not take.
+        name, kind, target, taken = (
+            config.data.name,
+            config.trainer.kind,
+            dataset.target,
+            implementation.targets,
+        )
         if name not in (OWN_ARRAYS, dataset.name):  # whose public constants the records would pass for
             raise ConfigError(
                 "configuration",
@@ -99,16 +106,34 @@ class RunPlan(Plan):
                 f"{name!r} is not the name of the given data set ({dataset.name!r}); give user-supplied records to "
                 "opusim.train(data=...)",
             )
-        require_target(config, dataset)
+        if target not in taken:
+            reason = (
+                f"{target!r} is not what trainer.kind = {kind!r} learns, which is {' or '.join(map(repr, taken))}; "
+                "take trainer.kind = 'bp', 'dfa', 'tdfa' or 'pdfa' with a model of your own"
+            )
+            raise ConfigError("configuration", "data.target", reason)
+        if dataset.holds_tokens and "tokens" not in taken:
+            reason = f"'tokens' is not what trainer.kind = {kind!r} takes; give features, as float32"
+            raise ConfigError("configuration", "data.inputs", reason)
+        if config.protection.protects == "labels" and target != "class":
+            own = config.protection.kind
+            reason = f"{own!r} protects class numbers, and data.target is {target!r}; take another one"
+            raise ConfigError("configuration", "protection.kind", reason)
+        # 2. The device, the maps of the features, the network and the sampler.
         description = _description(config, folder)
         certificate = certificate_of(config.device, config.protection.delta, description, folder)
         dataset = with_maps(config, dataset, folder)
         require_room(dataset)
+        if description is not None and certificate is not None and description.monitor is None:
+            monitor = MonitorSettings(
+                every_steps=1
+            )  # a run under a certificate is monitored before each step
+            description = description.model_copy(update={"monitor": monitor})
         plan = cls(
             config=config,
             dataset=dataset,
-            network=config.trainer.implementing_class().build_network(config, dataset, model),
-            description=monitored(description, certificate),
+            network=implementation.build_network(config, dataset, model),
+            description=description,
             sampler=build_sampler(config, dataset),
             certificate=certificate,
         )

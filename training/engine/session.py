@@ -109,13 +109,13 @@ def train(
     with ranks.session():
         stated = _stored(config, settings, folder) if resume else load_config(config, settings)
         resolved = for_this_machine(stated)
-        follows = not ranks.is_first and leads_steps(resolved)
+        is_led = not ranks.is_first and leads_steps(resolved)
         require_shareable(resolved, ranks)
         resolved, data, model = default_inputs(resolved, data, model)
         resolved = with_own_inputs(resolved, data, label, model)
         named = None if folder is None else Path(folder)
-        run_folder = None if named is None else RunFolder(named if follows else own_folder(named))
-        if run_folder is not None and not resume and not follows:
+        run_folder = None if named is None else RunFolder(named if is_led else own_folder(named))
+        if run_folder is not None and not resume and not is_led:
             run_folder.require_writable()
         reading = resolved
         if resume and run_folder is not None:
@@ -123,7 +123,7 @@ def train(
             require_importable(facts)
             reading = _as_found(resolved, facts)
         records = load_data(reading, data, test)
-        if follows:
+        if is_led:
             return _follow(resolved, records, run_folder, model=model, resume=resume, ranks=ranks)
         with Watchers([*([watcher] if watcher else []), *callbacks]) as watchers:
             run = train_on(
@@ -320,9 +320,37 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
 
 def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
     """Return what `config.json` says besides the configuration."""
-    config = plan.config
+    config, dataset = plan.config, plan.dataset
+    # The data; in release mode no number of records that the relation hides.
+    data: dict[str, Any] = {
+        "name": dataset.name,
+        "n_classes": dataset.n_classes,
+        "split": dataset.split,
+        "target": dataset.target,
+        "record_shape": list(dataset.record_shape),
+        "vocabulary": dataset.vocabulary,
+        "classes": list(dataset.classes),
+        "columns": list(dataset.columns),
+    }
+    if config.tells_records:
+        data |= {
+            "n_train": len(dataset.train),
+            "n_validation": len(dataset.validation),
+            "n_test": 0 if dataset.test is None else len(dataset.test),
+        }
+        if dataset.origin:
+            data["origin"] = dict(dataset.origin)
+    data["standardisation"] = asdict(dataset.standardisation)
+    if dataset.public_map is not None:
+        data["features"] = dict(dataset.public_map)
+    if config.mode == "experiment":
+        data["fingerprint"] = fingerprint(dataset.train)
+        if dataset.test is not None:
+            data["test_fingerprint"] = fingerprint(dataset.test)
+    elif config.protection.protects == "labels":  # features are public, and budgets go by records' numbers
+        data["features_fingerprint"] = fingerprint(dataset.train, labels=False)
     code = code_of(config, plan.network.facts)
-    features = _features_usage(config, plan.dataset)
+    features = _features_usage(config, dataset)
     # The kinds that the run uses, which other packages may bring, each with its entry-point group.
     used = [(kinds.group, getattr(config, name).kind) for name, kinds in KINDS.items()]
     if plan.description is not None:
@@ -331,7 +359,7 @@ def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
         used.append((NOISE_LAWS, plan.noise.law))
     return {
         "network": plan.network.facts,
-        "data": _facts_of_data(config, plan.dataset),
+        "data": data,
         "device": None if plan.description is None else plan.description.dump(),
         "noise": None if plan.noise is None else plan.noise.summary(),
         "versions": versions(used),
@@ -353,38 +381,6 @@ def _as_found(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:
         return config
     counted = config.data.model_copy(update={"n_classes": data["n_classes"]})
     return config.model_copy(update={"data": counted})
-
-
-def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """Return what `config.json` says of the data; in release mode no number of records that the relation hides."""
-    facts: dict[str, Any] = {
-        "name": dataset.name,
-        "n_classes": dataset.n_classes,
-        "split": dataset.split,
-        "target": dataset.target,
-        "record_shape": list(dataset.record_shape),
-        "vocabulary": dataset.vocabulary,
-        "classes": list(dataset.classes),
-        "columns": list(dataset.columns),
-    }
-    if config.tells_records:
-        facts |= {
-            "n_train": len(dataset.train),
-            "n_validation": len(dataset.validation),
-            "n_test": 0 if dataset.test is None else len(dataset.test),
-        }
-        if dataset.origin:
-            facts["origin"] = dict(dataset.origin)
-    facts["standardisation"] = asdict(dataset.standardisation)
-    if dataset.public_map is not None:
-        facts["features"] = dict(dataset.public_map)
-    if config.mode == "experiment":
-        facts["fingerprint"] = fingerprint(dataset.train)
-        if dataset.test is not None:
-            facts["test_fingerprint"] = fingerprint(dataset.test)
-    elif config.protection.protects == "labels":  # features are public, and budgets go by records' numbers
-        facts["features_fingerprint"] = fingerprint(dataset.train, labels=False)
-    return facts
 
 
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:

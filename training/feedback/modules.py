@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
@@ -23,7 +22,7 @@ from opusim.randomness import derive_seed
 from training.data import Dataset
 from training.data.image_maps import Augmentation
 from training.feedback.choice import OUTPUT
-from training.feedback.closed_form import Batch, GradientSource, Learned, require_finite
+from training.feedback.closed_form import Batch, Learned, require_finite
 from training.feedback.config import (
     BpConfig,
     DfaConfig,
@@ -42,7 +41,7 @@ from training.networks.record_gradients.separation import restore_buffers
 from training.networks.record_gradients.tape import RecordTape
 
 
-class ModuleGradients(GradientSource):
+class ModuleGradients:
     """Differentiates a module, with feedback points or without.
 
     What a module draws in a step, such as dropout, is keyed by the step, so that a resumed run draws the same. The
@@ -59,8 +58,6 @@ class ModuleGradients(GradientSource):
         new_control: Returns what follows the first batches of a run without feedback, in its first step; None for
             nothing. It prints what depends on the records.
     """
-
-    network: AnyModule
 
     def __init__(
         self,
@@ -85,7 +82,7 @@ class ModuleGradients(GradientSource):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """See GradientSource.state: B 1, which a resumed run does not measure again."""
+        """See Trainer.state: B 1, which a resumed run does not measure again."""
         measured = None if self._feedback is None else self._feedback.column_sum
         if self._column_sum is None:
             return {}
@@ -93,8 +90,8 @@ class ModuleGradients(GradientSource):
             self._column_sum.copy_(measured)
         return {"column_sum": self._column_sum}
 
-    @override
     def learn(self, batch: Batch) -> Learned:
+        """See ClosedForm.learn."""
         self._recall_column_sum()
         model, tape, feedback = self.network.model, self._tape, self._feedback
         if not len(batch.x):  # other processes may have records of the step
@@ -143,19 +140,19 @@ class ModuleGradients(GradientSource):
         )
 
     def start_from_feedback(self, records: Tensor) -> None:
-        """See GradientSource.start_from_feedback; the model names the layer."""
+        """See ClosedForm.start_from_feedback; the model names the layer."""
         if self._feedback is not None:
             self._feedback.shape(self.network.shaped(records))
             self._feedback.start_from_feedback(feedback_start(self.network))
 
     def measure(self, records: Tensor) -> None:
-        """See GradientSource.measure."""
+        """Measure B 1 now, so that no record says when."""
         self._recall_column_sum()
         if self._feedback is not None:
             self._feedback.measure(self.network.shaped(records))
 
     def close(self) -> None:
-        """See GradientSource.close."""
+        """See Trainer.close."""
         if self._feedback is not None:
             self._feedback.remove()
 

@@ -237,10 +237,19 @@ def calibration_work(vectors: int) -> DeviceWork:
 
 
 class Projection(ABC):
-    """Reads B e for all points of feedback at once; points use slices of one reading."""
+    """Reads B e for all points of feedback at once; points use slices of one reading.
 
-    def seek(self, step: int, *, before: int = 0) -> None:  # noqa: B027  # optional hook
-        """Say which step the next readings belong to; see `Encoding.seek`."""
+    Args:
+        encoding: How e is shown, or None to project e itself.
+    """
+
+    def __init__(self, encoding: Encoding | None) -> None:
+        self._encoding = encoding
+
+    def seek(self, step: int, *, before: int = 0) -> None:
+        """Say which step the next readings belong to, as `Encoding.seek`; a device has its own steps."""
+        if self._encoding is not None:
+            self._encoding.seek(step, before=before)
 
     def noise_std(self, error: Tensor) -> Tensor:
         """Return the standard deviation of a reading's noise, mean over rows, in units of B e.
@@ -263,7 +272,7 @@ class Projection(ABC):
         Args:
             error: e, shape (rows, n_inputs).
         """
-        return 1.0
+        return 1.0 if self._encoding is None else self._encoding(error).shown
 
     @abstractmethod
     def read(self, error: Tensor) -> Tensor:
@@ -283,24 +292,16 @@ class DenseProjection(Projection):
 
     Args:
         matrix: B transposed, shape (n_inputs, n_outputs); entries N(0, 1).
-        encoding: How e is shown, or None to project e itself.
+        encoding: See Projection.
     """
 
     def __init__(self, matrix: Tensor, *, encoding: Encoding | None = None) -> None:
-        self._matrix, self._encoding = matrix, encoding
+        super().__init__(encoding)
+        self._matrix = matrix
 
     def columns(self, n_inputs: int) -> Tensor:
         """See Projection.columns: B transposed exactly."""
         return self._matrix
-
-    def seek(self, step: int, *, before: int = 0) -> None:
-        """See Projection.seek."""
-        if self._encoding is not None:
-            self._encoding.seek(step, before=before)
-
-    def shown(self, error: Tensor) -> float:
-        """See Projection.shown."""
-        return 1.0 if self._encoding is None else self._encoding(error).shown
 
     def read(self, error: Tensor) -> Tensor:
         """See Projection.read."""
@@ -325,6 +326,8 @@ class DeviceProjection(Projection):
         ones: See above; None if the encoding has no offset.
     """
 
+    _encoding: Encoding
+
     def __init__(
         self,
         device: NoisyDevice,
@@ -333,8 +336,8 @@ class DeviceProjection(Projection):
         n_inputs: int | None = None,
         ones: Tensor | None = None,
     ) -> None:
+        super().__init__(encoding)
         self._device = device
-        self._encoding = encoding
         n = device.n_inputs if n_inputs is None else n_inputs
         self._unused = device.n_inputs - n
         if ones is None and encoding.has_offset:
@@ -346,10 +349,6 @@ class DeviceProjection(Projection):
         """Return this very projection: a copied model reads the same device."""
         return self
 
-    def seek(self, step: int, *, before: int = 0) -> None:
-        """See Projection.seek; the device has its own steps."""
-        self._encoding.seek(step, before=before)
-
     def noise_std(self, error: Tensor) -> Tensor:
         """See Projection.noise_std."""
         return self._std.to(error.device) * self._encoding(error).noise_gain().mean()
@@ -357,10 +356,6 @@ class DeviceProjection(Projection):
     def noise_power(self, error: Tensor) -> Tensor:
         """See Projection.noise_power."""
         return (self._std.to(error.device) ** 2) * self._encoding(error).noise_gain().square().mean()
-
-    def shown(self, error: Tensor) -> float:
-        """See Projection.shown."""
-        return self._encoding(error).shown
 
     def read(self, error: Tensor) -> Tensor:
         """See Projection.read."""

@@ -27,7 +27,7 @@ from opusim.randomness.streams import noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
-from training.feedback.closed_form import Batch, ClosedForm, GradientSource, closed_form_encoding
+from training.feedback.closed_form import Batch, ClosedForm, closed_form_encoding
 from training.feedback.config import (
     EncodedConfig,
     FeedbackConfig,
@@ -76,7 +76,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     targets = ("class", "tokens", "real", "labels")
     applies = frozenset({"gradients", "soft labels"})
     processes = "steps"
-    source: GradientSource
+    source: ClosedForm | ModuleGradients
     labels: SoftLabels | None
     ranks: Ranks
 
@@ -140,8 +140,22 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             _ = self.device_shape
             augmentation_of(self.options, self.dataset)
         super().require_covered()
-        if isinstance(network, AnyModule) and self._clips_records:
-            self._require_separate(network)
+        if not isinstance(network, AnyModule) or not self._clips_records:
+            return
+        # Refuse a module or a loss in which one record would change what others add.
+        if config.model.name in MODELS and (found := batch_statistics(network.model)):
+            reason = (
+                f"'batch' is {found}, which mixes the records of a batch, and protection.kind = 'record' bounds what "
+                "each one adds; take 'group'"
+            )
+            raise ConfigError("configuration", "model.options.norm", reason)
+        x, y = invented_records(self.dataset, network.parameters[0].device)
+        # No draw goes by the order of rows.
+        real = {"encoding": "real"} if isinstance(self.options, EncodedConfig) else {}
+        loss = Objective.named(config.loss, self.dataset.target).per_record
+        with points_on(network, self.options.model_copy(update=real), draw_seed=0) as points:
+            seek = (lambda: None) if points is None else partial(points.seek, 0)
+            require_separate_steps(network.model, loss, network.shaped(x), y, seek=seek)
 
     @property
     def device_shape(self) -> DeviceShape:
@@ -204,24 +218,6 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             f"theorem is about a fully connected network, not {type(network.model).__name__}; take 'record', "
             "'label-randomized-response' or with a device 'label-readout', or model.name = 'mlp'"
         )
-
-    def _require_separate(self, network: AnyModule) -> None:
-        """Refuse a module or a loss in which one record would change what others add; see `require_separate_steps`."""
-        config, dataset = self.config, self.dataset
-        if config.model.name in MODELS and (found := batch_statistics(network.model)):
-            reason = (
-                f"'batch' is {found}, which mixes the records of a batch, and protection.kind = 'record' bounds what "
-                "each one adds; take 'group'"
-            )
-            raise ConfigError("configuration", "model.options.norm", reason)
-        x, y = invented_records(dataset, network.parameters[0].device)
-        real = (
-            {"encoding": "real"} if isinstance(self.options, EncodedConfig) else {}
-        )  # no draw by the order of rows
-        loss = Objective.named(config.loss, dataset.target).per_record
-        with points_on(network, self.options.model_copy(update=real), draw_seed=0) as points:
-            seek = (lambda: None) if points is None else partial(points.seek, 0)
-            require_separate_steps(network.model, loss, network.shaped(x), y, seek=seek)
 
     @override
     def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:

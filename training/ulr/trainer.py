@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -58,36 +57,7 @@ from training.ulr.estimator import (
 )
 
 
-class Update(ABC):
-    """Writes the gradients of one step."""
-
-    @abstractmethod
-    def seek(self, step: int) -> None:
-        """Position every noise source at the start of a step."""
-
-    @abstractmethod
-    def set_gradients(
-        self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
-    ) -> Tensor:
-        """Write the gradient of every parameter.
-
-        Args:
-            outputs: The forward pass without noise.
-            losses: Maps outputs to losses of the batch's records.
-            clean: Losses without noise, shape (batch,).
-            records: Numbers of the batch's records in the training set, shape (batch,).
-
-        Returns:
-            The records used, bool, shape (batch,): all but those with a loss that is NaN or infinite.
-        """
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """See Trainer.state."""
-        return {}
-
-
-class PlainUpdate(Update):
+class PlainUpdate:
     """Writes the mean of the records' estimates, or their clipped and noised sum.
 
     Args:
@@ -114,7 +84,7 @@ class PlainUpdate(Update):
         self._protection = protection
 
     def seek(self, step: int) -> None:
-        """See Update."""
+        """Position every noise source at the start of a step."""
         self._noise.seek(step)
         if self._protection is not None:
             self._protection.seek(step)
@@ -127,7 +97,17 @@ class PlainUpdate(Update):
     def set_gradients(
         self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
     ) -> Tensor:
-        """See Update."""
+        """Write the gradient of every parameter.
+
+        Args:
+            outputs: The forward pass without noise.
+            losses: Maps outputs to losses of the batch's records.
+            clean: Losses without noise, shape (batch,).
+            records: Numbers of the batch's records in the training set, shape (batch,).
+
+        Returns:
+            The records used, bool, shape (batch,): all but those with a loss that is NaN or infinite.
+        """
         network, inputs = self._network, outputs.inputs
         signals = self._estimator.signals(network, outputs, losses, clean, self._noise, self._sigmas)
         used = used_records(signals, clean)
@@ -154,7 +134,7 @@ _RANK_TOLERANCE = 1e-10
 """Eigenvalues below this share of the largest one count as 0."""
 
 
-class PublishedUpdate(Update):
+class PublishedUpdate:
     """Writes the gradients of Algorithm 1 of the DP-ULR paper as published: clip by module, controller, remedies (A.4).
 
     For module l the covariance of a batch's estimate is Sigma / sigma^2 with Sigma = sum_i L_0i^2 J_i^T J_i (eq. 25)
@@ -195,14 +175,19 @@ class PublishedUpdate(Update):
         )
 
     def seek(self, step: int) -> None:
-        """See Update."""
+        """See PlainUpdate.seek."""
         self._noise.seek(step)
         self._extra.seek(step)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See Trainer.state."""
+        return {}
 
     def set_gradients(
         self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
     ) -> Tensor:
-        """See Update."""
+        """See PlainUpdate.set_gradients."""
         if self._options.remedy == "parameters":
             return self._from_parameter_noise(outputs, losses, clean)
         network, options = self._network, self._options
@@ -358,7 +343,7 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
     uses_public_randomness = True
     record_options: ClassVar[Mapping[str, Any]] = {"form": "proven", "noise": "digital"}
     network: ModuleSequence
-    update: Update
+    update: PlainUpdate | PublishedUpdate
 
     @classmethod
     def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> ModuleSequence:

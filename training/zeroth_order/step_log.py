@@ -164,17 +164,12 @@ class InPlacePerturbation:
         self.copies, self.drifted = self._copies.tensors, self._drifted.tensors
         self._settled_temporarily = True
 
-    def move_to_plus(self, seed: int) -> None:
-        """Move from theta to theta + phi z."""
-        self._shift(seed, 1)
-
-    def move_to_minus(self, seed: int) -> None:
-        """Move from theta + phi z to theta - phi z."""
-        self._shift(seed, -2)
-
-    def move_back(self, seed: int) -> None:
-        """Move from theta - phi z to theta."""
-        self._shift(seed, 1)
+    def shift(self, seed: int, offset: int) -> None:
+        """Move by offset phi z: 1 from theta to the plus side, then -2 to the minus side, then 1 back to theta."""
+        direction, self._seed = Direction(seed), seed
+        for number, tensor in enumerate(self._tensors):
+            direction.add_to(tensor, number, offset * self._phi)
+            self._offsets[number] += offset
 
     def restore(self) -> None:
         """Return to theta from an interrupted step: float32 up to rounding, half precision settled."""
@@ -260,12 +255,6 @@ class InPlacePerturbation:
                     keep = 1.0
             self._copies.release_memory()
         self._pending.clear()
-
-    def _shift(self, seed: int, offset: int) -> None:
-        direction, self._seed = Direction(seed), seed
-        for number, tensor in enumerate(self._tensors):
-            direction.add_to(tensor, number, offset * self._phi)
-            self._offsets[number] += offset
 
     def _add(self, seed: int, scale: float, numbers: Iterable[int]) -> None:
         direction = Direction(seed)

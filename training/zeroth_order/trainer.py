@@ -354,16 +354,16 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         release, found, figures = self.release, list[Differences](), list[float]()
         clip = release.clip
         for seed in seeds:
-            if found:
-                self.perturbation.move_back(seeds[len(found) - 1])
-            self.perturbation.move_to_plus(seed)
+            self.perturbation.shift(seed, 1)
             plus, right = self._losses(x, y)
             if not found:
                 loss = torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64)
                 figures = [float(loss), float(right.sum())]
-            self.perturbation.move_to_minus(seed)
+            self.perturbation.shift(seed, -2)
             minus, _ = self._losses(x, y)
             found.append(loss_differences(plus, minus, LARGEST_DIFFERENCE if release.joint else clip))
+            if len(found) < len(seeds):
+                self.perturbation.shift(seed, 1)
         if release.joint and clip is not None:
             found = jointly_clipped(found, clip)
         values = [each.values for each in found]

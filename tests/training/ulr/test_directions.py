@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from opusim.randomness.streams import noise_stream
 from tests.support.ulr_models import new_network, records
 from tests.training.ulr.test_estimator import losses_of, whole_jacobian
-from training.ulr import directions
+from training.ulr import estimator as directions
 from training.ulr.estimator import (
     Draws,
     Estimator,

@@ -417,11 +417,11 @@ def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> 
     if dataset.holds_tokens:
         reason = f"{wanted} is for features, and these records hold tokens; leave it out"
         raise ConfigError("configuration", "data.components", reason)
-    public = options.components_from == "synthetic"
+    is_public = options.components_from == "synthetic"
     if folder is not None:
-        components = PrincipalComponents.from_array(read_array(folder.components_file), public=public)
+        components = PrincipalComponents.from_array(read_array(folder.components_file), public=is_public)
         return reduced(dataset, components)
-    if public:
+    if is_public:
         components = synthetic_components(
             dataset,
             wanted,

@@ -76,6 +76,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     targets = ("class", "tokens", "real", "labels")
     applies = frozenset({"gradients", "soft labels"})
     processes = "steps"
+    network: FullyConnected | AnyModule
     source: ClosedForm | ModuleGradients
     labels: SoftLabels | None
     ranks: Ranks

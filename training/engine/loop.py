@@ -174,7 +174,23 @@ class Engine:
                 )
             if self.mechanisms:
                 self._pay()
-            self._advance_or_keep()
+            # A step reads its device before it changes the model. If it did not, because a user-supplied module reads
+            # another device, the trainer is not intact, and the newest checkpoint stays the last one.
+            try:
+                self._advance()
+            except DeviceError as error:
+                kept = "all before it are kept"
+                if self._trainer.intact:
+                    self._stop_cleanly(error)
+                else:
+                    self._alarm_of(error, self.step, noted=True)
+                    newest = list_checkpoints(self._folder.checkpoints)[-1]
+                    kept = f"the step failed while updating parameters; those of {newest.stem} are kept"
+                undone = f"Step {self.step} of {self.total_steps} was not done, {kept}. "
+                told = self._text_of(self._alarm_of(error, self.step))
+                raise type(error)(
+                    f"{error}. {undone if self.step < self.total_steps else ''}{told}"
+                ) from error
             if interrupted.is_set() and self.step < self.total_steps:
                 self._check_device()
                 self._stop_cleanly()
@@ -271,26 +287,6 @@ class Engine:
             f"{error}; training ended after step {self.step} of {self.total_steps}, whose model is in "
             f"{self._folder.path}"
         )
-
-    def _advance_or_keep(self) -> None:
-        """Do one step; if the device fails in it, write a checkpoint of the steps before, so that none is lost.
-
-        A step reads its device before it changes the model. If it did not, because a user-supplied module reads another
-        device, the trainer is not intact, and the newest checkpoint stays the last one.
-        """
-        try:
-            self._advance()
-        except DeviceError as error:
-            kept = "all before it are kept"
-            if self._trainer.intact:
-                self._stop_cleanly(error)
-            else:
-                self._alarm_of(error, self.step, noted=True)
-                newest = list_checkpoints(self._folder.checkpoints)[-1]
-                kept = f"the step failed while updating parameters; those of {newest.stem} are kept"
-            undone = f"Step {self.step} of {self.total_steps} was not done, {kept}. "
-            told = f"{undone if self.step < self.total_steps else ''}{self._text_of(self._alarm_of(error, self.step))}"
-            raise type(error)(f"{error}. {told}") from error
 
     def _advance(self) -> None:
         """Do one step, then the metrics and the checkpoint that are due.

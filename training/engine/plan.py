@@ -116,8 +116,7 @@ class RunPlan(Plan):
             reason = f"'tokens' is not what trainer.kind = {kind!r} takes; give features, as float32"
             raise ConfigError("configuration", "data.inputs", reason)
         if config.protection.protects == "labels" and target != "class":
-            own = config.protection.kind
-            reason = f"{own!r} protects class numbers, and data.target is {target!r}; take another one"
+            reason = f"{config.protection.kind!r} protects class numbers, and data.target is {target!r}; take another one"
             raise ConfigError("configuration", "protection.kind", reason)
         # 2. The device, the maps of the features, the network and the sampler.
         description = _description(config, folder)

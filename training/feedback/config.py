@@ -229,6 +229,11 @@ class PointsConfig(FeedbackConfig):
     """Whether the feedback passes through the slope of a layer norm at each point, for models whose residual stream is
     not normalised, such as those with pre-norm blocks. None looks at the model."""
 
+    @property
+    def projected(self) -> dict[str, Any]:
+        """How the error is shown, and to which matrix, as arguments of `opusim.FeedbackAlignment`."""
+        return {"encoding": "real"}
+
     @model_validator(mode="after")
     def _check_points(self) -> Self:
         if self.points is not None and not self.points:
@@ -257,6 +262,11 @@ class _ProjectedConfig(PointsConfig, _DigitalConfig):
     feedback_seed: int = Field(20210603, ge=0)
     """Seed of the digital feedback matrix; the default is the packaged devices' medium, so that tdfa is pdfa without
     noise."""
+
+    @property
+    def projected(self) -> dict[str, Any]:
+        """See PointsConfig.projected."""
+        return {**super().projected, "seed": self.feedback_seed}
 
 
 class DfaConfig(_ProjectedConfig):
@@ -304,6 +314,12 @@ class EncodedConfig(PointsConfig):
     reading of the signs. A fully connected network takes ternary or planes."""
     planes: int = Field(4, ge=1, le=24)
     """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
+
+    @property
+    def projected(self) -> dict[str, Any]:
+        """See PointsConfig.projected."""
+        shown = {"encoding": self.encoding, "threshold": self.relative_threshold, "planes": self.planes}
+        return {**super().projected, **shown}
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:

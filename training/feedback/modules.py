@@ -25,11 +25,8 @@ from training.feedback.choice import OUTPUT
 from training.feedback.closed_form import Batch, Learned, require_finite
 from training.feedback.config import (
     BpConfig,
-    DfaConfig,
-    EncodedConfig,
     FeedbackConfig,
     PointsConfig,
-    TdfaConfig,
 )
 from training.feedback.diagnosis import Control
 from training.feedback.points import FeedbackAlignment
@@ -278,15 +275,6 @@ def feedback_points(
     """
     if not isinstance(options, PointsConfig):
         return None
-    given: dict[str, Any] = {"encoding": "real"}
-    if isinstance(options, EncodedConfig):
-        given = {
-            "encoding": options.encoding,
-            "threshold": options.relative_threshold,
-            "planes": options.planes,
-        }
-    if isinstance(options, DfaConfig | TdfaConfig):
-        given["seed"] = options.feedback_seed
     points, error_at = options.points, options.error_at
     if error_at is None and not chooses:
         error_at = getattr(network.model, "error_at", None) or OUTPUT
@@ -301,7 +289,7 @@ def feedback_points(
         normalised=options.normalised,
         gain=getattr(options, "gain", None),
         draw_seed=secrets.randbits(64) if draw_seed is None else draw_seed,
-        **given,
+        **options.projected,
     )
 
 

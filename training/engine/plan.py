@@ -116,7 +116,10 @@ class RunPlan(Plan):
             reason = f"'tokens' is not what trainer.kind = {kind!r} takes; give features, as float32"
             raise ConfigError("configuration", "data.inputs", reason)
         if config.protection.protects == "labels" and target != "class":
-            reason = f"{config.protection.kind!r} protects class numbers, and data.target is {target!r}; take another one"
+            reason = (
+                f"{config.protection.kind!r} protects class numbers, and data.target is {target!r}; take another "
+                "one"
+            )
             raise ConfigError("configuration", "protection.kind", reason)
         # 2. The device, the maps of the features, the network and the sampler.
         description = _description(config, folder)

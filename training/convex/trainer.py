@@ -203,8 +203,8 @@ class GatedNetwork(Network):
         return {"weight": self.model.weight, "hyperplanes": self.model.hyperplanes}
 
     @property
+    @override
     def facts(self) -> dict[str, Any]:
-        """See Network.facts."""
         return {
             "n_inputs": self.model.n_inputs,
             "n_classes": self.model.n_classes,
@@ -342,8 +342,8 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         return GatedNetwork(model)
 
     @classmethod
+    @override
     def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> GatedNetwork:
-        """See Algorithm.rebuild_network."""
         return GatedNetwork.from_facts(facts)
 
     @property
@@ -481,8 +481,8 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         options = config.trainer_as(ConvexConfig)
         return residual_bound(options.objective, options.residual_clip, n_classes)
 
+    @override
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """See Algorithm.mechanism."""
         if self.config.protection.last_iterate:
             return self.last_iterate(noise_multiplier)
         return self.clipped_records(noise_multiplier, divisor=self.divisor)

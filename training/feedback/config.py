@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import override
 
 from opusim.errors import ConfigError
 from training.config.kinds import PROTECTIONS, Flag, ProtectionSection, TrainerSection
@@ -150,8 +151,8 @@ class _DigitalConfig(FeedbackConfig):
     """Standard deviation of the digital noise, in units of the projection."""
 
     @property
+    @override
     def digital_sigma(self) -> float:
-        """See FeedbackConfig.digital_sigma."""
         return self.sigma
 
     @model_validator(mode="before")
@@ -264,8 +265,8 @@ class _ProjectedConfig(PointsConfig, _DigitalConfig):
     noise."""
 
     @property
+    @override
     def projected(self) -> dict[str, Any]:
-        """See PointsConfig.projected."""
         return {**super().projected, "seed": self.feedback_seed}
 
 
@@ -316,8 +317,8 @@ class EncodedConfig(PointsConfig):
     """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
 
     @property
+    @override
     def projected(self) -> dict[str, Any]:
-        """See PointsConfig.projected."""
         shown = {"encoding": self.encoding, "threshold": self.relative_threshold, "planes": self.planes}
         return {**super().projected, **shown}
 

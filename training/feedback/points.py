@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim import checks
 from opusim.devices.base import NoisyDevice
@@ -523,8 +524,8 @@ class FeedbackAlignment(PointHooks):
         self._calls, self._connected = [], False
         self._learning = self._state == "learning" and torch.is_grad_enabled()
 
+    @override
     def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
-        """See PointHooks."""
         step, self._step = self._step, self._step + 1
         if not self.gain:
             return [torch.zeros(h.shape, dtype=h.dtype, device=gradient.device) for h in points]

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim import checks
 from opusim.devices.base import NoisyDevice
@@ -106,8 +107,8 @@ class AbsoluteTernary(Encoding):
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
 
+    @override
     def __call__(self, error: Tensor) -> Encoded:
-        """See Encoding."""
         return Encoded(frames=ternarize(error, self._threshold)[None])
 
 
@@ -132,8 +133,8 @@ class RelativeTernary(Encoding):
         checks.non_negative(threshold=threshold)
         self._threshold = threshold
 
+    @override
     def __call__(self, error: Tensor) -> Encoded:
-        """See Encoding."""
         n = error.shape[1]
         rms = torch.linalg.vector_norm(error, dim=1, keepdim=True) / n**0.5
         shown = error.abs() > self._threshold * rms
@@ -172,8 +173,8 @@ class StochasticTernary(Encoding):
         """See Encoding.seek; the draws of a row are the same whichever process encodes it."""
         self._step, self._batches, self._before = step, 0, before
 
+    @override
     def __call__(self, error: Tensor) -> Encoded:
-        """See Encoding."""
         seed = derive_seed(self._seed, f"ternary codes of step {self._step}, batch {self._batches}")
         self._batches += 1
         generator = torch.Generator().manual_seed(seed % 2**63)
@@ -200,8 +201,8 @@ class BitPlanes(Encoding):
         checks.integer(planes=planes, minimum=1, maximum=24)
         self.frames_per_row = planes
 
+    @override
     def __call__(self, error: Tensor) -> Encoded:
-        """See Encoding."""
         scale = error.abs().amax(dim=1, keepdim=True)  # (rows, 1)
         digits, weights = bit_planes(
             error / scale.clamp_min(torch.finfo(error.dtype).tiny), self.frames_per_row
@@ -303,8 +304,8 @@ class DenseProjection(Projection):
         """See Projection.columns: B transposed exactly."""
         return self._matrix
 
+    @override
     def read(self, error: Tensor) -> Tensor:
-        """See Projection.read."""
         if self._encoding is None:
             return error @ self._matrix
         encoded = self._encoding(error)
@@ -349,16 +350,16 @@ class DeviceProjection(Projection):
         """Return this very projection: a copied model reads the same device."""
         return self
 
+    @override
     def noise_std(self, error: Tensor) -> Tensor:
-        """See Projection.noise_std."""
         return self._std.to(error.device) * self._encoding(error).noise_gain().mean()
 
+    @override
     def noise_power(self, error: Tensor) -> Tensor:
-        """See Projection.noise_power."""
         return (self._std.to(error.device) ** 2) * self._encoding(error).noise_gain().square().mean()
 
+    @override
     def read(self, error: Tensor) -> Tensor:
-        """See Projection.read."""
         encoded = self._encoding(error)
         frames = encoded.frames.flatten(0, 1)
         readings = self._device.project(self._padded(frames) if self._unused else frames)

@@ -106,8 +106,8 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         return network
 
     @classmethod
+    @override
     def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> FullyConnected | AnyModule:
-        """See Algorithm.rebuild_network."""
         return FullyConnected.from_facts(facts) if "layers" in facts else AnyModule.from_facts(facts, model)
 
     def chosen(self) -> dict[str, Any]:
@@ -285,8 +285,8 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         short = self.plan.total_steps < _STEPS_WITH_CONTROL
         return not (private or reads or short or not feedback.gain or Ranks().world > 1)
 
+    @override
     def initialise(self, trainer: FeedbackTrainer) -> None:
-        """See Algorithm.initialise."""
         if self.config.model.initial_output == "feedback":
             trainer.source.start_from_feedback(self._two_records)
 
@@ -348,8 +348,8 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         """See Trainer.state: that of the source, and that of the protection."""
         return self.source.state | ({} if self.writer is None else self.writer.state)
 
+    @override
     def close(self) -> None:
-        """See Trainer.close."""
         self.source.close()
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
@@ -395,6 +395,6 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         return (published,)
 
     @property
+    @override
     def noiseless(self) -> Mapping[str, Any]:
-        """See Algorithm.noiseless."""
         return {"sigma": 0.0} if self.options.digital_sigma else {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from accounting.errors import NoGuarantee
 from opusim.devices.base import NoisyDevice
@@ -50,8 +51,8 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
         return FullyConnected(nn.Sequential(linear))
 
     @classmethod
+    @override
     def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> FullyConnected:
-        """See Algorithm.rebuild_network."""
         return FullyConnected.from_facts(facts)
 
     @property
@@ -63,8 +64,8 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
         """See Algorithm.work_of_step; the protection draws all noise before."""
         return DeviceWork()
 
+    @override
     def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
-        """See Algorithm.open."""
         self.device = device
         self.optimizer = torch.optim.SGD(self.network.parameters)  # holds a rate that nothing uses
 

@@ -364,8 +364,8 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
         return network
 
     @classmethod
+    @override
     def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> ModuleSequence:
-        """See Algorithm.rebuild_network."""
         if "layers" in facts:
             model = FullyConnected.from_facts(facts).model
         if model is None:
@@ -471,8 +471,8 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
         )
 
     @property
+    @override
     def state(self) -> dict[str, Tensor]:
-        """See Trainer.state."""
         return self.update.state
 
     def _report(self, used: Tensor, records: Tensor | None, step: int) -> None:
@@ -498,8 +498,8 @@ class UlrTrainer(Algorithm[UlrConfig, ModuleSequence, "UlrTrainer"], Trainer):
         )
 
     @property
+    @override
     def clips_by_layer(self) -> bool:
-        """See Algorithm.clips_by_layer."""
         return self.options.clip == "module"
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:

@@ -206,8 +206,8 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         return network
 
     @classmethod
+    @override
     def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> Network:
-        """See Algorithm.rebuild_network."""
         if "layers" in facts:
             return FullyConnected.from_facts(facts)
         if model is None and "language" in facts:
@@ -263,8 +263,8 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # only holds the rate
         self._counts = torch.zeros(2, dtype=torch.int64)  # steps done, losses that were not finite
 
+    @override
     def initialise(self, trainer: ZoTrainer) -> None:
-        """See Algorithm.initialise."""
         trainer.ranks.broadcast_tensors(trainer.tensors.values())
         trainer.perturbation.reset_copies()
 
@@ -452,8 +452,8 @@ class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
         return config.protection.clip_norm or CLIP
 
     @property
+    @override
     def noise_guess(self) -> float:
-        """See Algorithm.noise_guess."""
         epsilon = self.config.protection.epsilon or math.inf
         steps, probability = self.plan.total_steps, self.plan.sampler.sampling_probability or 1.0
         return max(math.sqrt(steps) * probability / epsilon, 0.1)

@@ -102,13 +102,13 @@ from opusim.training import load_run as load_run
 from opusim.training import train as train
 from opusim.training import write_comparison as write_comparison
 from opusim.training import write_report as write_report
-from opusim.training.config.sections import ProtectionSection as ProtectionSection
-from opusim.training.config.sections import TrainerSection as TrainerSection
+from opusim.training.config.kinds import ProtectionSection as ProtectionSection
+from opusim.training.config.kinds import TrainerSection as TrainerSection
 from opusim.training.engine.algorithm import Algorithm as Algorithm
 from opusim.training.engine.algorithm import DeviceShape as DeviceShape
+from opusim.training.engine.algorithm import StepRecord as StepRecord
+from opusim.training.engine.algorithm import Trainer as Trainer
 from opusim.training.engine.callbacks import Callback as Callback
-from opusim.training.engine.trainer import StepRecord as StepRecord
-from opusim.training.engine.trainer import Trainer as Trainer
 from opusim.training.feedback.diagnosis import Diagnosis as Diagnosis
 from opusim.training.feedback.points import FeedbackAlignment as FeedbackAlignment
 from opusim.training.private_loop.session import PrivateTraining as PrivateTraining

@@ -337,7 +337,7 @@ def test_only_the_public_name_may_name_upper_layers() -> None:
             {"torch", "numba", "matplotlib", "scipy", "sklearn"},
         ),
         (  # what `evaluate` reads a run with
-            "import training.runs.run, training.feedback.algorithm",
+            "import training.runs.run, training.feedback.trainer",
             {"numba", "matplotlib", "scipy", "sklearn"},
         ),
     ],

@@ -25,8 +25,7 @@ from opusim.accounting.mechanisms.convex import ConvexLastIterate, learning_rate
 from opusim.accounting.mechanisms.labels import LabelRelease
 from opusim.training.attacks.base import Adversary, crafted
 from opusim.training.attacks.games import TwoWorlds, in_passes
-from opusim.training.convex.algorithm import ConvexAlgorithm
-from opusim.training.convex.trainer import GatedNetwork, GatedRelu
+from opusim.training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.optimizers import set_learning_rate
 from opusim.training.protections.released_model import LabelReleaseProtection
@@ -160,7 +159,7 @@ class LastIterateGame(TwoWorlds):
     ) -> None:
         self._plan, self._lean = plan, lean
         algorithm = plan.algorithm
-        if not isinstance(algorithm, ConvexAlgorithm):
+        if not isinstance(algorithm, ConvexTrainer):
             raise TypeError(f"plan: trainer.kind = {plan.config.trainer.kind!r} has no last iterate")
         self.actual = algorithm.last_iterate(plan.protection.noise_multiplier)
         self.mechanism = self.actual if accounted is None else accounted

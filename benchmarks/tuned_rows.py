@@ -19,8 +19,8 @@ from joblib import Parallel, delayed
 
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import private_accuracy, train_or_read
+from opusim.description.section import merged, parse_setting
 from opusim.tables import print_table
-from opusim.training.config.reading import merged, parse_setting
 
 Point = dict[str, Any]
 

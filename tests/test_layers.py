@@ -378,7 +378,7 @@ def test_only_the_public_name_may_name_upper_layers() -> None:
             {"torch", "numba", "matplotlib", "scipy", "sklearn"},
         ),
         (  # what `evaluate` reads a run with
-            "import opusim.training.runs.run, opusim.training.feedback.algorithm",
+            "import opusim.training.runs.run, opusim.training.feedback.trainer",
             {"numba", "matplotlib", "scipy", "sklearn"},
         ),
     ],

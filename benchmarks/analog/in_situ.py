@@ -27,12 +27,14 @@ import torch
 from torch import nn
 
 from benchmarks.analog.lifetimes import accuracy, images
+from benchmarks.bare import bare
 from benchmarks.markdown import command, markdown, section, verdict, with_error
 from benchmarks.results_file import load_results, save_results
 from opusim import convert, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import SeededStream
 from opusim.tables import duration, energy, print_table
+from opusim.training.config import load_config
 from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset
 from opusim.training.data.catalogue import build_dataset
@@ -148,7 +150,13 @@ def likelihood_ratios(model: nn.Module, seed: int) -> UlrTrainer:
     network = ModuleSequence(model, n_inputs=784)
     estimator = Estimator(copies=COPIES, reduction="antithetic", directions="orthogonal")
     update = PlainUpdate(network, estimator, sigma=SIGMA, noise=SeededStream(seed, "output noise"))
-    return UlrTrainer(network, torch.optim.Adam(model.parameters(), lr=RATE), update)
+    return bare(
+        UlrTrainer,
+        network,
+        load_config({"trainer": {"kind": "ulr"}}),
+        optimizer=torch.optim.Adam(model.parameters(), lr=RATE),
+        update=update,
+    )
 
 
 FORWARD_ONLY = {"ulr": likelihood_ratios}

@@ -26,9 +26,9 @@ from opusim.training.attacks.base import Adversary, crafted
 from opusim.training.attacks.games import TwoWorlds, in_passes
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.network import FullyConnected
-from opusim.training.zeroth_order.algorithm import ZoAlgorithm
 from opusim.training.zeroth_order.config import ZoConfig
 from opusim.training.zeroth_order.step_log import StepEntry, StepLog
+from opusim.training.zeroth_order.trainer import ZoTrainer
 
 _LARGE = 1e12
 """x."""
@@ -59,7 +59,7 @@ class ScalarsGame(TwoWorlds):
 
     def __init__(self, plan: RunPlan, accounted: ZoGaussian | ZoLaplace | None = None) -> None:
         algorithm = plan.algorithm
-        if not isinstance(algorithm, ZoAlgorithm):
+        if not isinstance(algorithm, ZoTrainer):
             raise TypeError(f"plan: trainer.kind = {plan.config.trainer.kind!r} releases no scalars")
         self._step = algorithm.mechanism(plan.protection.noise_multiplier) if accounted is None else accounted
         layer = torch.nn.Linear(1, 2, bias=False)

@@ -29,8 +29,8 @@ from benchmarks.runs import train_or_read
 from opusim.accounting.composition import calibrate_noise, guarantees
 from opusim.accounting.guarantee import Adjacency
 from opusim.accounting.mechanisms.records import PoissonGaussian
+from opusim.description.section import merged, parse_setting
 from opusim.tables import print_table
-from opusim.training.config.reading import merged, parse_setting
 
 MODULE = "benchmarks.convex.accuracy"
 COLUMN_NAMES = ("data", "epsilon", "trained by", "test [%]", "required", "paper [%]", "s", "chosen point")

@@ -24,7 +24,7 @@ from benchmarks.markdown import command, markdown, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from opusim.training.config.reading import merged
+from opusim.description.section import merged
 from opusim.training.reports.drawing import save_figure, style
 
 MODULE, NAME, FOLDER = "benchmarks.convex.hyperplanes", "convex_hyperplanes", Path("runs/convex-hyperplanes")

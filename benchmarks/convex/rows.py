@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from opusim.training.config.reading import merged
+from opusim.description.section import merged
 
 Point = dict[str, Any]
 EPSILONS, DATA, SEEDS = (4.76, 1.33), ("mnist", "fashion-mnist", "cifar-10"), (0, 1, 2)

@@ -18,19 +18,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare import bare
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.pdfa_step import void
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
-from opusim.training.convex.trainer import (
-    ConvexTrainer,
-    Descent,
-    GatedNetwork,
-    GatedRecords,
-    GatedRelu,
-    Objective,
-)
+from opusim.training.config import load_config
+from opusim.training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRecords, GatedRelu, Objective
 
 MODULE, NAME = "benchmarks.convex.step", "convex_step"
 FEATURES, CLASSES, HYPERPLANES, BATCH = 784, 10, 128, 1000
@@ -85,15 +80,15 @@ def opacus_step(module: nn.Module, features: Callable[[], Tensor], y: Tensor) ->
 def noisy_step(hyperplanes: Tensor, x: Tensor, y: Tensor) -> Callable[[], None]:
     """A step of this package."""
     model = GatedRelu(FEATURES, CLASSES, hyperplanes)
-    numbers = Descent(
-        regularisation=0.0, divisor=float(BATCH), noise_std=1.0, final_std=0.0, total_steps=10**9
-    )
-    trainer = ConvexTrainer(
+    trainer = bare(
+        ConvexTrainer,
         GatedNetwork(model),
-        torch.optim.SGD([model.weight], lr=0.01),
-        Objective(name="margin", clip=0.5),
-        numbers,
+        load_config({"trainer": {"kind": "convex"}}),
+        optimizer=torch.optim.SGD([model.weight], lr=0.01),
+        objective=Objective(name="margin", clip=0.5),
+        divisor=float(BATCH),
         noise=noise_stream("experiment", 0, "central-noise"),
+        noise_std=1.0,
     )
     count = iter(range(10**8))
     return lambda: void(trainer.step(x, y, step=next(count)))

@@ -19,8 +19,8 @@ from benchmarks.convex.rows import BASE, CLIPS, CYCLIC, EPSILONS
 from benchmarks.markdown import command, markdown, with_error
 from benchmarks.options import listed, seeds_of
 from benchmarks.results_file import load_results, save_results
+from opusim.description.section import merged
 from opusim.training.config import load_config
-from opusim.training.config.reading import merged
 from opusim.training.sweeps.tuning import Search
 
 MODULE = "benchmarks.convex.tuned"

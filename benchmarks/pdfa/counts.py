@@ -20,8 +20,8 @@ import typer
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import private_accuracy, train_or_read
+from opusim.description.section import merged
 from opusim.tables import print_table
-from opusim.training.config.reading import merged
 
 MODULE, NAME, FOLDER = "benchmarks.pdfa.counts", "pdfa_counts", Path("runs/counts")
 COLUMN_NAMES = (

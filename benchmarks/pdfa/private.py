@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.markdown import Row, command, markdown, section
 from benchmarks.results_file import load_results
 from benchmarks.tuned_rows import COLUMN_NAMES, RowPlan, TunedRows, table_rows
-from opusim.training.config.reading import merged
+from opusim.description.section import merged
 
 MODULE, NAME = "benchmarks.pdfa.private", "pdfa_private"
 RECORD_EPSILONS, LABEL_EPSILONS = (3.0, 1.0), (8.0, 3.0, 1.0)

@@ -19,8 +19,8 @@ from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.pdfa.table1 import PAPER, SEEDS, SIGMAS, configuration
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
+from opusim.description.section import merged
 from opusim.tables import print_table
-from opusim.training.config.reading import merged
 
 MODULE, NAME, FOLDER = "benchmarks.pdfa.readings", "pdfa_readings", Path("runs/readings")
 COLUMNS = ("0", "0.2")

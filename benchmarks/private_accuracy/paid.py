@@ -17,8 +17,8 @@ from benchmarks.options import seeds_of
 from benchmarks.private_accuracy.records import BASE, COMPONENTS_GRID, ROWS
 from benchmarks.results_file import load_results, save_results
 from benchmarks.tuned_rows import shown_accuracy
+from opusim.description.section import merged
 from opusim.training.config import load_config
-from opusim.training.config.reading import merged
 from opusim.training.runs.run import load_run
 from opusim.training.sweeps.tuning import Search
 

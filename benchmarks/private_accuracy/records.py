@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.markdown import Row, command, markdown, section
 from benchmarks.results_file import load_results
 from benchmarks.tuned_rows import COLUMN_NAMES, RowPlan, TunedRows, shown_accuracy, table_rows
-from opusim.training.config.reading import merged
+from opusim.description.section import merged
 
 MODULE, NAME = "benchmarks.private_accuracy.records", "private_accuracy_records"
 BASE: dict[str, Any] = {

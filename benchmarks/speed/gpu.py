@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.bare import bare
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.pdfa_step import BATCH, autograd_step, closed_form_step, void
@@ -26,6 +27,7 @@ from benchmarks.ulr.resnet import resnet5
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
 from opusim.tables import print_table
+from opusim.training.config import load_config
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.feedback.config import PdfaConfig
 from opusim.training.networks.optimizers import make_optimizer
@@ -79,7 +81,13 @@ def likelihood_step(x: torch.Tensor, y: torch.Tensor) -> Step:
         noise=noise_stream("experiment", 0, "output-noise"),
         protection=protection,
     )
-    trainer = UlrTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), update)
+    trainer = bare(
+        UlrTrainer,
+        network,
+        load_config({"trainer": {"kind": "ulr"}}),
+        optimizer=make_optimizer(network.parameters, OptimizerConfig()),
+        update=update,
+    )
     count = iter(range(10**9))
     return lambda: void(trainer.step(x, y, step=next(count)))
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.bare import feedback_trainer
 from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import open_device
@@ -38,7 +39,6 @@ from opusim.training.data import from_arrays
 from opusim.training.data.samplers import PoissonSampler
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import PdfaConfig
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.reports.drawing import save_figure, style
@@ -79,7 +79,7 @@ def step_of(widths: list[int], batch: int) -> Callable[[], Any]:
     network = FullyConnected(nn.Sequential(*hidden, layers[-1]))
     device = open_device("gaussian", n_inputs=widths[-1], n_outputs=sum(widths[1:-1]))
     optimizer = make_optimizer(network.parameters, OptimizerConfig())
-    trainer = FeedbackTrainer(ClosedForm(network, PdfaConfig(), device=device), optimizer)
+    trainer = feedback_trainer(ClosedForm(network, PdfaConfig(), device=device), optimizer)
     x, y = torch.randn(batch, widths[0]), torch.randint(widths[-1], (batch,))
     trainer.step(x, y, step=0)  # loads kernels, makes the optimizer's state
     return lambda: trainer.step(x, y, step=1)

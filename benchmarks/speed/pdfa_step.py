@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from benchmarks.bare import feedback_trainer
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
@@ -18,7 +19,6 @@ from opusim import open_device
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 
@@ -49,7 +49,7 @@ def closed_form_step(x: torch.Tensor, y: torch.Tensor, config: FeedbackConfig) -
         if config.kind == "pdfa"
         else None
     )
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, config, device=device), make_optimizer(network.parameters, OptimizerConfig())
     )
     count = iter(range(10**9))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from benchmarks.bare import feedback_trainer
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.pdfa_step import BATCH, REPEATS, STEPS, new_model, void
@@ -23,7 +24,6 @@ from opusim.randomness.streams import noise_stream
 from opusim.training.config.kinds import TRAINERS
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.feedback.closed_form import ClosedForm
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.record import RecordGradients
@@ -80,7 +80,7 @@ def protected_step(x: torch.Tensor, y: torch.Tensor, mode: str, kind: str) -> Ca
         divisor=BATCH,
         noise=noise_stream(mode, 0, "central-noise"),
     )
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(
             network,
             TRAINERS.validated({"kind": kind}),

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.bare import bare
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.pdfa_step import void
 from benchmarks.speed.record_step import CLIP_NORM, NOISE_MULTIPLIER, REFERENCE, ghost_step
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
+from opusim.training.config import load_config
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.record import RecordGradients
@@ -62,7 +64,13 @@ def ulr_trainer(copies: int, *, rows_per_pass: int | None = None, mode: str = "e
         noise=noise_stream(mode, 0, "output-noise"),
         protection=protection,
     )
-    return UlrTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), update)
+    return bare(
+        UlrTrainer,
+        network,
+        load_config({"trainer": {"kind": "ulr"}}),
+        optimizer=make_optimizer(network.parameters, OptimizerConfig()),
+        update=update,
+    )
 
 
 def ulr_step(x: torch.Tensor, y: torch.Tensor, copies: int, **options: object) -> Callable[[], None]:
@@ -84,7 +92,13 @@ def published_step(x: torch.Tensor, y: torch.Tensor, copies: int) -> Callable[[]
         noise=noise_stream("experiment", 0, "output-noise"),
         extra=noise_stream("experiment", 0, "extra-noise"),
     )
-    trainer = UlrTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), update)
+    trainer = bare(
+        UlrTrainer,
+        network,
+        load_config({"trainer": {"kind": "ulr"}}),
+        optimizer=make_optimizer(network.parameters, OptimizerConfig()),
+        update=update,
+    )
     count = iter(range(10**9))
     return lambda: void(trainer.step(x, y, step=next(count)))
 

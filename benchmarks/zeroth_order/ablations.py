@@ -24,6 +24,7 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.bare import zo_trainer
 from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
@@ -38,7 +39,7 @@ from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.networks.optimizers import set_learning_rate
 from opusim.training.reports.drawing import new_figure, save_figure, style
-from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.zeroth_order.trainer import ScalarRelease
 
 MODULE, NAME = "benchmarks.zeroth_order.ablations", "zo_ablations"
 SEEDS, FACTOR, CLIP, RATE, POINTS = (0, 1, 2), 1.0, 0.01, 0.3, 20
@@ -134,7 +135,7 @@ def make(cell: Cell, rate: float | None, seed: int) -> tuple[Trainer, Any]:
         law="laplace" if cell.law == "laplace" else "gaussian",
     )
     network, root = AnyModule(Head(384), n_inputs=384), derive_seed(seed, "directions")
-    return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer
+    return zo_trainer(network, config, release, root=root), config.optimizer
 
 
 def trained(

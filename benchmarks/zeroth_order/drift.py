@@ -49,8 +49,8 @@ def arrived(dtype: torch.dtype, length: float, settle_every: int) -> float:
     wanted = torch.zeros(SIZE, dtype=torch.float64)
     for seed in range(CYCLES):
         entry = StepEntry.rounded(rate=MOVE, seeds=(seed,), scalars=(-1.0,))
-        perturbation.move_to_plus(seed)
-        perturbation.move_to_minus(seed)
+        perturbation.shift(seed, 1)
+        perturbation.shift(seed, -2)
         perturbation.update(entry)
         if (seed + 1) % settle_every == 0:
             perturbation.settle()

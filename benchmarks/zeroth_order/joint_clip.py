@@ -38,6 +38,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from benchmarks.bare import feedback_trainer
 from benchmarks.markdown import command, difference, markdown, section, with_error
 from benchmarks.options import listed
 from benchmarks.results_file import load_results, save_results
@@ -55,7 +56,6 @@ from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import FeedbackConfig
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer, set_learning_rate
 from opusim.training.protections.record import RecordGradients
@@ -228,7 +228,7 @@ def sgd_walk(task: Task, noise: float, rate: float, seed: int) -> Iterator[Tenso
     clip = math.sqrt(2) * CLIP
     protection = RecordGradients(clip_norm=clip, noise_multiplier=noise, divisor=batch, noise=stream)
     made = make_optimizer(network.parameters, config.optimizer)
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, config.trainer_as(FeedbackConfig)), made, protection=protection
     )
     sampler = make_sampler("poisson", N_TRAIN, batch, derive_seed(seed, "batches"))

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.bare import feedback_trainer, zo_trainer
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import (
@@ -47,11 +48,10 @@ from opusim.training.data.samplers import make_sampler
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import FeedbackConfig
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.network import FullyConnected, LayerShape, build_sequential
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.record import RecordGradients
-from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.zeroth_order.trainer import ScalarRelease
 from tests.support.canaries import Canaries, Scores, auc_error, own_features, pooled, record_losses
 
 MODULE = "benchmarks.zeroth_order.membership"
@@ -94,14 +94,14 @@ def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:
             clip_norm=1.0 if noise else 1e9, noise_multiplier=noise, divisor=plan["batch"], noise=stream
         )
         optimizer = make_optimizer(network.parameters, config.optimizer)
-        return FeedbackTrainer(
+        return feedback_trainer(
             ClosedForm(network, config.trainer_as(FeedbackConfig)), optimizer, protection=protection
         )
     config = load_config({"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": plan["rate"]}})
     release = ScalarRelease(
         clip=CLIP if noise else None, divisor=plan["batch"], scale=noise * CLIP, noise=stream
     )
-    return ZoTrainer(network, config.trainer, config.optimizer, release, root=derive_seed(seed, "directions"))
+    return zo_trainer(network, config, release, root=derive_seed(seed, "directions"))
 
 
 @cache

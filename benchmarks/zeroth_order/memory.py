@@ -171,15 +171,16 @@ def inference(
 
 
 def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object]:
+    from benchmarks.bare import zo_trainer
     from opusim.training.config import load_config
     from opusim.training.networks.any_module import AnyModule
-    from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+    from opusim.training.zeroth_order.trainer import ScalarRelease
 
     config = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 1e-6}})
     ids, y = batch(shape)
     network = AnyModule(AsScores(build(lora=lora, half=half)), n_inputs=shape[1])
     release = ScalarRelease(clip=0.05, divisor=shape[0])
-    trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=1)
+    trainer = zo_trainer(network, config, release, root=1)
     steps = iter(range(10**9))
     return lambda: trainer.step(ids.float(), y, step=next(steps))
 

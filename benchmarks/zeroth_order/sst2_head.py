@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare import feedback_trainer, zo_trainer
 from benchmarks.markdown import Row, command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
@@ -42,12 +43,11 @@ from opusim.training.data.samplers import make_sampler
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import FeedbackConfig
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.network import FullyConnected, LayerShape, build_sequential
 from opusim.training.networks.optimizers import make_optimizer, set_learning_rate
 from opusim.training.protections.record import RecordGradients
-from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.zeroth_order.trainer import ScalarRelease
 
 MODULE = "benchmarks.zeroth_order.sst2_head"
 NAME, BASELINE = "zo_sst2", "dp-sgd"
@@ -161,7 +161,7 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
     )
     root = derive_seed(seed, "directions")
     network = AnyModule(Head(384), n_inputs=384)
-    return ZoTrainer(network, config.trainer, config.optimizer, release, root=root), config.optimizer
+    return zo_trainer(network, config, release, root=root), config.optimizer
 
 
 def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tuple[Trainer, Any]:
@@ -172,7 +172,7 @@ def dp_sgd(noise: float, rate: float, stream: SeededStream, *, batch: int) -> tu
     config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": rate, "momentum": 0.0}})
     protection = RecordGradients(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
     optimizer = make_optimizer(network.parameters, config.optimizer)
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, config.trainer_as(FeedbackConfig)), optimizer, protection=protection
     )
     return trainer, config.optimizer

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare import zo_trainer
 from benchmarks.markdown import command, markdown, section, with_error
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
@@ -44,7 +45,7 @@ from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.optimizers import set_learning_rate
-from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.zeroth_order.trainer import ScalarRelease
 
 MODULE = "benchmarks.zeroth_order.sst2_lora"
 NAME, RANK, LENGTH, HELD_OUT = "zo_sst2_lora", 8, 40, 2000
@@ -149,7 +150,7 @@ def zeroth_order(x: Tensor, y: Tensor, noise: float, factor: float, seed: int) -
     release = ScalarRelease(clip=CLIP, divisor=plan["batch"], scale=noise * CLIP, noise=stream)
     network = AnyModule(Top(seed), n_inputs=x.shape[1])
     root = derive_seed(seed, "directions")
-    trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=root)
+    trainer = zo_trainer(network, config, release, root=root)
     sampler = make_sampler("poisson", len(x), plan["batch"], derive_seed(seed, "batches"))
     for step in range(plan["steps"]):
         index = sampler.indices(step)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.private_accuracy import cifar, records
 from benchmarks.results_file import load_results
-from opusim.training.config.reading import merged
+from opusim.description.section import merged
 from opusim.training.data import from_arrays
 from opusim.training.data.public_maps import random_shapes
 from tests.support.paper_data import write_mnist

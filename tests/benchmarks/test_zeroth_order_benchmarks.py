@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.bare import zo_trainer
 from benchmarks.results_file import load_results
 from benchmarks.zeroth_order import ablations, joint_clip, sentences
 from benchmarks.zeroth_order.sst2_head import Head, LaplaceSgd
@@ -16,7 +17,7 @@ from opusim.medium.transmission import Direction
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.training.config import load_config
 from opusim.training.networks.any_module import AnyModule
-from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.zeroth_order.trainer import ScalarRelease
 from tests.support.paper_data import ours
 
 
@@ -56,7 +57,7 @@ def test_a_step_of_the_linear_head_is_the_trainers(clip: float) -> None:
     options = {"kind": "zo", "directions": 6, "perturbation": joint_clip.PHI}
     config = load_config({"trainer": options, "optimizer": {"lr": 0.7}})
     release = ScalarRelease(clip=clip, divisor=3.0, joint=True)
-    trainer = ZoTrainer(AnyModule(head, n_inputs=4), config.trainer, config.optimizer, release, root=7)
+    trainer = zo_trainer(AnyModule(head, n_inputs=4), config, release, root=7)
     trainer.step(x, y, step=0)
     z = torch.zeros(6, 5)
     for number, row in enumerate(z):

@@ -13,10 +13,10 @@ from tests.support.killing import start_child
 from tests.support.ports import free_port
 
 PRELOADED = (
-    *("torch._dynamo", "opusim.devices.simulated", "opusim.training.feedback.algorithm"),
+    *("torch._dynamo", "opusim.devices.simulated", "opusim.training.feedback.trainer"),
     *(
-        "opusim.training.ulr.algorithm",
-        "opusim.training.convex.algorithm",
+        "opusim.training.ulr.trainer",
+        "opusim.training.convex.trainer",
         "opusim.training.protections.noisy_labels",
     ),
 )

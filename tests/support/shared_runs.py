@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from opusim import training
 from opusim.errors import DeviceFault
-from opusim.training.engine import leading
+from opusim.training.engine import loop
 from opusim.training.engine.callbacks import Callback
 from opusim.training.protections.record import RecordGradients
 from tests.support.killing import skip_syncs
@@ -217,14 +217,14 @@ RUNS: Mapping[str, Run] = {
 
 def log_steps(file: Path) -> None:
     """Write the records of every step to a file before they are computed."""
-    real, descriptor = leading._do, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    real, descriptor = loop._do, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def do(order: Any, trainer: Any, split: Any, ranks: Any) -> Any:
         mine = order.records[ranks.part(len(order.records))].tolist()
         os.write(descriptor, (json.dumps([order.step, mine]) + "\n").encode())
         return real(order, trainer, split, ranks)
 
-    leading._do = do
+    loop._do = do
 
 
 def train(folder: Path, name: str, rank: int, *, resume: bool = False, watcher: Any = None) -> None:

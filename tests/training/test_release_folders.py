@@ -75,11 +75,11 @@ def _released(name: str, folder: Path, *, other: bool) -> dict[str, bytes]:
 def _with_the_sums(function: Callable[..., Any]) -> Callable[..., Any]:
     """The planted fault: a step log whose learning rate follows the noiseless sums."""
 
-    def entry(self: Any, seeds: Any, totals: Any, noise: Any) -> Any:
+    def entry(self: Any, seeds: Any, sums: Any, noise: Any) -> Any:
         group = self.optimizer.param_groups[0]
-        before, group["lr"] = group["lr"], group["lr"] * (1 + 1e-3 * totals.sums[0])
+        before, group["lr"] = group["lr"], group["lr"] * (1 + 1e-3 * sums[0])
         try:
-            return function(self, seeds, totals, noise)
+            return function(self, seeds, sums, noise)
         finally:
             group["lr"] = before
 

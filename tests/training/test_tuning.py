@@ -15,10 +15,10 @@ from opusim import training
 from opusim.accounting.guarantee import NoGuarantee, Status
 from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection, selection_bounds
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.config import load_config
-from opusim.training.config.reading import merged
 from opusim.training.config.run import RunConfig
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.run import load_run

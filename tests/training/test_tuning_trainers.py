@@ -14,12 +14,12 @@ import pytest
 from opusim.accounting.guarantee import Adjacency, LedgerCorrupt, NoGuarantee, Status, Unit
 from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.selection import PrivateSelection
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.randomness.rounded import grid_of
 from opusim.randomness.streams import SystemStream
 from opusim.training.cli import main
 from opusim.training.config import load_config
-from opusim.training.config.reading import merged
 from opusim.training.config.run import RunConfig
 from opusim.training.engine.session import train
 from opusim.training.runs.run import load_run

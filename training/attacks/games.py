@@ -44,8 +44,7 @@ from opusim.accounting.mechanisms.labels import (
 )
 from opusim.randomness.streams import derive_seed
 from opusim.training.attacks.base import Adversary, crafted
-from opusim.training.convex.algorithm import ConvexAlgorithm
-from opusim.training.convex.trainer import GatedNetwork, GatedRelu
+from opusim.training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu
 from opusim.training.engine.plan import RunPlan
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import LinearUse
@@ -623,7 +622,7 @@ class LastIterateGame(TwoWorlds):
     ) -> None:
         self._plan, self._lean = plan, lean
         algorithm = plan.algorithm
-        if not isinstance(algorithm, ConvexAlgorithm):
+        if not isinstance(algorithm, ConvexTrainer):
             raise TypeError(f"plan: trainer.kind = {plan.config.trainer.kind!r} has no last iterate")
         self.actual = algorithm.last_iterate(plan.protection.noise_multiplier)
         self.mechanism = self.actual if accounted is None else accounted

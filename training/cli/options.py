@@ -17,11 +17,10 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from opusim.description.section import default_of, described_fields
+from opusim.description.section import default_of, described_fields, merged, nested
 from opusim.errors import ConfigError
 from opusim.files import quoted
 from opusim.training.config.kinds import KINDS, PROTECTIONS, TrainerSection
-from opusim.training.config.reading import merged, nested
 from opusim.training.config.run import RunConfig, load_config, named_trainer
 from opusim.training.config.sections import MODEL_NAMES
 

@@ -1,4 +1,4 @@
-"""The kinds of trainers and protections, found through entry points.
+"""The sections of trainers and protections, one class for each kind, found through entry points.
 
 A package adds a kind without touching this one: it declares, in the group `opusim.trainers` or `opusim.protections`,
 an entry point of the kind's name whose object is a subclass of TrainerSection or ProtectionSection. The class should
@@ -9,14 +9,222 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from opusim import plugins
+from opusim.accounting.guarantee import Adjacency
 from opusim.description.section import BadKey, did_you_mean, merged
-from opusim.training.config.kinds import KindSection, ProtectionSection, TrainerSection
-from opusim.training.config.sections import CheckpointConfig, OptimizerConfig, SamplerConfig
+from opusim.training.config.sections import (
+    CheckpointConfig,
+    Given,
+    OptimizerConfig,
+    Relation,
+    SamplerConfig,
+    Section,
+)
+
+
+class KindSection(Section):
+    """A section chosen by its `kind`; a third party's class is found through an entry point.
+
+    A subclass declares `kind: Literal["name"] = "name"`, its own keys as typed fields with attribute docstrings, and
+    the class variables below. The docstrings become the command line's help.
+    """
+
+    summary: ClassVar[str] = ""
+    """One line for help pages."""
+    formerly: ClassVar[tuple[str, ...]] = ()
+    """Earlier names of this kind; a configuration that uses one is told the new name."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Keys of other kinds that this kind lacks for a reason: what to do instead."""
+    implementation: ClassVar[str] = ""
+    """The class that carries this kind out, as "module:Class": an `Algorithm` of a trainer, a `Protection` of a
+    protection. Reading a configuration and `--help` import neither it nor torch."""
+    dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
+    """Values that stored runs may have and new ones may not: by key and value, what to take instead."""
+
+    kind: str
+    """Name of the kind."""
+
+    @classmethod
+    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
+        """Defaults of other sections that follow from this kind, below everything that was given.
+
+        Args:
+            given: The keys that the run was given, by section; "run" holds those outside of sections.
+        """
+        return {}
+
+    def implementing_class(self) -> Any:
+        """Import the class that `implementation` names."""
+        if not (isinstance(self.implementation, str) and self.implementation):
+            raise TypeError(f"{type(self).__name__}.implementation must name a class, as 'module:Class'")
+        return resolve_name(self.implementation)
+
+    def check(self, run: Any) -> None:
+        """Refuse a RunConfig whose other sections do not fit this one.
+
+        Raises:
+            ValueError: They do not fit; the message begins with "key = value".
+        """
+        return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A command-line option besides those of the trainer's own fields.
+
+    Attributes:
+        name: The option without its dashes.
+        key: The dotted key of the run that it sets; empty for an option with words.
+        help: Its help; empty takes the key's own description.
+        words: The values that the option takes, with the keys that each sets. A key of the section protection is set
+            only if the command protects something.
+    """
+
+    name: str
+    key: str = ""
+    help: str = ""
+    words: Mapping[str, Mapping[str, str]] | None = None
+
+
+class ProtectionSection(KindSection):
+    """What is protected and how strongly; the base of every `protection.kind`.
+
+    Code outside the configuration asks for the properties below and compares no kind. `epsilon`, `noise_multiplier`,
+    `noise`, `clip_norm`, `divisor`, `bands` and `correlation` can be read of every kind: a kind without such a field
+    has None, digital noise, and 1 band.
+    """
+
+    protects: ClassVar[Literal["nothing", "records", "labels"]] = "records"
+    """What the guarantee is about."""
+    poisson: ClassVar[bool] = False
+    """Whether every step is paid for and draws a secret Poisson batch."""
+    last_iterate: ClassVar[bool] = False
+    """Whether only the final model is published."""
+    labels_read_once: ClassVar[bool] = False
+    """Whether the labels are read or randomized once, before training."""
+    default_clip: ClassVar[float] = 1.0
+    """Norm to which contributions are clipped if clip_norm is None."""
+    cost_of_a_kill: ClassVar[str | None] = None
+    """What a kill of a release run under a budget costs, after "Ctrl-C only; "; None if it costs nothing."""
+    tested_with: ClassVar[Mapping[str, Any]] = {"noise_multiplier": 1.0}
+    """Keys that `opusim audit --mechanism` sets unless they are given."""
+    tested_records: ClassVar[int] = 400
+    """Number of records of such a test."""
+    trainers: ClassVar[tuple[str, ...]] = ()
+    """Trainers that take this protection besides those whose sections list it."""
+
+    delta: float = Field(1e-5, ge=0.0, lt=1.0)
+    """delta of every guarantee that this run prints; 0 asks for pure privacy, which only Laplace noise (zo) and
+    randomized response give."""
+
+    if TYPE_CHECKING:  # fields of most kinds; `__pydantic_init_subclass__` completes the others
+
+        @property
+        def epsilon(self) -> float | None:
+            """Budget, or None."""
+
+        @property
+        def noise_multiplier(self) -> float | None:
+            """z, or None."""
+
+        @property
+        def noise(self) -> Literal["digital", "device", "counts", "argmax"]:
+            """Source of the credited noise."""
+
+        @property
+        def clip_norm(self) -> float | None:
+            """The clip if it was given."""
+
+        @property
+        def divisor(self) -> float | None:
+            """The divisor if it was given."""
+
+        @property
+        def bands(self) -> int:
+            """Number of steps over which the noise is correlated, and of subsets of records; 1 for neither."""
+
+        @property
+        def correlation(self) -> tuple[float, ...] | None:
+            """Coefficients of such noise if they are known."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the common properties be read of a kind that neither has such a field nor defines the property."""
+        if not cls.model_fields["kind"].is_required():
+            own = cls.__mro__[: cls.__mro__.index(ProtectionSection)]
+            for name, value in _COMMON.items():
+                if name not in cls.model_fields and not any(name in vars(base) for base in own):
+                    setattr(cls, name, value)
+
+    @property
+    def credits_device(self) -> bool:
+        """Whether the guarantee rests on the noise of the run's device."""
+        return self.noise != "digital"
+
+    @property
+    def clip(self) -> float:
+        """clip_norm, or its default for this kind."""
+        return self.default_clip if self.clip_norm is None else self.clip_norm
+
+    def relation_of(self, trainer: TrainerSection) -> Adjacency | None:
+        """Which data sets the guarantee calls neighbours, or None without protection."""
+        return Adjacency.REPLACE_ONE
+
+
+_COMMON: Mapping[str, Any] = {
+    "epsilon": None,
+    "noise_multiplier": None,
+    "noise": "digital",
+    "clip_norm": None,
+    "divisor": None,
+    "bands": 1,
+    "correlation": None,
+}
+
+
+class TrainerSection(KindSection):
+    """The options of a trainer; the base of every `trainer.kind`."""
+
+    protections: ClassVar[tuple[str, ...]] = ("none",)
+    """Values of protection.kind that this trainer takes; its `Algorithm.applies` says how it carries them out."""
+    relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
+    """Values of protection.relation that this trainer takes; the first is the default."""
+    any_module: ClassVar[bool] = False
+    """Whether it trains any torch module, and not only fully connected networks."""
+    feedback_matrix: ClassVar[bool] = False
+    """Whether the error is projected by a fixed feedback matrix."""
+    plain_descent: ClassVar[bool] = False
+    """Whether the update is plain gradient descent, without momentum or moments."""
+    device_keys: ClassVar[Mapping[str, str] | None] = None
+    """Keys that the option --device sets besides device.name; None if the command has no such option. A key of the
+    section protection is set only if the command protects something."""
+    flags: ClassVar[tuple[Flag, ...]] = ()
+    """Options of the command besides one for each own field."""
+    examples: ClassVar[tuple[str, ...]] = (
+        "--data digits --epochs 30",
+        "--data fashion-mnist --set optimizer.lr=0.01 --set model.hidden=[512,512]",
+        "--config run.toml --seed 3 --out runs/third",
+    )
+    """Arguments of the command that its help shows."""
+
+    @classmethod
+    def default_protection(cls, given: Given) -> str:
+        """The protection.kind of a run that gives none."""
+        return "none"
+
+    def uses_device(self, protection: ProtectionSection) -> bool:
+        """Whether the run opens its device."""
+        return False
+
+    def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
+        """Whether a full batch's sum is divided by sampler.batch_size unless protection.divisor is given."""
+        return protection.poisson
+
 
 SectionT = TypeVar("SectionT", bound=KindSection)
 
@@ -50,8 +258,14 @@ class Kinds(Generic[SectionT]):
         Raises:
             BadKey: There is no such kind, or the package that brings it cannot be used.
         """
-        if kind not in (*self.names(), *self.stored):
-            raise BadKey(f"{self.section}.kind", self._unknown(kind))
+        names = self.names()
+        if kind not in (*names, *self.stored):
+            former = [name for name, section in self.every().items() if kind in section.formerly]
+            known = f"; known are {', '.join(map(repr, names))}"
+            reason = f"{kind!r} is no {self.section}{did_you_mean(str(kind), names, otherwise=known)}"
+            if former:
+                reason = f"{kind!r} is now {former[0]!r}; use that"
+            raise BadKey(f"{self.section}.kind", reason)
         try:
             return self._loaded(kind)
         except plugins.PluginError as error:
@@ -71,30 +285,25 @@ class Kinds(Generic[SectionT]):
         """
         if not isinstance(value, Mapping):
             return value
-        cls = self.find(value.get("kind"))
-        return cls.model_validate({key: v for key, v in value.items() if self._belongs(cls, key, v)})
-
-    def _belongs(self, cls: type[SectionT], key: str, value: Any) -> bool:
-        """Whether a key is the kind's own, or unknown to all kinds; False if another kind's key is left at None.
-
-        Raises:
-            BadKey: Another kind has the key.
-        """
-        if key in cls.model_fields:
-            return True
-        others = [f"{name!r}" for name, other in self.every().items() if key in other.model_fields]
-        if others and value is not None:
-            if key in cls.instead:
+        cls, given = self.find(value.get("kind")), dict(value)
+        for key, own in value.items():
+            if key in cls.model_fields:
+                continue
+            others = [f"{name!r}" for name, other in self.every().items() if key in other.model_fields]
+            if others and own is None:  # another kind's key that is left out
+                del given[key]
+            elif others and key in cls.instead:
                 kind = cls.model_fields["kind"].default
-                reason = f"{value!r} does nothing under {self.section}.kind = {kind!r}: {cls.instead[key]}"
-            else:
+                reason = f"{own!r} does nothing under {self.section}.kind = {kind!r}: {cls.instead[key]}"
+                raise BadKey(f"{self.section}.{key}", reason)
+            elif others:
                 known = " or ".join([", ".join(others[:-1]), others[-1]] if others[1:] else others)
                 reason = (
-                    f"{value!r} does nothing here: it needs {self.section}.kind = {known}; set {self.section}.kind, "
+                    f"{own!r} does nothing here: it needs {self.section}.kind = {known}; set {self.section}.kind, "
                     "or leave it out"
                 )
-            raise BadKey(f"{self.section}.{key}", reason)
-        return not others
+                raise BadKey(f"{self.section}.{key}", reason)
+        return cls.model_validate(given)
 
     def _loaded(self, kind: str) -> type[SectionT]:
         def problem(found: Any) -> str | None:
@@ -105,14 +314,6 @@ class Kinds(Generic[SectionT]):
 
         section: type[SectionT] = plugins.load(self.group, kind, accept=problem)
         return section
-
-    def _unknown(self, kind: Any) -> str:
-        for name, section in self.every().items():
-            if kind in section.formerly:
-                return f"{kind!r} is now {name!r}; use that"
-        names = self.names()
-        known = f"; known are {', '.join(map(repr, names))}"
-        return f"{kind!r} is no {self.section}{did_you_mean(str(kind), names, otherwise=known)}"
 
 
 TRAINERS: Kinds[TrainerSection] = Kinds(section="trainer", base=TrainerSection)
@@ -179,7 +380,7 @@ def without_derived(resolved: Mapping[str, Any], changes: Mapping[str, Any]) -> 
 
 def _with_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The sections that kinds complete, and the defaults that the kinds give; None if a section is of a wrong type."""
-    given = {name: _given(value) for name, value in values.items()}
+    given = {name: given_keys(value) for name, value in values.items()}
     if any(section is None for name, section in given.items() if name in _COMPLETED):
         return None
     sections = {name: dict(given.get(name) or {}) for name in _COMPLETED}
@@ -198,7 +399,7 @@ def _with_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 def _default_loss(values: Mapping[str, Any]) -> dict[str, str]:
     """The loss that follows from data.target under a trainer of any module, if it is not the plain default."""
-    data, trainer = _given(values.get("data")) or {}, _given(values.get("trainer")) or {}
+    data, trainer = given_keys(values.get("data")) or {}, given_keys(values.get("trainer")) or {}
     loss = _LOSS_OF_TARGET.get(str(data.get("target")))
     kind = trainer.get("kind", DEFAULT_TRAINER)
     return {"loss": loss} if loss and TRAINERS.find(kind).any_module else {}
@@ -222,11 +423,12 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = {
 """Defaults of the run and its sections that are the same for all kinds."""
 
 
-def _given(section: Any) -> dict[str, Any] | None:
-    """The keys that a section was given, its kind among them; None if the value is no section."""
+def given_keys(section: Any) -> dict[str, Any] | None:
+    """The keys that a section was given, with its kind if it has one; None if the value is no section."""
     if isinstance(section, Mapping):
         return dict(section)
     if isinstance(section, BaseModel):
         kind = {"kind": section.kind} if isinstance(section, KindSection) else {}
-        return {**kind, **{name: getattr(section, name) for name in section.model_fields_set}}
+        given = {name: getattr(section, name) for name in section.model_fields_set}
+        return {**kind, **given, **(section.model_extra or {})}
     return None

@@ -1,28 +1,37 @@
-"""A whole run's configuration."""
+"""A whole run's configuration, and how it is read from a file, a mapping and lines key=value.
+
+Errors name file, key and reason.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from opusim.accounting.composition import Budget
 from opusim.accounting.guarantee import Adjacency
-from opusim.description.section import BadKey, default_of, first_problem
+from opusim.description.section import BadKey, default_of, first_problem, flat, merged, parse_setting
 from opusim.errors import ConfigError
+from opusim.files import parse_json, parse_toml, read_text
 from opusim.randomness.seeds import derive_seed
 from opusim.training.config.kinds import (
     DEFAULT_EPOCHS,
     DEFAULT_TRAINER,
+    KINDS,
     PROTECTIONS,
     TRAINERS,
-    KindSection,
     ProtectionSection,
     TrainerSection,
     completed,
+    given_keys,
+    without_derived,
 )
 from opusim.training.config.sections import (
     CheckpointConfig,
@@ -162,7 +171,8 @@ class RunConfig(Section):
         """
         changed = self.unchecked(**changes)
         sections = {name: type(getattr(changed, name)) for name in ("trainer", "protection")}
-        values = {name: _given(getattr(changed, name)) for name in changed.model_fields_set}
+        found = {name: getattr(changed, name) for name in changed.model_fields_set}
+        values = {name: given_keys(value) or value for name, value in found.items()}
         try:
             return type(self).model_validate(values)
         except ValidationError as error:
@@ -231,32 +241,45 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_kinds(self)
-        self.protection.check(self)
-        self.trainer.check(self)
+        # 1. The kinds fit each other, and the other sections fit them.
+        trainer, protection = self.trainer, self.protection
+        if protection.kind not in trainer.protections and trainer.kind not in protection.trainers:
+            raise BadKey(
+                "protection.kind",
+                f"{protection.kind!r} is not for trainer.kind = {trainer.kind!r}; it takes "
+                f"{', '.join(trainer.protections)}",
+            )
+        if protection.noise != "digital" and not self.uses_device:
+            raise ValueError(
+                f"protection.noise = {protection.noise!r} needs a device, but trainer.kind = {trainer.kind!r} has "
+                "none; see `opusim train options device`, or take "
+                + ("trainer.kind = 'pdfa'" if "noise" in protection.dropped else "'digital'")
+            )
+        protection.check(self)
+        trainer.check(self)
+        # 2. The relation allows the split and has its constants.
         if self.split not in self.fitting_splits:
             raise ValueError(split_refusal(self, self.split))
         _check_constants(self)
-        _check_module(self)
+        # 3. The trainer takes the network and the loss.
+        for key, value, known in (
+            ("model.name", self.model.name, ("mlp",)),
+            ("loss", self.loss, ("cross-entropy", "squared-error")),
+        ):
+            if value not in known and not trainer.any_module:
+                raise BadKey(
+                    key,
+                    f"{value!r} is not for trainer.kind = {trainer.kind!r}, which takes "
+                    f"{' or '.join(map(repr, known))}; use that, or trainer.kind = 'bp', 'dfa', 'tdfa' or 'pdfa'",
+                )
         if self.loss.endswith("cross-entropy") and self.model.output_activation != "identity":
             raise ValueError(
                 f"loss = {self.loss!r} takes logits, but model.output_activation = "
                 f"'{self.model.output_activation}'; set it to 'identity' or take loss = 'squared-error'"
             )
+        # 4. No key that does nothing was changed.
         require_used(self)
         return self
-
-
-def _given(value: Any) -> Any:
-    """The keys that a section was given, with its kind if it has one; any other value is returned unchanged."""
-    if not isinstance(value, BaseModel):
-        return value
-    kind = {"kind": value.kind} if isinstance(value, KindSection) else {}
-    return {
-        **kind,
-        **{name: getattr(value, name) for name in value.model_fields_set},
-        **(value.model_extra or {}),
-    }
 
 
 def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
@@ -272,37 +295,6 @@ def split_refusal(config: RunConfig, split: str) -> str:
     fitting = " or ".join(repr(rule) for rule in config.fitting_splits)
     remedy = "take protection.relation = 'zero_out' or 'replace_one'" if split == "tail" else f"use {fitting}"
     return f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; {remedy}"
-
-
-def _check_kinds(config: RunConfig) -> None:
-    """Refuse a protection that the trainer does not take, or device noise without a device."""
-    trainer, protection = config.trainer, config.protection
-    if protection.kind not in trainer.protections and trainer.kind not in protection.trainers:
-        raise BadKey(
-            "protection.kind",
-            f"{protection.kind!r} is not for trainer.kind = {trainer.kind!r}; it takes "
-            f"{', '.join(trainer.protections)}",
-        )
-    if protection.noise != "digital" and not config.uses_device:
-        raise ValueError(
-            f"protection.noise = {protection.noise!r} needs a device, but trainer.kind = {trainer.kind!r} has none; "
-            "see `opusim train options device`, or take "
-            + ("trainer.kind = 'pdfa'" if "noise" in protection.dropped else "'digital'")
-        )
-
-
-def _check_module(config: RunConfig) -> None:
-    """Refuse networks and losses that only trainers of any module take."""
-    for key, value, known in (
-        ("model.name", config.model.name, ("mlp",)),
-        ("loss", config.loss, ("cross-entropy", "squared-error")),
-    ):
-        if value not in known and not config.trainer.any_module:
-            raise BadKey(
-                key,
-                f"{value!r} is not for trainer.kind = {config.trainer.kind!r}, which takes "
-                f"{' or '.join(map(repr, known))}; use that, or trainer.kind = 'bp', 'dfa', 'tdfa' or 'pdfa'",
-            )
 
 
 def _check_constants(config: RunConfig) -> None:
@@ -357,7 +349,9 @@ def require_used(config: RunConfig, given: Collection[str] = ()) -> None:
     """
     for key, needs in unused(config).items():
         named = [name for name in given if f"{name}.".startswith(f"{key}.")]
-        found = named or _changed(key, _at(config, key), _default(config, key))
+        section, _, name = key.rpartition(".")
+        field = type(_at(config, section) if section else config).model_fields[name]
+        found = named or _changed(key, _at(config, key), default_of(field))
         if found:
             value = _at(config, found[0])
             raise BadKey(found[0], f"{value!r} does nothing here: it needs {needs}; leave it out")
@@ -394,7 +388,124 @@ def _at(config: BaseModel, key: str) -> Any:
     return value
 
 
-def _default(config: BaseModel, key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    home = _at(config, section) if section else config
-    return default_of(type(home).model_fields[name])
+def load_config(
+    source: str | Path | Mapping[str, Any] | RunConfig | None = None,
+    settings: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Resolve a configuration: the file or mapping, then `changes`, then `key=value` settings.
+
+    Args:
+        source: A TOML file (or the config.json of a run), a mapping, a RunConfig, or None for the defaults.
+        settings: Lines "dotted.key=value"; the value is read as TOML, a bare word as a string.
+        changes: A nested mapping merged over the source.
+
+    Raises:
+        ConfigError: Missing file, malformed TOML, an unknown key, a value out of range, or a key that does nothing in
+            this configuration, or what only stored runs may have; one line that names file, key and reason.
+    """
+    if isinstance(source, RunConfig) and not settings and not changes:
+        require_offered(source)
+        return source  # which was validated when it was made
+    base, is_resolved = _read(source)
+    changed: dict[str, Any] = dict(changes or {})
+    for setting in settings:
+        changed = merged(changed, parse_setting(setting))
+    given = changed if is_resolved else merged(base, changed)
+    values = merged(_for_kinds(base, changed) if is_resolved else base, changed)
+    origin = str(source) if isinstance(source, str | Path) else "configuration"
+    config = _validated(
+        values, origin, given=[key for key, value in flat(given).items() if value is not None]
+    )
+    require_offered(config, origin)
+    return config
+
+
+def stored_config(values: Mapping[str, Any]) -> RunConfig:
+    """The resolved configuration in a run's `config.json`, which names every key, also those that do nothing.
+
+    Raises:
+        ConfigError: It is not a valid configuration.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError("configuration", "config", f"holds a {type(values).__name__}, not a table of keys")
+    return _validated(values, "configuration", given=())
+
+
+def named_trainer(source: str | Path) -> str | None:
+    """The trainer.kind that a file gives, or None.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    trainer = _read(source)[0].get("trainer")
+    kind = trainer.get("kind") if isinstance(trainer, Mapping) else None
+    return None if kind is None else str(kind)
+
+
+def _for_kinds(resolved: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved configuration without the keys that a changed kind lacks, or that follow from what is changed.
+
+    A key that means something else to the new kind, as its other type tells, counts as one that it lacks.
+    """
+    values = dict(resolved)
+    for name, kinds in KINDS.items():
+        section, change = values.get(name), changed.get(name)
+        kind = change.get("kind") if isinstance(change, Mapping) else None
+        if isinstance(section, Mapping) and kind in kinds.names():
+            known = kinds.find(kind).model_fields
+            before = kinds.find(section["kind"]).model_fields
+            values[name] = {
+                key: value
+                for key, value in section.items()
+                if key == "kind" or (key in known and known[key].annotation == before[key].annotation)
+            }
+    try:
+        return without_derived(values, changed)
+    except BadKey:  # an unknown kind, which validation reports
+        return values
+
+
+def _validated(values: Mapping[str, Any], origin: str, *, given: Sequence[str]) -> RunConfig:
+    try:
+        config = RunConfig.model_validate(values)
+        require_used(config, given)
+    except ValidationError as error:
+        sections: dict[str, type[BaseModel]] = {}  # of the kinds that the values name
+        with suppress(BadKey):
+            for name, section in completed(values).items():
+                kind = section.get("kind") if name in KINDS and isinstance(section, Mapping) else None
+                if kind is not None and kind in KINDS[name].names():
+                    sections[name] = KINDS[name].find(kind)
+        raise first_problem(error, RunConfig, origin, sections=sections) from error
+    except BadKey as error:
+        raise ConfigError(origin, error.key, error.reason) from error
+    return config
+
+
+def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[dict[str, Any], bool]:
+    """The keys, and whether they are those of a resolved configuration, which names all of them."""
+    if source is None:
+        return {}, False
+    if isinstance(source, RunConfig):
+        return source.model_dump(), True
+    if isinstance(source, Mapping):
+        return dict(source), False
+    path = Path(source)
+    try:
+        text = read_text(path)
+        if path.suffix != ".json":
+            return parse_toml(text), False
+        values = parse_json(text)
+        if not isinstance(values, dict):
+            raise ConfigError(str(path), "syntax", f"holds a {type(values).__name__}, not a table of keys")
+        is_stored = "config" in values  # the config.json of a run holds more than the configuration
+        config = values["config"] if is_stored else values
+        if not isinstance(config, dict):
+            raise ConfigError(str(path), "config", f"holds a {type(config).__name__}, not a table of keys")
+        return dict(config), is_stored
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}); check the path"
+        raise ConfigError(str(path), "path", reason) from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), "syntax", f"is not valid {path.suffix or 'TOML'}: {error}") from error

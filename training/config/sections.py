@@ -1,20 +1,17 @@
-"""The parts of a run's configuration: what every section is, the shared ones, and the bases of those chosen by kind.
-
-A trainer's section is a `TrainerSection` and a protection's is a `ProtectionSection`; each kind is one class, found by
-its name in an entry-point group (`opusim.training.config.kinds`).
-"""
+"""The sections of a run's configuration that every run has; `opusim.training.config.kinds` has those chosen by kind."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from numbers import Real
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from opusim.accounting.guarantee import Adjacency
 from opusim.description.section import Section as BaseSection
 from opusim.description.section import did_you_mean
 
@@ -160,10 +157,6 @@ class DeviceChoice(BaseModel):
         return dict(self.model_extra or {})
 
 
-def _is_mlp(run: Any) -> bool:
-    return bool(run.model.name == "mlp")
-
-
 class ModelConfig(Section):
     """The network that a run builds."""
 
@@ -171,7 +164,7 @@ class ModelConfig(Section):
         Effect(
             keys=("model.options",),
             needs="a model.name other than 'mlp'",
-            holds=lambda run: not _is_mlp(run),
+            holds=lambda run: run.model.name != "mlp",
         ),
         Effect(
             keys=(
@@ -179,7 +172,7 @@ class ModelConfig(Section):
                 *("model.initial_gain", "model.tau_h_max"),
             ),
             needs="model.name = 'mlp'; options of other models are keys of model.options",
-            holds=_is_mlp,
+            holds=lambda run: run.model.name == "mlp",
         ),
         Effect(
             keys=("model.initial_output",),
@@ -338,200 +331,222 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
 
 
-class KindSection(Section):
-    """A section chosen by its `kind`; a third party's class is found through an entry point.
+SplitRule = Literal["index", "content", "id"]
+FileKind = Literal["csv", "parquet", "text"]
+FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
+"""What data.name may begin with, followed by a colon and a path, to take records from a file."""
+OWN_ARRAYS = "arrays"
+"""The data.name of a run on user-supplied arrays or on texts."""
 
-    A subclass declares `kind: Literal["name"] = "name"`, its own keys as typed fields with attribute docstrings, and
-    the class variables below. The docstrings become the command line's help.
-    """
 
-    summary: ClassVar[str] = ""
-    """One line for help pages."""
-    formerly: ClassVar[tuple[str, ...]] = ()
-    """Earlier names of this kind; a configuration that uses one is told the new name."""
-    instead: ClassVar[Mapping[str, str]] = {}
-    """Keys of other kinds that this kind lacks for a reason: what to do instead."""
-    implementation: ClassVar[str] = ""
-    """The class that carries this kind out, as "module:Class": an `Algorithm` of a trainer, a `Protection` of a
-    protection. Reading a configuration and `--help` import neither it nor torch."""
-    dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
-    """Values that stored runs may have and new ones may not: by key and value, what to take instead."""
+def _finite_numbers(value: object) -> object:
+    entries = value if isinstance(value, list | tuple) else (value,)
+    if not entries or not all(isinstance(entry, Real) and math.isfinite(entry) for entry in entries):
+        raise ValueError(f"must be a finite number, or one for each feature, got {value!r}")
+    return value
 
-    kind: str
-    """Name of the kind."""
 
-    @classmethod
-    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
-        """Defaults of other sections that follow from this kind, below everything that was given.
+Constants = Annotated[float | tuple[float, ...], BeforeValidator(_finite_numbers)]
+"""A number for all features, or one for each."""
 
-        Args:
-            given: The keys that the run was given, by section; "run" holds those outside of sections.
-        """
-        return {}
 
-    def implementing_class(self) -> Any:
-        """Import the class that `implementation` names."""
-        if not (isinstance(self.implementation, str) and self.implementation):
-            raise TypeError(f"{type(self).__name__}.implementation must name a class, as 'module:Class'")
-        return resolve_name(self.implementation)
+class DataConfig(Section):
+    """Data set, split and standardisation."""
 
-    def check(self, run: Any) -> None:
-        """Refuse a RunConfig whose other sections do not fit this one.
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("data.whitening", "data.components_from"),
+            needs="data.components",
+            holds=lambda run: run.data.components is not None,
+        ),
+        Effect(
+            keys=("data.components_mirrored",),
+            needs="data.components with data.components_from = 'synthetic'",
+            holds=lambda run: run.data.components is not None and run.data.components_from == "synthetic",
+        ),
+        Effect(
+            keys=("data.features_groups",),
+            needs="data.features",
+            holds=lambda run: run.data.features is not None,
+        ),
+        Effect(
+            keys=("data.features_threshold",),
+            needs="data.features = 'optical:DEVICE'",
+            holds=lambda run: run.data.features_kind == "optical",
+        ),
+        Effect(
+            keys=("data.n_features",),
+            needs="data.features = 'optical:DEVICE' or 'convolutions'",
+            holds=lambda run: run.data.features_kind in ("optical", "convolutions"),
+        ),
+        Effect(
+            keys=("data.context", "data.tokenizer"),
+            needs="data.name = 'text:PATH'",
+            holds=lambda run: run.data.file_kind == "text",
+        ),
+        Effect(
+            keys=(
+                *(
+                    "data.split",
+                    "data.split_seed",
+                    "data.mean",
+                    "data.std",
+                    "data.standardise",
+                    "data.components",
+                    "data.features",
+                ),
+                *(
+                    "data.n_classes",
+                    "data.target",
+                    "data.inputs",
+                    "data.vocabulary",
+                    "data.label",
+                    "data.classes",
+                ),
+            ),
+            needs="data other than text:PATH, which says it itself",
+            holds=lambda run: run.data.file_kind != "text",
+        ),
+        Effect(
+            keys=("data.test",),
+            needs="a data.name that begins with csv:, parquet: or text:",
+            holds=lambda run: run.data.file_kind is not None,
+        ),
+    )
+
+    name: str = "digits"
+    """digits, mnist, fashion-mnist or cifar-10; csv:PATH or parquet:PATH for a table with a column data.label;
+    text:PATH for windows of a text file; "arrays" if `opusim.train` was given the records."""
+    validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
+    """Share of the training records held out for validation (0.1 in the PDFA paper)."""
+    split_seed: int = Field(0, ge=0)
+    """Public seed of the rule that picks the validation records; the rule never looks at labels."""
+    split: SplitRule | None = None
+    """What decides whether a record is held out. index: its position among all n, by a seeded permutation. content: a
+    keyed hash of its own features. id: a keyed hash of the ID given with it. None: id if IDs were given, else content
+    for protection.relation = 'add_or_remove_one', else index."""
+    target: Literal["auto", "class", "tokens", "real", "labels"] = "auto"
+    """What to predict of user-supplied records. class: one of n_classes, whole numbers y (n,). tokens: the token at
+    each position, whole numbers y (n, T). real: numbers, y (n,) or (n, k). labels: which of k labels hold, zeros and
+    ones y (n, k). auto: tokens if y is missing or has the shape of x, both int64; else class."""
+    inputs: Literal["auto", "features", "tokens"] = "auto"
+    """What user-supplied x holds: quantities (features) or numbers of tokens (tokens). auto: tokens only for tokens to
+    predict."""
+    n_classes: int | None = Field(None, ge=2)
+    """Number of classes of user-supplied records, or of token values to predict. None counts the different labels,
+    which must then be 0, 1, 2, ... without gaps; for tokens it takes one more than the largest."""
+    vocabulary: int | None = Field(None, ge=2)
+    """Number of token values in user-supplied x; None takes n_classes for tokens to predict, else reads it off x (one
+    more than the largest)."""
+    standardise: bool | Literal["records"] = True
+    """Subtract and divide by public constants of the data set. records: by the mean and the standard deviation of each
+    feature over user-supplied training records, which no guarantee for records covers."""
+    mean: Constants | None = None
+    """Another public constant to subtract instead, or one for each feature; for images, of pixels in [0, 1]. Requires
+    std."""
+    std: Constants | None = None
+    """Another public constant to divide by instead, or one for each feature; requires mean."""
+    features: str | None = None
+    """Replace the features by a public map of them. optical:DEVICE: |R x|^2 of a device (`opusim device list`, or a
+    TOML file), where x is 1 for each feature above data.features_threshold, else 0. For images: scattering
+    (scattering:J for another scale than 2), hog, convolutions (random ones)."""
+    n_features: int = Field(1000, ge=1)
+    """Number of features behind data.features = optical:DEVICE or convolutions (a multiple of 32); the other maps have
+    their own."""
+    features_threshold: float = 0.0
+    """What a standardised feature must exceed to be shown by data.features = optical:DEVICE; a public number."""
+    features_groups: int | None = Field(None, ge=1)
+    """Give each of this many groups of neighbouring channels behind data.features the mean 0 and the variance 1 within
+    its record."""
+    components: int | None = Field(None, ge=1)
+    """Replace the features by this many principal components of data.components_from."""
+    components_from: Literal["records", "synthetic"] = "records"
+    """records: the training records, so only for public features. synthetic: invented images of their shape, behind
+    data.features, into which no record enters; at most 2999 components."""
+    components_mirrored: bool = False
+    """Average the features of each invented image with those of its mirror image (left and right) before its components
+    are computed, so that a record and its mirror image have the same components, as far as data.features commutes with
+    mirroring."""
+    whitening: float = Field(0.5, ge=0.0, le=1.0)
+    """How far the variances of the components are equalised: 0 not at all, 1 completely."""
+    label: Annotated[
+        tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+    ] = ()
+    """Column of a table that holds what to predict; several for data.target = 'real' or 'labels'. The others are
+    features."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, if labels are strings, in the order of their numbers; empty reads them off the labels,
+    sorted."""
+    context: int = Field(128, ge=1)
+    """Tokens of a record of text:PATH: the text is cut into windows of one more, each token to be predicted from those
+    before it. The end of the text is held out, not windows drawn at random."""
+    tokenizer: str | None = None
+    """A tokenizer.json of the library tokenizers, for text:PATH in UTF-8; None takes the bytes of the file."""
+    test: str | None = None
+    """A file of test records of the same kind as that of data.name."""
+
+    @property
+    def file_kind(self) -> FileKind | None:
+        """The kind of the file that data.name names, or None if it names none."""
+        kind = self.name.partition(":")[0]
+        return next((known for known in FILE_KINDS if known == kind and ":" in self.name), None)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether records are user-supplied, so that whatever is read off their labels depends on private records."""
+        return self.name == OWN_ARRAYS or self.file_kind in ("csv", "parquet")
+
+    @property
+    def file(self) -> Path:
+        """The file that data.name names.
 
         Raises:
-            ValueError: They do not fit; the message begins with "key = value".
+            ValueError: It names none.
         """
-        return
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """A command-line option besides those of the trainer's own fields.
-
-    Attributes:
-        name: The option without its dashes.
-        key: The dotted key of the run that it sets; empty for an option with words.
-        help: Its help; empty takes the key's own description.
-        words: The values that the option takes, with the keys that each sets. A key of the section protection is set
-            only if the command protects something.
-    """
-
-    name: str
-    key: str = ""
-    help: str = ""
-    words: Mapping[str, Mapping[str, str]] | None = None
-
-
-class ProtectionSection(KindSection):
-    """What is protected and how strongly; the base of every `protection.kind`.
-
-    Code outside the configuration asks for the properties below and compares no kind. `epsilon`, `noise_multiplier`,
-    `noise`, `clip_norm`, `divisor`, `bands` and `correlation` can be read of every kind: a kind without such a field
-    has None, digital noise, and 1 band.
-    """
-
-    protects: ClassVar[Literal["nothing", "records", "labels"]] = "records"
-    """What the guarantee is about."""
-    poisson: ClassVar[bool] = False
-    """Whether every step is paid for and draws a secret Poisson batch."""
-    last_iterate: ClassVar[bool] = False
-    """Whether only the final model is published."""
-    labels_read_once: ClassVar[bool] = False
-    """Whether the labels are read or randomized once, before training."""
-    default_clip: ClassVar[float] = 1.0
-    """Norm to which contributions are clipped if clip_norm is None."""
-    cost_of_a_kill: ClassVar[str | None] = None
-    """What a kill of a release run under a budget costs, after "Ctrl-C only; "; None if it costs nothing."""
-    tested_with: ClassVar[Mapping[str, Any]] = {"noise_multiplier": 1.0}
-    """Keys that `opusim audit --mechanism` sets unless they are given."""
-    tested_records: ClassVar[int] = 400
-    """Number of records of such a test."""
-    trainers: ClassVar[tuple[str, ...]] = ()
-    """Trainers that take this protection besides those whose sections list it."""
-
-    delta: float = Field(1e-5, ge=0.0, lt=1.0)
-    """delta of every guarantee that this run prints; 0 asks for pure privacy, which only Laplace noise (zo) and
-    randomized response give."""
-
-    if TYPE_CHECKING:  # fields of most kinds; `__pydantic_init_subclass__` completes the others
-
-        @property
-        def epsilon(self) -> float | None:
-            """Budget, or None."""
-
-        @property
-        def noise_multiplier(self) -> float | None:
-            """z, or None."""
-
-        @property
-        def noise(self) -> Literal["digital", "device", "counts", "argmax"]:
-            """Source of the credited noise."""
-
-        @property
-        def clip_norm(self) -> float | None:
-            """The clip if it was given."""
-
-        @property
-        def divisor(self) -> float | None:
-            """The divisor if it was given."""
-
-        @property
-        def bands(self) -> int:
-            """Number of steps over which the noise is correlated, and of subsets of records; 1 for neither."""
-
-        @property
-        def correlation(self) -> tuple[float, ...] | None:
-            """Coefficients of such noise if they are known."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the common properties be read of a kind that neither has such a field nor defines the property."""
-        if not cls.model_fields["kind"].is_required():
-            own = cls.__mro__[: cls.__mro__.index(ProtectionSection)]
-            for name, value in _COMMON.items():
-                if name not in cls.model_fields and not any(name in vars(base) for base in own):
-                    setattr(cls, name, value)
+        if self.file_kind is None:
+            raise ValueError(f"data.name = {self.name!r} names no file; see file_kind")
+        return Path(self.name.partition(":")[2])
 
     @property
-    def credits_device(self) -> bool:
-        """Whether the guarantee rests on the noise of the run's device."""
-        return self.noise != "digital"
+    def short_name(self) -> str:
+        """data.name in the name of a folder: that of a file without folders and ending."""
+        return self.name if self.file_kind is None else re.sub(r"[^\w.-]+", "-", self.file.stem)
 
     @property
-    def clip(self) -> float:
-        """clip_norm, or its default for this kind."""
-        return self.default_clip if self.clip_norm is None else self.clip_norm
+    def features_kind(self) -> str:
+        """The map that data.features names; empty without one."""
+        return (self.features or "").partition(":")[0]
 
-    def relation_of(self, trainer: TrainerSection) -> Adjacency | None:
-        """Which data sets the guarantee calls neighbours, or None without protection."""
-        return Adjacency.REPLACE_ONE
+    @property
+    def features_argument(self) -> str:
+        """What follows the colon of data.features: a device, or the scale of scattering."""
+        return (self.features or "").partition(":")[2]
 
-
-_COMMON: Mapping[str, Any] = {
-    "epsilon": None,
-    "noise_multiplier": None,
-    "noise": "digital",
-    "clip_norm": None,
-    "divisor": None,
-    "bands": 1,
-    "correlation": None,
-}
-
-
-class TrainerSection(KindSection):
-    """The options of a trainer; the base of every `trainer.kind`."""
-
-    protections: ClassVar[tuple[str, ...]] = ("none",)
-    """Values of protection.kind that this trainer takes; its `Algorithm.applies` says how it carries them out."""
-    relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
-    """Values of protection.relation that this trainer takes; the first is the default."""
-    any_module: ClassVar[bool] = False
-    """Whether it trains any torch module, and not only fully connected networks."""
-    feedback_matrix: ClassVar[bool] = False
-    """Whether the error is projected by a fixed feedback matrix."""
-    plain_descent: ClassVar[bool] = False
-    """Whether the update is plain gradient descent, without momentum or moments."""
-    device_keys: ClassVar[Mapping[str, str] | None] = None
-    """Keys that the option --device sets besides device.name; None if the command has no such option. A key of the
-    section protection is set only if the command protects something."""
-    flags: ClassVar[tuple[Flag, ...]] = ()
-    """Options of the command besides one for each own field."""
-    examples: ClassVar[tuple[str, ...]] = (
-        "--data digits --epochs 30",
-        "--data fashion-mnist --set optimizer.lr=0.01 --set model.hidden=[512,512]",
-        "--config run.toml --seed 3 --out runs/third",
-    )
-    """Arguments of the command that its help shows."""
-
-    @classmethod
-    def default_protection(cls, given: Given) -> str:
-        """The protection.kind of a run that gives none."""
-        return "none"
-
-    def uses_device(self, protection: ProtectionSection) -> bool:
-        """Whether the run opens its device."""
-        return False
-
-    def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
-        """Whether a full batch's sum is divided by sampler.batch_size unless protection.divisor is given."""
-        return protection.poisson
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        argument, kind = self.features_argument, self.features_kind
+        fits = {
+            "": self.features is None,
+            "optical": bool(argument),
+            "scattering": argument in ("1", "2", "3", "4") or self.features == kind,
+            "hog": self.features == kind,
+            "convolutions": self.features == kind,
+        }
+        if not fits.get(kind, False):
+            raise ValueError(
+                f"features = {self.features!r}: must be optical:DEVICE (such as optical:ideal), scattering, "
+                "scattering:J with J from 1 to 4, hog or convolutions"
+            )
+        if self.file_kind is not None and not self.file.name:
+            raise ValueError(f"name = {self.name!r} lacks the path of the file; give {self.file_kind}:PATH")
+        if self.standardise == "records" and self.mean is not None:
+            raise ValueError(
+                f"standardise = 'records' computes what mean = {self.mean} states; give one of them"
+            )
+        if (self.mean is None) != (self.std is None):
+            raise ValueError(f"mean = {self.mean} and std = {self.std} go together; give both or neither")
+        if self.std is not None and min(self.std if isinstance(self.std, tuple) else (self.std,)) <= 0:
+            raise ValueError(
+                f"std = {self.std} must be above 0 everywhere; use 1 for a feature that never changes"
+            )
+        return self

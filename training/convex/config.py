@@ -14,7 +14,7 @@ from opusim.training.config.sections import Effect, Given, Relation
 class ConvexConfig(TrainerSection):
     """A convex approximation of a two-layer ReLU network; sampler.scheme says how it descends."""
 
-    implementation = "opusim.training.convex.algorithm:ConvexAlgorithm"
+    implementation = "opusim.training.convex.trainer:ConvexTrainer"
     summary: ClassVar[str] = "A ReLU network as a convex problem: noisy descent, private at the last iterate."
     protections: ClassVar[tuple[str, ...]] = ("none", "record", "last-iterate")
     relations: ClassVar[tuple[Relation, ...]] = ("replace_one", "zero_out", "add_or_remove_one")

@@ -2,32 +2,178 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
-from opusim.devices.usage import DeviceWork
-from opusim.errors import ConfigError
+from opusim.devices.usage import DeviceWork, Usage
 from opusim.noise import NoiseModel
 from opusim.training.config.kinds import TrainerSection
 from opusim.training.config.run import RunConfig
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import Target
 from opusim.training.data.tables import Arrays
-from opusim.training.engine.algorithm import Trainer
 from opusim.training.networks.base import Network
 from opusim.training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
 from opusim.training.protections.planning import Plan, ProtectedAlgorithm
 from opusim.training.runs.folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What one step measured before its update.
+
+    Attributes:
+        loss_sum: Sum of the records' losses, float64 scalar tensor.
+        n_correct: Correct decisions, such as correctly classified records, int64 scalar tensor.
+        n_records: Records in the batch.
+        n_judged: Decisions that `n_correct` counts, if a record is not one decision: tokens, labels, or 0 for real
+            numbers; None for one each record.
+        diagnostics: Named figures, one value per layer; empty unless the step was observed.
+    """
+
+    loss_sum: Tensor
+    n_correct: Tensor
+    n_records: int
+    n_judged: int | None = None
+    diagnostics: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Trainer(ABC):
+    """Parameters, what one step releases, and the step.
+
+    Attributes:
+        network: What is trained.
+        optimizer: Carries the learning rate.
+        device: The open device that it reads, or None.
+        intact: Whether the parameters are, to the bit, those after the last finished step, so that a checkpoint may be
+            written. False if a step was interrupted while it moved them.
+    """
+
+    network: Network
+    optimizer: torch.optim.Optimizer
+    device: NoisyDevice | None = None
+    intact: bool = True
+
+    @abstractmethod
+    def step(
+        self, x: Tensor, y: Tensor, *, step: int, observe: bool, records: Tensor | None = None
+    ) -> StepRecord:
+        """Do one update.
+
+        Args:
+            x: Inputs, shape (batch, n_inputs); the batch may be empty.
+            y: Class numbers, shape (batch,), or what else the data set's target is.
+            step: Number of the step, from 0; noise is keyed by it in experiment mode.
+            observe: Whether to fill in the diagnostics, which cost time.
+            records: Numbers of the batch's records in the training set, shape (batch,); a protection that keeps
+                something for each record needs them.
+
+        Raises:
+            TrainingDiverged: The error is not finite; nothing was updated.
+        """
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is trained."""
+        return self.network.model
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by name, as a checkpoint holds them; a checkpoint is restored by copying into them."""
+        return self.network.tensors
+
+    @property
+    def usage(self) -> Usage:
+        """Frames, seconds and joules used so far; zero for a trainer without a device."""
+        return Usage() if self.device is None else self.device.usage
+
+    def close(self) -> None:  # noqa: B027  # optional hook
+        """Remove training's hooks from the model; called after the last step, or after an error."""
+
+    def before_checkpoint(self) -> None:  # noqa: B027  # optional hook
+        """Bring parameters and files to a point from which a run can resume; called before each checkpoint."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Everything else that a resumed run needs, by name; a checkpoint is restored by copying into these tensors."""
+        return {}
+
+
+class EpochSums:
+    """Running sums of step records over an epoch, on the torch device that computes them.
+
+    Args:
+        place: The torch device.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self.clear()
+
+    def clear(self) -> None:
+        """Start a new epoch."""
+        self._loss: Tensor = torch.zeros((), dtype=torch.float64, device=self._place)
+        self._correct: Tensor = torch.zeros((), dtype=torch.int64, device=self._place)
+        self._records = self._judged = 0
+        self._observed: list[dict[str, list[float]]] = []
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step, without waiting for the torch device."""
+        self._loss = self._loss + record.loss_sum
+        self._correct = self._correct + record.n_correct
+        self._records += record.n_records
+        self._judged += record.n_records if record.n_judged is None else record.n_judged
+        if record.diagnostics:
+            self._observed.append(record.diagnostics)
+
+    def means(self) -> dict[str, float]:
+        """Return mean loss and accuracy; each record is measured just before its batch's update."""
+        means = {"loss": float(self._loss) / self._records} if self._records else {}
+        return means | ({"accuracy": int(self._correct) / self._judged} if self._judged else {})
+
+    def diagnostics(self) -> dict[str, list[float]]:
+        """Return each diagnostic's mean over the observed steps, by layer."""
+        if not self._observed:
+            return {}
+        return {
+            name: [
+                statistics.fmean(values)
+                for values in zip(*(seen[name] for seen in self._observed), strict=True)
+            ]
+            for name in self._observed[0]
+            if all(name in seen for seen in self._observed)
+        }
+
+    def dump(self) -> dict[str, Any]:
+        """Return the sums as a checkpoint holds them."""
+        return {
+            "loss": float(self._loss),
+            "correct": int(self._correct),
+            "records": self._records,
+            "judged": self._judged,
+            "observed": self._observed,
+        }
+
+    def load(self, sums: dict[str, Any]) -> None:
+        """Take over the sums that `dump` returned."""
+        self._loss = torch.tensor(sums["loss"], dtype=torch.float64, device=self._place)
+        self._correct = torch.tensor(sums["correct"], dtype=torch.int64, device=self._place)
+        self._records = sums["records"]
+        self._judged = sums.get("judged", self._records)  # an older checkpoint counts records
+        self._observed = list(sums["observed"])
+
 
 OptionsT = TypeVar("OptionsT", bound=TrainerSection)
 NetworkT = TypeVar("NetworkT", bound=Network)
@@ -53,8 +199,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` names it. It must give
 
     - `build_network` and `rebuild_network`: the network, new and from its description in a run folder;
-    - `open` and `step`, if it is a `opusim.training.engine.trainer.Trainer`, too; else `trainer`, which returns one on
-      `self.network`.
+    - `open` and `step`, if it is a `Trainer`, too; else `trainer`, which returns one on `self.network`.
 
     It may also give
 
@@ -86,7 +231,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     uses_public_randomness: ClassVar[bool] = False
     processes: ClassVar[Literal["none", "steps", "replicas"]] = "none"
     """What several processes share: nothing (they are refused), the steps that the first one leads
-    (`opusim.training.engine.leading`), or batches of runs that each process keeps itself."""
+    (`opusim.training.engine.session`), or batches of runs that each process keeps itself."""
     record_options: ClassVar[Mapping[str, Any]] = {}
     """Keys of the section `trainer` that a run under protection.kind = 'record' must have, with their values."""
 
@@ -242,7 +387,7 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
         return config.protection.clip
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:
-        """See ProtectedAlgorithm.mechanism; by default a step of clipped contributions."""
+        """Return what a run releases of whole records: by default a step of clipped contributions."""
         return self.clipped_records(noise_multiplier, divisor=self.config.divisor)
 
     def clipped_records(self, noise_multiplier: float, *, divisor: float) -> RecordCentral | RecordReplaced:
@@ -295,29 +440,6 @@ class Algorithm(ProtectedAlgorithm, Generic[OptionsT, NetworkT, TrainerT]):
     def equivalent_noise(self, noise_multiplier: float) -> float:
         """Return the noise multiplier at which a step's guarantee is that of one Gaussian release at the given one."""
         return noise_multiplier
-
-
-def require_target(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse records that the run's trainer or protection does not take, before a network is built.
-
-    Raises:
-        ConfigError: `Algorithm.targets` lacks what is predicted of them, they hold tokens and it lacks tokens, or their
-            labels are protected and are no classes.
-    """
-    kind, found = config.trainer.kind, dataset.target
-    taken = config.trainer.implementing_class().targets
-    if found not in taken:
-        reason = (
-            f"{found!r} is not what trainer.kind = {kind!r} learns, which is {' or '.join(map(repr, taken))}; take "
-            "trainer.kind = 'bp', 'dfa', 'tdfa' or 'pdfa' with a model of your own"
-        )
-        raise ConfigError("configuration", "data.target", reason)
-    if dataset.holds_tokens and "tokens" not in taken:
-        reason = f"'tokens' is not what trainer.kind = {kind!r} takes; give features, as float32"
-        raise ConfigError("configuration", "data.inputs", reason)
-    if config.protection.protects == "labels" and found != "class":
-        reason = f"{config.protection.kind!r} protects class numbers, and data.target is {found!r}; take another one"
-        raise ConfigError("configuration", "protection.kind", reason)
 
 
 def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -57,6 +58,8 @@ class Watchers(Callback):
     def __init__(self, watchers: Sequence[Callback]) -> None:
         self._watchers = watchers
         self.summary: Mapping[str, Any] | None = None
+        for name in ("on_start", "on_step", "on_usage", "on_features", "on_epoch"):
+            setattr(self, name, partial(self._each, name))
 
     def __enter__(self) -> Self:
         return self
@@ -66,30 +69,9 @@ class Watchers(Callback):
     ) -> None:
         self.on_end(self.summary)
 
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        """See Callback.on_start."""
+    def _each(self, method: str, *arguments: Any, **named: Any) -> None:
         for watcher in self._watchers:
-            watcher.on_start(step=step, total_steps=total_steps)
-
-    def on_step(self, *, step: int) -> None:
-        """See Callback.on_step."""
-        for watcher in self._watchers:
-            watcher.on_step(step=step)
-
-    def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
-        """See Callback.on_usage."""
-        for watcher in self._watchers:
-            watcher.on_usage(expected, steps=steps, is_mean=is_mean)
-
-    def on_features(self, expected: Usage) -> None:
-        """See Callback.on_features."""
-        for watcher in self._watchers:
-            watcher.on_features(expected)
-
-    def on_epoch(self, record: dict[str, Any]) -> None:
-        """See Callback.on_epoch."""
-        for watcher in self._watchers:
-            watcher.on_epoch(record)
+            getattr(watcher, method)(*arguments, **named)
 
     def on_end(self, summary: Mapping[str, Any] | None) -> None:
         """See Callback.on_end; if one raises, the others are still called."""

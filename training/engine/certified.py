@@ -21,7 +21,7 @@ from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint, 
 from opusim.training.runs.folder import RunFolder
 
 VOUCHED = "noise_vouched"
-"""Key of a checkpoint's progress: step of the last check that spoke for the noise of all steps before it, or -1."""
+"""Key of a checkpoint's progress: step of the last check that confirmed the noise of all steps before it, or -1."""
 
 
 def certificate_of(
@@ -44,8 +44,12 @@ def certificate_of(
     if folder is None:
         found = load_certificate(chosen.certificate)
     else:
-        found = Certificate.model_validate(folder.read_facts()["certificate"])
-        _require_same(found, Path(chosen.certificate), folder)
+        found, path = Certificate.model_validate(folder.read_facts()["certificate"]), Path(chosen.certificate)
+        if path.exists() and load_certificate(path).digest != found.digest:
+            raise RunFolderError(
+                f"run folder {folder.path} was started under the certificate of {found.date}, and {path} now holds "
+                "another; move that file away, or begin a new run"
+            )
     found.check_device(description, n_outputs=0)  # the window is checked when the device is opened
     found.require_fresh(chosen.certificate_days, date.today())
     if found.beta >= delta:
@@ -55,24 +59,6 @@ def certificate_of(
         )
         raise ConfigError(found.device, "certificate.beta", reason)
     return found
-
-
-def _require_same(kept: Certificate, path: Path, folder: RunFolder) -> None:
-    """Refuse to resume a run whose certificate's file now holds another one."""
-    if path.exists() and load_certificate(path).digest != kept.digest:
-        raise RunFolderError(
-            f"run folder {folder.path} was started under the certificate of {kept.date}, and {path} now holds another; "
-            "move that file away, or begin a new run"
-        )
-
-
-def monitored(
-    description: DeviceDescription | None, certificate: Certificate | None
-) -> DeviceDescription | None:
-    """Return the description with a monitor, which a run under a certificate always has; it looks before each step."""
-    if description is None or certificate is None or description.monitor is not None:
-        return description
-    return description.model_copy(update={"monitor": MonitorSettings(every_steps=1)})
 
 
 def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
@@ -106,7 +92,7 @@ def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, vouched: int
         error: What the device raised.
         device: The device.
         step: The step before which it was raised.
-        vouched: The step of the last check of an earlier process that spoke for the noise before it, or -1.
+        vouched: The step of the last check of an earlier process that confirmed the noise before it, or -1.
     """
     if not device.monitor.changed:
         return None
@@ -117,7 +103,7 @@ def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, vouched: int
 
 
 def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
-    """Return the step of the last check that speaks for the device's noise in all steps before it.
+    """Return the step of the last check that confirmed the device's noise in all steps before it.
 
     Args:
         device: The device.

@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee
 from opusim.accounting.ledger import Alarm
@@ -16,10 +18,9 @@ from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from opusim.training.data import Split
-from opusim.training.engine.algorithm import EpochSums, Trainer
+from opusim.training.engine.algorithm import EpochSums, StepRecord, Trainer
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
-from opusim.training.engine.loop import lead
 from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan, to_device
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.errors import RunFolderError, RunInterrupted, TrainingDiverged
@@ -147,12 +148,18 @@ class Engine:
         if self._watcher:
             self._watcher.on_start(step=self.step, total_steps=self.total_steps)
         self._epoch_started = time.perf_counter()
-        self._seal_what_was_paid()
+        # Seal labels and payments that are newer than the newest checkpoint into it, before a step is computed: a run
+        # that is killed before its next checkpoint could else resume with the ledger that it started with.
+        self._files = self._folder.digests()
+        newest = list_checkpoints(self._folder.checkpoints)[-1]
+        seal = self._seal()
+        if self.steps.content.payments and seal != read_header(newest).seal:
+            reseal_checkpoint(newest, seal)
         try:
             self._train(interrupted)
         except Exception as error:
             self.steps.return_unused()
-            self._looked_after(error)
+            self._check_after(error)
             raise
         self._folder.finish(self._summary(), self.steps.position)
 
@@ -167,9 +174,25 @@ class Engine:
                 )
             if self.mechanisms:
                 self._pay()
-            self._advance_or_keep()
+            # A step reads its device before it changes the model. If it did not, because a user-supplied module reads
+            # another device, the trainer is not intact, and the newest checkpoint stays the last one.
+            try:
+                self._advance()
+            except DeviceError as error:
+                kept = "all before it are kept"
+                if self._trainer.intact:
+                    self._stop_cleanly(error)
+                else:
+                    self._alarm_of(error, self.step, noted=True)
+                    newest = list_checkpoints(self._folder.checkpoints)[-1]
+                    kept = f"the step failed while updating parameters; those of {newest.stem} are kept"
+                undone = f"Step {self.step} of {self.total_steps} was not done, {kept}. "
+                told = self._text_of(self._alarm_of(error, self.step))
+                raise type(error)(
+                    f"{error}. {undone if self.step < self.total_steps else ''}{told}"
+                ) from error
             if interrupted.is_set() and self.step < self.total_steps:
-                self._looked_at()
+                self._check_device()
                 self._stop_cleanly()
                 trust = ", trust_code=True" if "--trust-code" in self._folder.resume_command else ""
                 raise RunInterrupted(
@@ -177,9 +200,9 @@ class Engine:
                     f"it with: {self._folder.resume_command} (from Python: opusim.train(folder=..., "
                     f"resume=True{trust}), with the same data and model if they were given)"
                 )
-        self._looked_at()
+        self._check_device()
 
-    def _looked_at(self) -> None:
+    def _check_device(self) -> None:
         """Check the certified device once more after the steps that it took part in, before they are declared done.
 
         Raises:
@@ -191,13 +214,13 @@ class Engine:
             self._certified.monitor.check(self.step)
         except DeviceError as error:
             self._stop_cleanly(error)
-            raise type(error)(f"{error}. {self._text_of(self._alarm_of(error))}") from error
+            raise type(error)(f"{error}. {self._text_of(self._alarm_of(error, self.step))}") from error
 
-    def _looked_after(self, error: Exception) -> None:
+    def _check_after(self, error: Exception) -> None:
         """Check the certified device after an error that is not its own, such as a divergence, and write no checkpoint.
 
         Raises:
-            DeviceError: It has changed; the ledger says from which step on. The step that broke off counts as done.
+            DeviceError: It has changed; the ledger says from which step on. The step that failed counts as done.
         """
         if self._certified is None or isinstance(error, (DeviceError, RunInterrupted, BudgetExceeded)):
             return
@@ -211,7 +234,7 @@ class Engine:
             with suppress(OSError):
                 self.steps.ledger.note_alarm(alarm)
             raise type(found)(
-                f"{found}. It was looked at because the run ended: {error}. {self._text_of(alarm)}"
+                f"{found}. This check ran because training stopped: {error}. {self._text_of(alarm)}"
             ) from error
 
     def _text_of(self, alarm: Alarm | None) -> str:
@@ -220,42 +243,32 @@ class Engine:
             return f"When the device is back, resume with: {self._folder.resume_command}"
         return doubt_text(alarm, self._folder)
 
-    def _seal_what_was_paid(self) -> None:
-        """Seal labels and payments that are newer than the newest checkpoint into it, before a step is computed.
-
-        Otherwise a run that is killed before its next checkpoint could resume with the ledger that it started with.
-        """
-        self._files = self._folder.digests()
-        newest = list_checkpoints(self._folder.checkpoints)[-1]
-        seal = self._seal()
-        if self.steps.content.payments and seal != read_header(newest).seal:
-            reseal_checkpoint(newest, seal)
-
     def _seal(self) -> Seal:
         return self._folder.seal(self._files, self.steps.position, bound=self._private)
 
-    def _note_alarm(self, error: DeviceError) -> None:
-        """Record in the ledger of a run under a certificate that its device has changed, if that is the error."""
-        alarm = self._alarm_of(error)
-        if alarm is not None:
-            self.steps.ledger.note_alarm(alarm)
+    def _alarm_of(self, error: DeviceError, step: int, *, noted: bool = False) -> Alarm | None:
+        """Return what the ledger of a run under a certificate says of a device's error before a step, or None.
 
-    def _alarm_of(self, error: DeviceError, step: int | None = None) -> Alarm | None:
-        """Return what the ledger of a run under a certificate says of a device's error before a step, or None."""
+        Args:
+            error: The device's.
+            step: The step.
+            noted: Whether to record it in the ledger.
+        """
         if self._certified is None:
             return None
-        step = self.step if step is None else step
-        return alarm_of(error, self._certified, step=step, vouched=self._vouched)
+        alarm = alarm_of(error, self._certified, step=step, vouched=self._vouched)
+        if noted and alarm is not None:
+            self.steps.ledger.note_alarm(alarm)
+        return alarm
 
     def _stop_cleanly(self, error: DeviceError | None = None) -> None:
         """Return what was reserved, keep the steps done, and tell the ledger, so that a resumed run does not pay twice.
 
         The checkpoint holds the result of every step that was started; a step in which the device failed has none.
         """
-        ledger = self.steps.ledger
-        ledger.return_unused()
+        self.steps.ledger.return_unused()
         if error is not None:
-            self._note_alarm(error)
+            self._alarm_of(error, self.step, noted=True)
         self.checkpoint()
 
     def _pay(self) -> None:
@@ -267,34 +280,13 @@ class Engine:
 
     def ended_by(self, error: BudgetExceeded) -> BudgetExceeded:
         """End the run with the model that it has, because the budget pays for no further step; return the error."""
-        self._looked_at()
+        self._check_device()
         self.checkpoint()
         self._folder.finish(self._summary() | {"stopped": str(error)}, self.steps.position)
         return BudgetExceeded(
             f"{error}; training ended after step {self.step} of {self.total_steps}, whose model is in "
             f"{self._folder.path}"
         )
-
-    def _advance_or_keep(self) -> None:
-        """Do one step; if the device fails in it, write a checkpoint of the steps before, so that none is lost.
-
-        A step reads its device before it changes the model. If it did not, because a user-supplied module reads another
-        device, the trainer is not intact, and the newest checkpoint stays the last one.
-        """
-        try:
-            self._advance()
-        except DeviceError as error:
-            kept = "all before it are kept"
-            if self._trainer.intact:
-                self._stop_cleanly(error)
-            else:
-                self._note_alarm(error)
-                newest = list_checkpoints(self._folder.checkpoints)[-1]
-                kept = f"and broke off amid the parameters, so that those of {newest.stem} are kept"
-            undone = f"Step {self.step} of {self.total_steps} was not done, {kept}. "
-            raise type(error)(
-                f"{error}. {undone if self.step < self.total_steps else ''}{self._text_of(self._alarm_of(error))}"
-            ) from error
 
     def _advance(self) -> None:
         """Do one step, then the metrics and the checkpoint that are due.
@@ -329,9 +321,7 @@ class Engine:
         if ends_epoch:
             self._end_epoch()
         if ends_epoch or self.step % self._checkpoint_every == 0:
-            if (
-                self._certified is not None
-            ):  # so that no step of a checkpoint rests on a device repaired after a kill
+            if self._certified is not None:  # no step of a checkpoint rests on a device repaired after a kill
                 self._certified.monitor.check(self.step)
             self.checkpoint()
         if self._watcher:
@@ -340,7 +330,11 @@ class Engine:
     def _end_epoch(self) -> None:
         metrics: dict[str, Any] = {"epoch": self.step // self._sampler.steps_per_epoch, "step": self.step}
         if not self._private:
-            metrics |= self._figures_of_epoch()
+            metrics |= {f"train_{key}": value for key, value in self._sums.means().items()}
+            if len(self._dataset.validation):
+                validation = self._measured("validation", self._dataset.validation)
+                metrics |= {f"validation_{key}": value for key, value in validation.items()}
+            metrics |= self._sums.diagnostics() | _rounded(self._usage())
         _require_finite(metrics)
         self._folder.append_metrics(metrics)
         if not self._private:  # times reveal batch sizes
@@ -352,14 +346,6 @@ class Engine:
         self._sums.clear()
         if self._watcher:
             self._watcher.on_epoch(metrics)
-
-    def _figures_of_epoch(self) -> dict[str, Any]:
-        """Return the figures of an epoch, which depend on the data."""
-        figures: dict[str, Any] = {f"train_{key}": value for key, value in self._sums.means().items()}
-        if len(self._dataset.validation):
-            validation = self._measured("validation", self._dataset.validation)
-            figures |= {f"validation_{key}": value for key, value in validation.items()}
-        return figures | self._sums.diagnostics() | _rounded(self._usage())
 
     def _measured(self, part: str, split: Split) -> dict[str, float]:
         """Return the figures of a part of the data; for a text also bits per byte."""
@@ -423,3 +409,63 @@ def _rounded(usage: Usage) -> dict[str, float]:
     """Return usage to the microsecond and microjoule, so that the order of additions does not show."""
     times = {"seconds": usage.seconds, "joules": usage.joules, "host_seconds": usage.host_seconds}
     return {"frames": usage.frames, **{name: round(amount, 6) for name, amount in times.items()}}
+
+
+class _Order(NamedTuple):
+    """A step that the first process has paid for."""
+
+    step: int
+    rates: tuple[float, ...]  # of each group of parameters
+    records: Tensor  # numbers of the batch's records in the training set, shape (batch,), on the CPU
+
+
+def lead(
+    trainer: Trainer, split: Split, records: Tensor, *, step: int, observe: bool, ranks: Ranks
+) -> StepRecord:
+    """Do one step with all processes, which wait for it in `follow`.
+
+    Args:
+        trainer: Of the first process.
+        split: The training records.
+        records: Numbers of the batch's records, shape (batch,).
+        step: Number of the step; it is paid for.
+        observe: See Trainer.step; with several processes nothing is observed.
+        ranks: The processes.
+    """
+    if ranks.world == 1:
+        return trainer.step(*split.batch(records), step=step, observe=observe, records=records)
+    rates = tuple(float(group["lr"]) for group in trainer.optimizer.param_groups)
+    order = ranks.on_first(lambda: _Order(step=step, rates=rates, records=records.cpu()))
+    return _do(order, trainer, split, ranks)
+
+
+def follow(trainer: Trainer, split: Split, ranks: Ranks) -> None:
+    """Do this process's part of every step that the first one leads, until that one ends the run.
+
+    Args:
+        trainer: Of this process, in the state of the first one's.
+        split: The training records.
+        ranks: The processes.
+    """
+    while (order := ranks.on_first(_no_order)) is not None:
+        for group, rate in zip(trainer.optimizer.param_groups, order.rates, strict=True):
+            group["lr"] = rate
+        _do(order, trainer, split, ranks)
+
+
+def _no_order() -> _Order | None:
+    return None
+
+
+def _do(order: _Order, trainer: Trainer, split: Split, ranks: Ranks) -> StepRecord:
+    """Do this process's part of a step; the sums in the record are those of all processes."""
+    records = order.records[ranks.part(len(order.records))].to(split.x.device)
+    own = trainer.step(*split.batch(records), step=order.step, observe=False, records=records)
+    judged = own.n_records if own.n_judged is None else own.n_judged
+    loss, correct, judged_by_all = ranks.totals([float(own.loss_sum), float(own.n_correct), float(judged)])
+    return StepRecord(
+        loss_sum=own.loss_sum.new_tensor(loss),
+        n_correct=own.n_correct.new_tensor(int(correct)),
+        n_records=len(order.records),
+        n_judged=int(judged_by_all),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -14,10 +14,17 @@ import torch
 from torch import nn
 
 from opusim.accounting.mechanism import Mechanism
-from opusim.description.schema import DeviceDescription, NoiseSettings, load_description, parse_description
+from opusim.description.schema import (
+    DeviceDescription,
+    MonitorSettings,
+    NoiseSettings,
+    load_description,
+    parse_description,
+)
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate
 from opusim.devices.registry import SharedDevice, open_described
+from opusim.devices.usage import DeviceWork, Usage
 from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
 from opusim.training.config.run import RunConfig, require_offered
@@ -33,8 +40,8 @@ from opusim.training.data.public_maps import (
 )
 from opusim.training.data.samplers import PoissonSampler, Sampler, make_sampler
 from opusim.training.data.tables import OwnData, OwnTest, own_dataset
-from opusim.training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
-from opusim.training.engine.certified import certificate_of, monitored
+from opusim.training.engine.algorithm import Algorithm, Arrays, require_applied
+from opusim.training.engine.certified import certificate_of
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.any_module import own_model_name
 from opusim.training.networks.base import Network, require_fresh_noise, require_room
@@ -91,17 +98,51 @@ class RunPlan(Plan):
     ) -> Self:
         """Return the plan of a run whose noise is not calibrated yet; see `resolve`."""
         config = for_this_machine(config)
-        _require_named(config, dataset)
-        require_target(config, dataset)
+        implementation = config.trainer.implementing_class()
+        # 1. Refuse records that are not the named ones, or that the trainer or the protection does not take.
+        name, kind, target, taken = (
+            config.data.name,
+            config.trainer.kind,
+            dataset.target,
+            implementation.targets,
+        )
+        if name not in (OWN_ARRAYS, dataset.name):  # whose public constants the records would pass for
+            raise ConfigError(
+                "configuration",
+                "data.name",
+                f"{name!r} is not the name of the given data set ({dataset.name!r}); give user-supplied records to "
+                "opusim.train(data=...)",
+            )
+        if target not in taken:
+            reason = (
+                f"{target!r} is not what trainer.kind = {kind!r} learns, which is {' or '.join(map(repr, taken))}; "
+                "take trainer.kind = 'bp', 'dfa', 'tdfa' or 'pdfa' with a model of your own"
+            )
+            raise ConfigError("configuration", "data.target", reason)
+        if dataset.holds_tokens and "tokens" not in taken:
+            reason = f"'tokens' is not what trainer.kind = {kind!r} takes; give features, as float32"
+            raise ConfigError("configuration", "data.inputs", reason)
+        if config.protection.protects == "labels" and target != "class":
+            reason = (
+                f"{config.protection.kind!r} protects class numbers, and data.target is {target!r}; take another "
+                "one"
+            )
+            raise ConfigError("configuration", "protection.kind", reason)
+        # 2. The device, the maps of the features, the network and the sampler.
         description = _description(config, folder)
         certificate = certificate_of(config.device, config.protection.delta, description, folder)
         dataset = with_maps(config, dataset, folder)
         require_room(dataset)
+        if description is not None and certificate is not None and description.monitor is None:
+            monitor = MonitorSettings(
+                every_steps=1
+            )  # a run under a certificate is monitored before each step
+            description = description.model_copy(update={"monitor": monitor})
         plan = cls(
             config=config,
             dataset=dataset,
-            network=config.trainer.implementing_class().build_network(config, dataset, model),
-            description=monitored(description, certificate),
+            network=implementation.build_network(config, dataset, model),
+            description=description,
             sampler=build_sampler(config, dataset),
             certificate=certificate,
         )
@@ -157,8 +198,19 @@ class RunPlan(Plan):
         warn_if_changed(facts.get("code", []))
         config, data, model = default_inputs(config, data, model)
         dataset = with_maps(config, load_data(config, data), folder)
-        _require_same_data(folder, facts["data"], dataset)
-        kept = facts.get("certificate")
+        # Refuse other data than the run was trained on, as far as its folder can tell.
+        stored, kept = facts["data"], facts.get("certificate")
+        if (split := stored.get("split", dataset.split)) != dataset.split:
+            raise RunFolderError(
+                f"run folder {folder.path} held records out by {split}, and these are held out by {dataset.split}; "
+                "give the same data in the same form"
+            )
+        for key, labels in (("fingerprint", True), ("features_fingerprint", False)):
+            found = stored.get(key)
+            if found is not None and found != fingerprint(dataset.train, labels=labels):
+                raise RunFolderError(
+                    f"run folder {folder.path} was trained on other data; give the same again"
+                )
         return cls(
             config=config,
             dataset=to_device(dataset, config.torch_device),
@@ -199,7 +251,7 @@ class RunPlan(Plan):
         return replace(self, config=config, sampler=build_sampler(config, self.dataset))
 
     def started(self, *, threads: int, device: NoisyDevice | None) -> Self:
-        """Return the plan with what only the start tells: torch's threads and the law that the open device states."""
+        """Return the plan with the thread count and the open device's noise law."""
         noise = None if device is None else device.stated_noise
         return replace(self, config=self.config.unchecked(threads=threads), noise=noise)
 
@@ -248,16 +300,7 @@ def for_this_machine(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: Its torch device is not available.
     """
-    check_torch_device(config.torch_device)
-    return config.unchecked(seed=0) if config.mode == "release" else config
-
-
-def check_torch_device(name: str) -> None:
-    """Refuse a torch device that is not available.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    name = config.torch_device
     try:
         place = torch.device(name)
     except RuntimeError as error:
@@ -274,6 +317,7 @@ def check_torch_device(name: str) -> None:
         raise ConfigError(
             "configuration", "torch_device", f"{name!r} is not available here; use one of {usable}"
         )
+    return config.unchecked(seed=0) if config.mode == "release" else config
 
 
 def default_inputs(
@@ -338,54 +382,27 @@ def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest |
             "data.test names a file"
         )
     if isinstance(data, Dataset):
-        _require_stated(config, data)
+        found = {
+            "split": data.split,
+            "target": data.target,
+            "inputs": "tokens" if data.holds_tokens else "features",
+            "n_classes": data.n_classes,
+            "vocabulary": data.vocabulary,
+            "classes": data.classes,
+            "label": (),
+        }
+        if config.data.standardise == "records":
+            reason = "'records' is for features as they were measured, and a Dataset has its constants; leave it out"
+            raise ConfigError("configuration", "data.standardise", reason)
+        for key, value in found.items():
+            stated = getattr(config.data, key)
+            if stated not in (None, "auto", (), value):
+                reason = f"{stated!r} is not that of the given Dataset ({value}); leave it out"
+                raise ConfigError("configuration", f"data.{key}", reason)
         return data
     if data is None:
         return build_dataset(config.data, config.split)
     return own_dataset(config.data, config.split, data, test)
-
-
-def _require_stated(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse keys that say something else of a given Dataset than it holds.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    found = {
-        "split": dataset.split,
-        "target": dataset.target,
-        "inputs": "tokens" if dataset.holds_tokens else "features",
-        "n_classes": dataset.n_classes,
-        "vocabulary": dataset.vocabulary,
-        "classes": dataset.classes,
-        "label": (),
-    }
-    if config.data.standardise == "records":
-        reason = (
-            "'records' is for features as they were measured, and a Dataset has its constants; leave it out"
-        )
-        raise ConfigError("configuration", "data.standardise", reason)
-    for key, value in found.items():
-        stated = getattr(config.data, key)
-        if stated not in (None, "auto", (), value):
-            reason = f"{stated!r} is not that of the given Dataset ({value}); leave it out"
-            raise ConfigError("configuration", f"data.{key}", reason)
-
-
-def _require_named(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse records under another data set's name, whose public constants and number of classes they would pass for.
-
-    Raises:
-        ConfigError: data.name is neither that of the data set nor that of user-supplied arrays.
-    """
-    name = config.data.name
-    if name not in (OWN_ARRAYS, dataset.name):
-        raise ConfigError(
-            "configuration",
-            "data.name",
-            f"{name!r} is not the name of the given data set ({dataset.name!r}); give user-supplied records to "
-            "opusim.train(data=...)",
-        )
 
 
 def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
@@ -403,28 +420,17 @@ def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> 
             else map_from_facts(folder.read_facts()["data"]["features"])
         )
         dataset = with_public_features(dataset, public, cached=not config.data.is_own)
-    return with_principal_components(config, dataset, folder)
-
-
-def with_principal_components(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
-    """Return the data set in the principal components that the configuration asks for, if any.
-
-    Args:
-        config: The configuration.
-        dataset: The records as they were loaded.
-        folder: The folder of a run that has started, whose components are taken.
-    """
     wanted, options = config.data.components, config.data
     if wanted is None:
         return dataset
     if dataset.holds_tokens:
         reason = f"{wanted} is for features, and these records hold tokens; leave it out"
         raise ConfigError("configuration", "data.components", reason)
-    public = options.components_from == "synthetic"
+    is_public = options.components_from == "synthetic"
     if folder is not None:
-        components = PrincipalComponents.from_array(read_array(folder.components_file), public=public)
+        components = PrincipalComponents.from_array(read_array(folder.components_file), public=is_public)
         return reduced(dataset, components)
-    if public:
+    if is_public:
         components = synthetic_components(
             dataset,
             wanted,
@@ -506,15 +512,86 @@ def _description(config: RunConfig, folder: RunFolder | None) -> DeviceDescripti
     return load_description(config.device.name, config.device.overrides)
 
 
-def _require_same_data(folder: RunFolder, stored: dict[str, Any], dataset: Dataset) -> None:
-    """Refuse other data than a run was trained on, as far as its folder can tell."""
-    split = stored.get("split", dataset.split)
-    if split != dataset.split:
-        raise RunFolderError(
-            f"run folder {folder.path} held records out by {split}, and these are held out by {dataset.split}; give "
-            "the same data in the same form"
+OBSERVED_STEPS = 5
+"""Steps at the end of each epoch whose diagnostics are averaged; each costs about another step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a run is going to take of its open device, as the device's description tells.
+
+    Where batches are random, figures are means. Draws of noise whose size follows the batch are rounded up to whole
+    readings of a mean batch.
+
+    Attributes:
+        plan: The run.
+        device: Its open device.
+        before: Work of a new run before its first step.
+        step: Work of a step.
+        observed: Work of a step that fills in its diagnostics.
+        is_mean: Whether the work of a step is random, because it follows from a batch whose size is.
+    """
+
+    plan: RunPlan
+    device: NoisyDevice
+    before: DeviceWork
+    step: DeviceWork
+    observed: DeviceWork
+    is_mean: bool
+
+    @classmethod
+    def of(cls, plan: RunPlan, device: NoisyDevice | None) -> Self | None:
+        """Return the forecast of a run whose trainer is not made yet.
+
+        None without a device, or if the algorithm tells its work only once a step is done.
+
+        Args:
+            plan: The run.
+            device: Its open device, or None without one.
+        """
+        if device is None:
+            return None
+        algorithm, n_outputs, records = plan.algorithm, device.n_outputs, float(plan.config.divisor)
+        if plan.config.tells_records:  # else the public constant stands for the mean batch
+            records = plan.sampler.expected_batch_size
+        step = algorithm.work_of_step(records, n_outputs, observed=False)
+        observed = algorithm.work_of_step(records, n_outputs, observed=True)
+        if step is None or observed is None:
+            return None
+        follows = algorithm.work_of_step(2 * records, n_outputs, observed=False) != step
+        return cls(
+            plan=plan,
+            device=device,
+            before=algorithm.work_before(),
+            step=step,
+            observed=observed,
+            is_mean=follows and plan.config.sampler.is_random,
         )
-    kept, features = stored.get("fingerprint"), stored.get("features_fingerprint")
-    is_other = kept is not None and kept != fingerprint(dataset.train)
-    if is_other or (features is not None and features != fingerprint(dataset.train, labels=False)):
-        raise RunFolderError(f"run folder {folder.path} was trained on other data; give the same again")
+
+    def usage(self, first: int = 0) -> Usage:
+        """Return what the run will take from a step on, and what opening the device took.
+
+        Args:
+            first: Steps that are done.
+        """
+        plan, device = self.plan, self.device
+        looks = _observed(plan, plan.total_steps) - _observed(plan, first)
+        work = self.step.times(plan.total_steps - first - looks) + self.observed.times(looks)
+        inspections, per_epoch = 0, plan.sampler.steps_per_epoch
+        if plan.certificate is not None:  # which is checked at checkpoints and at the end
+            every = plan.config.checkpoint.every_steps or per_epoch
+            steps = range(first + 1, plan.total_steps + 1)
+            inspections = 1 + sum(step % every == 0 or step % per_epoch == 0 for step in steps)
+        work += device.upkeep(first, plan.total_steps, inspections=inspections)
+        if not first:
+            work += self.before
+        return device.usage + work.usage(device.description.frames, n_outputs=device.n_outputs)
+
+
+def _observed(plan: RunPlan, steps: int) -> int:
+    """Return how many of the first steps fill in their diagnostics."""
+    if plan.config.mode == "release":
+        return 0
+    epochs, rest = divmod(steps, plan.sampler.steps_per_epoch)
+    each = min(OBSERVED_STEPS, plan.sampler.steps_per_epoch)
+    return epochs * each + max(rest - (plan.sampler.steps_per_epoch - each), 0)

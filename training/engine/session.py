@@ -4,35 +4,37 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from opusim.accounting.explanation import large_delta
 from opusim.accounting.guarantee import BudgetExceeded
 from opusim.accounting.ledger import Ledger
+from opusim.description.section import flat
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
 from opusim.devices.usage import Usage
+from opusim.errors import ConfigError
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
+from opusim.processes import launched_rank
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.training.config.kinds import KINDS
-from opusim.training.config.reading import flat
 from opusim.training.config.run import RunConfig, load_config
-from opusim.training.config.sections import DataConfig
 from opusim.training.data import Dataset
 from opusim.training.data.dataset import wide_feature
 from opusim.training.data.public_maps import expected_usage as features_usage
 from opusim.training.data.tables import OwnData, OwnTest
+from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.callbacks import Callback, Watchers
 from opusim.training.engine.certified import facts_of, noted_alarms, require_undoubted
-from opusim.training.engine.leading import end
 from opusim.training.engine.loop import Engine, follow
 from opusim.training.engine.plan import (
     Forecast,
@@ -44,11 +46,11 @@ from opusim.training.engine.plan import (
     to_device,
     with_own_inputs,
 )
-from opusim.training.engine.session import leads_steps, require_same_plan, require_shareable, share_trainer
-from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, torch_threads
+from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, share_state, torch_threads
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.record_independence import system_generators
 from opusim.training.networks.user_code import code_of, require_importable, require_trusted
+from opusim.training.runs.checkpoints import held_by_devices, hold_on_devices
 from opusim.training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from opusim.training.runs.run import Run, load_run
 from opusim.training.runs.storage import read_array, write_array
@@ -107,14 +109,13 @@ def train(
     with ranks.session():
         stated = _stored(config, settings, folder) if resume else load_config(config, settings)
         resolved = for_this_machine(stated)
-        follows = not ranks.is_first and leads_steps(resolved)
-        if ranks.world > 1:
-            require_shareable(resolved, ranks)
+        is_led = not ranks.is_first and leads_steps(resolved)
+        require_shareable(resolved, ranks)
         resolved, data, model = default_inputs(resolved, data, model)
         resolved = with_own_inputs(resolved, data, label, model)
         named = None if folder is None else Path(folder)
-        run_folder = None if named is None else RunFolder(named if follows else own_folder(named))
-        if run_folder is not None and not resume and not follows:
+        run_folder = None if named is None else RunFolder(named if is_led else own_folder(named))
+        if run_folder is not None and not resume and not is_led:
             run_folder.require_writable()
         reading = resolved
         if resume and run_folder is not None:
@@ -122,7 +123,7 @@ def train(
             require_importable(facts)
             reading = _as_found(resolved, facts)
         records = load_data(reading, data, test)
-        if follows:
+        if is_led:
             return _follow(resolved, records, run_folder, model=model, resume=resume, ranks=ranks)
         with Watchers([*([watcher] if watcher else []), *callbacks]) as watchers:
             run = train_on(
@@ -159,14 +160,25 @@ def train_on(
         if features is not None and watcher is not None:
             watcher.on_features(features)
         plan = RunPlan.resolve(config, records, model=model)
-        folder = folder or _new_folder(config)
+        if folder is None:  # a name that no other process has: runs/pdfa-digits-1, -2, ...
+            paths = (f"{config.trainer.kind}-{config.data.short_name}-{n}" for n in itertools.count(1))
+            claimed = (RunFolder.claimed(own_folder(Path("runs") / path)) for path in paths)
+            folder = next(found for found in claimed if found is not None)
         train_planned(plan, folder, watcher=watcher)
         return load_run(folder.path, model=model, trust_code=True)  # it was executed here
     if folder is None:
         raise RunFolderError(_NO_FOLDER)
     with folder.writing(new=False, private=private):
         folder.require_resumable(moved=moved)
-        _check_keys(folder, for_this_machine(config))
+        stored = folder.read_facts()
+        keys = flat(for_this_machine(config).model_dump(mode="json")).keys()
+        new = sorted(keys - flat(stored["config"]).keys() - {"seed"})  # a release run stores no seed
+        if new:
+            raise RunFolderError(
+                f"run folder {folder.path} was started by opusim {stored['versions'].get('opusim')}, whose "
+                f"configuration had no {', '.join(new)}; resume it with the opusim that started it (this is "
+                f"{versions()['opusim']}), or start a new folder"
+            )
         plan = RunPlan.resolve(config, records, model=model, folder=folder)
         _train_in(folder, plan, watcher, resume=True)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
@@ -239,9 +251,8 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
             if forecast is not None:
                 engine.tell(forecast.usage(engine.step), is_mean=forecast.is_mean)
             if not resume:
-                if plan.config.protection.protects != "records":
-                    _hint_at_scales(plan.config.data, plan.dataset)
-                _warn_of_large_delta(plan)
+                for hint in _hints(plan):
+                    warnings.warn(hint, stacklevel=3)
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_trainer(trainer, ranks)
@@ -258,25 +269,20 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
                     raise engine.ended_by(error) from error
                 algorithm.prepare(trainer, folder)
                 engine.run(interrupted)
-    end(ranks)
+    ranks.on_first(lambda: None)  # no further step for those who follow
 
 
-def _hint_at_scales(data: DataConfig, records: Dataset) -> None:
-    """Warn of user-supplied features in units of their own, which must not be private."""
-    hint = wide_feature(records) if data.is_own and data.features is None else None
-    if hint is not None:
-        warnings.warn(hint, stacklevel=4)
-
-
-def _warn_of_large_delta(plan: RunPlan) -> None:
-    """Warn of a delta from 1 / records on; a private number of records is never told."""
-    options = plan.config.protection
-    if options.protects == "nothing":
-        return
-    records = len(plan.dataset.train) if plan.config.counts_are_public else None
-    warning = large_delta(options.delta, plan.mechanisms, records=records)
-    if warning is not None:
-        warnings.warn(warning, stacklevel=4)
+def _hints(plan: RunPlan) -> Iterator[str]:
+    """Yield what to warn of before a new run: features in units of their own, and a delta from 1 / records on."""
+    config, data = plan.config, plan.config.data
+    public = config.protection.protects != "records"
+    if public and data.is_own and data.features is None and (hint := wide_feature(plan.dataset)) is not None:
+        yield hint
+    if config.protection.protects != "nothing":  # a private number of records is never told
+        records = len(plan.dataset.train) if config.counts_are_public else None
+        warning = large_delta(config.protection.delta, plan.mechanisms, records=records)
+        if warning is not None:
+            yield warning
 
 
 def _features_usage(config: RunConfig, records: Dataset) -> Usage | None:
@@ -312,41 +318,56 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
     return run_folder.read_config()
 
 
-def _new_folder(config: RunConfig) -> RunFolder:
-    """Return a new folder of a name that no other process has: runs/pdfa-digits-1, -2, ..."""
-    stem = f"{config.trainer.kind}-{config.data.short_name}"
-    for number in itertools.count(1):
-        folder = RunFolder.claimed(own_folder(Path("runs") / f"{stem}-{number}"))
-        if folder is not None:
-            return folder
-    raise AssertionError("itertools.count ended")
-
-
 def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
     """Return what `config.json` says besides the configuration."""
-    code = code_of(plan.config, plan.network.facts)
-    features = _features_usage(plan.config, plan.dataset)
+    config, dataset = plan.config, plan.dataset
+    # The data; in release mode no number of records that the relation hides.
+    data: dict[str, Any] = {
+        "name": dataset.name,
+        "n_classes": dataset.n_classes,
+        "split": dataset.split,
+        "target": dataset.target,
+        "record_shape": list(dataset.record_shape),
+        "vocabulary": dataset.vocabulary,
+        "classes": list(dataset.classes),
+        "columns": list(dataset.columns),
+    }
+    if config.tells_records:
+        data |= {
+            "n_train": len(dataset.train),
+            "n_validation": len(dataset.validation),
+            "n_test": 0 if dataset.test is None else len(dataset.test),
+        }
+        if dataset.origin:
+            data["origin"] = dict(dataset.origin)
+    data["standardisation"] = asdict(dataset.standardisation)
+    if dataset.public_map is not None:
+        data["features"] = dict(dataset.public_map)
+    if config.mode == "experiment":
+        data["fingerprint"] = fingerprint(dataset.train)
+        if dataset.test is not None:
+            data["test_fingerprint"] = fingerprint(dataset.test)
+    elif config.protection.protects == "labels":  # features are public, and budgets go by records' numbers
+        data["features_fingerprint"] = fingerprint(dataset.train, labels=False)
+    code = code_of(config, plan.network.facts)
+    features = _features_usage(config, dataset)
+    # The kinds that the run uses, which other packages may bring, each with its entry-point group.
+    used = [(kinds.group, getattr(config, name).kind) for name, kinds in KINDS.items()]
+    if plan.description is not None:
+        used.append((DEVICE_KINDS, plan.description.kind))
+    if plan.noise is not None:
+        used.append((NOISE_LAWS, plan.noise.law))
     return {
         "network": plan.network.facts,
-        "data": _facts_of_data(plan.config, plan.dataset),
+        "data": data,
         "device": None if plan.description is None else plan.description.dump(),
         "noise": None if plan.noise is None else plan.noise.summary(),
-        "versions": versions(_kinds(plan)),
+        "versions": versions(used),
         **({} if plan.certificate is None else {"certificate": plan.certificate.dump()}),
         **({"code": code} if code else {}),
         **({} if forecast is None else {"expected": forecast.usage().to_json()}),
         **({} if features is None else {"expected_of_features": features.to_json()}),
     }
-
-
-def _kinds(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return the kinds that a run uses, which other packages may bring, each with its entry-point group."""
-    found = [(kinds.group, getattr(plan.config, name).kind) for name, kinds in KINDS.items()]
-    if plan.description is not None:
-        found.append((DEVICE_KINDS, plan.description.kind))
-    if plan.noise is not None:
-        found.append((NOISE_LAWS, plan.noise.law))
-    return found
 
 
 def _as_found(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:
@@ -360,52 +381,6 @@ def _as_found(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:
         return config
     counted = config.data.model_copy(update={"n_classes": data["n_classes"]})
     return config.model_copy(update={"data": counted})
-
-
-def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """Return what `config.json` says of the data; in release mode no number of records that the relation hides."""
-    facts: dict[str, Any] = {
-        "name": dataset.name,
-        "n_classes": dataset.n_classes,
-        "split": dataset.split,
-        "target": dataset.target,
-        "record_shape": list(dataset.record_shape),
-        "vocabulary": dataset.vocabulary,
-        "classes": list(dataset.classes),
-        "columns": list(dataset.columns),
-    }
-    if config.tells_records:
-        facts |= {
-            "n_train": len(dataset.train),
-            "n_validation": len(dataset.validation),
-            "n_test": 0 if dataset.test is None else len(dataset.test),
-        }
-        if dataset.origin:
-            facts["origin"] = dict(dataset.origin)
-    facts["standardisation"] = asdict(dataset.standardisation)
-    if dataset.public_map is not None:
-        facts["features"] = dict(dataset.public_map)
-    if config.mode == "experiment":
-        facts["fingerprint"] = fingerprint(dataset.train)
-        if dataset.test is not None:
-            facts["test_fingerprint"] = fingerprint(dataset.test)
-    elif (
-        config.protection.protects == "labels"
-    ):  # features are public, and budgets go by their records' numbers
-        facts["features_fingerprint"] = fingerprint(dataset.train, labels=False)
-    return facts
-
-
-def _check_keys(folder: RunFolder, config: RunConfig) -> None:
-    """Refuse to resume a run whose stored configuration lacks keys that this version requires."""
-    stored = folder.read_facts()
-    new = sorted(flat(config.model_dump(mode="json")).keys() - flat(stored["config"]).keys() - {"seed"})
-    if new:  # a release run stores no seed
-        raise RunFolderError(
-            f"run folder {folder.path} was started by opusim {stored['versions'].get('opusim')}, whose configuration "
-            f"had no {', '.join(new)}; resume it with the opusim that started it (this is {versions()['opusim']}), or "
-            "start a new folder"
-        )
 
 
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
@@ -442,3 +417,62 @@ def _ledger(config: RunConfig, folder: RunFolder, device: NoisyDevice | None = N
         budget=config.budget,
         witnesses=folder.witnesses(),
     )
+
+
+def leads_steps(config: RunConfig) -> bool:
+    """Whether the first of several processes leads the steps of such a run; else each process runs the engine."""
+    return bool(config.trainer.implementing_class().processes == "steps")
+
+
+def follows(config: RunConfig) -> bool:
+    """Whether this process, as torchrun started it, follows another one in such a run and writes no folder."""
+    return launched_rank() > 0 and leads_steps(config)
+
+
+def require_shareable(config: RunConfig, ranks: Ranks) -> None:
+    """Refuse what runs in one process only, before anything is written.
+
+    Raises:
+        ConfigError: There are several processes, and the trainer or the protection does not share its work.
+    """
+    if ranks.world == 1:
+        return
+    kind, protection = config.trainer.kind, config.protection
+    remedy = f"start it without torchrun (there are {ranks.world} processes)"
+    if config.trainer.implementing_class().processes == "none":
+        reason = f"{kind!r} trains in one process; take 'bp', 'dfa', 'tdfa', 'pdfa' or 'zo', or {remedy}"
+        raise ConfigError("configuration", "trainer.kind", reason)
+    if not protection.implementing_class().shared:
+        reason = f"{protection.kind!r} holds in one process; take 'none' or 'record', or {remedy}"
+        raise ConfigError("configuration", "protection.kind", reason)
+    if leads_steps(config) and protection.protects == "records" and protection.noise == "device":
+        reason = f"'device' is read by one process; take 'digital', or {remedy}"
+        raise ConfigError("configuration", "protection.noise", reason)
+
+
+def require_same_plan(plan: RunPlan, ranks: Ranks) -> None:
+    """Refuse processes that were started with another configuration or other data than the first.
+
+    Raises:
+        RunFolderError: One of them was; on every process, before anything is written.
+    """
+    if ranks.world > 1:
+        mine = {"configuration": (plan.config.digest(),), "data": (fingerprint(plan.dataset.train),)}
+        ranks.require_same(mine, RunFolderError)
+
+
+def share_trainer(trainer: Trainer, ranks: Ranks) -> None:
+    """Give every process the first one's parameters, optimizer, trainer's state, and what its devices hold.
+
+    Of the state only what another process has too: earlier noise stays with the process that draws it.
+    """
+    if ranks.world == 1:
+        return
+    names = ranks.on_first(lambda: list(trainer.state))
+    others = ranks.rows([name in trainer.state for name in names])[1:] if names else []
+    shared = [name for name, found in zip(names, zip(*others, strict=True), strict=True) if any(found)]
+    tensors = [*trainer.tensors.values(), *(trainer.state[name] for name in shared)]
+    share_state(ranks, tensors, trainer.optimizer)
+    held = ranks.on_first(lambda: tree_map(Tensor.cpu, held_by_devices(trainer.model)))
+    if not ranks.is_first:
+        hold_on_devices(trainer.model, held)

@@ -2,7 +2,7 @@
 
 `train` takes the steps with a trainer (`opusim.training.engine.loop`), `make_private` with a user's loop
 (`opusim.training.private_loop.session`). Several processes that train together either follow the first one
-(`opusim.training.engine.leading`) or all run the same loop. In a loop they compare what they are about to do, so that
+(`opusim.training.engine.session`) or all run the same loop. In a loop they compare what they are about to do, so that
 loops that differ end in an error instead of in mixed-up exchanges.
 """
 

@@ -9,6 +9,7 @@ W_l weights (n_l, n_(l-1)); B feedback matrix (sum of hidden widths, n_L); g noi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +21,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import NoiseStream
 from opusim.training.config.run import LossName
-from opusim.training.feedback.closed_form import Batch, Learned, require_finite
+from opusim.training.errors import TrainingDiverged
 from opusim.training.feedback.config import (
-    BpConfig,
     DfaConfig,
     EncodedConfig,
     FeedbackConfig,
@@ -37,10 +37,81 @@ from opusim.training.feedback.projection import (
     Encoding,
     Projection,
 )
-from opusim.training.feedback.trainer import GradientSource
 from opusim.training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
+from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.functions import LOSSES, Objective
 from opusim.training.networks.network import ForwardPass, FullyConnected
+from opusim.training.protections.base import PrivateGradients, SoftLabels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The records of a step that this process has.
+
+    Attributes:
+        x: Inputs, shape (batch, n_inputs).
+        y: Targets.
+        records: Their numbers in the training set, shape (batch,), or None.
+        step: The step's number.
+        size: Records of the step on all processes.
+        before: Those of them that processes of lower rank have.
+        rank: The rank of this process.
+        observe: Whether to measure diagnostics.
+        protection: What writes the gradients from the records' contributions; None for nothing.
+        labels: What training knows of the labels in their place; None if it sees the labels themselves.
+    """
+
+    x: Tensor
+    y: Tensor
+    records: Tensor | None
+    step: int
+    size: int
+    before: int
+    rank: int
+    observe: bool
+    protection: PrivateGradients | None
+    labels: SoftLabels | None
+
+    def targets(self, output: Tensor) -> Tensor:
+        """Return what the loss compares the outputs with: the targets, or soft labels."""
+        if self.labels is None:
+            return self.y
+        if self.records is None:
+            raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
+        return self.labels.targets(output, self.records, self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What a batch taught.
+
+    Attributes:
+        output: The model's outputs, detached; None if the batch has no records here and the model did not run.
+        loss_sum: Sum of the records' losses, float64.
+        contributions: What its records add to the gradients, for a protection; None if the gradients are written.
+        public_inputs: Layer inputs of the protection's reference records, if it has any.
+        diagnose: Returns the diagnostics, once the gradients are written.
+    """
+
+    output: Tensor | None
+    loss_sum: Tensor
+    contributions: Contributions | None = None
+    public_inputs: list[Tensor] | None = None
+    diagnose: Callable[[], dict[str, list[float]]] = dict
+
+
+def require_finite(value: Tensor, step: int) -> None:
+    """Stop before an update that is not finite.
+
+    Raises:
+        TrainingDiverged: The value is NaN or infinite.
+    """
+    if not math.isfinite(float(value)):
+        raise TrainingDiverged(
+            f"step {step}: training diverged, because the loss or a gradient is NaN or infinite; "
+            "start a new run with a lower optimizer.lr or less noise, or check the inputs"
+        )
+
 
 Draw = Callable[[tuple[int, int]], Tensor]
 """Returns fresh noise of shape (batch, width)."""
@@ -50,8 +121,17 @@ Scale = Callable[..., Tensor]
 """Returns the factors that scale rows v, times a public `gain`, to a norm, shape (batch, 1)."""
 
 
-class ClosedForm(GradientSource):
+class ClosedForm:
     """Writes out what a fully connected network learns by one of the four feedbacks.
+
+    Backpropagation: delta_l = (delta_(l+1) W_(l+1)) * phi'_l(z_l), eq. 3. With noise, the error at the output is scaled
+    into the ball and noise is added to it once, as in the private baseline of the paper's section 4; all layers
+    backpropagate that noisy error.
+
+    Alignment: delta_l = s_l * phi'_l(z_l) with s_l from a random projection of the error (eqs. 4 and 8). With r_l the
+    slice of the reading for layer l and the public constants gain_l = gain / sqrt(n_l), c = signal_gain:
+        hardware order:   s_l = c gain_l r_l                        (the noise is that of the reading)
+        published order:  s_l = c (scale_tau_B(gain_l r_l) + g_l)   (eq. 8 at c = 1)
 
     The diagnostics are alignment, signal_norm and noise_norm per layer.
 
@@ -67,8 +147,6 @@ class ClosedForm(GradientSource):
         ValueError: pdfa without a device, a device of other widths, or sigma without a noise stream.
     """
 
-    network: FullyConnected
-
     def __init__(
         self,
         network: FullyConnected,
@@ -79,10 +157,10 @@ class ClosedForm(GradientSource):
         noise: NoiseStream | None = None,
     ) -> None:
         config.require_keys(closed_form=True)
-        self._kind, self.network, self.objective = config.kind, network, Objective.named(loss, "class")
+        self._config, self.network, self.objective = config, network, Objective.named(loss, "class")
         self.device = device if config.kind == "pdfa" else None
-        self.noises = (self.device, noise)
-        self._loss, self._noise = LOSSES[loss], noise
+        self.noises = (self.device, noise)  # what is positioned at the start of each step
+        self._loss = LOSSES[loss]
         self._before = 0  # records of the batch that processes of lower rank have
         self._clipping = ActivationClipping(
             tau_h_max=config.tau_h_max,
@@ -90,12 +168,61 @@ class ClosedForm(GradientSource):
             layers=config.clipped_layers,
             width=config.clip_width,
         )
-        depth = network.depth
+        depth, widths = network.depth, network.widths
         self._clips = any(self._clipping.applies_to(layer, depth) for layer in range(depth))
-        self._feedback = self._make_feedback(config)
+        # 1. Factors that bring a record's signal to tau_B, and digital noise.
+        self._scale: Scale | None = None
+        self._draw: Draw | None = None
+        if config.tau_b is not None:
+            factors = ball_factors if config.scale == "ball" else sphere_factors
+            self._scale = partial(factors, radius=config.tau_b)
+        place, sigma = network.linears[0].weight.device, config.digital_sigma
+        if sigma and noise is None:
+            raise ValueError(f"noise is missing; trainer.sigma = {sigma} draws from a NoiseStream")
+        if sigma and noise is not None:
+
+            def draw(shape: tuple[int, int]) -> Tensor:
+                rows, width = shape  # a record's noise is the same whichever process has it
+                return noise.normal((self._before + rows, width), device=place)[self._before :].mul_(sigma)
+
+            self._draw = draw
+        # 2. The projection of the error: none, through the device, or by a digital matrix.
+        self._projection: Projection | None = None
+        self._gain = 1.0
+        if isinstance(config, PdfaConfig):
+            wanted = (widths[-1], sum(widths[:-1]))
+            if device is None:
+                raise ValueError(
+                    "device is missing; trainer.kind = 'pdfa' projects through one (opusim.open_device)"
+                )
+            if (device.n_inputs, device.n_outputs) != wanted:
+                raise ValueError(
+                    f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, "
+                    f"the network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, "
+                    f"n_outputs={wanted[1]}"
+                )
+            self._projection = DeviceProjection(device, encoding=closed_form_encoding(config))
+            self._draw = device.draw if config.order == "published" else None
+        elif isinstance(config, DfaConfig | TdfaConfig):
+            medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
+            encoding = closed_form_encoding(config) if isinstance(config, TdfaConfig) else None
+            self._projection = DenseProjection(medium.dense().to(place), encoding=encoding)
+        if isinstance(config, PdfaConfig | DfaConfig | TdfaConfig) and config.gain is not None:
+            self._gain = config.gain
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See Trainer.state."""
+        return {}
 
     def learn(self, batch: Batch) -> Learned:
-        """See GradientSource.learn."""
+        """Return what a batch contributes to a protection, or write this process's share of its mean gradient.
+
+        A batch without records contributes nothing and gets no reading, unless other processes have records.
+
+        Raises:
+            TrainingDiverged: Without protection, the loss or a gradient is not finite.
+        """
         network, self._before = self.network, batch.before
         forward = network.forward(batch.x)
         value = self._loss(forward.output, batch.targets(forward.output))
@@ -108,7 +235,7 @@ class ClosedForm(GradientSource):
         else:
             require_finite(loss_sum + error.sum(), batch.step)  # one NaN or infinity makes the sum so
         if batch.size:  # with a shared device, a process without records takes part in the reading
-            deltas = self._feedback.deltas(network, forward, error, observe=batch.observe)
+            deltas = self._deltas(forward, error, observe=batch.observe)
         else:  # no gradient; momentum still moves the weights
             layers = [torch.zeros_like(z) for z in forward.pre_activations]
             deltas = Deltas(layers=layers, gains=[1.0] * len(layers))
@@ -129,18 +256,32 @@ class ClosedForm(GradientSource):
         return Learned(output=forward.output, loss_sum=loss_sum, diagnose=diagnose)
 
     def start_from_feedback(self, records: Tensor) -> None:
-        """See GradientSource.start_from_feedback; the output layer takes that of the last hidden layer."""
+        """Set the output layer's weights to the feedback that the last hidden layer receives, and its bias to zero.
+
+        Args:
+            records: Two records, shape (2, n_inputs), from which another source reads sizes.
+
+        Raises:
+            ValueError: There is no feedback matrix, or no hidden layer.
+        """
         network = self.network
-        if not isinstance(self._feedback, Alignment) or network.depth == 1:
+        if self._projection is None or network.depth == 1:
             raise ValueError(
                 "model.initial_output = 'feedback' needs a feedback matrix and a hidden layer, but trainer.kind = "
-                f"{self._kind!r} with {network.depth - 1} hidden layers has none; use 'random'"
+                f"{self._config.kind!r} with {network.depth - 1} hidden layers has none; use 'random'"
             )
-        output = network.linears[-1]
-        with torch.no_grad():
-            output.weight.copy_(self._feedback.output_weights(network))
+        output, width = network.linears[-1], network.widths[-2]
+        with torch.no_grad():  # gain / sqrt(n) B of the last hidden layer, transposed
+            last = self._projection.columns(network.widths[-1])[:, -width:]
+            output.weight.copy_(last * (self._gain / width**0.5))
             if output.bias is not None:
                 output.bias.zero_()
+
+    def measure(self, records: Tensor) -> None:
+        """Measure now what the feedback needs of the device, so that no record says when: nothing."""
+
+    def close(self) -> None:
+        """See Trainer.close."""
 
     def _update_inputs(self, forward: ForwardPass) -> list[Tensor]:
         """Return h_(l-1) for each layer's update, clipped as configured."""
@@ -154,73 +295,69 @@ class ClosedForm(GradientSource):
         """Return norms, and the cosine of each layer's update with its backpropagation gradient (Figure 2, right)."""
         network = self.network
         updates = [network.gradients(layer) for layer in range(network.depth)]
-        reference = Backpropagation().deltas(network, forward, error, observe=False)
+        reference = backpropagated(network, forward, error)
         cosines = []
         for layer, update in enumerate(updates):
-            gradient = reference.layers[layer].t() @ forward.inputs[layer]
+            gradient = reference[layer].t() @ forward.inputs[layer]
             flat = [gradient.flatten()]
             if network.linears[layer].bias is not None:
-                flat.append(reference.layers[layer].sum(dim=0))
+                flat.append(reference[layer].sum(dim=0))
             cosines.append(float(torch.cosine_similarity(update, torch.cat(flat), dim=0)))
         return {"alignment": cosines, "signal_norm": deltas.signal_norms, "noise_norm": deltas.noise_norms}
 
-    def _make_feedback(self, config: FeedbackConfig) -> Backpropagation | Alignment:
-        draw, scale = self._digital_draw(config), None
-        if config.tau_b is not None:
-            scale = partial(ball_factors if config.scale == "ball" else sphere_factors, radius=config.tau_b)
-        if isinstance(config, BpConfig):
-            return Backpropagation(scale=scale, draw=draw, signal_gain=config.signal_gain)
-        widths = self.network.widths
-        if isinstance(config, PdfaConfig):
-            device = self._open_device()
-            projection: Projection = DeviceProjection(device, encoding=closed_form_encoding(config))
-            draw = device.draw if config.order == "published" else None
-        elif isinstance(config, DfaConfig | TdfaConfig):
-            medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
-            projection = DenseProjection(
-                medium.dense().to(self.network.linears[0].weight.device),
-                encoding=closed_form_encoding(config) if isinstance(config, TdfaConfig) else None,
+    def _deltas(self, forward: ForwardPass, error: Tensor, *, observe: bool) -> Deltas:
+        """Return delta_1 .. delta_L for a batch.
+
+        Args:
+            forward: Values of its forward pass.
+            error: e, shape (batch, n_L).
+            observe: Whether to measure norms as well.
+        """
+        network, options, scale = self.network, self._config, self._scale
+        widths, signal_norms, noise_norms = network.widths[:-1], list[float](), list[float]()
+        # Back through the weights.
+        if self._projection is None:
+            delta = error if scale is None else (error * scale(error)).to(error.dtype)
+            noise = None if self._draw is None else self._draw((delta.shape[0], delta.shape[1]))
+            if observe:
+                signal_norms = [_mean_norm(delta)]
+                noise_norms = [0.0 if noise is None else _mean_norm(noise)]
+            layers = backpropagated(network, forward, delta if noise is None else delta + noise)
+            gains = [options.signal_gain] * network.depth
+            return Deltas(layers=layers, gains=gains, signal_norms=signal_norms, noise_norms=noise_norms)
+        if not widths:
+            return Deltas(layers=[error], gains=[1.0])
+        # Through the projection, straight to every layer.
+        readings = self._projection.read(error).split(widths, dim=1)
+        noises: Sequence[Tensor | None] = [None] * len(widths)
+        if self._draw is not None:
+            noises = self._draw((error.shape[0], sum(widths))).split(widths, dim=1)
+        if observe and self._draw is None:  # as expected of the reading
+            std = self._projection.noise_std(error).expand(sum(widths)).split(widths)
+            each = zip(widths, std, strict=True)
+            noise_norms = [self._gain / n**0.5 * float(torch.linalg.vector_norm(part)) for n, part in each]
+        elif observe:
+            noise_norms = [_mean_norm(noise) for noise in noises if noise is not None]
+        layers, gains = [], []
+        for layer, (reading, noise) in enumerate(zip(readings, noises, strict=True)):
+            gain = self._gain / widths[layer] ** 0.5
+            factors = None if scale is None else scale(reading, gain=gain)
+            if observe:
+                signal_norms.append(_mean_norm(reading * (gain if factors is None else factors)))
+            left = gain if noise is None and factors is None else 1.0  # multiplies the sums over records
+            if noise is None:
+                signal = reading if factors is None else reading.mul_(factors)
+            elif factors is None:
+                signal = noise.add_(reading, alpha=gain)
+            else:
+                signal = _add_scaled(noise, reading, factors)
+            layers.append(
+                network.multiply_by_derivative(signal, forward, layer, through_clip=options.through_clip)
             )
-        else:
-            raise TypeError(f"trainer.kind = {config.kind!r} is no feedback; take bp, dfa, tdfa or pdfa")
-        return Alignment(
-            projection,
-            gain=1.0 if config.gain is None else config.gain,
-            signal_gain=config.signal_gain,
-            scale=scale,
-            draw=draw,
-            through_clip=config.through_clip,
+            gains.append(left * options.signal_gain)
+        return Deltas(
+            layers=[*layers, error], gains=[*gains, 1.0], signal_norms=signal_norms, noise_norms=noise_norms
         )
-
-    def _open_device(self) -> NoisyDevice:
-        """Return the device of pdfa, once it fits the network."""
-        device, widths = self.device, self.network.widths
-        if device is None:
-            raise ValueError(
-                "device is missing; trainer.kind = 'pdfa' projects through one (opusim.open_device)"
-            )
-        wanted = (widths[-1], sum(widths[:-1]))
-        if (device.n_inputs, device.n_outputs) != wanted:
-            raise ValueError(
-                f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
-                f"network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, n_outputs={wanted[1]}"
-            )
-        return device
-
-    def _digital_draw(self, config: FeedbackConfig) -> Draw | None:
-        sigma = config.digital_sigma
-        if not sigma:
-            return None
-        stream = self._noise
-        if stream is None:
-            raise ValueError(f"noise is missing; trainer.sigma = {sigma} draws from a NoiseStream")
-        place = self.network.linears[0].weight.device
-
-        def draw(shape: tuple[int, int]) -> Tensor:
-            rows, width = shape  # a record's noise is the same whichever process has it
-            return stream.normal((self._before + rows, width), device=place)[self._before :].mul_(sigma)
-
-        return draw
 
 
 def closed_form_encoding(config: EncodedConfig) -> Encoding:
@@ -246,143 +383,14 @@ class Deltas:
     noise_norms: list[float] = field(default_factory=list)
 
 
-class Backpropagation:
-    """delta_l = (delta_(l+1) W_(l+1)) * phi'_l(z_l), eq. 3 of the PDFA paper.
-
-    With noise, the error at the output is scaled into the ball and noise is added to it once, as in the private
-    baseline of the paper's section 4; all layers backpropagate that noisy error.
-
-    Args:
-        scale: Factors that bring the error to tau_B, or None.
-        draw: Source of the noise, or None.
-        signal_gain: Public constant that multiplies the noisy error.
-    """
-
-    def __init__(
-        self, *, scale: Scale | None = None, draw: Draw | None = None, signal_gain: float = 1.0
-    ) -> None:
-        self._scale = scale
-        self._draw = draw
-        self._signal_gain = signal_gain
-
-    def deltas(
-        self, network: FullyConnected, forward: ForwardPass, error: Tensor, *, observe: bool
-    ) -> Deltas:
-        """Return delta_1 .. delta_L for a batch.
-
-        Args:
-            network: The network that ran forward.
-            forward: Values of its forward pass.
-            error: e, shape (batch, n_L).
-            observe: Whether to measure norms as well.
-        """
-        delta = error if self._scale is None else (error * self._scale(error)).to(error.dtype)
-        signal_norms = [_mean_norm(delta)] if observe else []
-        noise_norms = [0.0] if observe else []
-        if self._draw is not None:
-            noise = self._draw((delta.shape[0], delta.shape[1]))
-            noise_norms = [_mean_norm(noise)] if observe else []
-            delta = delta + noise
-        layers = [delta]
-        for layer in range(network.depth - 2, -1, -1):
-            delta = delta @ network.linears[layer + 1].weight.detach()
-            delta = network.multiply_by_derivative(delta, forward, layer, through_clip=True)
-            layers.append(delta)
-        gains = [self._signal_gain] * network.depth
-        return Deltas(layers=layers[::-1], gains=gains, signal_norms=signal_norms, noise_norms=noise_norms)
-
-
-class Alignment:
-    """delta_l = s_l * phi'_l(z_l) with s_l from a random projection of the error (eqs. 4 and 8 of the PDFA paper).
-
-    With r_l the slice of the reading for layer l and the public constants gain_l = gain / sqrt(n_l), c = signal_gain:
-        hardware order:   s_l = c gain_l r_l                        (the noise is that of the reading)
-        published order:  s_l = c (scale_tau_B(gain_l r_l) + g_l)   (eq. 8 at c = 1; g_l from `draw`)
-
-    Args:
-        projection: Source of the readings.
-        gain: See above.
-        signal_gain: See above.
-        scale: Factors that bring a record's signal to tau_B, or None to keep its norm. Published order only.
-        draw: Source of g_l, or None if there is none. Published order only.
-        through_clip: Whether clipped neurons have slope 0 (see FullyConnected.derivative).
-    """
-
-    def __init__(
-        self,
-        projection: Projection,
-        *,
-        gain: float,
-        signal_gain: float = 1.0,
-        scale: Scale | None = None,
-        draw: Draw | None = None,
-        through_clip: bool = False,
-    ) -> None:
-        self._projection = projection
-        self._gain = gain
-        self._signal_gain = signal_gain
-        self._scale = scale
-        self._draw = draw
-        self._through_clip = through_clip
-
-    def deltas(
-        self, network: FullyConnected, forward: ForwardPass, error: Tensor, *, observe: bool
-    ) -> Deltas:
-        """Return delta_1 .. delta_L for a batch; see Backpropagation.deltas."""
-        widths = network.widths[:-1]
-        if not widths:
-            return Deltas(layers=[error], gains=[1.0])
-        readings = self._projection.read(error).split(widths, dim=1)
-        noises: Sequence[Tensor | None] = [None] * len(widths)
-        if self._draw is not None:
-            noises = self._draw((error.shape[0], sum(widths))).split(widths, dim=1)
-        layers, gains = [], []
-        signal_norms: list[float] = []
-        noise_norms = self._noise_norms(error, widths, noises) if observe else []
-        for layer, (reading, noise) in enumerate(zip(readings, noises, strict=True)):
-            gain = self._gain / widths[layer] ** 0.5
-            factors = None if self._scale is None else self._scale(reading, gain=gain)
-            if observe:
-                signal_norms.append(_mean_norm(reading * (gain if factors is None else factors)))
-            left = gain if noise is None and factors is None else 1.0  # multiplies the sums over records
-            if noise is None:
-                signal = reading if factors is None else reading.mul_(factors)
-            else:
-                signal = (
-                    noise.add_(reading, alpha=gain)
-                    if factors is None
-                    else _add_scaled(noise, reading, factors)
-                )
-            layers.append(
-                network.multiply_by_derivative(signal, forward, layer, through_clip=self._through_clip)
-            )
-            gains.append(left * self._signal_gain)
-        return Deltas(
-            layers=[*layers, error],
-            gains=[*gains, 1.0],
-            signal_norms=signal_norms,
-            noise_norms=noise_norms,
-        )
-
-    def output_weights(self, network: FullyConnected) -> Tensor:
-        """Return gain / sqrt(n) B of the last hidden layer, transposed, shape (n_L, n_(L-1)).
-
-        With these weights in the output layer, backpropagation would send the last hidden layer the same signal.
-        """
-        widths = network.widths[:-1]
-        last = self._projection.columns(network.widths[-1])[:, -widths[-1] :]
-        return last * (self._gain / widths[-1] ** 0.5)
-
-    def _noise_norms(self, error: Tensor, widths: list[int], noises: Sequence[Tensor | None]) -> list[float]:
-        """Return the norm of each layer's noise: as drawn, or as expected of the reading if none is drawn."""
-        drawn = [_mean_norm(noise) for noise in noises if noise is not None]
-        if drawn:
-            return drawn
-        std = self._projection.noise_std(error).expand(sum(widths))
-        return [
-            self._gain / width**0.5 * float(torch.linalg.vector_norm(part))
-            for width, part in zip(widths, std.split(widths), strict=True)
-        ]
+def backpropagated(network: FullyConnected, forward: ForwardPass, delta: Tensor) -> list[Tensor]:
+    """Return delta_1 .. delta_L by backpropagation of delta_L, shape (batch, n_L)."""
+    layers = [delta]
+    for layer in range(network.depth - 2, -1, -1):
+        delta = delta @ network.linears[layer + 1].weight.detach()
+        delta = network.multiply_by_derivative(delta, forward, layer, through_clip=True)
+        layers.append(delta)
+    return layers[::-1]
 
 
 def _add_scaled(noise: Tensor, reading: Tensor, factors: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import override
 
 from opusim.errors import ConfigError
 from opusim.training.config.kinds import PROTECTIONS, Flag, ProtectionSection, TrainerSection
@@ -27,10 +28,10 @@ class FeedbackConfig(TrainerSection):
     """How a feedback trains the hidden layers; the base of bp, dfa, tdfa and pdfa.
 
     Fully connected networks on class numbers take a closed form, every other module `opusim.FeedbackAlignment`. The
-    closed form has the keys of the PDFA paper, which the other refuses (`opusim.training.feedback.algorithm`).
+    closed form has the keys of the PDFA paper, which the other refuses (`opusim.training.feedback.trainer`).
     """
 
-    implementation = "opusim.training.feedback.algorithm:FeedbackAlgorithm"
+    implementation = "opusim.training.feedback.trainer:FeedbackTrainer"
     any_module = True
     examples: ClassVar[tuple[str, ...]] = (
         *TrainerSection.examples[:2],
@@ -150,8 +151,8 @@ class _DigitalConfig(FeedbackConfig):
     """Standard deviation of the digital noise, in units of the projection."""
 
     @property
+    @override
     def digital_sigma(self) -> float:
-        """See FeedbackConfig.digital_sigma."""
         return self.sigma
 
     @model_validator(mode="before")
@@ -206,6 +207,8 @@ def names_model(given: Given) -> bool:
 class PointsConfig(FeedbackConfig):
     """Where a projected error enters a module (`opusim.FeedbackAlignment`)."""
 
+    feedback_matrix = True
+
     points: Names | None = None
     """Feedback points: names or shell patterns of names of submodules, or blocks, the repeated blocks but the last.
     Each one's output receives a slice of the projected error. A fully connected network has its hidden layers. None
@@ -227,6 +230,11 @@ class PointsConfig(FeedbackConfig):
     """Whether the feedback passes through the slope of a layer norm at each point, for models whose residual stream is
     not normalised, such as those with pre-norm blocks. None looks at the model."""
 
+    @property
+    def projected(self) -> dict[str, Any]:
+        """How the error is shown, and to which matrix, as arguments of `opusim.FeedbackAlignment`."""
+        return {"encoding": "real"}
+
     @model_validator(mode="after")
     def _check_points(self) -> Self:
         if self.points is not None and not self.points:
@@ -239,7 +247,6 @@ class PointsConfig(FeedbackConfig):
 class _ProjectedConfig(PointsConfig, _DigitalConfig):
     """A digital random projection of the error."""
 
-    feedback_matrix = True
     dropped: ClassVar[Mapping[str, Mapping[Any, str]]] = {
         "projection": {
             "hadamard": "take 'gaussian', which learns as well, or trainer.kind = 'bp' for wide outputs"
@@ -256,6 +263,11 @@ class _ProjectedConfig(PointsConfig, _DigitalConfig):
     feedback_seed: int = Field(20210603, ge=0)
     """Seed of the digital feedback matrix; the default is the packaged devices' medium, so that tdfa is pdfa without
     noise."""
+
+    @property
+    @override
+    def projected(self) -> dict[str, Any]:
+        return {**super().projected, "seed": self.feedback_seed}
 
 
 class DfaConfig(_ProjectedConfig):
@@ -304,6 +316,12 @@ class EncodedConfig(PointsConfig):
     planes: int = Field(4, ge=1, le=24)
     """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
 
+    @property
+    @override
+    def projected(self) -> dict[str, Any]:
+        shown = {"encoding": self.encoding, "threshold": self.relative_threshold, "planes": self.planes}
+        return {**super().projected, **shown}
+
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
         """See FeedbackConfig.defaults; named networks show the error stochastically."""
@@ -325,7 +343,6 @@ class TdfaConfig(EncodedConfig, _ProjectedConfig):
 class PdfaConfig(EncodedConfig):
     """Photonic direct feedback alignment: the error goes through the device."""
 
-    feedback_matrix = True
     summary: ClassVar[str] = (
         "Photonic direct feedback alignment: the ternarized error goes through the device."
     )

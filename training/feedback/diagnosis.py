@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,23 +49,6 @@ class Reading:
     reading: Tensor
     feedback: list[Tensor]
     used: Usage
-
-
-@dataclass(frozen=True, kw_only=True)
-class Updates:
-    """Gradients of a pass through the points, and of one by backpropagation.
-
-    Attributes:
-        reached: Name of each call of a point, and which parameters its block has.
-        found: The parameters' gradients with feedback.
-        true: Name of each call of a point, and dL/dh by backpropagation.
-        reference: The parameters' gradients by backpropagation.
-    """
-
-    reached: list[tuple[str, list[bool]]]
-    found: list[Tensor | None]
-    true: list[tuple[str, Tensor | None]]
-    reference: list[Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,19 +119,6 @@ def cosine(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> f
     return dot / math.sqrt(norm_1 * norm_2) if norm_1 * norm_2 else math.nan
 
 
-def signal_to_noise(reading: Tensor, noise_power: Tensor) -> float:
-    """Return the signal's root mean square over the noise's, estimated from noisy readings.
-
-    Args:
-        reading: Noisy readings, shape (rows, outputs).
-        noise_power: Variance of their noise, shape () or (outputs,).
-    """
-    noise = float(noise_power.double().mean())
-    if not noise:
-        return math.inf
-    return math.sqrt(max(float(reading.double().square().mean()) - noise, 0.0) / noise)
-
-
 def learnt_gradients(
     value: Tensor, calls: Calls, parameters: Sequence[Tensor]
 ) -> tuple[list[tuple[str, list[bool]]], list[Tensor | None]]:
@@ -159,7 +129,14 @@ def learnt_gradients(
         calls: The calls of points that it came from.
         parameters: Parameters that learn.
     """
-    reached = [(name, _reached(h, parameters)) for name, h in calls]
+    reached = []
+    for name, h in calls:
+        own = [False] * len(parameters)
+        if h.requires_grad:
+            zeros = torch.zeros_like(h)
+            graph = torch.autograd.grad(h, parameters, zeros, retain_graph=True, allow_unused=True)
+            own = [gradient is not None for gradient in graph]
+        reached.append((name, own))
     return reached, list(torch.autograd.grad(value, parameters, allow_unused=True))
 
 
@@ -173,30 +150,45 @@ def true_gradients(
     return signals, gradients
 
 
-def compared(updates: Updates, seen: Reading, projection: Projection, slices: Sequence[Slice]) -> Diagnosis:
+def compared(
+    reached: Sequence[tuple[str, list[bool]]],
+    found: Sequence[Tensor | None],
+    true: Sequence[tuple[str, Tensor | None]],
+    reference: Sequence[Tensor | None],
+    *,
+    seen: Reading,
+    projection: Projection,
+    slices: Sequence[Slice],
+) -> Diagnosis:
     """Compare feedback with backpropagation.
 
     Args:
-        updates: Gradients of both.
+        reached: Name of each call of a point, and which parameters its block has.
+        found: The parameters' gradients with feedback.
+        true: Name of each call of a point, and dL/dh by backpropagation.
+        reference: The parameters' gradients by backpropagation.
         seen: What was projected.
         projection: What projected it.
         slices: The outputs of B of each call of a point.
     """
-    noise = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
+    power = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
     points = []
-    for part, (name, reached), (_, gradient), feedback in zip(
-        slices, updates.reached, updates.true, seen.feedback, strict=True
+    for part, (name, block), (_, gradient), feedback in zip(
+        slices, reached, true, seen.feedback, strict=True
     ):
-        outputs = slice(part.offset, part.end)
+        reading = seen.reading[:, part.offset : part.end].double()
+        noise, ratio = float(power[part.offset : part.end].double().mean()), math.inf
+        if noise:
+            ratio = math.sqrt(max(float(reading.square().mean()) - noise, 0.0) / noise)
         points.append(
             PointDiagnosis(
                 name=name,
                 signal_alignment=cosine([feedback], [gradient]),
                 update_alignment=cosine(
-                    [g for g, own in zip(updates.found, reached, strict=True) if own],
-                    [g for g, own in zip(updates.reference, reached, strict=True) if own],
+                    [g for g, own in zip(found, block, strict=True) if own],
+                    [g for g, own in zip(reference, block, strict=True) if own],
                 ),
-                signal_to_noise=signal_to_noise(seen.reading[:, outputs], noise[outputs]),
+                signal_to_noise=ratio,
             )
         )
     return Diagnosis(
@@ -208,30 +200,6 @@ def compared(updates: Updates, seen: Reading, projection: Projection, slices: Se
     )
 
 
-def _reached(output: Tensor, parameters: Sequence[Tensor]) -> list[bool]:
-    """Return which parameters the graph of an output leads to."""
-    if not output.requires_grad:
-        return [False] * len(parameters)
-    found = torch.autograd.grad(
-        output, parameters, torch.zeros_like(output), retain_graph=True, allow_unused=True
-    )
-    return [gradient is not None for gradient in found]
-
-
-class WithGain(Protocol):
-    """What a control copies: a `opusim.training.feedback.points.FeedbackAlignment`."""
-
-    model: nn.Module
-    gain: float
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """See `opusim.training.feedback.choice.Choosing`."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters."""
-
-
 class Control:
     """A copy of a model and its optimizer without feedback (gain = 0), trained on the same batches from the same start.
 
@@ -239,7 +207,7 @@ class Control:
     loss is higher by three standard errors of the batches' differences, and by 3 % of what the copy has learnt.
 
     Args:
-        feedback: The model, before its first step.
+        feedback: A `opusim.training.feedback.points.FeedbackAlignment`, before its first step.
         optimizer: Its optimizer.
         batches: Batches until the comparison, at least 16.
 
@@ -247,15 +215,13 @@ class Control:
         TypeError, RuntimeError: The model or the optimizer cannot be copied.
     """
 
-    def __init__(
-        self, feedback: WithGain, optimizer: torch.optim.Optimizer, *, batches: int = BATCHES
-    ) -> None:
+    def __init__(self, feedback: Any, optimizer: torch.optim.Optimizer, *, batches: int = BATCHES) -> None:
         if batches < LEAST_BATCHES:
             raise ValueError(f"batches = {batches}: must be at least {LEAST_BATCHES}")
         self._feedback, self._optimizer = feedback, optimizer
         copied, self._copied_optimizer = deepcopy((feedback, optimizer))
         copied.gain = 0.0
-        self._copy: WithGain | None = copied
+        self._copy: Any = copied  # None once it was compared
         self._batches = batches
         self._with: list[float] = []
         self._without: list[float] = []
@@ -291,27 +257,24 @@ class Control:
             self._copied_optimizer.step()
         self._with.append(float(found.detach()))
         self._without.append(float(value.detach()))
-        if len(self._with) == self._batches:
-            self._copy = None
-            if is_worse(self._with, self._without):
-                warnings.warn(self._line(), stacklevel=2)
-
-    def _line(self) -> str:
-        last = self._batches // 4
-        reached, without = (statistics.fmean(losses[-last:]) for losses in (self._with, self._without))
-        chosen = self._feedback.chosen
-        several, plain = len(chosen["points"]) > 1, not chosen["normalised"]
-        remedies = [
-            *(["normalised=True"] if plain else []),
-            *(["fewer points"] if several else []),
-            "a lower learning rate",
-            "or train without feedback",
-        ]
-        return (
-            f"feedback is worse than none: over batches {self._batches - last + 1} to {self._batches} the loss is "
-            f"{reached:.4g}, and {without:.4g} in a copy in which only what follows the last point learns (gain=0); "
-            f"try {', '.join(remedies)}"
-        )
+        if len(self._with) < self._batches:
+            return
+        self._copy = None
+        if is_worse(self._with, self._without):
+            last, chosen = self._batches // 4, self._feedback.chosen
+            reached, without = (statistics.fmean(losses[-last:]) for losses in (self._with, self._without))
+            remedies = [
+                *(["normalised=True"] if not chosen["normalised"] else []),
+                *(["fewer points"] if len(chosen["points"]) > 1 else []),
+                "a lower learning rate",
+                "or train without feedback",
+            ]
+            warnings.warn(
+                f"feedback is worse than none: over batches {self._batches - last + 1} to {self._batches} the loss is "
+                f"{reached:.4g}, and {without:.4g} in a copy in which only what follows the last point learns "
+                f"(gain=0); try {', '.join(remedies)}",
+                stacklevel=2,
+            )
 
 
 def is_worse(with_feedback: Sequence[float], without: Sequence[float]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from opusim.devices.base import NoisyDevice
-from opusim.training.feedback.choice import INPUT, OUTPUT, is_a_stream, mapped, tensors_of
+from opusim.training.feedback.choice import INPUT, OUTPUT, Choosing, is_a_stream, mapped, tensors_of
 from opusim.training.feedback.diagnosis import Reading
 from opusim.training.feedback.layout import Extent, Rows, Slice, View, arrange
 from opusim.training.networks.record_gradients.followed.arguments import active_tracker
@@ -33,28 +33,16 @@ class FeedbackShape(NamedTuple):
     n_outputs: int
 
 
-class PointHooks(nn.Module):
+class PointHooks(Choosing, nn.Module):
     """Records feedback points in a forward pass of `model` and connects them to the error.
 
-    Subclasses set all attributes, install the hooks and project the error.
+    It stands in for the plain model: parameters, buffers and submodules have the model's names, in state dicts and in
+    `named_parameters`. Subclasses set all attributes, install the hooks and project the error.
 
-    Attributes:
-        model: The module whose submodules are points.
-        points: Names of the points.
-        error_at: Name of the submodule whose output carries the error, or with ".input" behind it of the one that
-            receives it; None for the model's output.
-        gain: Factor on the feedback.
     """
 
-    model: nn.Module
-    points: tuple[str, ...]
-    error_at: str | None
-    gain: float
     _rows: Rows
-    _full: bool
     _shared: bool
-    _normalised: bool | None
-    _vocabulary: str | None
     _view: View
     _noisy_device: NoisyDevice | None
     _n_inputs: int
@@ -80,18 +68,6 @@ class PointHooks(nn.Module):
         """
 
     @abstractmethod
-    def _look(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """Decide whether the feedback is normalised; arguments as in `_tell`."""
-
-    @abstractmethod
-    def _tell(self, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """Say once, in the first forward pass that learns, what was chosen, or what goes wrong.
-
-        Args:
-            calls: Name and output of each call of a point.
-        """
-
-    @abstractmethod
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Start to record points; nothing is recorded outside a forward pass of the whole model."""
 
@@ -101,27 +77,24 @@ class PointHooks(nn.Module):
 
     def _install(self) -> list[Any]:
         """Put the hooks on the model."""
-        handles = [self.model.register_forward_pre_hook(self._begin)]
+        handles = [self.model.register_forward_pre_hook(hook) for hook in (_refuse_export, self._begin)]
         for name in self.points:
             submodule = self.model.get_submodule(name)
             handles.append(submodule.register_forward_hook(partial(self._mark, name)))
-        handles += self._install_error()
-        handles.append(self.model.register_forward_hook(self._end))
-        handles.append(self.model.register_forward_hook(self._forget, always_call=True))
-        return handles
-
-    def _install_error(self) -> list[Any]:
-        """Put hooks where the error is taken, or where the first forward pass may choose to take it."""
+        # Where the error is taken, or where the first forward pass may choose to take it.
         received = self._vocabulary
         if self.error_at is not None and self.error_at not in dict(self.model.named_modules()):
             received = self.error_at.removesuffix(INPUT)
-        handles: list[Any] = []
         if received is not None:
             module = self.model.get_submodule(received)
             handles.append(module.register_forward_pre_hook(partial(self._connect_input, received)))
         if received is None or self._vocabulary is not None:
             place = self.model.get_submodule(self.error_at or OUTPUT)
             handles.append(place.register_forward_hook(self._connect_output))
+        handles.append(self.model.register_forward_hook(self._end))
+        handles.append(self.model.register_forward_hook(self._forget, always_call=True))
+        self.register_state_dict_post_hook(_drop_prefix)
+        self.register_load_state_dict_pre_hook(_add_prefix)
         return handles
 
     @torch._disable_dynamo
@@ -134,9 +107,16 @@ class PointHooks(nn.Module):
         if self._calls is None:  # outside a forward pass, or in the recomputation of a checkpointed part
             if self._state != "learning":
                 return None
-            if _in_backward():
+            if torch._C._current_graph_task_id() != -1:  # autograd runs a backward pass, which recomputes
                 return mapped(output, Tensor.detach)
-            self._warn_outside(name)
+            if not self._outside:  # warn once
+                self._outside = True
+                warnings.warn(
+                    f"feedback point {name!r} runs outside a forward pass of the whole model, so that its block learns "
+                    "by backpropagation there; call the model itself, wrap the module whose forward runs, or use "
+                    "torch.no_grad()",
+                    stacklevel=2,
+                )
             return None
         if self._connected and self._state != "backpropagating":
             raise ValueError(
@@ -152,17 +132,6 @@ class PointHooks(nn.Module):
         if not tensors[0].requires_grad and any(p.requires_grad for p in module.parameters()):
             raise ValueError(_no_gradient(name))
         return mapped(output, Tensor.detach)
-
-    def _warn_outside(self, name: str) -> None:
-        """Warn once about a block that learns by backpropagation, because only its submodule was called."""
-        if not self._outside:
-            self._outside = True
-            warnings.warn(
-                f"feedback point {name!r} runs outside a forward pass of the whole model, so that its block learns by "
-                "backpropagation there; call the model itself, wrap the module whose forward runs, or use "
-                "torch.no_grad()",
-                stacklevel=2,
-            )
 
     @torch._disable_dynamo
     def _connect_input(self, name: str, module: nn.Module, args: Any) -> Any:
@@ -249,9 +218,8 @@ class PointHooks(nn.Module):
     @torch._disable_dynamo
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop recording; refuse a forward pass whose error was never taken."""
-        calls = self._calls
         if self._observed is not None:
-            self._kept = calls or []
+            self._kept = self._calls or []
         wanted = self._state == "measuring" or (self._state == "learning" and torch.is_grad_enabled())
         if wanted and not self._connected:
             raise ValueError(
@@ -314,6 +282,49 @@ class PointHooks(nn.Module):
                 f"model needs {shape.n_inputs} and {shape.n_outputs}; open it with n_inputs={shape.n_inputs}, "
                 f"n_outputs={shape.n_outputs}"
             )
+
+    # The plain model's names, attributes and state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        return self.model(*args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this module first, under a name of its own, then those of the model under the model's names."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield f"{prefix}.{_OWN_NAME}" if prefix else _OWN_NAME, self
+            yield from self.model.named_modules(memo, prefix, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up in the model what this module lacks, such as `config` or `generate`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":
+                raise
+            return getattr(super().__getattr__("model"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a tensor under the name of the model's parameter or buffer takes its place in the model.
+
+        `torch.func.functional_call` sets parameters by their names in `named_parameters`.
+        """
+        if isinstance(value, Tensor) and name not in vars(self) and "model" in self._modules:
+            registries: tuple[dict[str, Any], ...] = (self.model._parameters, self.model._buffers)
+            for registry in registries:
+                if name in registry:
+                    registry[name] = value
+                    return
+        super().__setattr__(name, value)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuse `torch.jit.script`, which calls this method first."""
+        raise ValueError(_no_export("torch.jit.script"))
 
 
 class _Project(torch.autograd.Function):
@@ -386,6 +397,58 @@ def _no_gradient(name: str) -> str:
     )
 
 
-def _in_backward() -> bool:
-    """Whether autograd is running a backward pass, as it is while a checkpointed part is recomputed."""
-    return bool(torch._C._current_graph_task_id() != -1)
+_OWN_NAME = "(FeedbackAlignment)"
+"""Name of the wrapper among the named modules; no attribute can have it, so that it is no submodule's."""
+
+
+def _refuse_export(module: nn.Module, args: Any) -> None:
+    """Refuse a forward pass that torch records for an export: feedback points are Python code.
+
+    Raises:
+        ValueError: `torch.export` or `torch.jit.trace` records the pass.
+    """
+    if torch.compiler.is_exporting():
+        raise ValueError(_no_export("torch.export"))
+    if torch.jit.is_tracing():
+        raise ValueError(_no_export("torch.jit.trace"))
+
+
+def _no_export(call: str) -> str:
+    return (
+        f"{call} cannot record feedback points, which are Python code; give it the plain model, which remove() of "
+        "FeedbackAlignment returns"
+    )
+
+
+def _drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Name the entries of a state dict, and its metadata, as the plain model does."""
+    inner = f"{prefix}model."
+    _rename(state, {key: prefix + key.removeprefix(inner) for key in state if key.startswith(inner)})
+    versions = getattr(state, "_metadata", {})
+    whole = inner.removesuffix(".")
+    renamed = {key: prefix + key.removeprefix(inner) for key in versions if key.startswith(inner)}
+    _rename(versions, {whole: prefix.removesuffix("."), **renamed} if whole in versions else renamed)
+
+
+def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Undo `_drop_prefix` before a state dict is loaded."""
+    _rename(
+        state, {key: f"{prefix}model.{key.removeprefix(prefix)}" for key in state if key.startswith(prefix)}
+    )
+
+
+def _rename(entries: dict[str, Any], names: dict[str, str]) -> None:
+    """Rename entries, all at once: a new name may be another entry's old one."""
+    values = {new: entries.pop(old) for old, new in names.items()}
+    entries.update(values)
+
+
+def refuse_second(model: nn.Module) -> None:
+    """Refuse a model that has feedback points already: the first ones would win in silence."""
+    for module in model.modules():
+        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        if isinstance(module, PointHooks) or any(isinstance(owner, PointHooks) for owner in owners):
+            raise ValueError(
+                "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the "
+                "plain model"
+            )

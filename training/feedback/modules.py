@@ -25,15 +25,11 @@ from opusim.training.feedback.choice import OUTPUT
 from opusim.training.feedback.closed_form import Batch, Learned, require_finite
 from opusim.training.feedback.config import (
     BpConfig,
-    DfaConfig,
-    EncodedConfig,
     FeedbackConfig,
     PointsConfig,
-    TdfaConfig,
 )
 from opusim.training.feedback.diagnosis import Control
 from opusim.training.feedback.points import FeedbackAlignment
-from opusim.training.feedback.trainer import GradientSource
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.base import seeded_torch
 from opusim.training.networks.functions import Objective
@@ -41,7 +37,7 @@ from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.record_independence import preserved_state, restore_buffers
 
 
-class ModuleGradients(GradientSource):
+class ModuleGradients:
     """Differentiates a module, with feedback points or without.
 
     What a module draws in a step, such as dropout, is keyed by the step, so that a resumed run draws the same. The
@@ -58,8 +54,6 @@ class ModuleGradients(GradientSource):
         new_control: Returns what follows the first batches of a run without feedback, in its first step; None for
             nothing. It prints what depends on the records.
     """
-
-    network: AnyModule
 
     def __init__(
         self,
@@ -84,7 +78,7 @@ class ModuleGradients(GradientSource):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """See GradientSource.state: B 1, which a resumed run does not measure again."""
+        """See Trainer.state: B 1, which a resumed run does not measure again."""
         measured = None if self._feedback is None else self._feedback.column_sum
         if self._column_sum is None:
             return {}
@@ -93,15 +87,26 @@ class ModuleGradients(GradientSource):
         return {"column_sum": self._column_sum}
 
     def learn(self, batch: Batch) -> Learned:
-        """See GradientSource.learn."""
+        """See ClosedForm.learn."""
         self._recall_column_sum()
-        if not len(batch.x):
-            return self._without_records(batch)
-        model, place = self.network.model, batch.x.device
+        model, tape, feedback = self.network.model, self._tape, self._feedback
+        if not len(batch.x):  # other processes may have records of the step
+            if batch.size and feedback is not None:
+                feedback.read_nothing()
+            for parameter in self.network.parameters:
+                parameter.grad = None if batch.size else torch.zeros_like(parameter)
+            with nullcontext() if tape is None else tape.recording(0):
+                zero = torch.zeros((), dtype=torch.float64, device=batch.y.device)
+            return Learned(
+                output=None, loss_sum=zero, contributions=None if tape is None else tape.contributions
+            )
+        process = f", process {batch.rank}" if batch.rank else ""
+        seed = None if self._seed is None else derive_seed(self._seed, f"step {batch.step}{process}")
+        # 1. Write the gradients, or record the uses of parameters; a control is copied before the first step.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.train()
         try:
-            with seeded_torch(self._seed_of(batch), place):
+            with seeded_torch(seed, batch.x.device):
                 if batch.step == 0 and self._new_control is not None:
                     with suppress(TypeError, RuntimeError):  # not every module can be copied
                         self._control = self._new_control()
@@ -113,28 +118,37 @@ class ModuleGradients(GradientSource):
         finally:
             model.eval()
         loss_sum = losses.detach().sum(dtype=torch.float64)
-        self._follow(batch, loss_sum / len(batch.x))
+        # 2. Train the control on the batch, with the same draws.
+        if self._control is not None and not self._control.running:
+            self._control = None
+        if self._control is not None:
+
+            def loss(copied: nn.Module) -> Tensor:
+                with seeded_torch(seed, batch.x.device):
+                    return self.objective.per_record(copied(self.network.shaped(batch.x)), batch.y).mean()
+
+            self._control.follow(loss, loss_sum / len(batch.x))
         return Learned(
             output=output.detach(),
             loss_sum=loss_sum,
-            contributions=None if self._tape is None else self._tape.contributions,
+            contributions=None if tape is None else tape.contributions,
             diagnose=lambda: figures,
         )
 
     def start_from_feedback(self, records: Tensor) -> None:
-        """See GradientSource.start_from_feedback; the model names the layer."""
+        """See ClosedForm.start_from_feedback; the model names the layer."""
         if self._feedback is not None:
             self._feedback.shape(self.network.shaped(records))
             self._feedback.start_from_feedback(feedback_start(self.network))
 
     def measure(self, records: Tensor) -> None:
-        """See GradientSource.measure."""
+        """Measure B 1 now, so that no record says when."""
         self._recall_column_sum()
         if self._feedback is not None:
             self._feedback.measure(self.network.shaped(records))
 
     def close(self) -> None:
-        """See GradientSource.close."""
+        """See Trainer.close."""
         if self._feedback is not None:
             self._feedback.remove()
 
@@ -174,32 +188,6 @@ class ModuleGradients(GradientSource):
             require_finite(torch.stack(sums).sum(), batch.step)
         return output, losses
 
-    def _without_records(self, batch: Batch) -> Learned:
-        """Take part in a step without records, of which other processes may have some."""
-        if batch.size and self._feedback is not None:
-            self._feedback.read_nothing()
-        for parameter in self.network.parameters:
-            parameter.grad = None if batch.size else torch.zeros_like(parameter)
-        contributions = None
-        if self._tape is not None:
-            with self._tape.recording(0):
-                pass
-            contributions = self._tape.contributions
-        zero = torch.zeros((), dtype=torch.float64, device=batch.y.device)
-        return Learned(output=None, loss_sum=zero, contributions=contributions)
-
-    def _follow(self, batch: Batch, found: Tensor) -> None:
-        """Train the control on a batch of the first steps, with the same draws."""
-        if self._control is None or not self._control.running:
-            self._control = None
-            return
-
-        def loss(model: nn.Module) -> Tensor:
-            with seeded_torch(self._seed_of(batch), batch.x.device):
-                return self.objective.per_record(model(self.network.shaped(batch.x)), batch.y).mean()
-
-        self._control.follow(loss, found)
-
     def _recall_column_sum(self) -> None:
         """Give the feedback what a checkpoint holds."""
         feedback, kept = self._feedback, self._column_sum
@@ -219,10 +207,6 @@ class ModuleGradients(GradientSource):
         if all(math.isfinite(point.signal_to_noise) for point in found.points):
             figures["signal_to_noise"] = [point.signal_to_noise for point in found.points]
         return {name: [0.0 if math.isnan(v) else v for v in values] for name, values in figures.items()}
-
-    def _seed_of(self, batch: Batch) -> int | None:
-        process = f", process {batch.rank}" if batch.rank else ""
-        return None if self._seed is None else derive_seed(self._seed, f"step {batch.step}{process}")
 
 
 def feedback_start(network: AnyModule) -> nn.Linear:
@@ -290,15 +274,6 @@ def feedback_points(
     """
     if not isinstance(options, PointsConfig):
         return None
-    given: dict[str, Any] = {"encoding": "real"}
-    if isinstance(options, EncodedConfig):
-        given = {
-            "encoding": options.encoding,
-            "threshold": options.relative_threshold,
-            "planes": options.planes,
-        }
-    if isinstance(options, DfaConfig | TdfaConfig):
-        given["seed"] = options.feedback_seed
     points, error_at = options.points, options.error_at
     if error_at is None and not chooses:
         error_at = getattr(network.model, "error_at", None) or OUTPUT
@@ -313,7 +288,7 @@ def feedback_points(
         normalised=options.normalised,
         gain=getattr(options, "gain", None),
         draw_seed=secrets.randbits(64) if draw_seed is None else draw_seed,
-        **given,
+        **options.projected,
     )
 
 

@@ -11,31 +11,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.medium.transmission import Medium
 from opusim.randomness.seeds import derive_seed
-from opusim.training.feedback.choice import Choosing
 from opusim.training.feedback.diagnosis import (
     BATCHES,
     Control,
     Diagnosis,
     Reading,
-    Updates,
     compared,
     learnt_gradients,
     true_gradients,
 )
-from opusim.training.feedback.hooks import FeedbackShape
+from opusim.training.feedback.hooks import FeedbackShape, PointHooks, refuse_second
 from opusim.training.feedback.layout import (
     Extent,
     LearntReadout,
@@ -57,7 +56,6 @@ from opusim.training.feedback.projection import (
     calibration_work,
     make_encoding,
 )
-from opusim.training.feedback.wrapping import refuse_export
 
 _LARGEST_STEP = 2**63
 _READOUT_STEP = 2**62
@@ -66,7 +64,7 @@ _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
 
-class FeedbackAlignment(Choosing):
+class FeedbackAlignment(PointHooks):
     """A module whose blocks learn from a projected error instead of a backpropagated one.
 
     With e a row of dL/dz at `error_at`, n_inputs numbers, a point of C channels receives in place of dL/dh
@@ -88,7 +86,7 @@ class FeedbackAlignment(Choosing):
     Args:
         model: Any module. The state dict has the keys of the plain model.
         points: None for those that suit the model (see `opusim.training.feedback.choice.choose_points`); "blocks" for
-            all repeated blocks but the last (`opusim.training.feedback.marking.find_blocks`); or names, shell patterns
+            all repeated blocks but the last (`opusim.training.feedback.choice.find_blocks`); or names, shell patterns
             of names such as "layers.*", which means layers.0 and not layers.0.norm, or classes of submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
         error_at: Name of the submodule whose output is z, of a tuple or mapping its first tensor, from which the loss
@@ -155,7 +153,10 @@ class FeedbackAlignment(Choosing):
         channel_dim: int | None = None,
     ) -> None:
         super().__init__()
-        _check_rows(rows)
+        if isinstance(rows, int) and not isinstance(rows, bool):
+            checks.integer(rows=rows, minimum=1)
+        else:
+            checks.choice(("each", "sum"), rows=rows, remedy="or give a number of positions")
         if spread is not None:
             checks.choice(("broadcast", "full"), spread=spread)
         checks.choice(("own", "shared"), slices=slices)
@@ -196,8 +197,7 @@ class FeedbackAlignment(Choosing):
         self.private_loops = 0
         """How many private loops train the model, whose records no read-out may learn from."""
         self._step = 0
-        self._handles = [model.register_forward_pre_hook(refuse_export), *self._install()]
-        self._keep_names()
+        self._handles = self._install()
 
     def draw_from(self, seed: int) -> None:
         """Draw positions and stochastic codes from another seed, in [0, 2^64), from now on."""
@@ -219,14 +219,12 @@ class FeedbackAlignment(Choosing):
         self._handles = []
         return self.model
 
-    @contextmanager
-    def backpropagating(self) -> Iterator[None]:
+    def backpropagating(self) -> AbstractContextManager[None]:
         """Switch the points off within the block: forward passes in it are learnt from by backpropagation.
 
         With activation checkpointing the backward pass belongs into the block too, because it runs parts again.
         """
-        with self._in_state("backpropagating"):
-            yield
+        return self._in_state("backpropagating")
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
@@ -236,14 +234,8 @@ class FeedbackAlignment(Choosing):
         try:
             yield
         finally:
-            (
-                self._noisy_device,
-                self._encoding,
-                self._projection,
-                self.column_sum,
-                self._step,
-                self._told,
-            ) = kept
+            self._noisy_device, self._encoding, self._projection = kept[:3]
+            self.column_sum, self._step, self._told = kept[3:]
 
     @contextmanager
     def _in_state(self, state: Literal["measuring", "backpropagating"]) -> Iterator[None]:
@@ -268,8 +260,12 @@ class FeedbackAlignment(Choosing):
 
     @property
     def device(self) -> torch.device:
-        """The torch device of the model, as in `x.to(model.device)`; an assignment sets `noisy_device`."""
-        return self._torch_device
+        """The torch device of the model's first parameter or buffer, as in `x.to(model.device)`; else the processor.
+
+        An assignment sets `noisy_device`.
+        """
+        tensor = next(self.model.parameters(), next(self.model.buffers(), None))
+        return torch.device("cpu") if tensor is None else tensor.device
 
     @device.setter
     def device(self, device: NoisyDevice | None) -> None:
@@ -429,8 +425,10 @@ class FeedbackAlignment(Choosing):
             self._observed, self._kept, self._error, self._step = None, [], None, step
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
-        updates = Updates(reached=reached, found=found, true=true, reference=reference)
-        return compared(updates, seen, self._projector(seen.rows.device), self._slices)
+        projection = self._projector(seen.rows.device)
+        return compared(
+            reached, found, true, reference, seen=seen, projection=projection, slices=self._slices
+        )
 
     def start_readout(self) -> LearntReadout:
         """Return the learnt read-out of the device's outputs; a new one is plain feedback.
@@ -451,7 +449,7 @@ class FeedbackAlignment(Choosing):
         return self.readout
 
     def fit_readout(self, loss: Callable[[], Tensor]) -> None:
-        """Fit the read-out to one batch that is backpropagated; see `opusim.training.feedback.readout`.
+        """Fit the read-out to one batch that is backpropagated; see `opusim.training.feedback.layout`.
 
         It takes a forward and a backward pass and a reading of the device, and moves no parameter. Call it on one batch
         in some 100, and in the first steps more often. Outputs of the device beyond the points' own are read as well,
@@ -489,32 +487,23 @@ class FeedbackAlignment(Choosing):
         at = _READOUT_STEP + readout.updates
         if self._noisy_device is not None:
             self._noisy_device.seek(at)
-        error = self._view.rows(gradient.float())
-        reading = self._read(
-            (error.sum(dim=1) if self._rows == "sum" else error.flatten(0, 1)),
-            self._projector(error.device),
-            at,
-        )
-        # 3. Fit the matrix of each call.
+        error, rows = self._view.rows(gradient.float()), self._rows
+        shown = error.sum(dim=1) if rows == "sum" else error.flatten(0, 1)
+        reading = self._read(shown, self._projector(error.device), at)
+        # 3. Fit the matrix of each call to scaled readings and true gradients, row by row.
         for number, (part, h, own) in enumerate(zip(self._slices, outputs, true, strict=True)):
-            rows: Rows = "sum" if self._rows == "sum" else "each"
-            readout.fit(number, *self._pairs(reading, part, h, own, Extent(*error.shape), rows))
+            stream, wanted = self._view.rows(h.detach().float()), self._view.rows(own.float())
+            point = Extent(*stream.shape)
+            std = row_std(stream) if self._normalised else torch.ones_like(stream[..., :1])
+            if one_to_one(Extent(*error.shape), point, "sum" if rows == "sum" else "each"):
+                scale = self.gain / part.channels**0.5
+                readout.fit(number, reading * (scale / std.reshape(-1, 1)), wanted.flatten(0, 1))
+            else:
+                total = reading.view(len(error), -1, reading.shape[1]).sum(dim=1)
+                scale = self.gain / (part.channels * point.positions) ** 0.5
+                wanted = wanted.flatten(1) if part.positions > 1 else wanted.mean(dim=1)
+                readout.fit(number, total * (scale / std.mean(dim=1)), wanted)
         readout.updates += 1
-
-    def _pairs(
-        self, reading: Tensor, part: Slice, h: Tensor, true: Tensor, error: Extent, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """Return what `LearntReadout.fit` takes of a call: scaled readings and true gradients, row by row."""
-        stream, gradient = self._view.rows(h.detach().float()), self._view.rows(true.float())
-        point = Extent(*stream.shape)
-        std = row_std(stream) if self._normalised else torch.ones_like(stream[..., :1])
-        if one_to_one(error, point, rows):
-            scale = self.gain / part.channels**0.5
-            return reading * (scale / std.reshape(-1, 1)), gradient.flatten(0, 1)
-        own = reading.view(error.records, -1, reading.shape[1]).sum(dim=1)
-        scale = self.gain / (part.channels * point.positions) ** 0.5
-        gradient = gradient.flatten(1) if part.positions > 1 else gradient.mean(dim=1)
-        return own * (scale / std.mean(dim=1)), gradient
 
     def _ran(self, loss: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         """Return the loss and the calls of points that it came from."""
@@ -535,8 +524,8 @@ class FeedbackAlignment(Choosing):
         self._calls, self._connected = [], False
         self._learning = self._state == "learning" and torch.is_grad_enabled()
 
+    @override
     def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
-        """See PointHooks."""
         step, self._step = self._step, self._step + 1
         if not self.gain:
             return [torch.zeros(h.shape, dtype=h.dtype, device=gradient.device) for h in points]
@@ -646,26 +635,8 @@ class FeedbackAlignment(Choosing):
         return self._projection
 
 
-def refuse_second(model: nn.Module) -> None:
-    """Refuse a model that has feedback points already: the first ones would win in silence."""
-    for module in model.modules():
-        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-        if isinstance(module, FeedbackAlignment) or any(isinstance(o, FeedbackAlignment) for o in owners):
-            raise ValueError(
-                "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the "
-                "plain model"
-            )
-
-
 def _require_device(device: object) -> None:
     remedy = "open one by its name: opusim.open_device('gaussian', n_inputs=..., n_outputs=...)"
     if isinstance(device, torch.device):
         remedy = f"move the model by .to({str(device)!r})"
     checks.instance(NoisyDevice, device=device, remedy=remedy)
-
-
-def _check_rows(rows: object) -> None:
-    if isinstance(rows, int) and not isinstance(rows, bool):
-        checks.integer(rows=rows, minimum=1)
-    else:
-        checks.choice(("each", "sum"), rows=rows, remedy="or give a number of positions")

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim import checks
 from opusim.devices.base import NoisyDevice
@@ -106,8 +107,8 @@ class AbsoluteTernary(Encoding):
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
 
+    @override
     def __call__(self, error: Tensor) -> Encoded:
-        """See Encoding."""
         return Encoded(frames=ternarize(error, self._threshold)[None])
 
 
@@ -132,8 +133,8 @@ class RelativeTernary(Encoding):
         checks.non_negative(threshold=threshold)
         self._threshold = threshold
 
+    @override
     def __call__(self, error: Tensor) -> Encoded:
-        """See Encoding."""
         n = error.shape[1]
         rms = torch.linalg.vector_norm(error, dim=1, keepdim=True) / n**0.5
         shown = error.abs() > self._threshold * rms
@@ -172,8 +173,8 @@ class StochasticTernary(Encoding):
         """See Encoding.seek; the draws of a row are the same whichever process encodes it."""
         self._step, self._batches, self._before = step, 0, before
 
+    @override
     def __call__(self, error: Tensor) -> Encoded:
-        """See Encoding."""
         seed = derive_seed(self._seed, f"ternary codes of step {self._step}, batch {self._batches}")
         self._batches += 1
         generator = torch.Generator().manual_seed(seed % 2**63)
@@ -200,8 +201,8 @@ class BitPlanes(Encoding):
         checks.integer(planes=planes, minimum=1, maximum=24)
         self.frames_per_row = planes
 
+    @override
     def __call__(self, error: Tensor) -> Encoded:
-        """See Encoding."""
         scale = error.abs().amax(dim=1, keepdim=True)  # (rows, 1)
         digits, weights = bit_planes(
             error / scale.clamp_min(torch.finfo(error.dtype).tiny), self.frames_per_row
@@ -237,10 +238,19 @@ def calibration_work(vectors: int) -> DeviceWork:
 
 
 class Projection(ABC):
-    """Reads B e for all points of feedback at once; points use slices of one reading."""
+    """Reads B e for all points of feedback at once; points use slices of one reading.
 
-    def seek(self, step: int, *, before: int = 0) -> None:  # noqa: B027  # optional hook
-        """Say which step the next readings belong to; see `Encoding.seek`."""
+    Args:
+        encoding: How e is shown, or None to project e itself.
+    """
+
+    def __init__(self, encoding: Encoding | None) -> None:
+        self._encoding = encoding
+
+    def seek(self, step: int, *, before: int = 0) -> None:
+        """Say which step the next readings belong to, as `Encoding.seek`; a device has its own steps."""
+        if self._encoding is not None:
+            self._encoding.seek(step, before=before)
 
     def noise_std(self, error: Tensor) -> Tensor:
         """Return the standard deviation of a reading's noise, mean over rows, in units of B e.
@@ -263,7 +273,7 @@ class Projection(ABC):
         Args:
             error: e, shape (rows, n_inputs).
         """
-        return 1.0
+        return 1.0 if self._encoding is None else self._encoding(error).shown
 
     @abstractmethod
     def read(self, error: Tensor) -> Tensor:
@@ -283,27 +293,19 @@ class DenseProjection(Projection):
 
     Args:
         matrix: B transposed, shape (n_inputs, n_outputs); entries N(0, 1).
-        encoding: How e is shown, or None to project e itself.
+        encoding: See Projection.
     """
 
     def __init__(self, matrix: Tensor, *, encoding: Encoding | None = None) -> None:
-        self._matrix, self._encoding = matrix, encoding
+        super().__init__(encoding)
+        self._matrix = matrix
 
     def columns(self, n_inputs: int) -> Tensor:
         """See Projection.columns: B transposed exactly."""
         return self._matrix
 
-    def seek(self, step: int, *, before: int = 0) -> None:
-        """See Projection.seek."""
-        if self._encoding is not None:
-            self._encoding.seek(step, before=before)
-
-    def shown(self, error: Tensor) -> float:
-        """See Projection.shown."""
-        return 1.0 if self._encoding is None else self._encoding(error).shown
-
+    @override
     def read(self, error: Tensor) -> Tensor:
-        """See Projection.read."""
         if self._encoding is None:
             return error @ self._matrix
         encoded = self._encoding(error)
@@ -325,6 +327,8 @@ class DeviceProjection(Projection):
         ones: See above; None if the encoding has no offset.
     """
 
+    _encoding: Encoding
+
     def __init__(
         self,
         device: NoisyDevice,
@@ -333,8 +337,8 @@ class DeviceProjection(Projection):
         n_inputs: int | None = None,
         ones: Tensor | None = None,
     ) -> None:
+        super().__init__(encoding)
         self._device = device
-        self._encoding = encoding
         n = device.n_inputs if n_inputs is None else n_inputs
         self._unused = device.n_inputs - n
         if ones is None and encoding.has_offset:
@@ -346,24 +350,16 @@ class DeviceProjection(Projection):
         """Return this very projection: a copied model reads the same device."""
         return self
 
-    def seek(self, step: int, *, before: int = 0) -> None:
-        """See Projection.seek; the device has its own steps."""
-        self._encoding.seek(step, before=before)
-
+    @override
     def noise_std(self, error: Tensor) -> Tensor:
-        """See Projection.noise_std."""
         return self._std.to(error.device) * self._encoding(error).noise_gain().mean()
 
+    @override
     def noise_power(self, error: Tensor) -> Tensor:
-        """See Projection.noise_power."""
         return (self._std.to(error.device) ** 2) * self._encoding(error).noise_gain().square().mean()
 
-    def shown(self, error: Tensor) -> float:
-        """See Projection.shown."""
-        return self._encoding(error).shown
-
+    @override
     def read(self, error: Tensor) -> Tensor:
-        """See Projection.read."""
         encoded = self._encoding(error)
         frames = encoded.frames.flatten(0, 1)
         readings = self._device.project(self._padded(frames) if self._unused else frames)

@@ -7,154 +7,292 @@ a protection its writer turns what the records contribute into private gradients
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
+from opusim.accounting.guarantee import NoGuarantee
+from opusim.accounting.mechanism import Mechanism
+from opusim.accounting.mechanisms.pdfa import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
+from opusim.errors import ConfigError
+from opusim.noise import GaussianNoise, NoiseModel
 from opusim.processes.ranks import Ranks
-from opusim.randomness.streams import NoiseStream
-from opusim.training.engine.algorithm import StepRecord, Trainer
-from opusim.training.errors import TrainingDiverged
+from opusim.randomness.streams import noise_stream
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Dataset
+from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
+from opusim.training.feedback.closed_form import Batch, ClosedForm, closed_form_encoding
+from opusim.training.feedback.config import (
+    EncodedConfig,
+    FeedbackConfig,
+    PdfaConfig,
+)
+from opusim.training.feedback.diagnosis import BATCHES
+from opusim.training.feedback.hooks import refuse_second
+from opusim.training.feedback.modules import (
+    ModuleGradients,
+    augmentation_of,
+    feedback_points,
+    feedback_start,
+    points_on,
+)
 from opusim.training.feedback.points import FeedbackAlignment
-from opusim.training.networks.any_module import AnyModule
-from opusim.training.networks.contributions.sums import Contributions
-from opusim.training.networks.functions import Objective
-from opusim.training.networks.network import FullyConnected
-from opusim.training.protections.base import PrivateGradients, SoftLabels
+from opusim.training.feedback.projection import calibration_work
+from opusim.training.networks.any_module import AnyModule, build_any_module
+from opusim.training.networks.functions import ACTIVATIONS, LOSSES, Objective
+from opusim.training.networks.models import MODELS
+from opusim.training.networks.network import FullyConnected, build_network
+from opusim.training.networks.optimizers import make_optimizer
+from opusim.training.networks.record_gradients.separation import require_separate_steps
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.networks.record_independence import batch_statistics, invented_records, two_records
+from opusim.training.protections.base import SoftLabels
+from opusim.training.protections.record import RecordProtection, require_counted_sums
+from opusim.training.runs.folder import RunFolder
+
+_STEPS_WITH_CONTROL = 4 * BATCHES
+"""Steps of the shortest run that compares feedback with none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """The records of a step that this process has.
+class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "FeedbackTrainer"], Trainer):
+    """bp, dfa, tdfa and pdfa.
+
+    A fully connected network on class numbers takes the closed form of `opusim.training.feedback.closed_form`, and
+    every other module autograd with feedback points.
 
     Attributes:
-        x: Inputs, shape (batch, n_inputs).
-        y: Targets.
-        records: Their numbers in the training set, shape (batch,), or None.
-        step: The step's number.
-        size: Records of the step on all processes.
-        before: Those of them that processes of lower rank have.
-        rank: The rank of this process.
-        observe: Whether to measure diagnostics.
-        protection: What writes the gradients from the records' contributions; None for nothing.
+        source: Computes the gradients of the network, whose parameters are updated in place.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
+        ranks: The processes that share each batch.
     """
 
-    x: Tensor
-    y: Tensor
-    records: Tensor | None
-    step: int
-    size: int
-    before: int
-    rank: int
-    observe: bool
-    protection: PrivateGradients | None
-    labels: SoftLabels | None
-
-    def targets(self, output: Tensor) -> Tensor:
-        """Return what the loss compares the outputs with: the targets, or soft labels."""
-        if self.labels is None:
-            return self.y
-        if self.records is None:
-            raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
-        return self.labels.targets(output, self.records, self.step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learned:
-    """What a batch taught.
-
-    Attributes:
-        output: The model's outputs, detached; None if the batch has no records here and the model did not run.
-        loss_sum: Sum of the records' losses, float64.
-        contributions: What its records add to the gradients, for a protection; None if the gradients are written.
-        public_inputs: Layer inputs of the protection's reference records, if it has any.
-        diagnose: Returns the diagnostics, once the gradients are written.
-    """
-
-    output: Tensor | None
-    loss_sum: Tensor
-    contributions: Contributions | None = None
-    public_inputs: list[Tensor] | None = None
-    diagnose: Callable[[], dict[str, list[float]]] = dict
-
-
-class GradientSource(ABC):
-    """Computes the gradients of a network on a batch.
-
-    Attributes:
-        network: The network.
-        objective: The loss and the kind of target.
-        device: The open device that is read, or None.
-        noises: What is positioned at the start of each step.
-    """
-
+    targets = ("class", "tokens", "real", "labels")
+    applies = frozenset({"gradients", "soft labels"})
+    processes = "steps"
     network: FullyConnected | AnyModule
-    objective: Objective
-    device: NoisyDevice | None
-    noises: tuple[NoisyDevice | NoiseStream | FeedbackAlignment | None, ...]
+    source: ClosedForm | ModuleGradients
+    labels: SoftLabels | None
+    ranks: Ranks
+
+    @classmethod
+    def build_network(
+        cls, config: RunConfig, dataset: Dataset, model: nn.Module | None
+    ) -> FullyConnected | AnyModule:
+        """See Algorithm.build_network; a fully connected network of pdfa needs a hidden layer."""
+        if isinstance(model, FeedbackAlignment):
+            raise TypeError(
+                "model is a FeedbackAlignment; give the plain module (model.remove()), a run puts the points on it"
+            )
+        if model is not None:
+            refuse_second(model)
+        closed = dataset.target == "class" and not dataset.holds_tokens and config.loss in LOSSES
+        if model is not None and closed:
+            try:
+                FullyConnected(model)
+            except (TypeError, ValueError):  # other modules, or in part frozen
+                closed = False
+        if not closed or (model is None and config.model.name != "mlp"):
+            return build_any_module(config, dataset, model)
+        network = build_network(config, dataset, model)  # its gradients have a closed form
+        if config.uses_device and network.depth == 1:
+            raise ValueError("model has no hidden layer; pdfa needs one to send the projected error to")
+        return network
+
+    @classmethod
+    @override
+    def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> FullyConnected | AnyModule:
+        return FullyConnected.from_facts(facts) if "layers" in facts else AnyModule.from_facts(facts, model)
+
+    def chosen(self) -> dict[str, Any]:
+        """See Algorithm.chosen; where feedback enters a module."""
+        network, options = self.network, self.options
+        if not isinstance(network, AnyModule):
+            return {}
+        with points_on(network, options, chooses=True) as points:
+            if points is None:
+                return {}
+            points.shape(network.shaped(self._two_records))
+            points.tell_choices()
+            found = {name: bool(v) if name == "normalised" else v for name, v in points.chosen.items()}
+        return {name: value for name, value in found.items() if getattr(options, name) is None}
+
+    def require_covered(self) -> None:
+        """See Algorithm.require_covered; also keys that the network does not take, and points that do not exist."""
+        network, config = self.network, self.config
+        self.options.require_keys(closed_form=isinstance(network, FullyConnected))
+        if isinstance(network, AnyModule):
+            self._require_bounded(network)
+            for name, module in network.model.named_modules() if Ranks().world > 1 else ():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    reason = (
+                        f"{type(network.model).__name__} has a batch norm, {name!r}, whose statistics would be those "
+                        "of one process's part of the batch; take nn.GroupNorm, or start it without torchrun"
+                    )
+                    raise ConfigError("configuration", "model.name", reason)
+            if config.model.initial_output == "feedback":
+                feedback_start(network)
+            _ = self.device_shape
+            augmentation_of(self.options, self.dataset)
+        super().require_covered()
+        if not isinstance(network, AnyModule) or not self._clips_records:
+            return
+        # Refuse a module or a loss in which one record would change what others add.
+        if config.model.name in MODELS and (found := batch_statistics(network.model)):
+            reason = (
+                f"'batch' is {found}, which mixes the records of a batch, and protection.kind = 'record' bounds what "
+                "each one adds; take 'group'"
+            )
+            raise ConfigError("configuration", "model.options.norm", reason)
+        x, y = invented_records(self.dataset, network.parameters[0].device)
+        # No draw goes by the order of rows.
+        real = {"encoding": "real"} if isinstance(self.options, EncodedConfig) else {}
+        loss = Objective.named(config.loss, self.dataset.target).per_record
+        with points_on(network, self.options.model_copy(update=real), draw_seed=0) as points:
+            seek = (lambda: None) if points is None else partial(points.seek, 0)
+            require_separate_steps(network.model, loss, network.shaped(x), y, seek=seek)
 
     @property
-    def state(self) -> dict[str, Tensor]:
-        """See Trainer.state."""
-        return {}
+    def device_shape(self) -> DeviceShape:
+        """The error goes in; the signals of all hidden layers or points come out."""
+        network = self.network
+        if isinstance(network, FullyConnected):
+            widths = network.widths
+            return DeviceShape(n_inputs=widths[-1], n_outputs=sum(widths[:-1]))
+        with points_on(network, self.options) as points:
+            shape = (1, 1) if points is None else points.shape(network.shaped(self._two_records))
+        return DeviceShape(n_inputs=shape[0], n_outputs=shape[1])
 
-    @abstractmethod
-    def learn(self, batch: Batch) -> Learned:
-        """Return what a batch contributes to a protection, or write this process's share of its mean gradient.
+    def work_before(self) -> DeviceWork:
+        """See Algorithm.work_before; B 1 and the columns of B are measured, if the run needs them."""
+        work, network = super().work_before(), self.network
+        if not self.config.uses_device:
+            return work
+        if isinstance(network, AnyModule):
+            with points_on(network, self.options) as points:
+                work += DeviceWork() if points is None else points.work_before
+        starts = self.config.model.initial_output == "feedback"
+        return work + (calibration_work(self.device_shape.n_inputs) if starts else DeviceWork())
 
-        A batch without records contributes nothing and gets no reading, unless other processes have records.
+    def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
+        """See Algorithm.work_of_step; the error of each record is read, by modules once more in an observed step."""
+        own = self.protection.work_of_step(records, n_outputs)
+        network, options = self.network, self.options
+        if not isinstance(options, PdfaConfig):
+            return own
+        if isinstance(network, FullyConnected):
+            read = DeviceWork(projections=records * closed_form_encoding(options).frames_per_row, calls=1)
+            drawn = DeviceWork(projections=records, calls=1)
+            return own + read + (drawn if options.order == "published" else DeviceWork())
+        with points_on(network, options) as points:
+            read = DeviceWork()
+            if points is not None:
+                read = points.work(network.shaped(self._two_records), times=records / 2)
+        return own + read.times(2 if observed else 1)
+
+    @property
+    def _two_records(self) -> Tensor:
+        """Two invented records if records are protected, else the first one twice; only shapes are read."""
+        return two_records(self.dataset, self.network.parameters[0].device, invented=self._clips_records)
+
+    @property
+    def _clips_records(self) -> bool:
+        return isinstance(self.protection, RecordProtection)
+
+    def _require_bounded(self, network: AnyModule) -> None:
+        """Refuse a protection that writes gradients and is not about a module's records.
 
         Raises:
-            TrainingDiverged: Without protection, the loss or a gradient is not finite.
+            NoGuarantee: It is one of labels, whose noise has the geometry of a layer's inputs.
         """
+        kind, needs = self.config.protection.kind, self.protection.needs
+        if not needs or "soft labels" in needs or self._clips_records:
+            return
+        raise NoGuarantee(
+            f"protection.kind = {kind!r} noises the signal of each layer in the geometry of its public inputs, and its "
+            f"theorem is about a fully connected network, not {type(network.model).__name__}; take 'record', "
+            "'label-randomized-response' or with a device 'label-readout', or model.name = 'mlp'"
+        )
 
-    @abstractmethod
-    def start_from_feedback(self, records: Tensor) -> None:
-        """Set a layer's weights to the feedback that the layer below receives, and its bias to zero.
+    @override
+    def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
+        network, config, dataset = self.network, self.config, self.dataset
+        self.labels, self.ranks = labels, Ranks()
+        self.optimizer = make_optimizer(network.parameters, config.optimizer)
+        if isinstance(network, FullyConnected):
+            self.gradients(device)
+            noise = None
+            if self.options.digital_sigma:
+                noise = noise_stream(config.mode, config.seed_for("noise"), "digital-noise")
+            self.source = ClosedForm(network, self.options, loss=config.loss, device=device, noise=noise)
+            self.device = self.source.device
+            return
+        # 1. What writes the gradients, and the feedback points.
+        self._require_bounded(network)
+        private = self.gradients(device) is not None
+        feedback = feedback_points(network, self.options, device, draw_seed=config.seed_for("codes"))
+        # 2. What measures the records of a module, whose points are in place.
+        tape, control = None, None
+        try:
+            if private:
+                x, _ = invented_records(dataset, network.parameters[0].device)
+                network.model.train()
+                try:
+                    tape = RecordTape(network.model, network.shaped(x))
+                    size, divisor = "sampler.batch_size", float(config.divisor)
+                    require_counted_sums(tape, divisor, processes=self.ranks.world, name=size)
+                finally:
+                    network.model.eval()
+            if self.ranks.world > 1 and feedback is not None:
+                feedback.number_rows(self.ranks.before)
+                feedback.shape(network.shaped(self._two_records))  # for a process without records
+        except Exception:
+            if feedback is not None:
+                feedback.remove()
+            raise
+        # 3. A control without feedback for the first batches.
+        if feedback is not None and self._has_control(feedback):
+            control = partial(feedback.control, self.optimizer, batches=BATCHES)
+        self.source = ModuleGradients(
+            network,
+            Objective.named(config.loss, dataset.target),
+            feedback=feedback,
+            seed=config.seed_for("module"),
+            tape=tape,
+            augmentation=augmentation_of(self.options, dataset),
+            new_control=control,
+        )
+        self.device = self.source.device
 
-        Args:
-            records: Two records, shape (2, n_inputs), from which sizes may be read.
+    def _has_control(self, feedback: FeedbackAlignment) -> bool:
+        """Return whether a control without feedback follows the first batches of a run.
 
-        Raises:
-            ValueError: There is no such layer, or it has other sizes than the feedback.
+        There is none if anything is protected, because it tells losses; none on several processes; none for a module
+        with a device of its own, whose readings would count twice; and none in a run so short that it would cost much.
         """
+        private = self.config.protection.protects != "nothing" or self.config.mode == "release"
+        reads = any(
+            isinstance(value, NoisyDevice)
+            for part in feedback.model.modules()
+            for value in vars(part).values()
+        )
+        short = self.plan.total_steps < _STEPS_WITH_CONTROL
+        return not (private or reads or short or not feedback.gain or Ranks().world > 1)
 
-    def measure(self, records: Tensor) -> None:  # noqa: B027  # optional hook
-        """Measure now what the feedback needs of the device, so that no record says when; see `start_from_feedback`."""
+    @override
+    def initialise(self, trainer: FeedbackTrainer) -> None:
+        if self.config.model.initial_output == "feedback":
+            trainer.source.start_from_feedback(self._two_records)
 
-    def close(self) -> None:  # noqa: B027  # optional hook
-        """See Trainer.close."""
-
-
-class FeedbackTrainer(Trainer):
-    """Trains a network by one of the four feedbacks.
-
-    Args:
-        source: Computes the gradients of its network, whose parameters are updated in place.
-        optimizer: Any torch optimizer over the network's parameters.
-        protection: Clips and noises the records' contributions; None averages over the batch.
-        labels: What training knows of the labels in their place; None if it sees the labels themselves.
-        ranks: The processes that share each batch; None for one.
-    """
-
-    def __init__(
-        self,
-        source: GradientSource,
-        optimizer: torch.optim.Optimizer,
-        *,
-        protection: PrivateGradients | None = None,
-        labels: SoftLabels | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.source, self.optimizer = source, optimizer
-        self.network, self.device = source.network, source.device
-        self._protection, self._labels, self._ranks = protection, labels, ranks or Ranks.one()
+    def prepare(self, trainer: FeedbackTrainer, folder: RunFolder) -> None:
+        """See Algorithm.prepare; protected feedback is calibrated before the first record is seen."""
+        if self._clips_records:
+            trainer.source.measure(self._two_records)
 
     def step(
         self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
@@ -164,8 +302,8 @@ class FeedbackTrainer(Trainer):
         A batch without records has no gradient; momentum still moves the parameters. Under protection it takes its
         noise, and no value of a record raises an error.
         """
-        source, protection, ranks = self.source, self._protection, self._ranks
-        for noise in (*source.noises, protection):
+        source, writer, ranks = self.source, self.writer, self.ranks
+        for noise in (*source.noises, writer):
             if noise is not None:
                 noise.seek(step)
         counts = [len(x)] if ranks.world == 1 else [found for (found,) in ranks.rows([len(x)])]
@@ -178,14 +316,14 @@ class FeedbackTrainer(Trainer):
             before=sum(counts[: ranks.rank]),
             rank=ranks.rank,
             observe=observe and len(x) > 0,
-            protection=protection,
-            labels=self._labels,
+            protection=writer,
+            labels=self.labels,
         )
         learned = source.learn(batch)
-        if protection is not None:
+        if writer is not None:
             if learned.contributions is None:
                 raise TypeError(f"source: {type(source).__name__} measures no records; give it a tape")
-            protection.set_gradients(
+            writer.set_gradients(
                 [learned.contributions], records=records, public_inputs=learned.public_inputs
             )
         elif ranks.world > 1:
@@ -207,21 +345,55 @@ class FeedbackTrainer(Trainer):
     @property
     def state(self) -> dict[str, Tensor]:
         """See Trainer.state: that of the source, and that of the protection."""
-        return self.source.state | ({} if self._protection is None else self._protection.state)
+        return self.source.state | ({} if self.writer is None else self.writer.state)
 
+    @override
     def close(self) -> None:
-        """See Trainer.close."""
         self.source.close()
 
+    def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
+        """See Algorithm.released; a photonic run without protection states the paper's formula.
 
-def require_finite(value: Tensor, step: int) -> None:
-    """Stop before an update that is not finite.
-
-    Raises:
-        TrainingDiverged: The value is NaN or infinite.
-    """
-    if not math.isfinite(float(value)):
-        raise TrainingDiverged(
-            f"step {step}: training diverged, because the loss or a gradient is NaN or infinite; "
-            "start a new run with a lower optimizer.lr or less noise, or check the inputs"
+        A run that lacks constants of the formula names them instead.
+        """
+        config, options, network = self.config, self.options, self.network
+        paid_for = config.protection.protects != "nothing"
+        if paid_for or not config.uses_device or not isinstance(network, FullyConnected):
+            return super().released(noise)
+        clips_updates = options.clipped_layers != "none"
+        tau_h_max = (options.tau_h_max if clips_updates else None) or config.model.tau_h_max
+        tau_h_min = (options.tau_h_min if clips_updates else 0.0) or config.model.tau_h_min
+        sigma = noise.min_std if isinstance(noise, GaussianNoise) else 0.0
+        missing = {
+            "the ball of the projected error (trainer.tau_b)": options.tau_b is None,
+            "the clip of the activations (trainer.tau_h_max)": tau_h_max is None,
+            "Gaussian noise of the device": not sigma,
+        }
+        if options.tau_b is None or tau_h_max is None or not sigma:
+            named = ", ".join(name for name, lacks in missing.items() if lacks)
+            return (PdfaWithoutFormula(missing=named),)
+        layers = tuple(
+            PublishedLayer(
+                fan_in=linear.in_features + (linear.bias is not None),
+                width=linear.out_features,
+                gamma_min=ACTIVATIONS[phi.name].slope_bounds[0],
+                gamma_max=ACTIVATIONS[phi.name].slope_bounds[1],
+                inputs_bounded_below=False,
+                noised=number < network.depth - 1,
+            )
+            for number, (linear, phi) in enumerate(zip(network.linears, network.activations, strict=True))
         )
+        published = PublishedPdfa(
+            layers=layers,
+            batch_size=config.sampler.batch_size,
+            sigma=sigma,
+            tau_b=options.tau_b,
+            tau_h_min=tau_h_min,
+            tau_h_max=tau_h_max,
+        )
+        return (published,)
+
+    @property
+    @override
+    def noiseless(self) -> Mapping[str, Any]:
+        return {"sigma": 0.0} if self.options.digital_sigma else {}

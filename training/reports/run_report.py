@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from opusim.accounting.explanation import guarantee_rows
+from opusim.description.section import flat
 from opusim.files import write_file
 from opusim.tables import data_url, duration, energy, html_page
 from opusim.training.attacks.findings import Audit, Played, audit_rows, paragraphs, read_audit
-from opusim.training.config.reading import flat
 from opusim.training.config.sections import OWN_ARRAYS
 from opusim.training.reports.drawing import Line, LineChart
 from opusim.training.runs.folder import RunFolder, StoredRun

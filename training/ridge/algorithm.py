@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.devices.base import NoisyDevice
@@ -50,8 +51,8 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
         return FullyConnected(nn.Sequential(linear))
 
     @classmethod
+    @override
     def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> FullyConnected:
-        """See Algorithm.rebuild_network."""
         return FullyConnected.from_facts(facts)
 
     @property
@@ -63,8 +64,8 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
         """See Algorithm.work_of_step; the protection draws all noise before."""
         return DeviceWork()
 
+    @override
     def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
-        """See Algorithm.open."""
         self.device = device
         self.optimizer = torch.optim.SGD(self.network.parameters)  # holds a rate that nothing uses
 
@@ -93,7 +94,10 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
             )
         linear = self.network.linears[0]
         with torch.no_grad(), full_precision():
-            solved = self._fitted(x, y) if self.given is None else self.given
+            solved = self.given
+            if solved is None:
+                design = Design.of(x, ridge=self.options.ridge)
+                solved = design.solved(design.sums(x, y, self.network.widths[-1]))  # float64, shape (k, d)
             found = solved.to(linear.weight)
             if not torch.isfinite(found).all():
                 raise TrainingDiverged("the model is not finite in float32; rescale the features (data.std)")
@@ -105,8 +109,3 @@ class RidgeTrainer(Algorithm[RidgeConfig, FullyConnected, "RidgeTrainer"], Train
             n_correct=(output.argmax(dim=1) == y).sum(),
             n_records=len(x),
         )
-
-    def _fitted(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return W, float64, shape (k, d)."""
-        design = Design.of(x, ridge=self.options.ridge)
-        return design.solved(design.sums(x, y, self.network.widths[-1]))

@@ -29,7 +29,7 @@ from opusim.training.runs.storage import REMEDY, Header, Seal, checkpoint_path, 
 
 
 class Trained(Protocol):
-    """What a checkpoint keeps of a trainer (`opusim.training.engine.trainer.Trainer`)."""
+    """What a checkpoint keeps of a trainer (`opusim.training.engine.algorithm.Trainer`)."""
 
     optimizer: torch.optim.Optimizer
 

@@ -21,10 +21,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from opusim.accounting.guarantee import Status
 from opusim.description.schema import NoiseSettings, load_description
+from opusim.description.section import flat, merged, nested
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from opusim.training.attacks.findings import read_audit
-from opusim.training.config.reading import flat, merged, nested
 from opusim.training.config.run import RunConfig, load_config
 from opusim.training.config.sections import Section
 from opusim.training.data.catalogue import CATALOGUE

@@ -34,10 +34,10 @@ from opusim.accounting.guarantee import BudgetExceeded, Guarantee, LedgerCorrupt
 from opusim.accounting.ledger import LEDGER_FILE, Ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.selection import PrivateSelection, priced_search
+from opusim.description.section import flat, parse_setting
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
-from opusim.training.config.reading import flat, parse_setting
 from opusim.training.config.run import RunConfig, load_config
 from opusim.training.data import Dataset
 from opusim.training.engine.plan import RunPlan, default_inputs, for_this_machine, load_data, with_maps

@@ -21,7 +21,7 @@ MOST_COPIES = 10**6
 class UlrConfig(TrainerSection):
     """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
 
-    implementation = "opusim.training.ulr.algorithm:UlrAlgorithm"
+    implementation = "opusim.training.ulr.trainer:UlrTrainer"
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
     summary: ClassVar[str] = (
         "Unified likelihood ratio: forward passes with noise on one module's output at a time."

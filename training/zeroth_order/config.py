@@ -65,7 +65,7 @@ class ZoConfig(TrainerSection):
     The update takes lr, schedule and weight_decay of the section `optimizer`, and neither momentum nor moments.
     """
 
-    implementation = "opusim.training.zeroth_order.algorithm:ZoAlgorithm"
+    implementation = "opusim.training.zeroth_order.trainer:ZoTrainer"
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
     summary: ClassVar[str] = (
         "Zeroth order: forward passes on both sides of random directions, a scalar for each."

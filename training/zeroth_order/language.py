@@ -26,7 +26,7 @@ from opusim.training.config.run import RunConfig
 from opusim.training.data.formats import required_library
 from opusim.training.errors import DataError
 from opusim.training.networks.base import DescribedModule
-from opusim.training.zeroth_order.config import LanguageConfig, ZoConfig
+from opusim.training.zeroth_order.config import ZoConfig
 
 PAD = -1.0
 _INVENTED, _LONGEST = 9, 16
@@ -65,10 +65,6 @@ class Prompt:
         """Whether the class word replaces a mask instead of following the prompt."""
         return MASK in self.template
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self) | {"classes": list(self.classes)}
-
 
 def encode(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> Tensor:  # (n, L)
     """Return the token numbers of texts in their prompts, padded with -1 on the left, or on the right for a mask.
@@ -83,16 +79,27 @@ def encode(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> Tensor:  # (
     Raises:
         ValueError: The template leaves no room within max_tokens, or has a mask and the tokenizer has none.
     """
-    before, after = _template_parts(tokenizer, prompt)
-    room = prompt.max_tokens - len(after) - len(before) - len(_special(tokenizer))
+    # 1. The tokens before and after the text, and the special ones that the tokenizer puts around it.
+    parts = prompt.template.split(TEXT)
+    if prompt.masked:
+        if getattr(tokenizer, "mask_token", None) is None:
+            raise ValueError(f"template = {prompt.template!r}: this tokenizer has no mask; leave {MASK} out")
+        parts = [part.replace(MASK, tokenizer.mask_token) for part in parts]
+    before, after = (
+        list(tokenizer(part, add_special_tokens=False)["input_ids"]) if part.strip() else [] for part in parts
+    )
+    special = list(tokenizer("", add_special_tokens=True)["input_ids"])
+    room = prompt.max_tokens - len(after) - len(before) - len(special)
     if room < 1:
         raise ValueError(
             f"max_tokens = {prompt.max_tokens}: leaves no room for a text in {prompt.template!r}"
         )
+    # 2. A row for each text; no special token stands behind a prompt that the class word follows.
     encoded = torch.full((len(texts), prompt.max_tokens), PAD)
     for number, text in enumerate(texts):
         middle = tokenizer(text, add_special_tokens=False)["input_ids"][:room]
-        row = _with_special(tokenizer, [*before, *middle, *after], masked=prompt.masked)
+        last = special[1:] if prompt.masked and len(special) == 2 else []
+        row = [*special[:1], *before, *middle, *after, *last]
         place = slice(0, len(row)) if prompt.masked else slice(prompt.max_tokens - len(row), None)
         encoded[number, place] = torch.tensor(row, dtype=torch.float32)
     return encoded
@@ -140,32 +147,6 @@ def read_texts(path: Path) -> tuple[list[str], Tensor]:
     if not texts:
         raise DataError(f"{path}: is empty; give lines: text, tab, label")
     return texts, torch.tensor(labels)
-
-
-def _template_parts(tokenizer: Any, prompt: Prompt) -> tuple[list[int], list[int]]:
-    """Return the tokens before and after the text."""
-    before, after = prompt.template.split(TEXT)
-    if prompt.masked:
-        if getattr(tokenizer, "mask_token", None) is None:
-            raise ValueError(f"template = {prompt.template!r}: this tokenizer has no mask; leave {MASK} out")
-        before, after = (part.replace(MASK, tokenizer.mask_token) for part in (before, after))
-    return tuple(  # type: ignore[return-value]
-        list(tokenizer(part, add_special_tokens=False)["input_ids"]) if part.strip() else []
-        for part in (before, after)
-    )
-
-
-def _special(tokenizer: Any) -> list[int]:
-    """Return the special tokens that the tokenizer puts around a text."""
-    return list(tokenizer("", add_special_tokens=True)["input_ids"])
-
-
-def _with_special(tokenizer: Any, tokens: list[int], *, masked: bool) -> list[int]:
-    """Put tokens between the special ones, without those after a prompt that the class word follows."""
-    around = _special(tokenizer)
-    if masked and len(around) == 2:
-        return [around[0], *tokens, around[1]]
-    return [*around[:1], *tokens] if around else tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,12 +258,25 @@ def load_classifier(
         ModuleNotFoundError: transformers or peft is missing.
         ValueError: There is no such model, or its tokenizer does not match the prompt.
     """
-    model, tokenizer = _pretrained(str(name), prompt, dtype, local_only=local_only)
+    transformers = _library("transformers")
+    auto = transformers.AutoModelForMaskedLM if prompt.masked else transformers.AutoModelForCausalLM
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=local_only)
+        is_masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+        if is_masked and not getattr(config, "is_decoder", False) and not prompt.masked:
+            raise ValueError(  # it was not trained to predict the next word
+                f"prompt = {prompt.template!r}: a model of type {config.model_type!r} predicts a masked word; put "
+                "{mask} in the place of the class word"
+            )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=local_only)
+        model = auto.from_pretrained(name, local_files_only=local_only, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"language model {name}: cannot be loaded ({str(error).splitlines()[0]})") from error
     if lora is not None:
         model = with_lora(model, lora)
     description = {
         "name": str(name),
-        "prompt": prompt.to_json(),
+        "prompt": asdict(prompt) | {"classes": list(prompt.classes)},
         "lora": None if lora is None else asdict(lora),
         "dtype": dtype,
     }
@@ -302,36 +296,6 @@ def described_classifier(description: dict[str, Any]) -> PromptClassifier:
         lora = Lora(**{**lora, "targets": tuple(lora["targets"])})
     prompt = Prompt(**description["prompt"])
     return load_classifier(description["name"], prompt, lora=lora, dtype=description["dtype"])[0]
-
-
-def _pretrained(name: str, prompt: Prompt, dtype: str, *, local_only: bool) -> tuple[nn.Module, Any]:
-    """Load model and tokenizer.
-
-    Raises:
-        ValueError: There is no such model, or it does not match the prompt.
-    """
-    transformers = _library("transformers")
-    auto = transformers.AutoModelForMaskedLM if prompt.masked else transformers.AutoModelForCausalLM
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, local_files_only=local_only)
-        _require_mask(transformers, config, prompt)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=local_only)
-        model = auto.from_pretrained(name, local_files_only=local_only, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"language model {name}: cannot be loaded ({str(error).splitlines()[0]})") from error
-    return model, tokenizer
-
-
-def _require_mask(transformers: Any, config: Any, prompt: Prompt) -> None:
-    """Refuse a masked model if the prompt has no mask: it was not trained to predict the next word."""
-    is_masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(
-        config, "is_decoder", False
-    )
-    if is_masked and not prompt.masked:
-        raise ValueError(
-            f"prompt = {prompt.template!r}: a model of type {config.model_type!r} predicts a masked word; put "
-            "{mask} in the place of the class word"
-        )
 
 
 def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
@@ -383,7 +347,13 @@ def build_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor],
         ValueError: The model cannot be loaded, or its tokenizer does not match the prompt.
     """
     options = config.trainer_as(ZoConfig).language
-    config = _with_classes(config, len(options.classes))
+    words, stated = len(options.classes), config.data.n_classes
+    if stated not in (None, words):
+        raise ConfigError(
+            "configuration",
+            "data.n_classes",
+            f"{stated} differs from the number of trainer.language.classes, {words}; leave it out",
+        )
     if options.text is None:
         raise ConfigError(
             "configuration",
@@ -392,24 +362,10 @@ def build_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor],
         )
     texts, labels = read_texts(Path(options.text))
     prompt = Prompt(template=options.prompt, classes=options.classes, max_tokens=options.max_tokens)
-    model, tokenizer = load_classifier(
-        str(options.model), prompt, lora=_lora(options, config.seed), dtype=options.dtype
-    )
-    return config, (encode(tokenizer, texts, prompt), labels), model
-
-
-def _lora(options: LanguageConfig, seed: int) -> Lora | None:
-    if options.lora_rank is None:
-        return None
-    return Lora(rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets, seed=seed)
-
-
-def _with_classes(config: RunConfig, n_classes: int) -> RunConfig:
-    """Return the configuration with the number of class words as its number of classes."""
-    if config.data.n_classes not in (None, n_classes):
-        raise ConfigError(
-            "configuration",
-            "data.n_classes",
-            f"{config.data.n_classes} differs from the number of trainer.language.classes, {n_classes}; leave it out",
-        )
-    return config.unchecked(data={"n_classes": n_classes})
+    rank, targets = options.lora_rank, options.lora_targets
+    lora = None
+    if rank is not None:
+        lora = Lora(rank=rank, alpha=options.lora_alpha, targets=targets, seed=config.seed)
+    model, tokenizer = load_classifier(str(options.model), prompt, lora=lora, dtype=options.dtype)
+    inputs = encode(tokenizer, texts, prompt), labels
+    return config.unchecked(data={"n_classes": words}), inputs, model

@@ -9,29 +9,61 @@ data; their noise comes from a stream that is independent of the directions.
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
+from opusim.accounting.guarantee import Adjacency, NoGuarantee
+from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
+from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
 from opusim.randomness.rounded import Law, RoundedNoise, toward_zero
-from opusim.randomness.streams import NoiseStream, derive_seed
-from opusim.training.config.run import LossName
-from opusim.training.config.sections import OptimizerConfig
-from opusim.training.engine.algorithm import StepRecord, Trainer
-from opusim.training.networks.base import Network
+from opusim.randomness.streams import NoiseStream, derive_seed, noise_stream
+from opusim.training.config.run import RunConfig
+from opusim.training.data import Dataset
+from opusim.training.engine.algorithm import Algorithm, Arrays, DeviceShape, StepRecord, Trainer
+from opusim.training.errors import RunFolderError
+from opusim.training.networks.any_module import AnyModule
+from opusim.training.networks.base import (
+    DescribedModule,
+    Network,
+    parameters_digest,
+    require_class_scores,
+    tensor_facts,
+)
 from opusim.training.networks.functions import LOSS_VALUES
-from opusim.training.networks.record_independence import preserved_state
+from opusim.training.networks.network import FullyConnected, build_network
+from opusim.training.networks.record_gradients.probe import require_separate_outputs
+from opusim.training.networks.record_independence import invented_records, preserved_state
+from opusim.training.protections.base import DeviceNormals, SoftLabels
+from opusim.training.runs.checkpoints import write_tensors
+from opusim.training.runs.folder import RunFolder
 from opusim.training.zeroth_order.config import ZoConfig
-from opusim.training.zeroth_order.step_log import InPlacePerturbation, StepEntry, StepLog
+from opusim.training.zeroth_order.language import build_language, described_classifier
+from opusim.training.zeroth_order.step_log import (
+    BASE_FILE,
+    LOG_FILE,
+    InPlacePerturbation,
+    LogHeader,
+    StepEntry,
+    StepLog,
+    read_header,
+)
 
 LARGEST_DIFFERENCE = 1e100
 """Bound on a difference before a joint clip, beyond float32: a loss that is not finite counts as it, and 1,024 of its
 squares have a finite sum in float64."""
+CLIP = 0.05
+"""C if the configuration gives none: the DP-ZO paper's, found best of four in its Table 15."""
 _MOST_RECORDS = 2**22
 """Records of a batch up to which sums of clipped differences are exact."""
 _BELOW = 1 - 2.0**-40
@@ -110,7 +142,7 @@ class ScalarRelease:
     joint: bool = False
 
 
-class ZoTrainer(Trainer):
+class ZoTrainer(Algorithm[ZoConfig, Network, "ZoTrainer"], Trainer):
     """Trains a network's tensors by forward passes.
 
     Guarantees for every batch, whatever it holds:
@@ -121,97 +153,240 @@ class ZoTrainer(Trainer):
         - an empty batch takes the same noisy step.
 
     Attributes:
-        non_finite: Number of records so far with a loss that was not finite on either side, counted each time.
+        release: Clip, batch size and noise.
+        root: Seed from which the directions' seeds derive, in [0, 2^64); public.
         ranks: The processes that share the batches.
         perturbation: Moves the parameters.
         log: Records the steps; set before the first step of a run, or None for no log.
-
-    Args:
-        network: The network. Its model is put into evaluation mode (no dropout, so that both sides use one function).
-        config: Directions and perturbation.
-        optimizer: Learning rate and weight decay.
-        release: Clip, batch size and noise.
-        loss: "cross-entropy" or "squared-error".
-        root: Seed from which the directions' seeds derive, in [0, 2^64); public.
-        ranks: The processes that share the batches.
-        device: The open device that supplies noise, or None.
-        private: Whether to count nothing that depends on the data (release mode).
     """
 
-    def __init__(
-        self,
-        network: Network,
-        config: ZoConfig,
-        optimizer: OptimizerConfig,
-        release: ScalarRelease,
-        *,
-        loss: LossName = "cross-entropy",
-        root: int,
-        ranks: Ranks | None = None,
-        device: NoisyDevice | None = None,
-        private: bool = False,
+    applies = frozenset({"own noise"})
+    uses_public_randomness = True
+    processes = "replicas"
+    release: ScalarRelease
+    root: int
+    ranks: Ranks
+    perturbation: InPlacePerturbation
+    log: StepLog | None = None
+
+    @classmethod
+    def default_inputs(cls, config: RunConfig) -> tuple[RunConfig, Arrays | None, nn.Module | None]:
+        """See Algorithm.default_inputs: the language model and the texts of trainer.language."""
+        if config.trainer_as(ZoConfig).language.model is None:
+            return config, None, None
+        return build_language(config)
+
+    @classmethod
+    def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> Network:
+        """See Algorithm.build_network; any module that gives class scores will do.
+
+        Raises:
+            ValueError: Records are protected and the module mixes them.
+        """
+        if model is None:
+            return build_network(config, dataset, None)
+        network: Network
+        protected = config.protection.protects == "records"
+        records = dataset.train.batch(slice(2))[0]
+        if protected and isinstance(model, DescribedModule):
+            records = model.invented_records(dataset.n_features)
+        elif protected:
+            records = invented_records(dataset, torch.device("cpu"))[0]
+        try:
+            network = build_network(config, dataset, model)
+        except (TypeError, ValueError):  # not fully connected, or in part frozen
+            network = viewed = AnyModule(model, n_inputs=dataset.n_features)
+            require_class_scores(model, records.to(viewed.parameters[0].device), dataset.n_classes)
+        if protected:
+            place = next(iter(network.tensors.values())).device
+            with model.whole_records() if isinstance(model, DescribedModule) else nullcontext():
+                require_separate_outputs(network.model.eval(), records.to(place))
+        return network
+
+    @classmethod
+    @override
+    def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> Network:
+        if "layers" in facts:
+            return FullyConnected.from_facts(facts)
+        if model is None and "language" in facts:
+            model = described_classifier(facts["language"])
+        return AnyModule.from_facts(facts, model)
+
+    @property
+    def device_shape(self) -> DeviceShape:
+        """One number for each direction comes out; nothing goes in."""
+        return DeviceShape(n_inputs=1, n_outputs=self.options.directions)
+
+    def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
+        """See Algorithm.work_of_step; one number of noise for each direction."""
+        return self.protection.noise_work([self.options.directions], n_outputs)
+
+    @override
+    def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
+        config, ranks = self.config, Ranks()
+        release = ScalarRelease(clip=None, divisor=config.divisor)
+        if config.protection.protects != "nothing":
+            clip = self.clip_norm(config, self.dataset.n_classes)
+            noise: NoiseStream = noise_stream(config.mode, config.seed_for("scalar-noise"), "scalar-noise")
+            if device is not None:
+                noise = DeviceNormals(device, credit=self.plan.credit)
+            release = ScalarRelease(
+                clip=clip,
+                divisor=config.divisor,
+                scale=self.protection.noise_multiplier * clip,
+                noise=noise,
+                law=self.options.law,
+                joint=self._joint,
+            )
+        root = derive_seed(config.seed, "directions")
+        if config.mode == "release":  # public, but chosen by no one
+            root = int(ranks.broadcast([float(secrets.randbits(53))])[0])
+        self.start(release, root=root, ranks=ranks, device=device)
+
+    def start(
+        self, release: ScalarRelease, *, root: int, ranks: Ranks, device: NoisyDevice | None = None
     ) -> None:
-        self.network, self.device = network, device
-        network.model.eval()
-        self.root = root
-        self.log: StepLog | None = None
-        self._tensors = network.tensors
+        """Prepare for steps; arguments as the attributes.
+
+        The model is put into evaluation mode (no dropout), so that both sides use one function.
+        """
+        self.release, self.root, self.ranks, self.device = release, root, ranks, device
+        self.network.model.eval()
+        self._tensors, optimizer = self.network.tensors, self.config.optimizer
         self.perturbation = InPlacePerturbation(
             list(self._tensors.values()),
-            perturbation=config.perturbation,
+            perturbation=self.options.perturbation,
             weight_decay=optimizer.weight_decay,
         )
         self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # only holds the rate
-        self._config, self._release = config, release
-        self._loss = LOSS_VALUES[loss]
-        self.ranks = ranks or Ranks()
-        self._private = private
         self._counts = torch.zeros(2, dtype=torch.int64)  # steps done, losses that were not finite
+
+    @override
+    def initialise(self, trainer: ZoTrainer) -> None:
+        trainer.ranks.broadcast_tensors(trainer.tensors.values())
+        trainer.perturbation.reset_copies()
+
+    def prepare(self, trainer: ZoTrainer, folder: RunFolder) -> None:
+        """Start the step log of a new run with the initial parameters, or continue that of a resumed one.
+
+        Raises:
+            RunFolderError: The processes resume from different steps.
+            StepLogCorrupt: The log is not that of the steps done.
+        """
+        ranks = trainer.ranks
+        if len({found for (found,) in ranks.rows([trainer.steps])}) > 1:
+            raise RunFolderError(
+                f"steps done = {trainer.steps} here, but another of the {ranks.world} processes has a different "
+                "number; resume from folders of one run, and delete newer checkpoints that not all of them have"
+            )
+        path, options, tensors = folder.path / LOG_FILE, self.options, trainer.tensors
+        header = LogHeader(
+            root=trainer.root,
+            perturbation=options.perturbation,
+            directions=options.directions,
+            weight_decay=self.config.optimizer.weight_decay,
+            settle_every=options.settle_every,
+            tensors=tensor_facts(tensors),
+            base=parameters_digest(tensors),
+        )
+        if trainer.steps:
+            kept, _ = read_header(path)
+            released = self.config.mode == "release"
+            header = replace(header, base=kept.base, root=kept.root if released else header.root)
+        elif options.keep_base:
+            write_tensors(folder.path / BASE_FILE, tensors)
+        trainer.log, trainer.root = StepLog(path, header, steps=trainer.steps), header.root
+        trainer.log.mark(tensors)
 
     def step(
         self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
     ) -> StepRecord:
         """See Trainer.step; the diagnostics clipped and non_finite are shares of the batch, one per direction."""
-        n_records = len(x)
-        if self.ranks.world > 1:
-            mine = self.ranks.share(_numbers(records, n_records))
+        ranks, release, n, n_records = self.ranks, self.release, self.options.directions, len(x)
+        if ranks.world > 1:
+            mine = ranks.share(torch.arange(n_records) if records is None else records)
             x, y = x[mine], y[mine]
-        seeds = tuple(derive_seed(self.root, "direction", step, j) for j in range(self._config.directions))
-        # noise first: a device that fails leaves the parameters as they are
-        noise = self._noise(step)
+        seeds = tuple(derive_seed(self.root, "direction", step, j) for j in range(n))
+        # 1. Noise, by the first process: a device that fails leaves the parameters as they are.
+        noise: RoundedNoise | None = None
+        if self.device is not None:
+            self.device.seek(step)
+        if release.noise is not None and release.scale and not ranks.rank:
+            release.noise.seek(step)
+            noise = release.noise.rounded(n, release.scale, release.law)
+        # 2. The losses of all processes along the directions, and one move along each of them.
         self.intact = False
         self.perturbation.undo_settling()
-        totals = _Totals()
         try:
-            self._measure(seeds, x, y, totals)
-            entry = self._entry(seeds, totals, noise)
+            totals = ranks.totals(self._measured(seeds, x, y))
+            entry = self._entry(seeds, totals[:n], noise)
             if self.log is not None:
                 self.log.append(entry)
         except BaseException:
             self.perturbation.restore()
             raise
-        self._finish(entry, totals)
-        self.intact = True
-        return totals.record(n_records, place=y.device, observe=observe)
-
-    def _finish(self, entry: StepEntry, totals: _Totals) -> None:
-        """Update the parameters and the counts."""
         self.perturbation.update(entry)
+        # 3. The counts.
+        clipped, bad, (loss, correct) = totals[n : 2 * n], totals[2 * n : 3 * n], totals[3 * n :]
         self._counts[0] += 1
-        if self.steps % self._config.settle_every == 0:
+        if self.steps % self.options.settle_every == 0:
             self.perturbation.settle()
-        if not self._private:
-            self._counts[1] += int(sum(totals.bad))
+        if self.config.mode != "release":  # which counts nothing that depends on the data
+            self._counts[1] += int(sum(bad))
+        self.intact = True
+        shares = {"clipped": clipped, "non_finite": bad} if observe else {}
+        return StepRecord(
+            loss_sum=torch.tensor(loss, dtype=torch.float64, device=y.device),
+            n_correct=torch.tensor(int(correct), device=y.device),
+            n_records=n_records,
+            diagnostics={name: [count / max(n_records, 1) for count in own] for name, own in shares.items()},
+        )
 
-    def keep_log(self, log: StepLog, *, root: int) -> None:
-        """Write every step to a log from here on, and draw directions from the root that the log names.
+    def _measured(self, seeds: Sequence[int], x: Tensor, y: Tensor) -> list[float]:
+        """Evaluate the losses on both sides of each direction; end on the minus side of the last.
 
-        Args:
-            log: Where steps are written.
-            root: The seed from which the directions' seeds are derived.
+        Returns:
+            This process's sums: of the differences along each direction, of clipped ones, of losses that are not
+            finite, and the loss and the number of correct records on the plus side of the first direction.
         """
-        self.log, self.root = log, root
-        log.mark(self._tensors)
+        release, found, figures = self.release, list[Differences](), list[float]()
+        clip = release.clip
+        for seed in seeds:
+            self.perturbation.shift(seed, 1)
+            plus, right = self._losses(x, y)
+            if not found:
+                loss = torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64)
+                figures = [float(loss), float(right.sum())]
+            self.perturbation.shift(seed, -2)
+            minus, _ = self._losses(x, y)
+            found.append(loss_differences(plus, minus, LARGEST_DIFFERENCE if release.joint else clip))
+            if len(found) < len(seeds):
+                self.perturbation.shift(seed, 1)
+        if release.joint and clip is not None:
+            found = jointly_clipped(found, clip)
+        values = [each.values for each in found]
+        if clip is not None:  # the bounds hold for the sums as computed
+            values = [toward_zero(value, bound=clip, count=_MOST_RECORDS) for value in values]
+        sums = [float(value.sum()) for value in values]
+        return [*sums, *(each.clipped for each in found), *(each.non_finite for each in found), *figures]
+
+    def _losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each record's loss and whether its class is right, shapes (batch,); no pass for an empty batch."""
+        if not len(x):
+            return torch.zeros(0, device=y.device), y == y
+        protected = self.release.clip is not None
+        with torch.no_grad(), preserved_state(self.model) if protected else nullcontext():
+            output = self.model(x).float()
+            return LOSS_VALUES[self.config.loss](output, y), output.argmax(dim=1) == y
+
+    def _entry(self, seeds: tuple[int, ...], sums: list[float], noise: RoundedNoise | None) -> StepEntry:
+        """Return the step for the log: the noised sums over batch size and 2 phi."""
+        divisor = 2 * self.options.perturbation * self.release.divisor
+        exact = torch.tensor(sums, dtype=torch.float64)
+        released = exact if noise is None else noise.added_to(exact)
+        scalars = [scalar / divisor for scalar in released.tolist()]
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.broadcast(scalars)))
 
     @property
     def steps(self) -> int:
@@ -220,16 +395,14 @@ class ZoTrainer(Trainer):
 
     @property
     def non_finite(self) -> int:
-        """See the class."""
+        """Number of records so far with a loss that was not finite on either side, counted each time."""
         return int(self._counts[1])
 
     @property
     def state(self) -> dict[str, Tensor]:
         """See Trainer.state: counts of steps and non-finite losses, and copies of half-precision parameters."""
-        names, kept = (
-            list(self._tensors),
-            {"float32": self.perturbation.copies, "drifted": self.perturbation.drifted},
-        )
+        names = list(self._tensors)
+        kept = {"float32": self.perturbation.copies, "drifted": self.perturbation.drifted}
         return {"zo.counts": self._counts} | {
             f"zo.{kind}.{names[number]}": tensor
             for kind, tensors in kept.items()
@@ -242,112 +415,76 @@ class ZoTrainer(Trainer):
         if self.log is not None:
             self.log.mark(self._tensors)
 
-    def _measure(self, seeds: Sequence[int], x: Tensor, y: Tensor, totals: _Totals) -> None:
-        """Add up the losses of all processes along the directions; end on the minus side of the last."""
-        found = []
-        for seed in seeds[:-1]:
-            found.append(self._differences(seed, x, y, totals))
-            self.perturbation.move_back(seed)
-        found.append(self._differences(seeds[-1], x, y, totals))
-        clip = self._release.clip
-        if self._release.joint and clip is not None:
-            found = jointly_clipped(found, clip)
-        if clip is not None:  # the bounds hold for the sums as computed
-            found = [
-                replace(each, values=toward_zero(each.values, bound=clip, count=_MOST_RECORDS))
-                for each in found
-            ]
-        totals.add(found)
-        totals.replace(self.ranks.totals(totals.numbers()))
+    def require_covered(self) -> None:
+        """See Algorithm.require_covered; also keys without a meaning for zo, and noise that is not its law's."""
+        super().require_covered()
+        config = self.config
+        tail = config.optimizer.averaged_tail
+        if tail:
+            reason = f"{tail} needs a second copy of the parameters, and the step log leads to the last ones"
+            raise ConfigError("configuration", "optimizer.averaged_tail", f"{reason}; leave it out for zo")
+        for key, plain in (("name", "sgd"), ("momentum", 0.0)):
+            value = getattr(config.optimizer, key)
+            if value != plain:
+                reason = (
+                    f"{value!r} is not for trainer.kind = 'zo', whose update has neither momentum nor moments"
+                )
+                raise ConfigError("configuration", f"optimizer.{key}", f"{reason}; leave it out")
+        if config.protection.protects == "nothing":
+            return
+        if self.options.law == "laplace" and config.protection.noise == "device":
+            raise ConfigError(
+                "configuration",
+                "trainer.law",
+                "'laplace' cannot come from a device, whose credited noise is Gaussian; use law = 'gaussian', or "
+                "protection.noise = 'digital'",
+            )
+        if self.options.law == "gaussian" and config.protection.delta == 0:
+            raise NoGuarantee(
+                "protection.delta = 0: Gaussian noise has no pure guarantee; use trainer.law = 'laplace', or a delta"
+            )
 
-    def _differences(self, seed: int, x: Tensor, y: Tensor, totals: _Totals) -> Differences:
-        """Evaluate the losses on both sides of a direction; end on its minus side."""
-        self.perturbation.move_to_plus(seed)
-        plus, right = self._losses(x, y)
-        totals.observe(plus, right)
-        self.perturbation.move_to_minus(seed)
-        minus, _ = self._losses(x, y)
-        return loss_differences(
-            plus, minus, LARGEST_DIFFERENCE if self._release.joint else self._release.clip
-        )
+    @classmethod
+    def clip_norm(cls, config: RunConfig, n_classes: int) -> float:
+        """See Algorithm.clip_norm; that of a loss difference."""
+        return config.protection.clip_norm or CLIP
 
-    def _losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each record's loss and whether its class is right, shapes (batch,); no pass for an empty batch."""
-        if not len(x):
-            return torch.zeros(0, device=y.device), y == y
-        protected = self._release.clip is not None
-        with torch.no_grad(), preserved_state(self.model) if protected else nullcontext():
-            output = self.model(x).float()
-            return self._loss(output, y), output.argmax(dim=1) == y
+    @property
+    @override
+    def noise_guess(self) -> float:
+        epsilon = self.config.protection.epsilon or math.inf
+        steps, probability = self.plan.total_steps, self.plan.sampler.sampling_probability or 1.0
+        return max(math.sqrt(steps) * probability / epsilon, 0.1)
 
-    def _noise(self, step: int) -> RoundedNoise | None:
-        """Draw the noise on the directions' sums, in units of a loss; None unless this process draws it."""
-        if self.device is not None:
-            self.device.seek(step)
-        release = self._release
-        if release.noise is None or not release.scale or self.ranks.rank:
-            return None
-        release.noise.seek(step)
-        return release.noise.rounded(self._config.directions, release.scale, release.law)
+    def mechanism(self, noise_multiplier: float) -> ZoGaussian | ZoLaplace:
+        """Return one step: all its directions, on one Poisson batch.
 
-    def _entry(self, seeds: tuple[int, ...], totals: _Totals, noise: RoundedNoise | None) -> StepEntry:
-        """Return the step for the log: the noised sums over batch size and 2 phi."""
-        divisor = 2 * self._config.perturbation * self._release.divisor
-        sums = torch.tensor(totals.sums, dtype=torch.float64)
-        released = sums if noise is None else noise.added_to(sums)
-        scalars = [scalar / divisor for scalar in released.tolist()]
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.broadcast(scalars)))
+        Args:
+            noise_multiplier: z, or the Laplace scale b, over C.
 
+        Raises:
+            NoGuarantee: The sampler has no sampling probability.
+        """
+        config = self.config
+        parameters: dict[str, Any] = {
+            "sampling_probability": self.plan.sampling_probability,
+            "clip_norm": self.clip_norm(config, self.dataset.n_classes),
+            "divisor": config.divisor,
+            "directions": self.options.directions,
+            "relation": config.relation or Adjacency.ZERO_OUT,
+        }
+        if self.options.law == "laplace":
+            return ZoLaplace(scale=noise_multiplier, **parameters)
+        parameters |= {"joint_clip": self._joint, "device_noise": config.protection.noise == "device"}
+        parameters |= self.plan.credit
+        return ZoGaussian(noise_multiplier=noise_multiplier, **parameters)
 
-class _Totals:
-    """Sums over the batch from the forward passes of one step."""
+    def equivalent_noise(self, noise_multiplier: float) -> float:
+        """See Algorithm.equivalent_noise; n directions cost as much as one with less noise, unless clipped jointly."""
+        directions = 1 if self._joint else self.options.directions
+        return noise_multiplier * (directions if self.options.law == "laplace" else math.sqrt(directions))
 
-    def __init__(self) -> None:
-        self.sums: list[float] = []
-        self.clipped: list[float] = []
-        self.bad: list[float] = []
-        self.loss, self.correct = 0.0, 0.0
-        self._observed = False
-
-    def observe(self, plus: Tensor, right: Tensor) -> None:
-        """Keep what metrics report, of the first forward pass only."""
-        if not self._observed:
-            self.loss = float(torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64))
-            self.correct = float(right.sum())
-            self._observed = True
-
-    def add(self, found: Sequence[Differences]) -> None:
-        """Add up the differences along each direction."""
-        self.sums = [float(differences.values.sum()) for differences in found]
-        self.clipped = [differences.clipped for differences in found]
-        self.bad = [differences.non_finite for differences in found]
-
-    def numbers(self) -> list[float]:
-        """Return all sums in one row, as processes exchange them."""
-        return [*self.sums, *self.clipped, *self.bad, self.loss, self.correct]
-
-    def replace(self, numbers: Sequence[float]) -> None:
-        """Replace all sums by those of such a row."""
-        n = len(self.sums)
-        self.sums, self.clipped, self.bad = (list(numbers[k * n : (k + 1) * n]) for k in range(3))
-        self.loss, self.correct = numbers[-2:]
-
-    def record(self, n_records: int, *, place: torch.device, observe: bool) -> StepRecord:
-        """Return the step's record for the engine's metrics."""
-        shares = {"clipped": self.clipped, "non_finite": self.bad}
-        return StepRecord(
-            loss_sum=torch.tensor(self.loss, dtype=torch.float64, device=place),
-            n_correct=torch.tensor(int(self.correct), device=place),
-            n_records=n_records,
-            diagnostics={
-                name: [count / max(n_records, 1) for count in counts] for name, counts in shares.items()
-            }
-            if observe
-            else {},
-        )
-
-
-def _numbers(records: Tensor | None, n_records: int) -> Tensor:
-    """Return the records' numbers, or their positions in the batch if none are given."""
-    return torch.arange(n_records) if records is None else records
+    @property
+    def _joint(self) -> bool:
+        """Whether a record's differences along all directions are clipped jointly."""
+        return self.options.clip == "joint" and self.options.directions > 1

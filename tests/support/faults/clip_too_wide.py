@@ -15,12 +15,12 @@ def _wider(clip: Callable[..., Any]) -> Callable[..., Any]:
     return widened
 
 
-def _wider_residuals(of: Any) -> Any:
-    def objective(cls: Any, options: Any) -> Any:
-        right = of.__func__(cls, options)
-        return replace(right, clip=2**0.5 * right.clip)
+def _wider_residuals(opens: Callable[..., None]) -> Callable[..., None]:
+    def widened(self: Any, *arguments: Any) -> None:
+        opens(self, *arguments)
+        self.objective = replace(self.objective, clip=2**0.5 * self.objective.clip)
 
-    return classmethod(objective)
+    return widened
 
 
 def _wider_differences(clip: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def plant() -> AbstractContextManager[None]:
         {
             "opusim.training.protections.record:bounded_factors": _wider,
             "opusim.training.protections.amplified_labels:bounded_factors": _wider,
-            "opusim.training.convex.trainer:Objective.from_config": _wider_residuals,
+            "opusim.training.convex.trainer:ConvexTrainer.open": _wider_residuals,
             "opusim.training.zeroth_order.trainer:loss_differences": _wider_differences,
         }
     )

@@ -2,24 +2,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 from opusim.randomness.streams import SystemStream
 from tests.support.faults.base import Fault, replaced
 
 
-def _without(init: Callable[..., None]) -> Callable[..., None]:
-    def made(self: Any, network: Any, optimizer: Any, objective: Any, descent: Any, **others: Any) -> None:
-        if isinstance(others.get("noise"), SystemStream):
-            descent = replace(descent, final_std=0.0)
-        init(self, network, optimizer, objective, descent, **others)
+def _without(opens: Callable[..., None]) -> Callable[..., None]:
+    def made(self: Any, *arguments: Any) -> None:
+        opens(self, *arguments)
+        if isinstance(self.noise, SystemStream):
+            self.final_std = 0.0
 
     return made
 
 
 def plant() -> AbstractContextManager[None]:
-    return replaced("opusim.training.convex.trainer:ConvexTrainer.__init__", _without)
+    return replaced("opusim.training.convex.trainer:ConvexTrainer.open", _without)
 
 
 FAULT = Fault(

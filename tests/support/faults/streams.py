@@ -15,7 +15,7 @@ CREDITED = ("central-noise", "scalar-noise", "label-noise", "private-loop", "sco
 """Purposes of the streams that a guarantee rests on."""
 _MAKERS = (
     "opusim.training.protections.base:noise_stream",
-    "opusim.training.zeroth_order.algorithm:noise_stream",
+    "opusim.training.zeroth_order.trainer:noise_stream",
     "opusim.training.protections.noisy_labels:noise_stream",
     "opusim.training.private_loop.start:noise_stream",
     "opusim.training.sweeps.tuning:noise_stream",

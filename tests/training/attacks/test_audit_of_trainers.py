@@ -22,7 +22,7 @@ from opusim.training.attacks.findings import Audit, Finding, Role
 from opusim.training.attacks.replay import MembershipGame, noiseless_steps, replayed_step
 from opusim.training.attacks.run_audit import audit_run, read_run
 from opusim.training.attacks.update_attacks import DifferenceAttack
-from opusim.training.convex.trainer import ConvexTrainer, Descent
+from opusim.training.convex.trainer import ConvexTrainer
 from opusim.training.networks.network import FullyConnected
 from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.folder import RunFolder
@@ -180,15 +180,13 @@ def _weaker_scalars(patch: pytest.MonkeyPatch) -> None:
 
 
 def _weaker_descent(patch: pytest.MonkeyPatch) -> None:
-    before = ConvexTrainer.__init__
+    before = ConvexTrainer.open
 
-    def init(
-        self: ConvexTrainer, network: Any, optimizer: Any, objective: Any, descent: Descent, **options: Any
-    ) -> None:
-        weak = replace(descent, noise_std=0.05 * descent.noise_std)
-        before(self, network, optimizer, objective, weak, **options)
+    def opens(self: ConvexTrainer, *arguments: Any) -> None:
+        before(self, *arguments)
+        self.noise_std *= 0.05
 
-    patch.setattr(ConvexTrainer, "__init__", init)
+    patch.setattr(ConvexTrainer, "open", opens)
 
 
 def _weaker_records(patch: pytest.MonkeyPatch) -> None:

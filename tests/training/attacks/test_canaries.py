@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.bare import zo_trainer
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.training.config import load_config
 from opusim.training.data.samplers import make_sampler
 from opusim.training.networks.network import FullyConnected
-from opusim.training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+from opusim.training.zeroth_order.trainer import ScalarRelease
 from tests.support.canaries import Canaries, Scores, auc_error, own_features, pooled, record_losses
 
 RECORDS, OTHERS, STEPS = 40, 4, 300
@@ -31,9 +32,7 @@ def scores_of(seed: int, noise: float, canaries: Canaries) -> list[float]:
     config = load_config({"trainer": {"kind": "zo", "perturbation": 0.01}, "optimizer": {"lr": 0.02}})
     stream = SeededStream(seed, "scalar-noise")
     release = ScalarRelease(clip=0.05, divisor=20.0, scale=noise * 0.05, noise=stream)
-    trainer = ZoTrainer(
-        network, config.trainer, config.optimizer, release, root=derive_seed(seed, "directions")
-    )
+    trainer = zo_trainer(network, config, release, root=derive_seed(seed, "directions"))
     sampler = make_sampler("poisson", len(x), 20, derive_seed(seed, "batches"))
     for step in range(STEPS):
         index = sampler.indices(step)

@@ -115,15 +115,14 @@ def more_light(times: float) -> Callable[[], AbstractContextManager[None]]:
 
 
 def no_final_noise() -> AbstractContextManager[None]:
-    def plain(init: Callable[..., Any]) -> Callable[..., Any]:
-        def made(
-            self: ConvexTrainer, network: Any, optimizer: Any, objective: Any, descent: Any, **rest: Any
-        ) -> None:
-            init(self, network, optimizer, objective, replace(descent, final_std=0.0), **rest)
+    def plain(opens: Callable[..., None]) -> Callable[..., None]:
+        def made(self: ConvexTrainer, *arguments: Any) -> None:
+            opens(self, *arguments)
+            self.final_std = 0.0
 
         return made
 
-    return replaced("opusim.training.convex.trainer:ConvexTrainer.__init__", plain)
+    return replaced("opusim.training.convex.trainer:ConvexTrainer.open", plain)
 
 
 def no_noise_at_all() -> AbstractContextManager[None]:

@@ -199,8 +199,7 @@ def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path, monkeypatch:
     with ExitStack() as stack:
         stack.enter_context(
             replaced(
-                "opusim.training.feedback.algorithm:require_separate_steps",
-                lambda probe: lambda *a, **k: None,
+                "opusim.training.feedback.trainer:require_separate_steps", lambda probe: lambda *a, **k: None
             )
         )
         data, model = trained(tmp_path / "run", name)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from opusim.description.section import merged, parse_setting
 from opusim.errors import ConfigError
 from opusim.training.cli.options import key_rows
 from opusim.training.config import RunConfig, load_config
-from opusim.training.config.reading import merged, parse_setting
 
 
 def test_a_changed_kind_brings_its_own_defaults(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from opusim.accounting.explanation import explain
 from opusim.accounting.guarantee import Adjacency, NoGuarantee
 from opusim.accounting.ledger import read_ledger
 from opusim.accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.training.attacks.run_audit import audit_run
-from opusim.training.config.reading import merged
 from opusim.training.config.run import load_config
 from opusim.training.data import Dataset, Split, from_arrays
 from opusim.training.data.dataset import Standardisation

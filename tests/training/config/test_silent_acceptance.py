@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import opusim
+from opusim.description.section import flat, merged, nested
 from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.cli.options import key_rows
 from opusim.training.config import RunConfig, load_config
 from opusim.training.config.kinds import KINDS
-from opusim.training.config.reading import flat, merged, nested
 from opusim.training.config.run import effects_of, stored_config, unused
 from opusim.training.data import from_arrays
 from opusim.training.engine import session

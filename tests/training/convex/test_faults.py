@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bare import bare
 from benchmarks.devices.faults import AT_STEP, description_file, weights
 from opusim import training
 from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_device
 from opusim.errors import DeviceError, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
-from opusim.training.convex.trainer import ConvexTrainer, Descent, GatedNetwork, GatedRelu, Objective
+from opusim.training.config import load_config
+from opusim.training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu, Objective
 from opusim.training.protections.base import DeviceNormals
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 
@@ -85,13 +87,24 @@ def test_a_step_whose_noise_fails_has_moved_nothing(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     model = GatedRelu(D, K, torch.randn(P, D, generator=generator))
-    numbers = Descent(regularisation=0.05, divisor=B, noise_std=1.0, final_std=1.0, total_steps=LAST_STEP + 1)
+    config = load_config({"trainer": {"kind": "convex", "regularisation": 0.05}})
     optimizer = torch.optim.SGD([model.weight], lr=1.5)
     x, y = torch.randn(B, D, generator=generator), torch.arange(B) % K
     description = str(description_file(tmp_path, Fault.UNPLUGGED))
     with open_device(description, n_inputs=D, n_outputs=P) as device:
-        source, objective = DeviceNormals(device), Objective(name="margin", clip=0.5)
-        trainer = kind(GatedNetwork(model), optimizer, objective, numbers, noise=source, device=device)
+        trainer = bare(
+            kind,
+            GatedNetwork(model),
+            config,
+            total_steps=LAST_STEP + 1,
+            optimizer=optimizer,
+            objective=Objective(name="margin", clip=0.5),
+            divisor=B,
+            noise=DeviceNormals(device),
+            noise_std=1.0,
+            final_std=1.0,
+            device=device,
+        )
         trainer.step(x, y, step=0)
         before = model.weight.detach().clone()
         assert bool(before.count_nonzero())

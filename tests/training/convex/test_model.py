@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.bare import bare
 from opusim import open_device
 from opusim.accounting.mechanisms.convex import OBJECTIVES, log_expansion, residual_bound, smoothness
-from opusim.training.convex.gated import seeded_hyperplanes
+from opusim.training.config import load_config
 from opusim.training.convex.trainer import (
     ConvexTrainer,
-    Descent,
     GatedNetwork,
     GatedRelu,
     Objective,
@@ -26,7 +26,7 @@ D, P, K, N = 7, 12, 3, 40
 
 def model(*, centre: bool = True, seed: int = 0) -> GatedRelu:
     generator = torch.Generator().manual_seed(seed)
-    gated = GatedRelu(D, K, seeded_hyperplanes(P, D, generator), centre=centre)
+    gated = GatedRelu(D, K, torch.randn(P, D, generator=generator), centre=centre)
     with torch.no_grad():
         gated.weight.copy_(torch.randn(D, P, K, generator=generator))
     return gated
@@ -172,12 +172,28 @@ def test_a_residual_that_is_not_finite_counts_as_zero() -> None:
         assert residual[2].abs().sum() > 0
 
 
-def trainer(gated: GatedRelu, *, regularisation: float = 0.0) -> ConvexTrainer:
-    numbers = Descent(
-        regularisation=regularisation, divisor=20.0, noise_std=0.0, final_std=0.0, total_steps=9
+def new_trainer(
+    gated: GatedRelu,
+    objective: Objective,
+    *,
+    divisor: float = 20.0,
+    rate: float = 0.7,
+    regularisation: float = 0.0,
+) -> ConvexTrainer:
+    return bare(
+        ConvexTrainer,
+        GatedNetwork(gated),
+        load_config({"trainer": {"kind": "convex", "regularisation": regularisation}}),
+        optimizer=torch.optim.SGD([gated.weight], lr=rate),
+        objective=objective,
+        divisor=divisor,
+        noise=None,
+        noise_std=0.0,
     )
-    optimizer = torch.optim.SGD([gated.weight], lr=0.7)
-    return ConvexTrainer(GatedNetwork(gated), optimizer, objective("margin", 0.4), numbers)
+
+
+def trainer(gated: GatedRelu, *, regularisation: float = 0.0) -> ConvexTrainer:
+    return new_trainer(gated, objective("margin", 0.4), regularisation=regularisation)
 
 
 @pytest.mark.parametrize("n", [N, 1, 0])
@@ -233,9 +249,7 @@ def parting(
                 GatedRelu.gated(gated, rows), x=rows, scale=torch.ones(len(rows))
             )
             gated.clipped = lambda batch, residual, bound: residual  # type: ignore[method-assign]
-        numbers = Descent(regularisation=0.05, divisor=10.0, noise_std=0.0, final_std=0.0, total_steps=10**6)
-        optimizer = torch.optim.SGD([gated.weight], lr=rate)
-        twins.append(ConvexTrainer(GatedNetwork(gated), optimizer, objective(name, clip), numbers))
+        twins.append(new_trainer(gated, objective(name, clip), divisor=10.0, rate=rate, regularisation=0.05))
     for step in range(24):
         part = slice(step % 4 * batch, (step % 4 + 1) * batch)
         for twin, (features, labels) in zip(twins, ((x, y), (other_x, other_y)), strict=True):
@@ -276,7 +290,5 @@ def test_a_step_is_the_one_of_opacus_on_materialised_features() -> None:
     factors = (clip / samples.flatten(1).norm(dim=1)).clamp(max=1.0)
     assert 0 < int((factors < 1).sum()) < N
     expected = gated.weight.detach() - rate / N * torch.einsum("b,bkf->fk", factors, samples).reshape(D, P, K)
-    numbers = Descent(regularisation=0.0, divisor=float(N), noise_std=0.0, final_std=0.0, total_steps=1)
-    optimizer = torch.optim.SGD([gated.weight], lr=rate)
-    ConvexTrainer(GatedNetwork(gated), optimizer, objective("softmax", clip), numbers).step(x, y, step=0)
+    new_trainer(gated, objective("softmax", clip), divisor=float(N), rate=rate).step(x, y, step=0)
     torch.testing.assert_close(gated.weight.detach(), expected, rtol=1e-5, atol=1e-6)

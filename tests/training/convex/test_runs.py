@@ -20,10 +20,10 @@ from opusim import training
 from opusim.accounting.guarantee import Adjacency, NoGuarantee, Release, Status
 from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, proven_mu
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.training.cli import main
 from opusim.training.cli.app import app
-from opusim.training.config.reading import merged
 from opusim.training.convex.trainer import ConvexTrainer
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 
@@ -150,7 +150,7 @@ def test_what_no_theorem_covers_is_refused_by_name(
 
 
 def test_a_module_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"must be a opusim.training.convex.gated.GatedRelu, got Linear"):
+    with pytest.raises(TypeError, match=r"must be a opusim.training.convex.trainer.GatedRelu, got Linear"):
         training.train(CONFIG, data=data(), model=torch.nn.Linear(5, 3), folder=tmp_path)
 
 
@@ -277,7 +277,7 @@ def test_the_planted_fault_of_blind_gates_would_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the device's hyperplanes never read, all would be 0 and every gate open."""
-    monkeypatch.setattr(ConvexTrainer, "recover_hyperplanes", lambda self, readings: None)
+    monkeypatch.setattr(ConvexTrainer, "initialise", lambda self, trainer: None)
     config = merged(CONFIG, {"trainer": {"gates": "device"}, **DEVICE})
     training.train(config, data=data(), folder=tmp_path / "blind")
     monkeypatch.undo()

@@ -11,8 +11,8 @@ import torch
 
 from opusim import training
 from opusim.accounting.guarantee import NoGuarantee
+from opusim.description.section import merged
 from opusim.errors import ConfigError
-from opusim.training.config.reading import merged
 from opusim.training.data import from_arrays
 from opusim.training.data.dataset import PrincipalComponents, reduced
 from opusim.training.data.public_maps import random_shapes, synthetic_components

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare import feedback_trainer
 from opusim import open_device, training
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.errors import ConfigError, DeviceError
@@ -23,7 +24,6 @@ from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
 from opusim.training.feedback.modules import ModuleGradients, feedback_points
 from opusim.training.feedback.points import FeedbackAlignment
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.any_module import AnyModule, from_recipe
 from opusim.training.networks.functions import Objective, measure
 from opusim.training.networks.models import MODELS
@@ -92,10 +92,10 @@ def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> 
         if closed_form:
             network = FullyConnected(mlp())
             optimizer = make_optimizer(network.parameters, OptimizerConfig())
-            trainer = FeedbackTrainer(ClosedForm(network, options, device=device), optimizer)
+            trainer = feedback_trainer(ClosedForm(network, options, device=device), optimizer)
         else:
             view = AnyModule(mlp(), n_inputs=9, record_shape=(9,), recipe={})
-            trainer = FeedbackTrainer(
+            trainer = feedback_trainer(
                 ModuleGradients(
                     view,
                     Objective.named("cross-entropy", "class"),
@@ -351,7 +351,7 @@ def test_a_device_that_fails_leaves_parameters_and_buffers(
     view = AnyModule(module(), n_inputs=16, record_shape=(1, 4, 4), recipe={})
     x, y = torch.randn(6, 16), torch.arange(6) % 3
     with open_device("gaussian", n_inputs=3, n_outputs=96, seed=3) as device:
-        trainer = FeedbackTrainer(
+        trainer = feedback_trainer(
             ModuleGradients(
                 view,
                 Objective.named("cross-entropy", "class"),

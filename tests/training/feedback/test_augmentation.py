@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare import feedback_trainer
 from opusim import training
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
-from opusim.training.config.reading import merged
 from opusim.training.data.public_maps import Augmentation
 from opusim.training.feedback.modules import ModuleGradients
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.functions import Objective
 from opusim.training.networks.record_gradients.tape import RecordTape
@@ -58,7 +58,7 @@ def update(augmentation: Augmentation | None, *, clip: float = CLIP, noise: floa
         clip_norm=clip, noise_multiplier=noise, divisor=4.0, noise=SeededStream(1, "test")
     )
     network = AnyModule(net, n_inputs=64, record_shape=(1, 8, 8), recipe={})
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ModuleGradients(
             network,
             Objective.named("cross-entropy", "class"),

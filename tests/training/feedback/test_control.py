@@ -169,7 +169,7 @@ def test_only_runs_that_protect_nothing_have_a_control(
         return record
 
     monkeypatch.setattr(FeedbackTrainer, "step", counted)
-    monkeypatch.setattr("opusim.training.feedback.algorithm.BATCHES", BATCHES)
+    monkeypatch.setattr("opusim.training.feedback.trainer.BATCHES", BATCHES)
     x, y = batch(0, 40)
     config = {"threads": 1, "epochs": 128, "trainer": {"kind": "dfa"}, "data": {"n_classes": CLASSES}}
     config |= {"sampler": {"batch_size": 9}, **change}

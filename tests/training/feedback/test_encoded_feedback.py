@@ -7,6 +7,7 @@ import torch
 from scipy.stats import norm
 from torch import nn
 
+from benchmarks.bare import feedback_trainer
 from opusim import open_device
 from opusim.devices.base import NoisyDevice
 from opusim.encodings import bit_planes, ternarize
@@ -173,7 +174,7 @@ def trainer_of(
     network: FullyConnected, kind: str, device: NoisyDevice | None = None, **options: float
 ) -> FeedbackTrainer:
     config = TRAINERS.validated({"kind": kind, **options})
-    return FeedbackTrainer(
+    return feedback_trainer(
         ClosedForm(network, config, device=device),
         make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
     )

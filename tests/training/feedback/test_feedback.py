@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.bare import feedback_trainer
 from opusim import open_device
 from opusim.encodings import ternarize
 from opusim.medium.transmission import Medium
@@ -16,7 +17,6 @@ from opusim.training.config.sections import OptimizerConfig
 from opusim.training.errors import TrainingDiverged
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.functions import cross_entropy
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
@@ -47,7 +47,7 @@ def gradients(config: FeedbackConfig, *, sigma: float = 0.0, step: int = 0) -> l
     """Gradients of one step with a learning rate too small to matter."""
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": sigma})
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, config, device=device, noise=noise_stream("experiment", 5, "digital-noise")),
         make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
     )
@@ -146,7 +146,7 @@ def test_layers_get_disjoint_slices() -> None:
     """Noise of one reading, seen through both layers' bias gradients, is uncorrelated between them."""
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": 50.0})
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, PdfaConfig(), device=device),
         make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
     )
@@ -175,7 +175,7 @@ def test_the_output_layer_learns_from_the_error_itself() -> None:
 
 def test_diagnostics_of_backpropagation_are_perfect_alignment() -> None:
     network = new_network()
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, BpConfig()), make_optimizer(network.parameters, OptimizerConfig())
     )
     record = trainer.step(*batch(), step=0, observe=True)
@@ -186,7 +186,7 @@ def test_reported_noise_norm_is_the_realised_one() -> None:
     """The expected norm of a reading's noise against readings of zero error, within 1 % (n = 4000 rows)."""
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, PdfaConfig(), device=device),
         make_optimizer(network.parameters, OptimizerConfig()),
     )
@@ -200,7 +200,7 @@ def test_reported_noise_norm_is_the_realised_one() -> None:
 
 def test_nan_in_the_error_stops_before_the_update() -> None:
     network = new_network()
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, DfaConfig()), make_optimizer(network.parameters, OptimizerConfig())
     )
     x, y = batch()
@@ -214,7 +214,7 @@ def test_nan_in_the_error_stops_before_the_update() -> None:
 def test_an_empty_batch_moves_nothing() -> None:
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27)
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, PdfaConfig(), device=device),
         make_optimizer(network.parameters, OptimizerConfig()),
     )
@@ -228,9 +228,9 @@ def test_wrong_devices_are_refused() -> None:
     network = new_network()
     optimizer = make_optimizer(network.parameters, OptimizerConfig())
     with pytest.raises(ValueError, match="device is missing"):
-        FeedbackTrainer(ClosedForm(network, PdfaConfig()), optimizer)
+        feedback_trainer(ClosedForm(network, PdfaConfig()), optimizer)
     with pytest.raises(ValueError, match="n_inputs=4, n_outputs=27"):
-        FeedbackTrainer(
+        feedback_trainer(
             ClosedForm(network, PdfaConfig(), device=open_device("gaussian", n_inputs=4, n_outputs=26)),
             optimizer,
         )
@@ -240,7 +240,7 @@ def test_wrong_devices_are_refused() -> None:
 def test_every_optimizer_lowers_the_loss(name: str) -> None:
     network = new_network()
     optimizer = make_optimizer(network.parameters, OptimizerConfig(name=name, lr=0.03))
-    trainer = FeedbackTrainer(ClosedForm(network, DfaConfig()), optimizer)
+    trainer = feedback_trainer(ClosedForm(network, DfaConfig()), optimizer)
     x, y = batch()
     losses = [float(trainer.step(x, y, step=step).loss_sum) for step in range(200)]
     assert losses[-1] < 0.7 * losses[0]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare import feedback_trainer
 from opusim import open_device, training
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
@@ -113,7 +114,7 @@ def private_trainer(
         clip_norm=clip, noise_multiplier=noise, divisor=8.0, noise=SeededStream(1, "test")
     )
     tape = RecordTape(model.train(), x[:3])
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ModuleGradients(
             view, Objective.named("cross-entropy", "class"), feedback=feedback, seed=3, tape=tape
         ),

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.bare import feedback_trainer
 from opusim import FeedbackAlignment, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.medium import Medium
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 
@@ -98,7 +98,7 @@ def test_an_mlp_has_the_gradients_of_the_closed_form(config: FeedbackConfig, opt
 
     network = FullyConnected(mlp())
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, config, device=device(27, kind="ideal") if photonic else None), optimizer
     )
     trainer.step(x, y, step=0)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare import bare
 from opusim.randomness.streams import SystemStream, noise_stream
-from opusim.training.convex.trainer import ConvexTrainer, Descent, GatedNetwork, GatedRelu, Objective
+from opusim.training.config import load_config
+from opusim.training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu, Objective
 from opusim.training.feedback.closed_form import _add_scaled
 from opusim.training.networks.clipping import (
     ball_factors,
@@ -300,9 +302,17 @@ def test_gated_features_of_images_whose_mean_overflows_are_those_of_dim_ones() -
 
 def moved(model: GatedRelu, objective: Objective, x: Tensor, label: int) -> float:
     """How far one record moves the weights in a step of rate 1 and divisor 1: the norm of its gradient."""
-    numbers = Descent(regularisation=0.0, divisor=1.0, noise_std=0.0, final_std=0.0, total_steps=9)
     before = model.weight.detach().double().clone()
-    trainer = ConvexTrainer(GatedNetwork(model), torch.optim.SGD([model.weight], lr=1.0), objective, numbers)
+    trainer = bare(
+        ConvexTrainer,
+        GatedNetwork(model),
+        load_config({"trainer": {"kind": "convex"}}),
+        optimizer=torch.optim.SGD([model.weight], lr=1.0),
+        objective=objective,
+        divisor=1.0,
+        noise=None,
+        noise_std=0.0,
+    )
     trainer.step(x, torch.tensor([label]), step=0)
     change = float((model.weight.detach().double() - before).norm())
     with torch.no_grad():

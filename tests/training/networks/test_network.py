@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from opusim.training.feedback.closed_form import Backpropagation
+from opusim.training.feedback.closed_form import backpropagated
 from opusim.training.networks.functions import ACTIVATIONS, LOSSES, activation_of
 from opusim.training.networks.network import FullyConnected, LayerShape, build_sequential
 
@@ -57,8 +57,7 @@ def test_backpropagation_equals_autograd(activation: str, loss: str, bias: bool)
     result = LOSSES[loss](forward.output, y)
     derivative = network.derivative(forward, 2, through_clip=True)
     error = result.output_gradient if derivative is None else result.output_gradient * derivative
-    deltas = Backpropagation().deltas(network, forward, error, observe=False)
-    for layer, delta in enumerate(deltas.layers):
+    for layer, delta in enumerate(backpropagated(network, forward, error)):
         network.set_gradient(layer, delta, forward.inputs[layer], len(x))
     torch.testing.assert_close(result.per_record.mean(), value)
     for parameter, gradient in zip(network.parameters, expected, strict=True):
@@ -77,8 +76,7 @@ def test_clipped_neurons_equal_autograd() -> None:
     clipped = (forward.activations[0] + 0.2 / 7**0.5).abs() >= 0.9 / 7**0.5
     assert 0.2 < clipped.float().mean() < 0.9, "the test needs neurons on both sides"
     error = LOSSES["cross-entropy"](forward.output, y).output_gradient
-    deltas = Backpropagation().deltas(network, forward, error, observe=False)
-    for layer, delta in enumerate(deltas.layers):
+    for layer, delta in enumerate(backpropagated(network, forward, error)):
         network.set_gradient(layer, delta, forward.inputs[layer], len(x))
     for parameter, gradient in zip(network.parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)

@@ -261,7 +261,7 @@ def test_planted_fault_true_labels_in_training_are_caught(
     x, y = data()
     kept = likelihoods(54)[:, :3]
     monkeypatch.setattr(LabelReadoutProtection, "look", lambda self, device, pay: _paid(pay, kept))
-    monkeypatch.setattr("opusim.training.feedback.trainer.Batch.targets", lambda self, output: self.y)
+    monkeypatch.setattr("opusim.training.feedback.closed_form.Batch.targets", lambda self, output: self.y)
     for name, labels in (("first", y), ("second", (y + 1) % 3)):
         training.train(ONCE, data=(x, labels), folder=tmp_path / name)
     first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.bare import feedback_trainer
 from opusim import training
 from opusim.accounting.guarantee import NoGuarantee
+from opusim.description.section import merged
 from opusim.randomness.streams import noise_stream
-from opusim.training.config.reading import merged
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.engine.plan import load_data
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, TdfaConfig
-from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.record import RecordGradients
@@ -82,7 +82,7 @@ def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
     factors = (CLIP / norms).clamp(max=1.0)
     assert (factors < 1).any()
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
-    trainer = FeedbackTrainer(ClosedForm(network, BpConfig()), optimizer, protection=protection())
+    trainer = feedback_trainer(ClosedForm(network, BpConfig()), optimizer, protection=protection())
     trainer.step(x, y, step=0)
     for parameter, sample in zip(network.parameters, samples, strict=True):
         expected = torch.einsum("b,b...->...", factors, sample) / DIVISOR
@@ -147,7 +147,7 @@ def test_noise_has_the_stated_deviation() -> None:
 
 def test_one_records_nan_does_not_stop_a_protected_step() -> None:
     network = new_network()
-    trainer = FeedbackTrainer(
+    trainer = feedback_trainer(
         ClosedForm(network, TdfaConfig()),
         make_optimizer(network.parameters, OptimizerConfig(lr=0.1)),
         protection=protection(noise_multiplier=0.5),

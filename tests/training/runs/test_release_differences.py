@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from opusim import training
-from opusim.training.convex import algorithm
+from opusim.training.convex import trainer as convex
 from opusim.training.networks import network
 from opusim.training.networks.base import seeded_generator
 from tests.support.faults.base import replaced
@@ -109,7 +109,7 @@ def known_entropy() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "urandom", urandom)
         patch.setattr(random, "_urandom", urandom)  # behind the module secrets
-        for module in (network, algorithm):  # first weights and hyperplanes come from torch's own entropy
+        for module in (network, convex):  # first weights and hyperplanes come from torch's own entropy
             patch.setattr(
                 module, "seeded_generator", lambda seed: seeded_generator(1 if seed is None else seed)
             )

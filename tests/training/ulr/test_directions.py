@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
-from opusim.training.ulr import directions
+from opusim.training.ulr import estimator as directions
 from opusim.training.ulr.estimator import (
     Draws,
     Estimator,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare import bare
 from opusim import open_device, training
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream, noise_stream
@@ -52,7 +53,9 @@ def new_trainer(network: ModuleSequence, protection: RecordGradients | None = No
         protection=protection,
     )
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
-    return UlrTrainer(network, optimizer, update)
+    return bare(
+        UlrTrainer, network, load_config({"trainer": {"kind": "ulr"}}), optimizer=optimizer, update=update
+    )
 
 
 def clipped(network: ModuleSequence, *, by_layer: bool = False) -> RecordGradients:
@@ -93,7 +96,7 @@ def test_clipped_sums_equal_loops_over_records(name: str, by_layer: bool) -> Non
     """Compare with steps of one record each, whose contributions are clipped by hand."""
     x, y = records(5, new_network(name).n_inputs)
     network = new_network(name)
-    update = new_trainer(network)._update
+    update = new_trainer(network).update
     outputs = network.forward(x)
 
     def losses(output: Tensor, rows: slice) -> Tensor:
@@ -260,7 +263,7 @@ def test_equal_numbers_of_a_device_and_a_generator_give_equal_steps(monkeypatch:
             stream = SeededStream(5, "output-noise")
             stream.seek(4)
             monkeypatch.setattr(device, "draw", lambda shape, s=stream: 2.7 * s.normal(shape))
-            trainer._update._noise = normals
+            trainer.update._noise = normals
         trainer.step(x, y, step=4)
         gradients.append([parameter.grad.clone() for parameter in network.parameters])
     for a, b in zip(*gradients, strict=True):

@@ -147,9 +147,9 @@ def test_float32_returns_to_within_its_last_digits() -> None:
     start = tensor.clone()
     perturbation = InPlacePerturbation([tensor], perturbation=1e-3)
     for seed in range(1000):
-        perturbation.move_to_plus(seed)
-        perturbation.move_to_minus(seed)
-        perturbation.move_back(seed)
+        perturbation.shift(seed, 1)
+        perturbation.shift(seed, -2)
+        perturbation.shift(seed, 1)
     drift = float((tensor - start).double().square().mean().sqrt())
     assert drift < 2e-7
     assert drift > 0  # it is there, and a log repeats it
@@ -164,8 +164,8 @@ def test_half_precision_is_what_the_entries_say(dtype: torch.dtype) -> None:
     for tensor, settle_every in ((settled, 50), (drifting, 10**6)):
         perturbation = InPlacePerturbation([tensor], perturbation=1e-3, weight_decay=0.01)
         for step, entry in enumerate(entries, start=1):
-            perturbation.move_to_plus(entry.seeds[0])
-            perturbation.move_to_minus(entry.seeds[0])
+            perturbation.shift(entry.seeds[0], 1)
+            perturbation.shift(entry.seeds[0], -2)
             perturbation.update(entry)
             if step % settle_every == 0:
                 perturbation.settle()

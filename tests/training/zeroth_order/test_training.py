@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.bare import zo_trainer
 from opusim import training
 from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee, Status
 from opusim.errors import ConfigError
@@ -61,9 +62,9 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 def make_trainer(loss: str = "squared-error", **options: object) -> tuple[ZoTrainer, FullyConnected]:
     torch.manual_seed(0)
     network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
-    config = load_config({"trainer": {"kind": "zo", **options}, "optimizer": {"lr": 0.1}})
+    config = load_config({"loss": loss, "trainer": {"kind": "zo", **options}, "optimizer": {"lr": 0.1}})
     release = ScalarRelease(clip=None, divisor=1.0)
-    return ZoTrainer(network, config.trainer, config.optimizer, release, loss=loss, root=7), network
+    return zo_trainer(network, config, release, root=7), network
 
 
 def test_update_is_the_gradient_seen_along_directions(seed: int) -> None:
@@ -120,7 +121,7 @@ def test_an_empty_batch_takes_its_noisy_step() -> None:
     config = load_config(PROTECTED)
     noise = SeededStream(1, "scalar-noise")
     release = ScalarRelease(clip=0.05, divisor=10.0, scale=0.1, noise=noise)
-    trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=7)
+    trainer = zo_trainer(network, config, release, root=7)
     before = network.tensors["layer1.weight"].clone()
     record = trainer.step(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), step=0, observe=True)
     assert record.n_records == 0
@@ -201,7 +202,7 @@ def test_a_step_releases_jointly_clipped_sums() -> None:
     for records in (x, *x[:, None]):
         start = {name: tensor.clone() for name, tensor in network.tensors.items()}
         release = ScalarRelease(clip=0.02, divisor=1.0, joint=True)
-        trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=7)
+        trainer = zo_trainer(network, config, release, root=7)
         trainer.step(records, y[: len(records)], step=0)
         moves[len(moves)] = torch.cat([(t - start[n]).flatten() for n, t in network.tensors.items()])
         for name, tensor in network.tensors.items():
@@ -233,7 +234,7 @@ def test_sums_of_a_step_lie_on_the_lattice_of_all_batches(joint: bool) -> None:
             return Seen()
 
     release = ScalarRelease(clip=clip, divisor=1.0, scale=0.1, noise=Stream(1, "x"), joint=joint)
-    trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=7)
+    trainer = zo_trainer(network, config, release, root=7)
     trainer.step(torch.randn(30, 4), torch.arange(30) % 3, step=0)
     (sums,) = seen
     assert (sums / step).frac().abs().max() == 0

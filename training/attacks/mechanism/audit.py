@@ -22,7 +22,7 @@ from typing_extensions import override
 from opusim import checks
 from opusim.accounting.mechanisms.counts import LabelArgmax, LabelCounts
 from opusim.accounting.mechanisms.labels import RandomizedResponse, StagedResponse
-from opusim.description.section import BadKey
+from opusim.description.section import BadKey, merged, parse_setting
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
 from opusim.training.attacks.mechanism.checks import LAGS, Check, MechanismAudit, checked, shared
@@ -47,7 +47,6 @@ from opusim.training.attacks.mechanism.subjects import (
     require_steps,
 )
 from opusim.training.config.kinds import PROTECTIONS, ProtectionSection
-from opusim.training.config.reading import merged, parse_setting
 from opusim.training.config.run import RunConfig, load_config
 from opusim.training.data import Dataset
 from opusim.training.engine.callbacks import Callback

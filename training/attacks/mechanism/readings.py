@@ -21,13 +21,13 @@ from torch import Tensor
 
 from opusim.accounting.ledger import read_ledger
 from opusim.accounting.mechanisms.convex import ConvexLastIterate, learning_rates
+from opusim.description.section import merged
 from opusim.medium.transmission import Direction
 from opusim.p_values import bonferroni
 from opusim.training.attacks.base import Records
 from opusim.training.attacks.mechanism.checks import BatchLaw, Check, Released, Sums
 from opusim.training.attacks.mechanism.subjects import Subject
 from opusim.training.attacks.replay import NoiselessStep, plain_descent
-from opusim.training.config.reading import merged
 from opusim.training.config.run import RunConfig
 from opusim.training.convex.config import ConvexConfig
 from opusim.training.data import Dataset

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from opusim.accounting.guarantee import NoGuarantee
 from opusim.description.schema import load_description
+from opusim.description.section import flat
 from opusim.errors import ConfigError
 from opusim.training.attacks.base import crafted
 from opusim.training.config.kinds import ProtectionSection
-from opusim.training.config.reading import flat
 from opusim.training.config.run import RunConfig
 from opusim.training.convex.trainer import GatedRelu
 from opusim.training.data import Dataset

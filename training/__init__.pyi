@@ -9,10 +9,10 @@ from .config.kinds import ProtectionSection as ProtectionSection
 from .config.kinds import TrainerSection as TrainerSection
 from .engine.algorithm import Algorithm as Algorithm
 from .engine.algorithm import DeviceShape as DeviceShape
-from .engine.callbacks import Callback as Callback
-from .engine.session import train as train
 from .engine.algorithm import StepRecord as StepRecord
 from .engine.algorithm import Trainer as Trainer
+from .engine.callbacks import Callback as Callback
+from .engine.session import train as train
 from .errors import RunFolderError as RunFolderError
 from .errors import RunInterrupted as RunInterrupted
 from .errors import TrainingDiverged as TrainingDiverged

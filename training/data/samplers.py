@@ -31,7 +31,12 @@ from opusim.files import OwnProcess
 from opusim.plugins import Deferred
 from opusim.randomness.streams import SystemUniforms, derive_seed
 
-special = Deferred("scipy.special")
+special, stats = Deferred("scipy.special"), Deferred("scipy.stats")
+
+OVERFLOW = 1e-9
+"""Chance, at most, that a step needs more than its fixed number of physical batches, which time can tell."""
+FIXED_FROM = 1024
+"""Expected records of a batch from which physical batches are fixed on a processor, too: they cost a fifth there."""
 
 _MIN_ACCEPTANCE = 1e-3
 """Smallest probability of acceptance: below it, a batch would take over 1,000 draws on average."""
@@ -324,6 +329,81 @@ SCHEMES: dict[str, type[Sampler]] = {
     )
 }
 """Every sampling scheme by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhysicalBatches:
+    """How each process runs its part of a step's records: forward and backward passes on a few of them at a time.
+
+    Attributes:
+        size: Records in a pass at most; None for all.
+        count: How often a pass runs in each step, whatever was drawn: rows of weight zero fill the passes up to `size`.
+            None if only the drawn records run.
+    """
+
+    size: int | None = None
+    count: int | None = None
+
+    @classmethod
+    def of_steps(
+        cls,
+        expected: float,
+        *,
+        records: int | None,
+        processes: int,
+        on_card: bool,
+        fixed: bool | None = None,
+        size: int | None = None,
+    ) -> PhysicalBatches:
+        """Return how the records of Poisson batches run.
+
+        Args:
+            expected: Expected number of records in a batch, of all processes.
+            records: Number of records to draw from, or None if it is private.
+            processes: Which share a step's records.
+            on_card: Whether a graphics card runs them.
+            fixed: Whether every step runs a fixed number of rows; None for on a card, and from `FIXED_FROM` records.
+            size: Records in a pass at most; None for all.
+        """
+        if not (on_card or round(expected) >= FIXED_FROM if fixed is None else fixed):
+            return cls(size=size)
+        return cls.fixed(most_records(expected, records=records, processes=processes), size=size)
+
+    @classmethod
+    def fixed(cls, most: int, *, size: int | None) -> PhysicalBatches:
+        """Return the least equal batches that hold a number of records.
+
+        Args:
+            most: Records that the batches hold, at least 1.
+            size: Records in a pass at most; None for all.
+        """
+        count = 1 if size is None else -(-most // size)
+        return cls(size=-(-most // count), count=count)
+
+    def rows(self, records: int) -> int:
+        """Return the rows that run for a number of drawn records; more batches run if they do not fit."""
+        if self.count is None or self.size is None:
+            return records
+        return self.size * max(self.count, -(-records // self.size))
+
+    def expected_rows(self, records: float) -> float:
+        """Return the mean number of rows of a step from that of its records, as usage of a device is foretold."""
+        return records if self.count is None or self.size is None else float(self.size * self.count)
+
+
+def most_records(expected: float, *, records: int | None, processes: int) -> int:
+    """Return how many records of a step one process holds, exceeded with a chance of at most `OVERFLOW`.
+
+    The step draws M records, Binomial(n, b / n). If n is private, M stands for Poisson(b), whose upper tail is above
+    that of each such binomial law (Anderson and Samuels 1967), so that the number tells nothing of n.
+
+    Args:
+        expected: b, above 0.
+        records: n, or None if it is private.
+        processes: Which share the step's records as equally as they can.
+    """
+    law = stats.poisson(expected) if records is None else stats.binom(records, min(expected / records, 1.0))
+    return max(1, -(-int(law.isf(OVERFLOW)) // processes))
 
 
 def make_sampler(

@@ -59,6 +59,7 @@ class Batch:
         observe: Whether to measure diagnostics.
         protection: What writes the gradients from the records' contributions; None for nothing.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
+        padding: Marks rows that only fill the batch, shape (batch,), or None.
     """
 
     x: Tensor
@@ -71,6 +72,12 @@ class Batch:
     observe: bool
     protection: PrivateGradients | None
     labels: SoftLabels | None
+    padding: Tensor | None = None
+
+    def summed(self, losses: Tensor) -> Tensor:
+        """Return the sum of the records' losses, float64; rows that only fill the batch have none."""
+        drawn = losses if self.padding is None else torch.where(self.padding, 0.0, losses)
+        return drawn.sum(dtype=torch.float64)
 
     def targets(self, output: Tensor) -> Tensor:
         """Return what the loss compares the outputs with: the targets, or soft labels."""
@@ -228,7 +235,7 @@ class ClosedForm:
         value = self._loss(forward.output, batch.targets(forward.output))
         derivative = network.derivative(forward, -1, through_clip=True)
         error = value.output_gradient if derivative is None else value.output_gradient * derivative
-        loss_sum = value.per_record.sum(dtype=torch.float64)
+        loss_sum = batch.summed(value.per_record)
         protection = batch.protection
         if protection is not None:  # stopping at a record's NaN would reveal that record
             error = torch.where(torch.isfinite(error).all(dim=1, keepdim=True), error, 0.0)

@@ -117,7 +117,7 @@ class ModuleGradients:
             raise
         finally:
             model.eval()
-        loss_sum = losses.detach().sum(dtype=torch.float64)
+        loss_sum = batch.summed(losses.detach())
         # 2. Train the control on the batch, with the same draws.
         if self._control is not None and not self._control.running:
             self._control = None

@@ -75,10 +75,12 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     targets = ("class", "tokens", "real", "labels")
     applies = frozenset({"gradients", "soft labels"})
     processes = "steps"
+    fills_batches = True
     network: FullyConnected | AnyModule
     source: ClosedForm | ModuleGradients
     labels: SoftLabels | None
     ranks: Ranks
+    _filling: tuple[Tensor, ...] | None = None
 
     @classmethod
     def build_network(
@@ -183,6 +185,8 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         """See Algorithm.work_of_step; the error of each record is read, by modules once more in an observed step."""
         own = self.protection.work_of_step(records, n_outputs)
         network, options = self.network, self.options
+        if isinstance(self.protection, RecordProtection):
+            records = self.protection.physical_batches.expected_rows(records)
         if not isinstance(options, PdfaConfig):
             return own
         if isinstance(network, FullyConnected):
@@ -300,9 +304,11 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         """See Trainer.step; the diagnostics are those of the source.
 
         A batch without records has no gradient; momentum still moves the parameters. Under protection it takes its
-        noise, and no value of a record raises an error.
+        noise, and no value of a record raises an error; rows of weight zero fill it up to the fixed number of rows.
         """
         source, writer, ranks = self.source, self.writer, self.ranks
+        drawn, shown = len(x), y
+        x, y, padding = self._filled(x, y)
         for noise in (*source.noises, writer):
             if noise is not None:
                 noise.seek(step)
@@ -318,11 +324,14 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
             observe=observe and len(x) > 0,
             protection=writer,
             labels=self.labels,
+            padding=padding,
         )
         learned = source.learn(batch)
         if writer is not None:
             if learned.contributions is None:
                 raise TypeError(f"source: {type(source).__name__} measures no records; give it a tape")
+            if padding is not None:
+                learned.contributions.leave_out(padding)
             writer.set_gradients(
                 [learned.contributions], records=records, public_inputs=learned.public_inputs
             )
@@ -333,13 +342,30 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         self.optimizer.step()
         correct, judged = torch.zeros((), dtype=torch.int64, device=y.device), 0
         if learned.output is not None:
-            correct, judged = source.objective.correct(learned.output, y)
+            correct, judged = source.objective.correct(learned.output[:drawn], shown)
         return StepRecord(
             loss_sum=learned.loss_sum,
             n_correct=correct,
-            n_records=len(x),
+            n_records=drawn,
             n_judged=judged,
             diagnostics=diagnostics,
+        )
+
+    def _filled(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return a batch with an invented record behind it, repeated up to the fixed number of rows, and these rows."""
+        if not isinstance(self.protection, RecordProtection) or self.writer is None:
+            return x, y, None
+        rows = self.protection.physical_batches.rows(len(x))
+        if rows == len(x):
+            return x, y, None
+        if self._filling is None:
+            self._filling = tuple(part[:1] for part in invented_records(self.dataset, x.device))
+        (a, b), missing = self._filling, rows - len(x)
+        padding = torch.arange(rows, device=x.device) >= len(x)
+        return (
+            torch.cat([x, a.to(x.dtype).expand(missing, *x.shape[1:])]),
+            torch.cat([y, b.to(y.dtype).expand(missing, *y.shape[1:])]),
+            padding,
         )
 
     @property

@@ -31,7 +31,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from opusim.accounting.guarantee import BudgetExceeded
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import derive_seed
-from opusim.training.data.samplers import PoissonSampler
+from opusim.training.data.samplers import PhysicalBatches, PoissonSampler
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.networks.record_independence import (
     preserved_generators,
@@ -41,7 +41,7 @@ from opusim.training.networks.record_independence import (
 )
 from opusim.training.private_loop.folder import PrivacySettings
 from opusim.training.private_loop.inputs import first_records
-from opusim.training.private_loop.module import PhysicalBatches, PrivateModule
+from opusim.training.private_loop.module import PrivateModule
 
 _COLLATED = 4
 """Seeds under which a collate function is tried, which may mix records at random."""

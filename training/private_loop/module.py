@@ -38,7 +38,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from opusim.plugins import Deferred
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.record_gradients.recorder import Recorder, unread_masks
@@ -62,61 +61,8 @@ from opusim.training.private_loop.inputs import (
 )
 from opusim.training.protections.base import PrivateGradients
 
-stats = Deferred("scipy.stats")
-
-OVERFLOW = 1e-9
-"""Chance, at most, that a step needs more than its fixed number of physical batches, which time can tell."""
-FIXED_FROM = 1024
-"""Expected records of a batch from which physical batches are fixed on a processor, too: they cost a fifth there."""
-
 Gradients = Sequence[tuple[Tensor, Tensor]]
 """Outputs as the user received them, and the gradients of the records' summed losses there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhysicalBatches:
-    """How each process runs its part of a step's records: forward and backward passes on a few of them at a time.
-
-    Attributes:
-        size: Records in a pass at most; None for all.
-        count: How often a pass runs in each step, whatever was drawn: rows of weight zero fill the passes up to `size`.
-            None if only the drawn records run.
-    """
-
-    size: int | None = None
-    count: int | None = None
-
-    @classmethod
-    def fixed(cls, most: int, *, size: int | None) -> PhysicalBatches:
-        """Return the least equal batches that hold a number of records.
-
-        Args:
-            most: Records that the batches hold, at least 1.
-            size: Records in a pass at most; None for all.
-        """
-        count = 1 if size is None else -(-most // size)
-        return cls(size=-(-most // count), count=count)
-
-    def rows(self, records: int) -> int:
-        """Return the rows that run for a number of drawn records; more batches run if they do not fit."""
-        if self.count is None or self.size is None:
-            return records
-        return self.size * max(self.count, -(-records // self.size))
-
-
-def most_records(expected: float, *, records: int | None, processes: int) -> int:
-    """Return how many records of a step one process holds, exceeded with a chance of at most `OVERFLOW`.
-
-    The step draws M records, Binomial(n, b / n). If n is private, M stands for Poisson(b), whose upper tail is above
-    that of each such binomial law (Anderson and Samuels 1967), so that the number tells nothing of n.
-
-    Args:
-        expected: b, above 0.
-        records: n, or None if it is private.
-        processes: Which share the step's records as equally as they can.
-    """
-    law = stats.poisson(expected) if records is None else stats.binom(records, min(expected / records, 1.0))
-    return max(1, -(-int(law.isf(OVERFLOW)) // processes))
 
 
 @dataclass(kw_only=True)

@@ -42,6 +42,7 @@ from opusim.accounting.guarantee import Assumption, Guarantee, NoGuarantee, Stat
 from opusim.accounting.journal import Witness
 from opusim.accounting.ledger import LEDGER_FILE, Ledger
 from opusim.accounting.mechanism import Mechanism
+from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, PaidSteps, share_state
 from opusim.training.private_loop.folder import (
     CHECKPOINT_FILE,
@@ -54,7 +55,7 @@ from opusim.training.private_loop.folder import (
 )
 from opusim.training.private_loop.inputs import NO_NUMBERS, feedback_of, is_number, require_own_parameters
 from opusim.training.private_loop.loader import PrivateLoader
-from opusim.training.private_loop.module import PhysicalBatches, PrivateModule
+from opusim.training.private_loop.module import PrivateModule
 from opusim.training.protections.base import PrivateGradients
 from opusim.training.runs.folder import versions
 

@@ -20,6 +20,7 @@ from opusim.accounting.explanation import large_delta
 from opusim.accounting.guarantee import Adjacency
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
+from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.steps import PaidSteps
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.base import require_fresh_noise
@@ -33,7 +34,7 @@ from opusim.training.private_loop.inputs import (
     warn_of_parameters_left_out,
 )
 from opusim.training.private_loop.loader import batch_size_of
-from opusim.training.private_loop.module import FIXED_FROM, PhysicalBatches, PrivateModule, most_records
+from opusim.training.private_loop.module import PrivateModule
 from opusim.training.private_loop.session import NamedAccountant, PrivateTraining
 from opusim.training.protections.record import RecordGradients, require_counted_sums
 from opusim.training.runs.storage import only_writer
@@ -222,14 +223,15 @@ def _physical_batches(
 
     Under add_or_remove_one the number of records is private, and the number of rows follows from other constants.
     """
-    on_card = any(parameter.device.type != "cpu" for parameter in module.parameters())
-    if not (on_card or settings.batch_size >= FIXED_FROM if fixed is None else fixed):
-        return PhysicalBatches(size=size)
-    if settings.relation is Adjacency.ZERO_OUT:
-        most = most_records(settings.sample_rate * records, records=records, processes=ranks.world)
-    else:
-        most = most_records(settings.batch_size, records=None, processes=ranks.world)
-    return PhysicalBatches.fixed(most, size=size)
+    is_public = settings.relation is Adjacency.ZERO_OUT
+    return PhysicalBatches.of_steps(
+        settings.sample_rate * records if is_public else settings.batch_size,
+        records=records if is_public else None,
+        processes=ranks.world,
+        on_card=any(parameter.device.type != "cpu" for parameter in module.parameters()),
+        fixed=fixed,
+        size=size,
+    )
 
 
 def _settings(

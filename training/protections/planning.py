@@ -87,6 +87,8 @@ class ProtectedAlgorithm(ABC):
 
     applies: ClassVar[frozenset[str]] = frozenset()
     """How it carries out a protection (`opusim.training.protections.base.Applied`); nothing by default."""
+    fills_batches: ClassVar[bool] = False
+    """Whether its steps run a fixed number of rows, with rows of weight zero behind the records."""
 
     @property
     def clips_by_layer(self) -> bool:

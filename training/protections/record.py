@@ -41,7 +41,7 @@ from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import CorrelatedStream, NoiseStream, SystemUniforms, derive_seed
 from opusim.training.config.run import RunConfig
 from opusim.training.config.sections import OptimizerConfig
-from opusim.training.data.samplers import PoissonSampler
+from opusim.training.data.samplers import PhysicalBatches, PoissonSampler
 from opusim.training.networks.clipping import (
     MOST_RECORDS,
     SUM_ERROR,
@@ -91,6 +91,21 @@ class RecordProtection(PoissonProtection):
             return tuple(float(np.float32(value)) for value in section.correlation)
         return banded_coefficients(section.bands, self.plan.total_steps, self.config.optimizer)
 
+    @cached_property
+    def physical_batches(self) -> PhysicalBatches:
+        """How the records of a step run, from public numbers (`protection.fixed_batches`)."""
+        if not self.algorithm.fills_batches:
+            return PhysicalBatches()
+        config, sampler = self.config, self.plan.sampler
+        is_public = config.counts_are_public
+        return PhysicalBatches.of_steps(
+            sampler.expected_batch_size if is_public else config.sampler.batch_size,
+            records=sampler.n_records if is_public else None,
+            processes=Ranks().world,
+            on_card=config.torch_device != "cpu",
+            fixed=self.options.fixed_batches,
+        )
+
     @property
     def rounds_exactly(self) -> bool:
         """See Protection.rounds_exactly; correlated noise is not."""
@@ -109,6 +124,11 @@ class RecordProtection(PoissonProtection):
                 f"sampler.scheme = {sampler.scheme!r}: noise that is correlated over {bands} steps needs batches of "
                 f"{bands} subsets in turn, into which records fall by coins of their own; leave the sampler out"
             )
+        if self.options.fixed_batches and not self.algorithm.fills_batches:
+            reason = (
+                f"True is for bp, dfa, tdfa and pdfa, not for trainer.kind = {self.config.trainer.kind!r}"
+            )
+            raise ConfigError("configuration", "protection.fixed_batches", f"{reason}; leave it out")
         super().require_covered()
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
+from opusim.training.data import samplers as batches
+from opusim.training.data.samplers import OVERFLOW, PhysicalBatches, most_records
 from opusim.training.networks.contributions.sums import Contributions
-from opusim.training.private_loop import module as batches
-from opusim.training.private_loop.module import OVERFLOW, PhysicalBatches, most_records
 from tests.support.private_loops import Parts, network, parts, private_loop
 
 TINY = 1e-9

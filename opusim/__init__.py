@@ -36,7 +36,7 @@ _STUB = Path(__file__).with_suffix(".pyi")
 
 
 def _homes() -> dict[str, str]:
-    """Return the module that each public name comes from, as the stub says.
+    """Return the module that each public name comes from, as the stub says; that of a subject is opusim.
 
     `lazy_loader.attach_stub` reads stubs of one package only; this one also names the layers above.
     """
@@ -46,7 +46,8 @@ def _homes() -> dict[str, str]:
 
 
 _HOMES = _homes()
-__all__ = sorted(_HOMES)
+_SUBJECTS = frozenset(name for name, home in _HOMES.items() if home == __name__)
+__all__ = sorted(_HOMES.keys() - _SUBJECTS)
 _MOVED = {
     name: subject
     for subject, names in {
@@ -79,7 +80,6 @@ _MOVED = {
     for name in names.split()
 }
 """Names of version 0.2 that stand with their subject now."""
-_SUBJECTS = frozenset(_MOVED.values())
 _FORMER = {
     "calibrate": "opusim.calibrate_noise finds the noise for an epsilon, opusim.calibration measures a device",
     **dict.fromkeys(
@@ -98,10 +98,10 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: There is no such name; the message says what a former name is called now.
     """
-    if name in _HOMES:
+    if name in _SUBJECTS:
+        value: Any = import_module(f"opusim.{name}")
+    elif name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
-    elif name in _SUBJECTS:
-        value = import_module(f"opusim.{name}")
     elif name not in _MOVED:
         advice = f"; {_FORMER[name]}" if name in _FORMER else ""
         raise AttributeError(f"module 'opusim' has no attribute {name!r}{advice}")

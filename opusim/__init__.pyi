@@ -1,3 +1,15 @@
+from opusim import accounting as accounting
+from opusim import crossbar as crossbar
+from opusim import description as description
+from opusim import devices as devices
+from opusim import encodings as encodings
+from opusim import errors as errors
+from opusim import features as features
+from opusim import medium as medium
+from opusim import noise as noise
+from opusim import randomness as randomness
+from opusim import temperature as temperature
+from opusim import training as training
 from opusim.accounting import BudgetExceeded as BudgetExceeded
 from opusim.accounting import Guarantee as Guarantee
 from opusim.accounting import Mechanism as Mechanism

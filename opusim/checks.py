@@ -21,8 +21,6 @@ import numpy as np
 
 _PLAIN = (float, int)
 """Types of the usual values, which are checked without an array."""
-Ends = Literal["left", "right", "both", "neither"]
-"""Which ends of an interval are allowed."""
 
 
 def positive(*, remedy: str = "", **values: Any) -> None:
@@ -32,7 +30,12 @@ def positive(*, remedy: str = "", **values: Any) -> None:
         TypeError: a value is not a real number or array of them.
         ValueError: a value is 0, negative, infinite or NaN.
     """
-    _between(0, math.inf, "neither", values, "must be finite and above 0", remedy)
+    for name, value in values.items():
+        if type(value) in _PLAIN and 0 < value < math.inf:
+            continue
+        array = _real_array(name, value)
+        if not bool(np.all(np.isfinite(array) & (array > 0))):
+            _refuse(name, value, "must be finite and above 0", remedy)
 
 
 def non_negative(*, remedy: str = "", **values: Any) -> None:
@@ -42,7 +45,12 @@ def non_negative(*, remedy: str = "", **values: Any) -> None:
         TypeError: a value is not a real number or array of them.
         ValueError: a value is negative, infinite or NaN.
     """
-    _between(0, math.inf, "left", values, "must be finite and at least 0", remedy)
+    for name, value in values.items():
+        if type(value) in _PLAIN and 0 <= value < math.inf:
+            continue
+        array = _real_array(name, value)
+        if not bool(np.all(np.isfinite(array) & (array >= 0))):
+            _refuse(name, value, "must be finite and at least 0", remedy)
 
 
 def finite(*, remedy: str = "", **values: Any) -> None:
@@ -52,7 +60,11 @@ def finite(*, remedy: str = "", **values: Any) -> None:
         TypeError: a value is not a real number or array of them.
         ValueError: a value is infinite or NaN.
     """
-    _between(-math.inf, math.inf, "neither", values, "must be finite", remedy)
+    for name, value in values.items():
+        if type(value) in _PLAIN and -math.inf < value < math.inf:
+            continue
+        if not bool(np.all(np.isfinite(_real_array(name, value)))):
+            _refuse(name, value, "must be finite", remedy)
 
 
 def in_range(low: float, high: float, *, remedy: str = "", **values: Any) -> None:
@@ -62,30 +74,30 @@ def in_range(low: float, high: float, *, remedy: str = "", **values: Any) -> Non
         TypeError: a value is not a real number or array of them.
         ValueError: a value lies outside, or is NaN.
     """
-    _between(low, high, "both", values, f"must lie in [{low:g}, {high:g}]", remedy)
+    for name, value in values.items():
+        if type(value) in _PLAIN and low <= value <= high:
+            continue
+        array = _real_array(name, value)
+        if not bool(np.all((array >= low) & (array <= high))):
+            _refuse(name, value, f"must lie in [{low:g}, {high:g}]", remedy)
 
 
-def in_unit_interval(*, closed: Ends = "both", remedy: str = "", **values: Any) -> None:
+def in_unit_interval(
+    *, closed: Literal["left", "right", "both", "neither"] = "both", remedy: str = "", **values: Any
+) -> None:
     """Every value lies between 0 and 1 (arrays: every element); `closed` names the ends that are allowed.
 
     Raises:
         TypeError: a value is not a real number or array of them.
         ValueError: a value lies outside, or is NaN.
     """
-    left, right = "[" if closed in ("left", "both") else "(", "]" if closed in ("right", "both") else ")"
-    _between(0, 1, closed, values, f"must lie in {left}0, 1{right}", remedy)
-
-
-def _between(low: float, high: float, closed: Ends, values: dict[str, Any], rule: str, remedy: str) -> None:
-    """Refuse a value that does not lie between two numbers; `closed` names the ends that are allowed."""
+    left, right = closed in ("left", "both"), closed in ("right", "both")
     for name, value in values.items():
-        if type(value) in _PLAIN and low < value < high:
-            continue
         array = _real_array(name, value)
-        above = array >= low if closed in ("left", "both") else array > low
-        below = array <= high if closed in ("right", "both") else array < high
+        above = array >= 0 if left else array > 0
+        below = array <= 1 if right else array < 1
         if not bool(np.all(above & below)):
-            _refuse(name, value, rule, remedy)
+            _refuse(name, value, f"must lie in {'[' if left else '('}0, 1{']' if right else ')'}", remedy)
 
 
 def integer(

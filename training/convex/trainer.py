@@ -381,10 +381,14 @@ class ConvexTrainer(Algorithm[ConvexConfig, GatedNetwork, "ConvexTrainer"], Trai
         self.noise = self.protection.central_noise(device) if multiplier else None
         self.noise_std = noise_std(clip_norm=bound, noise_multiplier=multiplier, divisor=self.divisor)
         self.final_std = self._final_noise * config.optimizer.lr * multiplier * bound / self.divisor
+        if self.noise is None and (self.noise_std or self.final_std):
+            raise ValueError(f"noise is missing; noise_std = {self.noise_std} draws from a NoiseStream")
 
     def initialise(self, trainer: ConvexTrainer) -> None:
         """Read the hyperplanes from the device, once, before the first step."""
-        if self.options.gates == "device" and trainer.device is not None:
+        if self.options.gates == "device":
+            if trainer.device is None:
+                raise ValueError("device is missing; trainer.gates = 'device' reads them from an open device")
             trainer.device.seek(self.plan.total_steps)  # repeats no step's noise
             hyperplanes = device_hyperplanes(trainer.device, readings=self.options.gate_readings)
             self.network.model.hyperplanes.copy_(hyperplanes)

@@ -23,6 +23,7 @@ from opusim.randomness.streams import NoiseStream
 from opusim.training.config.run import LossName
 from opusim.training.errors import TrainingDiverged
 from opusim.training.feedback.config import (
+    BpConfig,
     DfaConfig,
     EncodedConfig,
     FeedbackConfig,
@@ -73,11 +74,6 @@ class Batch:
     protection: PrivateGradients | None
     labels: SoftLabels | None
     padding: Tensor | None = None
-
-    def summed(self, losses: Tensor) -> Tensor:
-        """Return the sum of the records' losses, float64; rows that only fill the batch have none."""
-        drawn = losses if self.padding is None else torch.where(self.padding, 0.0, losses)
-        return drawn.sum(dtype=torch.float64)
 
     def targets(self, output: Tensor) -> Tensor:
         """Return what the loss compares the outputs with: the targets, or soft labels."""
@@ -214,6 +210,8 @@ class ClosedForm:
             medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
             encoding = closed_form_encoding(config) if isinstance(config, TdfaConfig) else None
             self._projection = DenseProjection(medium.dense().to(place), encoding=encoding)
+        elif not isinstance(config, BpConfig):
+            raise TypeError(f"trainer.kind = {config.kind!r} is no feedback; take bp, dfa, tdfa or pdfa")
         if isinstance(config, PdfaConfig | DfaConfig | TdfaConfig) and config.gain is not None:
             self._gain = config.gain
 
@@ -235,7 +233,10 @@ class ClosedForm:
         value = self._loss(forward.output, batch.targets(forward.output))
         derivative = network.derivative(forward, -1, through_clip=True)
         error = value.output_gradient if derivative is None else value.output_gradient * derivative
-        loss_sum = batch.summed(value.per_record)
+        losses = (
+            value.per_record if batch.padding is None else torch.where(batch.padding, 0.0, value.per_record)
+        )
+        loss_sum = losses.sum(dtype=torch.float64)
         protection = batch.protection
         if protection is not None:  # stopping at a record's NaN would reveal that record
             error = torch.where(torch.isfinite(error).all(dim=1, keepdim=True), error, 0.0)

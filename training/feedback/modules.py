@@ -117,7 +117,8 @@ class ModuleGradients:
             raise
         finally:
             model.eval()
-        loss_sum = batch.summed(losses.detach())
+        shown = losses.detach() if batch.padding is None else torch.where(batch.padding, 0.0, losses.detach())
+        loss_sum = shown.sum(dtype=torch.float64)
         # 2. Train the control on the batch, with the same draws.
         if self._control is not None and not self._control.running:
             self._control = None

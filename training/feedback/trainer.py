@@ -26,6 +26,7 @@ from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import noise_stream
 from opusim.training.config.run import RunConfig
 from opusim.training.data import Dataset
+from opusim.training.data.samplers import PhysicalBatches
 from opusim.training.engine.algorithm import Algorithm, DeviceShape, StepRecord, Trainer
 from opusim.training.feedback.closed_form import Batch, ClosedForm, closed_form_encoding
 from opusim.training.feedback.config import (
@@ -80,6 +81,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     source: ClosedForm | ModuleGradients
     labels: SoftLabels | None
     ranks: Ranks
+    _physical = PhysicalBatches()
     _filling: tuple[Tensor, ...] | None = None
 
     @classmethod
@@ -227,6 +229,8 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
     def open(self, device: NoisyDevice | None, labels: SoftLabels | None) -> None:
         network, config, dataset = self.network, self.config, self.dataset
         self.labels, self.ranks = labels, Ranks()
+        if isinstance(self.protection, RecordProtection):
+            self._physical = self.protection.physical_batches
         self.optimizer = make_optimizer(network.parameters, config.optimizer)
         if isinstance(network, FullyConnected):
             self.gradients(device)
@@ -308,7 +312,9 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
         """
         source, writer, ranks = self.source, self.writer, self.ranks
         drawn, shown = len(x), y
-        x, y, padding = self._filled(x, y)
+        padding: Tensor | None = None
+        if self._physical.count is not None:
+            x, y, padding = self._filled(x, y)
         for noise in (*source.noises, writer):
             if noise is not None:
                 noise.seek(step)
@@ -353,9 +359,7 @@ class FeedbackTrainer(Algorithm[FeedbackConfig, FullyConnected | AnyModule, "Fee
 
     def _filled(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return a batch with an invented record behind it, repeated up to the fixed number of rows, and these rows."""
-        if not isinstance(self.protection, RecordProtection) or self.writer is None:
-            return x, y, None
-        rows = self.protection.physical_batches.rows(len(x))
+        rows = self._physical.rows(len(x))
         if rows == len(x):
             return x, y, None
         if self._filling is None:

@@ -12,13 +12,16 @@ leave alone, `preserved_state` puts buffers and attributes back after each pass 
 
 from __future__ import annotations
 
+import inspect
 import random
 import secrets
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -224,6 +227,7 @@ _CONSTANT = frozenset({type(None), bool, int, float, str})
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where torch keeps hooks of a module, and those of all modules under "_global" and these names."""
 _TRUSTED = frozenset({"torch", "opusim", "builtins"})
+_TORCH = str(Path(torch.__file__).parent)
 """Packages whose classes and functions keep nothing of a batch that a later one reads."""
 
 
@@ -312,7 +316,7 @@ def runs_torch_only(model: nn.Module) -> bool:
         own = vars(part)
         tensors = (*own["_parameters"].values(), *own["_buffers"].values())
         if (
-            not type(part).__module__.startswith("torch.nn.modules.")
+            not _is_torchs(type(part))
             or any(own[name] for name in HOOKS)
             or any(type(each) not in (Tensor, nn.Parameter, type(None)) for each in tensors)
         ):
@@ -322,6 +326,17 @@ def runs_torch_only(model: nn.Module) -> bool:
             if any(type(each) not in _CONSTANT for each in parts):
                 return False
     return True
+
+
+def _is_torchs(kind: type[nn.Module]) -> bool:
+    """Whether a class is one of torch.nn.modules, and no function of it or of its bases was replaced."""
+    named = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None)
+    if named is not kind or not kind.__module__.startswith("torch.nn.modules."):
+        return False
+    functions = (
+        value for base in kind.__mro__[:-1] for value in vars(base).values() if inspect.isfunction(value)
+    )
+    return all(function.__code__.co_filename.startswith(_TORCH) for function in functions)
 
 
 def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:

@@ -27,6 +27,11 @@ from opusim.training.config.sections import import_path_of, is_import_path
 from opusim.training.errors import RunFolderError
 
 _LAYERS = frozenset({"accounting", "hw_configs", "training"})
+_JOINED = {
+    "opusim.training.networks.image_models": "opusim.training.networks.models",
+    "opusim.training.convex.gated": "opusim.training.convex.trainer",
+}
+"""Modules of models that stand in another one now."""
 
 
 def load_object(path: str, *, key: str) -> Any:
@@ -92,7 +97,7 @@ def _present(module: str) -> str:
             return module
     except FOREIGN_ERRORS:
         pass
-    return f"opusim.{module}"
+    return _JOINED.get(f"opusim.{module}", f"opusim.{module}")
 
 
 def _file(module: Any) -> str:

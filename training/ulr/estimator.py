@@ -262,7 +262,7 @@ class ModuleSequence(LayeredNetwork):
 
     A module without parameters may be any map from a batch of records to a batch of records: an activation without
     derivative, a quantiser, a call to another process. A module with parameters needs only the Jacobian of its own
-    output (`opusim.training.networks.layers`).
+    output (`opusim.training.networks.network`).
 
     Args:
         model: The sequence. Every module processes records independently. It is put into evaluation mode (no dropout),

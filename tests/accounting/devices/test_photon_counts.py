@@ -279,7 +279,7 @@ def test_wrong_rates_are_refused(changes: dict[str, object], message: str) -> No
     with pytest.raises(ValueError, match=message):
         replace(COUNTS, **changes)
     with pytest.raises(ValueError, match="dark_low: exceeds a rate"):
-        known_counts_guarantee(COUNTS.rates, delta=DELTA, dark_low=5.0)
+        at_brightest(COUNTS.rates, dark_low=5.0)
 
 
 # The argmax

@@ -21,6 +21,7 @@ from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training.config import load_config
 from opusim.training.convex.trainer import ConvexTrainer, GatedNetwork, GatedRelu, Objective
 from opusim.training.protections.base import DeviceNormals
+from opusim.training.protections.record import LastIterateProtection
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 D, P, K, B = 5, 6, 3, 8
@@ -111,3 +112,10 @@ def test_a_step_whose_noise_fails_has_moved_nothing(
         with pytest.raises(DeviceUnavailable):
             trainer.step(x, y, step=LAST_STEP)
         assert torch.equal(model.weight, before) is not moved
+
+
+def test_a_protection_that_gives_no_noise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without its noise would be stated as proven."""
+    monkeypatch.setattr(LastIterateProtection, "central_noise", lambda self, device: None)
+    with pytest.raises(ValueError, match="noise is missing; noise_std = "):
+        run(tmp_path / "run", description_file(tmp_path, Fault.UNPLUGGED))

@@ -94,6 +94,18 @@ def assert_hidden_close(found: list[torch.Tensor], expected: list[torch.Tensor])
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+class OtherConfig(FeedbackConfig):
+    """A feedback that the closed form does not know."""
+
+    kind: Literal["other"] = "other"
+
+
+def test_an_unknown_feedback_is_refused() -> None:
+    network = FullyConnected(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)))
+    with pytest.raises(TypeError, match="trainer.kind = 'other' is no feedback; take bp, dfa, tdfa or pdfa"):
+        ClosedForm(network, OtherConfig())
+
+
 def test_dfa_is_equation_4() -> None:
     assert_hidden_close(gradients(DfaConfig()), written_out(ternary=False))
 

@@ -493,6 +493,18 @@ def test_a_hook_on_all_modules_is_code_of_others() -> None:
     assert runs_torch_only(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("name", ["forward", "_forward_hook_of_a_user"])
+def test_a_replaced_method_of_torch_is_code_of_others(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(nn.ReLU, name, lambda self, x: x, raising=False)
+    assert not runs_torch_only(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
+def test_a_class_that_only_claims_to_be_of_torch_is_code_of_others() -> None:
+    claims = type("ReLU", (nn.ReLU,), {"__module__": nn.ReLU.__module__})
+    assert claims.__module__ == nn.ReLU.__module__
+    assert not runs_torch_only(claims())
+
+
 SPREAD = {
     "linear": (nn.Linear(4, 3), (2, 4)),
     "convolution": (nn.Conv1d(2, 3, 2), (2, 2, 5)),

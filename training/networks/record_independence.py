@@ -312,31 +312,29 @@ def runs_torch_only(model: nn.Module) -> bool:
     """
     if any(vars(torch_module)[f"_global{name}"] for name in HOOKS):
         return False
+    # 1. Every class is one of torch.nn.modules, and no function of it or of its bases was replaced.
+    for kind in {type(part) for part in model.modules()}:
+        named = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None)
+        if named is not kind or not kind.__module__.startswith("torch.nn.modules."):
+            return False
+        if not inspect.isfunction(kind.forward):
+            return False
+        for value in (value for base in kind.__mro__[:-1] for value in vars(base).values()):
+            if inspect.isfunction(value) and not value.__code__.co_filename.startswith(_TORCH):
+                return False
+    # 2. No part has a hook, a function or a tensor of another class among its attributes.
     for part in model.modules():
         own = vars(part)
         tensors = (*own["_parameters"].values(), *own["_buffers"].values())
-        if (
-            not _is_torchs(type(part))
-            or any(own[name] for name in HOOKS)
-            or any(type(each) not in (Tensor, nn.Parameter, type(None)) for each in tensors)
-        ):
+        if any(own[name] for name in HOOKS):
+            return False
+        if any(type(each) not in (Tensor, nn.Parameter, type(None)) for each in tensors):
             return False
         for value in (own[name] for name in own.keys() - _OF_TORCH):
             parts = value if type(value) in (list, tuple) else [value]
             if any(type(each) not in _CONSTANT for each in parts):
                 return False
     return True
-
-
-def _is_torchs(kind: type[nn.Module]) -> bool:
-    """Whether a class is one of torch.nn.modules, and no function of it or of its bases was replaced."""
-    named = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None)
-    if named is not kind or not kind.__module__.startswith("torch.nn.modules."):
-        return False
-    functions = (
-        value for base in kind.__mro__[:-1] for value in vars(base).values() if inspect.isfunction(value)
-    )
-    return all(function.__code__.co_filename.startswith(_TORCH) for function in functions)
 
 
 def require_forgetful(model: nn.Module, run: Callable[[Tensor, float], object]) -> None:

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -493,9 +494,11 @@ def test_a_hook_on_all_modules_is_code_of_others() -> None:
     assert runs_torch_only(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("name", ["forward", "_forward_hook_of_a_user"])
-def test_a_replaced_method_of_torch_is_code_of_others(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(nn.ReLU, name, lambda self, x: x, raising=False)
+@pytest.mark.parametrize("replaced", [lambda self, x: x, partial(max, 0)], ids=["function", "object"])
+def test_a_replaced_method_of_torch_is_code_of_others(
+    monkeypatch: pytest.MonkeyPatch, replaced: object
+) -> None:
+    monkeypatch.setattr(nn.ReLU, "forward", replaced)
     assert not runs_torch_only(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 
 

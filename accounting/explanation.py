@@ -11,14 +11,19 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from opusim import checks
 from opusim.accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit, from_json, to_json
-from opusim.accounting.ledger import Alarm, CertificateFacts, LedgerContent, Mode
 from opusim.accounting.mechanism import Mechanism, mechanism_from_json
 from opusim.accounting.theorems import Theorem, known_theorems
+from opusim.plugins import Deferred
 from opusim.tables import print_table, table_text, wrapped
+
+if TYPE_CHECKING:
+    from opusim.accounting.ledger import Alarm, CertificateFacts, LedgerContent, Mode
+
+ledger = Deferred("opusim.accounting.ledger")
 
 LARGE_DELTA = (
     "delta is at least 1 / records, so a mechanism that publishes one whole record or more, on average, can have the "
@@ -418,7 +423,7 @@ class Statement:
                 f"schema, version = {reprlib.repr(found)}: must be {(SCHEMA, VERSION)!r}; read it with the opusim that "
                 "wrote it"
             )
-        if content.get("mode") not in get_args(Mode):
+        if content.get("mode") not in tuple(_MODES):  # whatever it holds
             raise ValueError(f"mode = {reprlib.repr(content.get('mode'))}: must be 'experiment' or 'release'")
         try:
             mechanisms = [dict(mechanism) for mechanism in content["mechanisms"]]
@@ -429,9 +434,9 @@ class Statement:
                 guarantees=tuple(Guarantee.from_json(guarantee) for guarantee in content["guarantees"]),
                 mechanisms=tuple(mechanism_from_json(mechanism) for mechanism in mechanisms),
                 certificates=tuple(
-                    from_json(CertificateFacts, one) for one in content.get("certificates", ())
+                    from_json(ledger.CertificateFacts, one) for one in content.get("certificates", ())
                 ),
-                alarms=tuple(from_json(Alarm, one) for one in content.get("alarms", ())),
+                alarms=tuple(from_json(ledger.Alarm, one) for one in content.get("alarms", ())),
                 ledger=from_json(LedgerFacts, content["ledger"]),
                 run=None if content["run"] is None else from_json(RunFacts, content["run"]),
                 versions=dict(content["versions"]),

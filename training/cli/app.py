@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
-from typing_extensions import override
 
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, OpusimError
 from opusim.files import require_utf8
@@ -43,8 +42,8 @@ _FEW_COMMANDS = 8
 class OpusimGroup(LazyGroup):
     """The commands of all layers, listed by subject."""
 
-    @override
     def fill(self) -> None:
+        """See LazyGroup.fill; `--help` does not wait for what `@override` needs."""
         for name, summary, panel, target in (
             (
                 "train",

@@ -34,13 +34,15 @@ def epoch() -> int:
 
 
 def copy_tracked(target: Path) -> None:
-    """Copy the tracked files of the repository, with fixed modes."""
+    """Copy the tracked files of the repository, with fixed modes, and its links."""
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            file = target / name
-            file.parent.mkdir(parents=True, exist_ok=True)
+        file = target / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            file.symlink_to((ROOT / name).readlink())
+        elif (ROOT / name).is_file():
             shutil.copyfile(ROOT / name, file)
             file.chmod(0o644)
 

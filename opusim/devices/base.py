@@ -113,6 +113,7 @@ class NoisyDevice(ABC):
         self._access = Access(description.access or AccessSettings(), description.name, self._reconnect)
         self._monitor = Unmonitored(description.name)
         self._last_sought: int | None = None
+        self._is_credited = False
 
     can: ClassVar[frozenset[Capability]] = frozenset({"project", "draw"})
     """What devices of this class can do (`opusim.devices.kinds`); a subclass declares what it adds or lacks."""
@@ -222,6 +223,17 @@ class NoisyDevice(ABC):
                 raise
             described = GaussianNoise(std=0.0, n_outputs=self.n_outputs)
         self._certified, self.certificate = certificate.certified(described), certificate
+
+    def credit_noise(self) -> None:
+        """Say that a guarantee rests on `noise`, so that the monitor compares hardware with a law that is only assumed.
+
+        A certified law, and that of a simulation, are always compared with.
+        """
+        self._is_credited = True
+
+    def _is_law_judged(self) -> bool:
+        """Return whether noise below the stated law is a fault, and not only a wrong assumption."""
+        return self._is_credited or self._certified is not None or self.description.medium is not None
 
     # Opening and closing
 
@@ -535,6 +547,7 @@ class NoisyDevice(ABC):
             n_inputs=self.n_inputs,
             read=self._read_vectors,
             law=self._law_as_decoded,
+            judges_law=self._is_law_judged,
             saturated=self._saturated_share,
             show=self._pattern_frames,
             baseline=baseline,

@@ -198,6 +198,11 @@ class SharedDevice(NoisyDevice):
             self.held.attach_certificate(certificate)
         self._certified = certificate.certified(self.described_noise)
 
+    @override
+    def credit_noise(self) -> None:
+        if self.held is not None:
+            self.held.credit_noise()
+
     @property
     @override
     def repeats_noise(self) -> bool:

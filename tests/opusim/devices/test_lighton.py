@@ -153,9 +153,15 @@ class ProcessRunningException(BaseException):  # lightonml's name, and its base
         (RuntimeError("No configuration files for the OPU"), DeviceUnavailable, "no OPU is configured"),
         (AssertionError("Call fit1d before"), DeviceFault, "reports: Call fit1d before"),
         (AssertionError(), DeviceFault, "reports: AssertionError"),
-        (IndexError("n_components"), ConfigError, "open a smaller window"),
-        (ValueError("non-binary"), ConfigError, "lightonml refuses"),
-        (KeyError("variance"), ConfigError, "lightonml refuses"),
+        (IndexError("n_components is beyond maximum (9)"), ConfigError, "open a smaller window"),
+        (ValueError("number of features (3) can't be greater than 2"), ConfigError, "open a smaller window"),
+        (ValueError("non-binary"), DeviceFault, "its driver failed .ValueError: non-binary"),
+        (KeyError("ones_range"), DeviceFault, "KeyError: 'ones_range'.; check .*lighton.config_file"),
+        (
+            AttributeError("no attribute 'x'"),
+            DeviceFault,
+            "AttributeError.* check that lightonopu belongs to",
+        ),
     ],
 )
 def test_every_failure_becomes_one_of_ours(raised: BaseException, kind: type[Exception], words: str) -> None:

@@ -344,6 +344,7 @@ class _Caller:
         with pausing(self._require_wanted):
             while (call := self._calls.get()) is not None:
                 act, undo = call
+                answer: tuple[Any, BaseException | None]
                 try:
                     answer = (act(), None)
                 except BaseException as error:  # handed to the caller unchanged

@@ -115,8 +115,8 @@ class NoisyDevice(ABC):
         self._monitor = Unmonitored(description.name)
         self._last_sought: int | None = None
         self._is_credited = False
-        self._parts = contextlib.ExitStack()
-        self._frame_us, self._openings = 0.0, 0
+        self.opened_parts = contextlib.ExitStack()
+        self._actual_frame_us, self._openings = 0.0, 0
 
     can: ClassVar[frozenset[Capability]] = frozenset({"project", "draw"})
     """What devices of this class can do (`opusim.devices.kinds`); a subclass declares what it adds or lacks."""
@@ -257,7 +257,7 @@ class NoisyDevice(ABC):
                 )
         self._access.acquire()
         try:
-            self._connect()
+            self._open_all()
             self.is_open = True
             self._begin_monitor(None)
             if self._certified is not None:
@@ -274,7 +274,7 @@ class NoisyDevice(ABC):
         if self.is_open:
             self.is_open = False
             try:
-                self._disconnect()
+                self._close_all()
             finally:
                 self._access.release()
 
@@ -309,7 +309,7 @@ class NoisyDevice(ABC):
         """
         self._require_open()
         return like_input(
-            self._read_rows(self._project, ternary_batch(x, self.n_inputs, self._torch_device)), x
+            self._read_in_calls(self._project, ternary_batch(x, self.n_inputs, self._torch_device)), x
         )
 
     def intensities(
@@ -486,8 +486,8 @@ class NoisyDevice(ABC):
         """Connect to the device; a simulation needs nothing.
 
         An instrument of several parts registers each one as soon as it is open, as in
-        ``self._parts.callback(camera.close)``. They are closed behind `_close`, the last one first, also if a later
-        part does not open.
+        ``self.opened_parts.callback(camera.close)``. They are closed behind `_close`, the last one first, also if a
+        later part does not open.
         """
 
     def _close(self) -> None:  # noqa: B027  # optional hook
@@ -509,7 +509,7 @@ class NoisyDevice(ABC):
     def _read_intensities(self, frames: BinaryFrames, start: int, stop: int) -> torch.Tensor:
         """Return a checked reading of some frames."""
         part = frames.rows(start, stop, self._torch_device)
-        return self._read_rows(self._intensities, part, frames_per_reading=1)
+        return self._read_in_calls(self._intensities, part, frames_per_reading=1)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return fresh noise of a checked shape; by default readings of nothing, as many as fill it."""
@@ -529,11 +529,13 @@ class NoisyDevice(ABC):
         timeout_s, frames = self._access.timeout_s, self.description.frames
         if timeout_s is None or self.description.medium is not None:
             return sys.maxsize
-        each_us = max(frames.period_us(self.n_outputs), self._frame_us) + (frames.host_us_per_frame or 0.0)
+        each_us = max(frames.period_us(self.n_outputs), self._actual_frame_us) + (
+            frames.host_us_per_frame or 0.0
+        )
         each_us *= frames_per_reading or frames.frames_per_projection
         return max(1, int(0.5 * 1e6 * timeout_s / each_us))
 
-    def _read_rows(
+    def _read_in_calls(
         self,
         act: Callable[[torch.Tensor], torch.Tensor],
         rows: torch.Tensor,
@@ -556,7 +558,10 @@ class NoisyDevice(ABC):
             )
         parts = rows.split(at_once)
         return torch.cat(
-            [self._read_rows(act, part, width=width, frames_per_reading=frames_per_reading) for part in parts]
+            [
+                self._read_in_calls(act, part, width=width, frames_per_reading=frames_per_reading)
+                for part in parts
+            ]
         )
 
     def _read(
@@ -581,36 +586,36 @@ class NoisyDevice(ABC):
         if readings is None:
             readings = -(-math.prod(shape) // self.n_outputs)
         frames = readings * (frames_per_reading or self.description.frames.frames_per_projection)
-        self._meter.count(frames, self._frame_us)
+        self._meter.count(frames, self._actual_frame_us)
         return y
 
-    def _connect(self) -> None:
+    def _open_all(self) -> None:
         """Open all parts; if the time-out passes and opening ends later, all is closed then."""
         self._openings += 1
         mine = self._openings
 
         def undo() -> None:
             if self._openings == mine:  # nobody opened it again in between
-                self._disconnect()
+                self._close_all()
 
         self._access.once(self._open, undo=undo)
 
-    def _disconnect(self) -> None:
+    def _close_all(self) -> None:
         """Close the device and the parts that `_open` registered."""
         try:
             self._close()
         finally:
-            self._parts.close()
+            self.opened_parts.close()
 
     def _give_back(self) -> None:
         """Close the device in any state; a driver's error there hides none that is to be reported."""
         with contextlib.suppress(Exception):
-            self._access.once(self._disconnect)
+            self._access.once(self._close_all)
 
     def _reconnect(self) -> None:
         """Close the device in any state and open it again; the lock stays."""
         self._give_back()
-        self._connect()
+        self._open_all()
 
     def _begin_monitor(self, baseline: Baseline | None) -> None:
         settings, self._last_sought = self.description.monitor, None
@@ -632,7 +637,7 @@ class NoisyDevice(ABC):
     def _read_vectors(self, vectors: torch.Tensor) -> np.ndarray:
         """Return readings of ternary vectors for the monitor, float64."""
         batch = vectors.to(self._torch_device)
-        return self._read_rows(self._project, batch).cpu().double().numpy()
+        return self._read_in_calls(self._project, batch).cpu().double().numpy()
 
     def _require_open(self) -> None:
         if not self.is_open:

@@ -163,8 +163,8 @@ class LightonDevice(NoisyDevice):
                 "frames take %g us, set it to that",
                 *(self.name, described, least, self.n_outputs, least),
             )
-        self._frame_us = float(math.ceil(max(described, least)))
-        return int(self._frame_us)
+        self._actual_frame_us = float(math.ceil(max(described, least)))
+        return int(self._actual_frame_us)
 
     def _close(self) -> None:
         opu, self._opu = self._opu, None

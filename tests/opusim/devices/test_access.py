@@ -230,7 +230,7 @@ def test_opening_that_ends_after_its_time_out_is_closed_again() -> None:
     class Slow(Scripted):
         def _open(self) -> None:
             release.wait(60)
-            self._parts.callback(events.append, "a part is closed")
+            self.opened_parts.callback(events.append, "a part is closed")
             events.append("opened")
 
         def _close(self) -> None:
@@ -254,7 +254,7 @@ def test_parts_that_were_opened_are_closed_if_a_later_one_does_not_open() -> Non
         def _open(self) -> None:
             for part in ("mirrors", "camera"):
                 held.append(part)
-                self._parts.callback(held.remove, part)
+                self.opened_parts.callback(held.remove, part)
             if self.opened == 0:
                 raise OSError("the shutter does not answer")
 

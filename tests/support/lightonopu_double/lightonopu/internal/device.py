@@ -13,7 +13,7 @@ import numpy as np
 from lightonml.internal.types import AcqState, OutputRoiStrategy
 
 MIRRORS = (32, 32)
-_MEAN_DN, _GAIN_DN_PER_E, _READ_NOISE_E, _BLACK_DN = 48.0, 0.02, 13.0, 2.0
+_MEAN_DN, _GAIN_DN_PER_E, _READ_NOISE_E, _BLACK_DN = 24.0, 0.02, 13.0, 2.0
 
 
 class OpuAlreadyUsedException(Exception):
@@ -25,6 +25,8 @@ class OpuDevice:
 
     opened: int = 0
     """Devices of this process that are open."""
+    made: int = 0
+    """Devices that this process made, each with noise of its own."""
 
     def __init__(
         self, kind: str, frametime_us: int, exposure_us: int, prelim: int, _: Any, verbose: int, name: str
@@ -36,7 +38,8 @@ class OpuDevice:
         self.gain_dB = 0.0
         folder = Path(os.environ.get("LIGHTONOPU_DOUBLE_FOLDER", "/tmp"))
         self._pid_file = folder / f"lighton-{name}-{os.geteuid()}.pid"
-        self._noise = np.random.default_rng()
+        OpuDevice.made += 1
+        self._noise = np.random.default_rng([12, OpuDevice.made])
         self._speed = float(os.environ.get("LIGHTONOPU_DOUBLE_SPEED", "inf"))
         self._medium: np.ndarray | None = None
 
